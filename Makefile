@@ -14,12 +14,12 @@ $(BIN)/python:
 
 # Two stamps, so that the demo does not wait for linters. Tests run on `.[all]`, the line of the README, so that pins
 # which contradict each other are noticed.
-$(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[train,report]'
+$(VENV)/.installed-run: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[train,report]' --editable ./studies
 	touch $@
 
 $(VENV)/.installed-develop: $(VENV)/.installed-run
-	$(PIP) --editable '.[all,test,lint,docs]'
+	$(PIP) --editable '.[all,test,lint,docs]' --editable ./studies
 	touch $@
 
 demo: $(VENV)/.installed-run

@@ -3,6 +3,6 @@ registered once."""
 
 from __future__ import annotations
 
+import wellposed.compare.variants
 import wellposed.models
-import wellposed.recipes.reproduce
 import wellposed.tasks  # noqa: F401

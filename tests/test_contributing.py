@@ -23,8 +23,8 @@ from wellposed.certification import LayerBound, register_rule
 from wellposed.charts import Panel
 from wellposed.models import WellposedConfig, WellposedModel
 from wellposed.nn import ATTENTIONS
-from wellposed.recipes.recipe import Recipe, Reproduction
-from wellposed.recipes.reproduce import RECIPES, reproduce
+from wellposed.recipes.recipe import Reproduction, recipe
+from wellposed.recipes.reproduce import reproduce
 from wellposed.compare.variants import VARIANTS, apply_variant
 from wellposed.roles import FAMILIES, Family
 from wellposed.roles.families import attention_named, feedforward_named

@@ -45,7 +45,7 @@ def test_listed_counts_what_it_leaves_out() -> None:
 
 
 def test_missing_extra_gives_the_command() -> None:
-    assert "pip install 'wellposed[sweep]'" in str(missing_extra("optuna", "sweep", "sweeps"))
+    assert "pip install 'wellposed[report]'" in str(missing_extra("jinja2", "report", "reports"))
 
 
 def test_registry_refuses_a_second_entry() -> None:

@@ -46,12 +46,12 @@ def test_every_package_of_an_extra_is_pinned() -> None:
 def test_extras_that_messages_name_exist() -> None:
     doctor = (ROOT / "src/wellposed/cli/_doctor.py").read_text()
     rows = re.findall(r'^    \("([\w-]+)", "(\w+)"\),$', doctor, re.MULTILINE)
-    assert ("optuna", "sweep") in rows
+    assert ("jinja2", "report") in rows
     for package, extra in rows:
         assert package in names(EXTRAS[extra]), (package, extra)
     source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r'missing_extra\("[^"]+", "(\w+)"', source))
-    assert {"hf", "train", "report", "sweep"} <= named <= set(EXTRAS)
+    assert {"hf", "train", "report"} <= named <= set(EXTRAS)
 
 
 def test_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_the_citation_is_of_this_version_and_names_every_paper() -> None:
         f"{paper['authors'][0]['family-names'].lower()}{paper['year']}"
         for paper in citation["references"]
     }
-    recipes = {path.stem for path in (ROOT / "src/wellposed/recipes").iterdir()}
+    recipes = {path.stem for path in (ROOT / "studies/wellposed_studies").iterdir()}
     assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes
 
 

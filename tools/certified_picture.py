@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from wellposed.charts import Panel, draw, where
-from wellposed.recipes.frontier.curves import curves_panel
+from wellposed_studies.frontier.curves import curves_panel
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "reproduction"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from wellposed.charts import draw, where
 from wellposed.measurement.figures import INK
-from wellposed.recipes.frontier.curves import curves_panel
+from wellposed_studies.frontier.curves import curves_panel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"

@@ -72,9 +72,6 @@ import wellposed as wp
 from wellposed.charts import Panel
 import matplotlib, jinja2, wellposed.report
 """
-SWEEP = """
-import optuna, wellposed.recipes.mcgrath2024.sweep
-"""
 LIGHTNING = """
 import wellposed.integrations as adapters
 adapters.LightningConditionCallback
@@ -85,9 +82,8 @@ CHECKS = {
     "hf": [CORE, HF],
     "train": [CORE, HF, TRAIN],
     "report": [CORE, REPORT],
-    "sweep": [CORE, SWEEP],
     "lightning": [CORE, LIGHTNING],
-    "all": [CORE, HF, TRAIN, REPORT, SWEEP, LIGHTNING],
+    "all": [CORE, HF, TRAIN, REPORT, LIGHTNING],
 }
 WITHOUT_TORCH = """
 import importlib, sys
@@ -98,7 +94,7 @@ for name in names.split():
     importlib.import_module(f"wellposed.{name}")
 assert "torch" not in sys.modules
 assert metadata("wellposed")["Version"] == wellposed.__version__
-assert set(metadata("wellposed").get_all("Provides-Extra")) >= {"hf", "train", "report", "sweep", "lightning", "all"}
+assert set(metadata("wellposed").get_all("Provides-Extra")) >= {"hf", "train", "report", "lightning", "all"}
 from wellposed.cli import main
 assert main(["--version"]) == main(["--help"]) == 0
 """

@@ -105,8 +105,8 @@ def load_entry_points(group: str) -> None:
     """Import what installed packages register under ``group``, one of the groups below.
 
     The groups are ``wellposed.tasks``, ``wellposed.variants``, ``wellposed.presets``,
-    ``wellposed.attentions`` and ``wellposed.families``; an entry point names a module that registers
-    its names when it is imported. The registry of each kind calls this at its first use.
+    ``wellposed.recipes``, ``wellposed.attentions`` and ``wellposed.families``; an entry point names
+    a module that registers its names when it is imported. The registry of each kind calls this at its first use.
 
     Raises:
         ConfigError: an entry point cannot be imported; it is named with its package.

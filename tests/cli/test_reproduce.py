@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from wellposed.charts import Panel
 from wellposed.cli import main
-from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request
+from wellposed.errors import ConfigError
+from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request, reproduce
+from wellposed.registry import Registry
 
 
 def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +25,32 @@ def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixt
     assert figure_2.split()[1:7] == ["0.2", "min", "0.2", "min", "~5", "min"], (
         "measured, and estimates with a ~"
     )
+
+
+def test_a_wheel_alone_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty: Registry[Recipe] = Registry("recipe")
+    for module in ("recipe", "reproduce"):
+        monkeypatch.setattr(f"wellposed.recipes.{module}.RECIPES", empty)
+    for words in (["--list"], ["kim2021/figure-2"], ["all"]):
+        assert main(["reproduce", *words]) == 2
+        assert "pip install ./studies" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="wellposed-studies"):
+        reproduce("kim2021/figure-2", out=tmp_path)
+
+
+def test_the_studies_are_found_by_the_entry_point_that_users_have() -> None:
+    [entry] = entry_points(group="wellposed.recipes", name="papers")
+    assert entry.load().__name__ == "wellposed_studies"
+
+
+def test_sweep_names_the_commands_that_do_it_now(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "mcgrath2024", "--data", "x"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "wellposed reproduce mcgrath2024" in said
+    assert "wellposed compare minbert" in said
 
 
 def test_every_recipe_has_a_medium_scale_of_at_most_ten_hours() -> None:
@@ -75,7 +104,7 @@ def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_listed_recipe_resolves_to_a_function_of_a_request(name: str) -> None:
     module, _, function = RECIPES.get(name).function.partition(":")
-    found = getattr(importlib.import_module(f"wellposed.recipes.{module}"), function)
+    found = getattr(importlib.import_module(module), function)
     [request] = inspect.signature(found, eval_str=True).parameters.values()
     assert request.annotation is Request
 
@@ -111,7 +140,7 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     def made(recipe: Recipe, request: Request) -> Reproduction:
         request.announce("half way")
         panel = Panel("t", "x", "y")
-        holds = recipe.function != "kim2021.figures_2_7_8_bounds:figure_7"
+        holds = recipe.name != "kim2021/figure-7"
         return Reproduction(
             [{"a": 1}], [panel], "nothing", holds, criterion=Criterion("it is larger", seeds=3)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wellposed.recipes.mcgrath2024.multitask_options import MultiTaskOptions
+from wellposed_studies.mcgrath2024.multitask_options import MultiTaskOptions
 
 TINY = MultiTaskOptions(
     hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=120, max_length=16, batch_size=4, steps=3,

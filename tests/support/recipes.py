@@ -38,7 +38,7 @@ def check_reproduced(done: Reproduced) -> None:
     if power is None:
         assert values["power"] is None
     else:
-        assert values["power"] == power.plan(Request("toy", table.parent))
+        assert values["power"] == power(Request("toy", table.parent))
         assert criterion is None or criterion.seeds == values["power"]["seeds"], (
             "the plan is what was trained"
         )

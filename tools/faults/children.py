@@ -51,7 +51,6 @@ def import_everything() -> None:
     import datasets
     import jinja2
     import matplotlib.backends.backend_svg
-    import optuna
     import torch
     import transformers.models.auto.modeling_auto
 
@@ -64,7 +63,7 @@ def import_everything() -> None:
     import wellposed.report
     import wellposed.training
 
-    del accelerate, datasets, jinja2, matplotlib, optuna, transformers, wellposed
+    del accelerate, datasets, jinja2, matplotlib, transformers, wellposed
     torch.set_num_threads(1)
 
 

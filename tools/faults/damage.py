@@ -128,22 +128,6 @@ def subjects(toys: Toys) -> list[Subject]:
             lambda folder, _: {"report": _report(folder), "compare": toys.compare(folder)},
         ),
         Subject(
-            "a sweep",
-            root / "sweep",
-            (
-                "sweep.json",
-                "journal.log",
-                "data.json",
-                "sweep.csv",
-                "results.md",
-                "figure-3.svg",
-                "trials/baseline/seed-0.json",
-                "trials/key-1e-2/seed-0.json",
-            ),
-            lambda folder, _: {"report": _report(folder), "sweep": toys.sweep(folder)},
-            guarded=False,
-        ),
-        Subject(
             "a reproduction",
             root / "reproduce",
             ("kim2021-figure-2.json", "kim2021-figure-2.csv", "kim2021-figure-2.svg"),

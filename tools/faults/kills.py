@@ -66,9 +66,6 @@ def jobs(toys: Toys) -> list[Job]:
         ),
         Job("compare", lambda out: toys.compare(out / "all"), partial(_compare_leaves, toys), 16),
         Job(
-            "sweep", lambda out: toys.sweep(out / "all"), lambda out: _sweep_leaves(out / "all"), 12
-        ),
-        Job(
             "reproduce", lambda out: toys.reproduce(out / "all"), lambda out: _files(out / "all"), 6
         ),
         Job(
@@ -184,19 +181,6 @@ def _compare_leaves(toys: Toys, out: Path) -> dict[str, Any]:
         "order": json_of(out / "all" / "compare.json"),
         "page": (out / "all" / "report.html").is_file(),
     }
-
-
-def _sweep_leaves(out: Path) -> dict[str, Any]:
-    trials = {
-        str(path.relative_to(out)): _without_cpu(json_of(path))
-        for path in sorted(out.glob("trials/*/*.json"))
-    }
-    tables = {path.name: path.read_bytes() for path in sorted(out.glob("figure-3.*"))}
-    return {**trials, **tables, "page": (out / "results.md").read_text()}
-
-
-def _without_cpu(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "cpu_seconds"}
 
 
 def _files(out: Path) -> dict[str, Any]:

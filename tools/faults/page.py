@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.faults.outcome import KINDS
 
-PACKAGES = ("torch", "transformers", "safetensors", "optuna", "numpy")
+PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 TITLES = {
     "kills": "Killed and interrupted",
     "damage": "Damaged files",
@@ -29,7 +29,7 @@ family runs in `make test`.
 ## What is promised
 
 - A run that is killed, at any moment and however often, goes on with `--resume auto` to the same weights, bit for bit
-  on a CPU, as one that nobody disturbed; so does `compare`. A sweep and `reproduce` train again what was not finished.
+  on a CPU, as one that nobody disturbed; so does `compare`. `reproduce` trains again what was not finished.
 - A file with a good name is whole: everything is written under a temporary name (`.tmp-...`), synced and renamed. What
   a kill leaves under a temporary name is never read, and goes with the next start that writes the same file. The rows
   of `metrics.jsonl` are added one by one; half a row at its end is cut off.
@@ -40,14 +40,14 @@ family runs in `make test`.
 - A run goes on with the data that it began with: digests of its files are kept at the start, and data that has changed
   since is refused, by a finished run too where `compare` or `reproduce` would take its result.
 - A disk that is full ends a command with one line. What was whole stays whole.
-- A run folder has one writer. A second one is refused, and told who has it; a sweep is shared.
+- A run folder has one writer. A second one is refused, and told who has it.
 - No code of a model folder runs, and no pickle is loaded.
 - Every malformed input ends in an error of `wellposed.errors`.
 
 ## What is not promised
 
 - Digests find damage, not malice: who can change a file can change the manifest beside it.
-- Where nothing describes a file (a run in progress, the tables of sweeps and reproductions), a changed digit cannot be
+- Where nothing describes a file (a run in progress, the tables of reproductions), a changed digit cannot be
   told from a true one.
 - Locks are those of the file system; on Windows and on some network disks there are none, and two writers can meet.
 - A power cut can take what the disk said it had written; only what the operating system was asked to sync is sure.

@@ -96,7 +96,7 @@ def _tables(place: Path) -> list[Target]:
     sts = (sets / "sts-train.csv").read_bytes()
     found.append(
         Target(
-            "the three sets of a sweep",
+            "the three sets of McGrath (2024)",
             (sts,),
             _file(sets, "sts-train.csv", lambda _: read_minbert(sets)),
             4,
@@ -431,7 +431,6 @@ def _checkpoint_state(folder: Path, weights: bytes, layer: Any) -> Callable[[byt
 def _words() -> list[Target]:
     from wellposed.compare.named import NAMED
     from wellposed.compare.variants import apply_variant, variant_folder
-    from wellposed.recipes.mcgrath2024.grid import chosen_cells
     from wellposed.recipes.reproduce import RECIPES
     from wellposed.roles import find_roles
     from wellposed.tasks import build_task
@@ -474,8 +473,7 @@ def _words() -> list[Target]:
                 registry.get(text)
             except ValueError:
                 continue
-        check_repository(text)
-        return chosen_cells(text.split(","))
+        return check_repository(text)
 
     options = json.dumps(vars(TrainOptions(steps=3)))
     variants = (
@@ -515,8 +513,8 @@ def _words() -> list[Target]:
             2,
         ),
         Target(
-            "names of cells, recipes, presets",
-            (b"key:1e-2,value:1e-3", b"kim2021/figure-2", b"me/model"),
+            "names of recipes and presets",
+            (b"kim2021/figure-2", b"me/model"),
             named,
             3,
             text=True,
@@ -531,7 +529,6 @@ _OTHERS = (
     b"predict no-such-model --text hello --temperature 0.8 --beams 4 --n-best 2",
     b"measure no-such-model --text hello --out x",
     b"report no-such-run other --out page.html",
-    b"sweep mcgrath2024 --data no-such-data --cells key:1e-2,value:1e-3 --seeds 2 --jobs 2",
     b"reproduce no/such-recipe --scale mini --data none",
     b"push no-such-run owner/name --public",
 )

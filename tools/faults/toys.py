@@ -22,20 +22,6 @@ _TINY = (
     *("--model.num-attention-heads", "2", "--eval-batches", "2", "--log-every", "4"),
     *("--checkpoint-every", "3", "--keep-checkpoints", "2", "--quiet"),
 )
-_SWEEP_WORDS = (
-    "good",
-    "bad",
-    "film",
-    "cat",
-    "dog",
-    "sits",
-    "runs",
-    "who",
-    "what",
-    "where",
-    "old",
-    "new",
-)
 _UNTIMED = (
     "seconds",
     "tokens_per_second",
@@ -67,11 +53,6 @@ class Toys:
     def table(self) -> Path:
         """Labelled lines."""
         return self.root / "data" / "train.tsv"
-
-    @property
-    def sets(self) -> Path:
-        """The three sets of a sweep."""
-        return self.root / "data" / "sets"
 
     def train(self, out: Path, *more: str) -> list[str]:
         """Return the words that train a language model with dropout, a penalty and a constraint."""
@@ -154,33 +135,6 @@ class Toys:
         ]
         return [*words, *more]
 
-    def sweep(self, out: Path) -> list[str]:
-        """Return the words of a sweep of two cells in this process."""
-        words = [
-            "sweep",
-            "mcgrath2024",
-            "--data",
-            str(self.sets),
-            "--scale",
-            "toy",
-            "--seeds",
-            "1",
-            "--quiet",
-        ]
-        return [
-            *words,
-            "--steps",
-            "2",
-            "--cells",
-            "key:1e-2",
-            "--jobs",
-            "1",
-            "--out",
-            str(out),
-            "--resume",
-            "auto",
-        ]
-
     def reproduce(self, out: Path) -> list[str]:
         """Return the words that make a figure without training."""
         return ["reproduce", "kim2021/figure-2", "--scale", "toy", "--quiet", "--out", str(out)]
@@ -189,7 +143,7 @@ class Toys:
 def write_data(root: Path) -> Toys:
     """Write the data of every toy."""
     toys = Toys(root)
-    toys.sets.mkdir(parents=True)
+    (root / "data").mkdir(parents=True)
     draw = random.Random(5)
     toys.text.write_text(
         " ".join(draw.choices(["north", "wind", "and", "the", "sun", "were", "disputing"], k=600))
@@ -200,33 +154,7 @@ def write_data(root: Path) -> Toys:
     ] * 30
     toys.table.write_text("label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows))
     (root / "data" / "lines.txt").write_text("".join(f"{text}\n" for _, text in rows))
-    _write_sets(toys.sets, draw)
     return toys
-
-
-def _write_sets(folder: Path, draw: random.Random) -> None:
-    def words() -> str:
-        return " ".join(draw.choices(_SWEEP_WORDS, k=5))
-
-    for split, count in (("train", 24), ("dev", 12)):
-        sets: dict[str, list[str]] = {"ids-sst": [], "quora": [], "sts": []}
-        for index in range(count):
-            first, second = words(), words()
-            sets["ids-sst"].append(f"{index}\tx\t{first}\t{min(4, first.count('good') * 2)}")
-            sets["quora"].append(
-                f"{index}\tx\t{first}\t{first if index % 2 else second}\t{float(index % 2)}"
-            )
-            sets["sts"].append(
-                f"{index}\tx\t{first}\t{second}\t{min(5, len({*first.split()} & {*second.split()})):.1f}"
-            )
-        for name, label in (
-            ("ids-sst", "sentiment"),
-            ("quora", "is_duplicate"),
-            ("sts", "similarity"),
-        ):
-            columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
-            lines = [f"\tid\t{columns}\t{label}", *sets[name]]
-            (folder / f"{name}-{split}.csv").write_text("\n".join(lines) + "\n")
 
 
 def make(words: Sequence[str], log: Path) -> None:
@@ -264,7 +192,6 @@ def make_folders(toys: Toys, names: Sequence[str]) -> None:
             ["certify", str(root / "classifier"), "--examples", "3", "--attack-steps", "1"],
         ],
         "compare": [toys.compare(root / "compare")],
-        "sweep": [toys.sweep(root / "sweep")],
         "reproduce": [toys.reproduce(root / "reproduce")],
     }
     for name in names:

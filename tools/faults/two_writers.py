@@ -1,4 +1,4 @@
-"""Two or three processes at once on one folder: a run, a comparison, a sweep, a page.
+"""Two or three processes at once on one folder: a run, a comparison, a page.
 
 Right: each ends well or is refused in one line that names who has the folder, and what is left is
 what one alone leaves.

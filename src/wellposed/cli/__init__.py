@@ -21,10 +21,6 @@ COMMANDS: dict[str, str] = {
         "train variants on the same batches and report the differences with their uncertainty"
     ),
     "reproduce": "make a table or figure of a paper again: CSV, SVG, paper says / we got",
-    "sweep": (
-        "run a paper's grid of settings with several seeds; stop, resume, share it between"
-        " processes"
-    ),
     "report": "write one offline HTML page about finished runs",
     "certify": (
         "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an"
@@ -76,6 +72,11 @@ def _dispatch(words: list[str]) -> int:
     if words[0] in {"-V", "--version"}:
         print(f"wellposed {__version__}")
         return EXIT_OK
+    if words[0] == "sweep":  # gone in 0.3
+        raise ConfigError(
+            "`wellposed sweep` has gone: the study is `wellposed reproduce mcgrath2024 --data DIR`,"
+            " a grid of yours `wellposed compare minbert --data DIR --variants plain,key:1e-2,...`"
+        )
     if words[0] not in COMMANDS:
         raise unknown_name("command", words[0], COMMANDS)
     if words[0] not in TOGETHER:
@@ -92,14 +93,9 @@ def _refuse_several_processes(command: str) -> None:
     from wellposed.training.loop.processes import is_one_of_several
 
     if is_one_of_several():
-        instead = (
-            "; it starts its own with --jobs N, and --resume auto in its folder joins in"
-            if command == "sweep"
-            else ""
-        )
         raise ConfigError(
             f"wellposed {command} runs in one process; start it without torchrun or accelerate"
-            f" launch{instead}"
+            " launch"
         )
 
 

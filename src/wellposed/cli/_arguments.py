@@ -106,7 +106,6 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     if config_file and preset:
         raise ConfigError("--config and --preset both name a configuration; give one of them")
     if preset:
-        import wellposed.recipes.corpora  # noqa: F401  it registers the presets of two papers
         from wellposed.compare.named import NAMED
 
         found = NAMED.get(preset)()

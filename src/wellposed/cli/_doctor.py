@@ -22,7 +22,6 @@ PACKAGES = (
     ("scipy", "train"),
     ("matplotlib", "report"),
     ("jinja2", "report"),
-    ("optuna", "sweep"),
     ("lightning", "lightning"),
 )
 

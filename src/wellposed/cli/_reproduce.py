@@ -14,7 +14,7 @@ import tyro
 from wellposed.cli.parser import parse_words
 from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import Given
+from wellposed.recipes.recipe import Given, check_installed
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.training.folder.durable_files import replace_file
@@ -74,6 +74,7 @@ def run(words: Sequence[str]) -> int:
         ReproduceArguments, words, prog="wellposed reproduce", description=__doc__
     )
     check_jobs(1 if options.jobs is None else options.jobs)
+    check_installed()
     if options.list:
         print(_listing())
         return 0
@@ -174,7 +175,7 @@ def _plan(name: str, options: ReproduceArguments) -> str:
         )
     if recipe.power is None:
         return "\n".join([*lines, "  nothing is trained, so no seeds are compared"])
-    plan = recipe.power.plan(Request(options.scale, options.out))
+    plan = recipe.power(Request(options.scale, options.out))
     lines += [f"  seeds:        {plan['seeds']}", f"  can be seen:  {plan['words']}"]
     return "\n".join([*lines, f"  levelled off: {plan['levelled_off']}"])
 

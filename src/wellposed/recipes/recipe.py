@@ -6,13 +6,12 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from wellposed.charts import Panel
 from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError
-from wellposed.recipes.verdicts import ERRORS
-from wellposed.statistics import SIGNIFICANCE, detectable_difference
+from wellposed.registry import Registry
 
 Scale = Literal["toy", "mini", "medium", "paper"]
 """mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so
@@ -20,8 +19,6 @@ that the claim can be seen or refuted; paper: the paper's sizes; toy: seconds, f
 to show anything."""
 Given = Literal["data", "encoder", "vectors", "languages"]
 """What a user may give a recipe."""
-CHANCE = 0.8
-"""Chance with which a difference is to be seen."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
@@ -95,81 +92,6 @@ class Reproduction:
 
 
 @dataclass(frozen=True)
-class Power:
-    """What a verdict over seeds could see, stated before anything is trained."""
-
-    seeds: str | Callable[[Request], Any]
-    """Function of a `Request`, or ``module:function``, that returns the seeds, or sizes with
-    ``seeds``."""
-    quantity: str = ""
-    """What is compared, with its unit."""
-    deviation: float | None = None
-    """Standard deviation over seeds of the paired differences at mini scale; None where every seed
-    has to agree."""
-    source: str = ""
-    """Where that deviation was measured."""
-    tests: int | None = None
-    """Tests between which Holm's correction shares the level; None where two standard errors
-    decide."""
-    ended: str = ""
-    """What must be so before anything is judged, `LEVELLED_OFF` or `PLATEAU`; empty where nothing
-    is asked."""
-
-    def plan(self, request: Request) -> dict[str, Any]:
-        """Return seeds, smallest difference that would be seen, and what levelled off means, as
-        numbers and words.
-
-        Raises:
-            ConfigError: scipy is not installed.
-        """
-        found = resolve(self.seeds)(request)
-        seeds = int(getattr(found, "seeds", found))
-        smallest, words = self._smallest(seeds)
-        return {
-            "seeds": seeds,
-            "smallest_seen": smallest,
-            "chance": CHANCE,
-            "words": words,
-            "levelled_off": self._end,
-        }
-
-    @property
-    def _end(self) -> str:
-        asked = f"nothing is judged before every training has levelled off: {self.ended}"
-        return asked if self.ended else "not asked"
-
-    def _smallest(self, seeds: int) -> tuple[float | None, str]:
-        if seeds < 2:
-            return None, "one training of each kind: how much seeds scatter is not known"
-        if self.deviation is None:
-            share = 1 - (1 - CHANCE) ** (1 / seeds)
-            return (
-                share,
-                (
-                    f"every seed has to agree: what fails in {share:.0%} of trainings fails here in"
-                    f" {CHANCE:.0%}"
-                ),
-            )
-        rule = f"{ERRORS} standard errors" if self.tests is None else "a paired t-test at 5 %"
-        corrected = f", Holm-corrected over {self.tests}" if (self.tests or 1) > 1 else ""
-        smallest = detectable_difference(
-            self.deviation,
-            seeds,
-            level=SIGNIFICANCE / (self.tests or 1),
-            critical=float(ERRORS) if self.tests is None else None,
-            power=CHANCE,
-        )
-        return (
-            smallest,
-            (
-                f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"
-                f" {CHANCE:.0%} by {rule}{corrected} (paired differences of seeds scatter by"
-                f" {self.deviation:g}, measured before: {self.source})"
-            ),
-        )
-
-
-@dataclass(frozen=True)
 class Recipe:
     """One table or figure: a row of a paper's catalogue."""
 
@@ -179,8 +101,7 @@ class Recipe:
     says: str
     """What the paper says."""
     function: str | Callable[[Request], Reproduction]
-    """A function of a `Request`, or ``module:function`` in ``wellposed.recipes``, imported when it
-    is needed."""
+    """A function of a `Request`, or ``module:function``, imported when it is needed."""
     minutes: Mapping[str, float]
     """Minutes it takes by scale: mini and medium on two CPU cores, paper on one large GPU."""
     folders: tuple[str, ...] = ()
@@ -193,8 +114,9 @@ class Recipe:
     measured: tuple[Scale, ...] = ()
     """The scales whose minutes were measured; the others are estimates, from updates times what one
     costs at mini."""
-    power: Power | None = None
-    """What its verdict could see, where it trains; None where nothing is trained."""
+    power: Callable[[Request], Mapping[str, Any]] | None = None
+    """What its verdict could see, where it trains: ``seeds``, ``words`` and ``levelled_off``, before
+    anything is trained; None where nothing is."""
 
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe."""
@@ -213,11 +135,11 @@ class Recipe:
 
 
 def resolve(function: str | Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Return a function, or what ``module:function`` in ``wellposed.recipes`` names."""
+    """Return a function, or what ``module:function`` names."""
     if callable(function):
         return function
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(f"wellposed.recipes.{module}"), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def duration(minutes: float) -> str:
@@ -229,3 +151,52 @@ def duration(minutes: float) -> str:
     if minutes >= 2 * 60 * 24:
         return f"{minutes / (60 * 24):.0f} days"
     return f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
+
+
+Function = TypeVar("Function", bound=Callable[[Request], Reproduction])
+RECIPES: Registry[Recipe] = Registry("recipe", entry_points="wellposed.recipes")
+"""Every recipe of the installed packages, by name."""
+
+
+def recipe(
+    name: str,
+    summary: str,
+    *,
+    says: str,
+    measured: Mapping[str, float] | None = None,
+    estimated: Mapping[str, float] | None = None,
+    **options: Any,
+) -> Callable[[Function], Function]:
+    """Return a decorator that registers a function of a `Request` as a recipe, with its claim beside
+    it.
+
+    Args:
+        name: ``paper/item``.
+        summary: one line for the list.
+        says: what the paper says.
+        measured: minutes by scale, as they were measured.
+        estimated: minutes by scale, from updates times what one costs at mini.
+        options: of `Recipe`: ``folders``, ``takes``, ``builtin``, ``power``.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    minutes = {**(measured or {}), **(estimated or {})}
+
+    def register(function: Function) -> Function:
+        made = Recipe(
+            name, summary, says, function, minutes, measured=tuple(measured or ()), **options
+        )  # pyright: ignore
+        RECIPES.register(name)(made)
+        return function
+
+    return register
+
+
+def check_installed() -> None:
+    """Raise `ConfigError` where no installed package has recipes."""
+    if not RECIPES.names():
+        raise ConfigError(
+            "no recipes are installed: those of the papers are a package of their own,"
+            " wellposed-studies; run `pip install ./studies` in a clone of this project"
+        )

@@ -19,25 +19,23 @@ from wellposed.charts import draw
 from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.measurement import write_csv
-from wellposed.recipes import frontier, huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021
 from wellposed.recipes.clock import Clock, Ticking
 from wellposed.recipes.recipe import (
+    RECIPES,
     SCALES,
     Criterion,
-    Power,
     Recipe,
     Reproduction,
     Request,
     Scale,
+    check_installed,
 )
-from wellposed.registry import Registry
 from wellposed.training.folder.durable_files import replace_files
 
 __all__ = [
     "RECIPES",
     "SCALES",
     "Criterion",
-    "Power",
     "Recipe",
     "Reproduced",
     "Reproduction",
@@ -47,10 +45,6 @@ __all__ = [
 ]
 
 _PATIENCE = 3
-RECIPES: Registry[Recipe] = Registry("recipe")
-for _paper in (huang2020, kim2021, mcgrath2024, sengupta2023, zhang2021, frontier):
-    for _recipe in _paper.RECIPES:
-        RECIPES.register(_recipe.name)(_recipe)
 
 
 def file_stem(name: str) -> str:
@@ -189,6 +183,7 @@ def reproduce(
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
     """
+    check_installed()
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
@@ -202,7 +197,7 @@ def reproduce(
     if builtin is not None:
         announce(builtin)
     request = Request(scale, out, data, announce, encoder, vectors, languages, jobs)
-    power = None if recipe.power is None else recipe.power.plan(request)
+    power = None if recipe.power is None else dict(recipe.power(request))
     clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
     try:
         result = recipe(replace(request, announce=Ticking(clock, announce)))

@@ -259,7 +259,6 @@ def test_commands_of_one_process_refuse_several(
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     for name, says in (
-        ("sweep", "with --jobs N, and --resume auto"),
         ("doctor", "without torchrun"),
         ("report", ""),
     ):

@@ -1,0 +1,369 @@
+"""Next characters of a text under a Lipschitz bound: the Transformer of Newhouse et al. (2025), and
+ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+from wellposed.charts import Panel, Row, Series
+from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
+from wellposed.errors import ConfigError
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.statistics import mean_and_standard_error
+from wellposed.training.config import ConstrainOptions, ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.frontier.characters_bounds import NextCharacters, next_characters
+from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
+from wellposed_studies.runs import FinishedRun, PlannedRun, plus_minus, train_grid
+from wellposed_studies.verdicts import UNCERTAINTY, every, within
+
+SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
+POINTS = 0.05
+REACH = 100.0
+"""The largest logit that a loss reads, of every model: the temperature times the largest last
+state."""
+TOKENS = r"re:(.*\.)?embeddings\.token"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained at a scale."""
+
+    steps: int
+    seeds: int
+    factors: Sequence[float]
+    budgets: Sequence[str] = ("1", "2")
+    """Of our models."""
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    seq_len: int = 64
+    batch_size: int = 32
+    blocks: int = 128
+    """Blocks of *test* that are measured."""
+    limit_chars: int | None = None
+
+
+def newhouse(base: RunConfig) -> RunConfig:
+    """Newhouse et al. (2025): x (1 - a) + a f(x), a = 1/(2 blocks), attention over 3, capped
+    singular values.
+
+    Last states have a root mean square of 1 at most, hence a norm sqrt(D) times that of ours, and
+    so the temperature.
+    """
+    model = base.model.with_parts(
+        attention="inverse_d", residual="mean", norm="none", activation="unit_gelu", position="none"
+    )
+    train = replace(base.train, temperature=REACH / math.sqrt(base.model.hidden_size))
+    held = ConstrainOptions(",".join((*LIPSCHITZ_WEIGHTS, TOKENS)), to="spectral")
+    return replace(base, variant="newhouse", model=model, train=train, constrain=held)
+
+
+def newhouse_muon(base: RunConfig) -> RunConfig:
+    """The same, with the optimizer of the paper."""
+    config = newhouse(base)
+    return replace(config, variant="newhouse-muon", train=replace(config.train, optimizer="muon"))
+
+
+def lipschitz(base: RunConfig, budget: str) -> RunConfig:
+    """Our variant at the rate of ``base`` itself."""
+    train = replace(
+        base.train, temperature=REACH, learning_rate=base.train.learning_rate / LIPSCHITZ_RATE
+    )
+    return apply_variant(f"lipschitz:{budget}", replace(base, train=train))
+
+
+THEIRS: Mapping[str, Callable[[RunConfig], RunConfig]] = {
+    "Newhouse, AdamW": newhouse,
+    "Newhouse, Muon": newhouse_muon,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model: its runs at the rate it kept, and what each says of the text; None where training
+    diverged."""
+
+    label: str
+    tuned: Tuned
+    found: Sequence[NextCharacters | None]
+
+    @property
+    def ended(self) -> list[NextCharacters]:
+        """Those whose training ended."""
+        return [found for found in self.found if found]
+
+
+@dataclass(frozen=True)
+class Rivalry:
+    """A model of ours less one of theirs, seed by seed."""
+
+    accuracy: Sequence[float]
+    """Empty where the sound bound of ours is above that of theirs."""
+    certified: Sequence[Sequence[float]]
+    """At each radius above 0."""
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
+        toy=Sizes(
+            3,
+            1,
+            (1.0,),
+            width=8,
+            layers=1,
+            heads=2,
+            seq_len=16,
+            batch_size=2,
+            blocks=2,
+            limit_chars=2000,
+        ),
+        mini=Sizes(400, 3, (1.0, 3.0)),
+        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=96, seq_len=128),
+        paper=Sizes(
+            2000,
+            3,
+            (1 / 3, 1.0, 3.0),
+            ("1", "2", "4"),
+            width=256,
+            layers=3,
+            seq_len=256,
+            batch_size=512,
+            blocks=256,
+        ),
+    )
+
+
+def characters(request: Request) -> Reproduction:
+    """Accuracy, both bounds and certified accuracy of every model, seed by seed."""
+    if request.data is None:
+        raise ConfigError(
+            "this study needs data: give --data FILE, a text such as tinyshakespeare.txt (.gz too)"
+        )
+    sizes = sizes_of(request)
+    measured = list(_measure(request, sizes))
+    theirs = [model for model in measured if model.label in THEIRS]
+    ours = [model for model in measured if model.label not in THEIRS]
+    return Reproduction(
+        [row for model in measured for row in _rows(model)],
+        _panels(measured),
+        got="; ".join(_said(model) for model in measured)
+        + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} x {sizes.seq_len}"
+        f" characters, {sizes.layers} blocks of width {sizes.width}",
+        holds=judge([[rivalry(mine, rival) for mine in ours] for rival in theirs]),
+        notes=(
+            (
+                "bounds are of the map from embedded tokens of root mean square 1 to last states,"
+                " in the largest root mean square of a token (the norm of Newhouse et al.), the"
+                " last linear map at norm 1"
+            ),
+            (
+                "printed: prod (1 - a + a |W_o||W_v|(1 + 2|W_q||W_k|r^2)/3) (1 - a + a"
+                " |W_2||W_1|/1.1289), r the largest token: H heads are taken for one, though logits"
+                " are divided by the width D/H of a head, so that a head which carries all of W_q"
+                " and W_k has slope 1 + 2 H |W_q||W_k| r^2, and H outputs add up to sqrt(H); and"
+                " the feed-forward is divided by 1.1289 twice; sound: certify measures each head"
+            ),
+            (
+                "radii are in units of the largest embedded token; every token so far moves by up"
+                " to the radius"
+            ),
+            (
+                f"every model tries {len(sizes.factors)} learning rates with the first seed and"
+                f" keeps the best on valid; temperatures let every model's logits reach {REACH:g}"
+            ),
+        ),
+        criterion=Criterion(
+            f"against each optimizer of Newhouse et al., some `lipschitz` is {POINTS:.2f} more"
+            " accurate at a sound bound that is no larger, or has more certified accuracy at every"
+            " radius at which the two differ",
+            sizes.seeds,
+            UNCERTAINTY,
+        ),
+    )
+
+
+def judge(rivals: Iterable[Iterable[Rivalry]]) -> bool | None:
+    """Return whether each of theirs is beaten by some model of ours."""
+    return every(_some(_beats(rivalry) for rivalry in mine) for mine in rivals)
+
+
+def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
+    """Compare two models, seed by seed; a seed whose training diverged has accuracy 0."""
+    pairs = list(zip(mine.found, theirs.found, strict=True))
+    bounds = [
+        max((found.sound for found in model.ended), default=math.inf) for model in (mine, theirs)
+    ]
+    accuracies = [
+        (ours.accuracy if ours else 0.0) - (other.accuracy if other else 0.0)
+        for ours, other in pairs
+    ]
+    certified = [
+        [
+            (ours.certified[place] if ours else 0.0) - (other.certified[place] if other else 0.0)
+            for ours, other in pairs
+        ]
+        for place in range(1, len(SHARES))
+    ]
+    return Rivalry(accuracies if bounds[0] <= bounds[1] else [], certified)
+
+
+def _beats(found: Rivalry) -> bool | None:
+    differing = [gains for gains in found.certified if any(gains)]
+    surer = every(within(gains, low=0.0) for gains in differing) if differing else False
+    better = within(found.accuracy, low=POINTS) if found.accuracy else False
+    return _some([surer, better])
+
+
+def _some(parts: Iterable[bool | None]) -> bool | None:
+    found = list(parts)
+    return True if True in found else None if None in found else False
+
+
+def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
+    import torch
+
+    from wellposed.tasks import build_task
+    from wellposed.training import load_run_model
+
+    options = {
+        "data": str(request.data),
+        "seq_len": sizes.seq_len,
+        "limit_chars": sizes.limit_chars,
+    }
+    task = build_task("char_lm", options)
+    dataset = task.dataset("test")
+    texts = [dataset[index]["input_ids"] for index in range(min(sizes.blocks, len(dataset)))]
+    whole = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
+    ours = {f"lipschitz:{budget}": partial(lipschitz, budget=budget) for budget in sizes.budgets}
+    for label, model in {**THEIRS, **ours}.items():
+
+        def plan(
+            rate: float, seed: int, label: str = label, model: Callable[..., RunConfig] = model
+        ) -> PlannedRun:
+            name = label.replace(", ", "-").replace(":", "-")
+            folder = request.runs("frontier-characters") / f"{name}-rate{rate:g}-seed{seed}"
+            return PlannedRun(
+                folder,
+                f"{label}, rate {rate:g}, seed {seed}",
+                model(_base(options, sizes, rate, seed)),
+            )
+
+        rates = rates_about(1e-2, sizes.factors)
+        tuned = tune(
+            partial(train_grid, request, task=task), plan, rates, sizes.seeds, score=_score
+        )
+        request.announce(f"bounds of {label}")
+        found = [
+            (
+                None
+                if run.failure
+                else next_characters(
+                    load_run_model(run.folder)[0].eval(),
+                    whole.split(32),
+                    SHARES,
+                    printed=label in THEIRS,
+                )
+            )
+            for run in tuned.runs
+        ]
+        yield Measured(label, tuned, found)
+
+
+def _score(run: FinishedRun) -> float:
+    return -run.metric("nats_per_char,valid")
+
+
+def _base(
+    options: Mapping[str, str | int | None], sizes: Sizes, rate: float, seed: int
+) -> RunConfig:
+    return RunConfig(
+        task="char_lm",
+        task_options=options,
+        model=ModelOptions(
+            hidden_size=sizes.width,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            intermediate_size=4 * sizes.width,
+            tie_word_embeddings=False,
+        ),
+        train=TrainOptions(
+            steps=sizes.steps,
+            batch_size=sizes.batch_size,
+            learning_rate=rate,
+            eval_every=max(1, sizes.steps // 2),
+            eval_batches=20,
+            checkpoint_every=sizes.steps,
+            seed=seed,
+        ),
+    )
+
+
+def _rows(model: Measured) -> list[Row]:
+    def described(run: FinishedRun, found: NextCharacters) -> tuple[Row, list[Row]]:
+        whole: Row = {
+            "nats": run.metric("nats_per_char,test"),
+            "accuracy": found.accuracy,
+            "sound_bound": found.sound,
+            "printed_bound": found.printed,
+        }
+        points = zip(SHARES, found.certified, strict=True)
+        return whole, [{"radius": share, "certified": certified} for share, certified in points]
+
+    return model.tuned.rows({"model": model.label}, model.found, described)
+
+
+def _said(model: Measured) -> str:
+    ended = model.ended
+    if not ended:
+        return f"{model.label}: training failed"
+    accuracy = plus_minus(mean_and_standard_error([found.accuracy for found in ended]), 3)
+    sound = plus_minus(mean_and_standard_error([found.sound for found in ended]))
+    printed = [found.printed for found in ended if found.printed is not None]
+    said = f", printed {plus_minus(mean_and_standard_error(printed))}" if printed else ""
+    held = ", ".join(
+        f"{fmean(found.certified[place] for found in ended):.3f} at {SHARES[place]:g}"
+        for place in range(1, len(SHARES))
+    )
+    return f"{model.label}: accuracy {accuracy}, sound bound {sound}{said}, certified {held}"
+
+
+def _panels(measured: Sequence[Measured]) -> list[Panel]:
+    bounds, curves = [], []
+    for colour, model in enumerate(measured):
+        ended = model.ended
+        accuracies = [found.accuracy for found in ended]
+        bounds.append(
+            Series(model.label, [found.sound for found in ended], accuracies, "dots", colour)
+        )
+        printed = [found.printed for found in ended if found.printed is not None]
+        if printed:
+            bounds.append(
+                Series(
+                    f"{model.label}, printed", printed, accuracies, "dots", len(measured) + colour
+                )
+            )
+        means = [
+            fmean(found.certified[place] for found in ended) if ended else 0.0
+            for place in range(len(SHARES))
+        ]
+        curves.append(Series(model.label, SHARES, means, "solid", colour))
+    return [
+        Panel(
+            "accuracy against Lipschitz bound",
+            "sound bound (or printed)",
+            "accuracy of the next character",
+            bounds,
+        ),
+        Panel(
+            "certified next characters",
+            "radius / largest token",
+            "accuracy",
+            curves,
+            x_scale="symlog",
+        ),
+    ]

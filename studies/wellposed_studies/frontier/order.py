@@ -1,0 +1,312 @@
+"""Tasks that a bag of words cannot do: what attention under a Lipschitz budget buys over the
+control without blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any, Literal
+
+from wellposed.charts import Row
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.statistics import mean_and_standard_error
+from wellposed.training.certified.record import CertifiedRun
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.frontier.accuracy import Model
+from wellposed_studies.frontier.curves import curves_panel
+from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
+from wellposed_studies.runs import FinishedRun, PlannedRun, plus_minus, train_grid
+from wellposed_studies.verdicts import UNCERTAINTY, within
+
+TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "order": ("marked", {"question": "order"}),
+    "recall": ("marked", {"question": "recall"}),
+    "recall, distinct": (
+        "marked",
+        {"question": "recall", "slots": 6, "words": 24, "repeats": False},
+    ),
+    "listops": ("listops", {"max_depth": 2, "min_length": 3, "max_length": 9, "num_train": 5000}),
+}
+"""The first of two words among fillers; the word that a pointer names, of words that may repeat, so
+that the most frequent one is a fair guess, and of words that differ; one operator on 2 to 5
+digits."""
+MODELS: Mapping[str, Model] = {
+    "pre_ln": Model("pre_ln"),
+    "rezero": Model("rezero"),
+    "lipschitz, T = 30": Model("lipschitz", 30.0),
+    "lipschitz, T = 100": Model("lipschitz", 100.0),
+    "lipschitz:2, T = 30": Model("lipschitz:2", 30.0),
+    "lipschitz:4, T = 30": Model("lipschitz:4", 30.0),
+    "no blocks, T = 30": Model("lipschitz", 30.0, blocks=False),
+    "no blocks, T = 100": Model("lipschitz", 100.0, blocks=False),
+}
+CONTROLS = tuple(label for label, model in MODELS.items() if not model.blocks)
+CERTIFIED = tuple(
+    label
+    for label, model in MODELS.items()
+    if model.blocks and model.variant.startswith("lipschitz")
+)
+SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2)
+ATTACK_STEPS = 10
+POINTS, ENOUGH = 0.10, 2
+"""Certified accuracy to gain over the control, and on how many tasks."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained at a scale."""
+
+    steps: int
+    seeds: int
+    factors: Sequence[float]
+    models: Sequence[str] = tuple(MODELS)
+    width: int = 64
+    heads: int = 4
+    batch_size: int = 64
+    examples: int = 256
+    rows: int | None = None
+    """Of each split; as many as the task has where not given."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One model on one task: its runs at the rate it kept, and what each is certified for."""
+
+    task: str
+    label: str
+    tuned: Tuned
+    certified: Sequence[CertifiedRun | None]
+    """None where training diverged."""
+
+    def at(self, radius: float) -> list[float]:
+        """Return certified accuracy at a radius of `SHARES`, seed by seed; 0 where training
+        diverged."""
+        place = SHARES.index(radius)
+        return [run.certified[place] if run else 0.0 for run in self.certified]
+
+    def half_radius(self) -> float | None:
+        """Return the first radius at which at most half of the clean accuracy is certified, in the
+        mean over seeds."""
+        half = fmean(self.at(0.0)) / 2
+        return next((radius for radius in SHARES if fmean(self.at(radius)) <= half), None)
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
+        toy=Sizes(
+            3,
+            1,
+            (1.0,),
+            ("pre_ln", "lipschitz, T = 30", "no blocks, T = 30"),
+            8,
+            2,
+            batch_size=4,
+            examples=4,
+            rows=50,
+        ),
+        mini=Sizes(400, 3, (1.0, 3.0)),
+        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), examples=500),
+        paper=Sizes(4000, 5, (1 / 3, 1.0, 3.0), width=128, batch_size=128, examples=1000),
+    )
+
+
+def order(request: Request) -> Reproduction:
+    """Clean, certified and attacked accuracy of every model on every task, mean over seeds."""
+    sizes = sizes_of(request)
+    found = [curves for name in TASKS for curves in _measure(request, name, sizes)]
+    gains = {
+        name: gains_over_control([curves for curves in found if curves.task == name])
+        for name in TASKS
+    }
+    rows = [row for curves in found for row in _rows(curves)]
+    return Reproduction(
+        rows,
+        [
+            curves_panel(
+                name, [row for row in rows if row["task"] == name and "radius" in row], sizes.models
+            )
+            for name in TASKS
+        ],
+        got="; ".join(_said(name, found, gains[name]) for name in TASKS)
+        + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block",
+        holds=judge([list(lines.values()) for lines in gains.values()]),
+        notes=(
+            (
+                "radii are in units of the median norm of an embedded token; every token moves by"
+                " up to the radius"
+            ),
+            (
+                "models with blocks classify by the first token, which holds the question; the"
+                " control by the mean of all, since its first token holds nothing else"
+            ),
+            (
+                f"every model tries {len(sizes.factors)} learning rates with the first seed and"
+                " keeps the best on valid"
+            ),
+            (
+                f"the first {sizes.examples} examples of test; the attack is projected gradient"
+                " descent in eval mode"
+            ),
+        ),
+        criterion=Criterion(
+            f"on at least {ENOUGH} tasks some `lipschitz` with blocks has {POINTS:.2f} more"
+            " certified accuracy than every control has at the first radius where that control is"
+            " certified for half of its clean accuracy",
+            sizes.seeds,
+            UNCERTAINTY,
+        ),
+    )
+
+
+def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
+    """Return whether enough tasks hold; of each task and each model the gains over the control,
+    seed by seed."""
+    verdicts = []
+    for models in tasks:
+        found = [within(gains, low=POINTS) for gains in models]
+        verdicts.append(True if True in found else None if None in found else False)
+    if verdicts.count(True) >= ENOUGH:
+        return True
+    return None if len(verdicts) - verdicts.count(False) >= ENOUGH else False
+
+
+def gains_over_control(curves: Sequence[Curves]) -> dict[str, list[float]]:
+    """Return, for each certified model, its gain over the control that leaves least, seed by
+    seed."""
+    controls = [
+        (found, radius)
+        for found in curves
+        if found.label in CONTROLS
+        if (radius := found.half_radius())
+    ]
+    gains = {}
+    for found in curves:
+        if found.label in CERTIFIED and controls:
+            against = [
+                [
+                    mine - theirs
+                    for mine, theirs in zip(found.at(radius), control.at(radius), strict=True)
+                ]
+                for control, radius in controls
+            ]
+            gains[found.label] = min(against, key=fmean)
+    return gains
+
+
+def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
+    from wellposed.tasks import build_task
+    from wellposed.training.certified.run import certify_runs
+
+    kind, options = TASKS[name]
+    options = dict(options) | (
+        {}
+        if sizes.rows is None
+        else dict.fromkeys(("num_train", "num_valid", "num_test"), sizes.rows)
+    )
+    task = build_task(kind, options)
+    for label in sizes.models:
+
+        def plan(rate: float, seed: int, label: str = label) -> PlannedRun:
+            folder = (
+                request.runs("frontier-order")
+                / _folder(name)
+                / f"{_folder(label)}-rate{rate:g}-seed{seed}"
+            )
+            base = _base(
+                kind, options, sizes, rate, seed, pooled="first" if MODELS[label].blocks else "mean"
+            )
+            return PlannedRun(
+                folder, f"{name}, {label}, rate {rate:g}, seed {seed}", MODELS[label].config(base)
+            )
+
+        tuned = tune(
+            partial(train_grid, request, task=task),
+            plan,
+            rates_about(1e-3, sizes.factors),
+            sizes.seeds,
+        )
+        options_of_attack = {
+            "examples": sizes.examples,
+            "attack_steps": ATTACK_STEPS,
+            "shares": SHARES,
+        }
+        certified = [
+            (
+                None
+                if run.failure
+                else certify_runs(
+                    [run.folder], task, announce=request.announce, **options_of_attack
+                )[0]
+            )
+            for run in tuned.runs
+        ]
+        yield Curves(name, label, tuned, certified)
+
+
+def _base(
+    kind: str,
+    options: Mapping[str, Any],
+    sizes: Sizes,
+    rate: float,
+    seed: int,
+    *,
+    pooled: Literal["first", "mean"],
+) -> RunConfig:
+    return RunConfig(
+        task=kind,
+        task_options=options,
+        model=ModelOptions(
+            hidden_size=sizes.width,
+            num_hidden_layers=1,
+            num_attention_heads=sizes.heads,
+            intermediate_size=2 * sizes.width,
+            pooling=pooled,
+        ),
+        train=TrainOptions(
+            steps=sizes.steps,
+            batch_size=sizes.batch_size,
+            learning_rate=rate,
+            eval_every=max(1, sizes.steps // 4),
+            checkpoint_every=sizes.steps,
+            seed=seed,
+        ),
+    )
+
+
+def _rows(curves: Curves) -> list[Row]:
+    def described(run: FinishedRun, found: CertifiedRun) -> tuple[Row, list[Row]]:
+        points = zip(found.shares, found.certified, found.attacked, strict=True)
+        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
+        return whole, [
+            {"radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points
+        ]
+
+    return curves.tuned.rows(
+        {"task": curves.task, "model": curves.label}, curves.certified, described
+    )
+
+
+def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:
+    mine = {found.label: found for found in curves if found.task == name}
+    controls = [label for label in CONTROLS if label in mine and mine[label].half_radius()]
+    if not gains:
+        return f"{name}: no control falls to half of its clean accuracy"
+    best = max(gains, key=lambda label: fmean(gains[label]))
+    parts = [
+        f"at {radius:g} {plus_minus(mean_and_standard_error(mine[best].at(radius)))} of {best} is"
+        f" certified, {plus_minus(mean_and_standard_error(mine[label].at(radius)))} of {label}"
+        for label in controls
+        if (radius := mine[label].half_radius())
+    ]
+    clean = ", ".join(
+        f"{label} {plus_minus(mean_and_standard_error(found.at(0.0)))}"
+        for label, found in mine.items()
+    )
+    return f"{name}: clean {clean}; {', '.join(parts)}"
+
+
+def _folder(label: str) -> str:
+    return label.replace(", ", "-").replace(":", "-").replace(" ", "").replace("=", "")

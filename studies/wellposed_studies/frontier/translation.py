@@ -1,0 +1,404 @@
+"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of
+its settings.
+
+T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers
+try three learning rates, and further ones while the best is the least or the greatest; the
+constraints, at the rate that post-LN kept, three strengths. Then the Transformers train for twice
+as many steps, and twice as many again, until each gains
+nothing by it or overfits: the verdict is about the longest, for which the constraints train too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from wellposed.charts import Panel, Row, Series
+from wellposed.compare.variants import apply_variant
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
+from wellposed.tasks import Task, build_task
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.corpora import translation_data
+from wellposed_studies.frontier.doubling import Trained, at_plateau, double_until_plateau
+from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
+from wellposed_studies.runs import (
+    FinishedRun,
+    PlannedRun,
+    curves,
+    mean_and_error,
+    plus_minus,
+    train_grid,
+)
+from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, within
+
+TRANSFORMERS: Mapping[str, str] = {"post_ln": "post-LN", "pre_ln": "pre-LN", "t_fixup": "T-Fixup"}
+CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-III"}
+LABELS = {**TRANSFORMERS, **CONSTRAINTS}
+JUDGED, NORMALISED, CONSTRAINED = "t_fixup", ("post_ln", "pre_ln"), "post_ln"
+MARGIN = 0.5
+"""BLEU that T-Fixup may lose against the better Transformer with LayerNorm."""
+STRENGTHS = (1e-6, 1e-4, 1e-2)
+USUAL_RATE = 3e-3
+BLEU = "bleu,test"
+TEST = (
+    f"BLEU on test of T-Fixup less that of the better of post-LN and pre-LN is above -{MARGIN:g} by"
+    f" {UNCERTAINTY}, and the three are at a plateau: {PLATEAU}"
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained at a scale."""
+
+    steps: int
+    seeds: int
+    width: int = 64
+    batch_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    vocab_size: int = 2000
+    pairs: int = 3000
+    """Generated, where no data is given."""
+    limit: int | None = None
+    """Pairs of train; all where not given."""
+    translated: int | None = None
+    """Sentences of test behind BLEU; all where not given."""
+    evaluations: int = 10
+    doublings: int = 0
+    """How often the steps of the Transformers are doubled at most, in search of a plateau."""
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what is trained."""
+    return request.pick(
+        toy=Sizes(
+            3,
+            1,
+            width=8,
+            batch_size=4,
+            layers=1,
+            heads=2,
+            pairs=60,
+            translated=4,
+            evaluations=1,
+            doublings=1,
+        ),
+        mini=Sizes(300, 3, batch_size=64, limit=6000, translated=200),
+        # 8 epochs of the 29000 pairs of Multi30k, up to 64 for the Transformers.
+        medium=Sizes(7264, 3, batch_size=32, pairs=20_000, doublings=3),
+        paper=Sizes(
+            12_000,
+            5,
+            width=256,
+            layers=4,
+            heads=4,
+            vocab_size=8000,
+            pairs=20_000,
+            evaluations=20,
+            doublings=2,
+        ),
+    )
+
+
+def translation(request: Request) -> Reproduction:
+    """BLEU of six models, mean over seeds, and the test of T-Fixup against LayerNorm."""
+    study = Study.of(request, sizes_of(request))
+    found = {name: study.tune(name) for name in TRANSFORMERS}
+    found |= {name: study.tune(name, found[CONSTRAINED].rate) for name in CONSTRAINTS}
+    transformers = {name: found[name].runs for name in TRANSFORMERS}
+    constrained = {name: found[name].runs for name in CONSTRAINTS}
+    lengths = double_until_plateau(
+        transformers, lambda times: study.lengthen(transformers, times), study.sizes.doublings
+    )
+    settled = at_plateau(lengths)
+    if len(lengths) > 1:
+        constrained = study.lengthen(constrained, 2 ** (len(lengths) - 1))
+    longest = lengths[-1] = {**lengths[-1], **constrained}
+    sizes = study.sizes
+    return Reproduction(
+        [
+            *(
+                row
+                for name, tuned in found.items()
+                for row in _rows(name, tuned.runs, tuned.trials)
+            ),
+            *(
+                row
+                for runs in lengths[1:]
+                for name, those in runs.items()
+                for row in _rows(name, those)
+            ),
+        ],
+        [_bleu_panel(longest), _length_panel(lengths), _loss_panel(found)],
+        got="; ".join(
+            [
+                *(
+                    f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}"
+                    for name, tuned in found.items()
+                ),
+                *map(about_length, lengths),
+                *about_constraints(longest),
+                *(() if settled else ("not yet at a plateau",)),
+                (
+                    f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}"
+                    f" where not said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
+                ),
+            ]
+        ),
+        holds=(
+            None
+            if request.data is None or not settled
+            else judge(gains_over_norms(_bleu_by_model(longest)))
+        ),
+        notes=(
+            (
+                "the first seed keeps the setting with the least loss on valid: Transformers of"
+                " three learning rates, and further ones while the best is the least or the"
+                " greatest; constraints of the strengths"
+                f" {', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN"
+            ),
+            (
+                "the Transformers then train for twice the steps at the rate they kept,"
+                f" {sizes.doublings} times at most, until each gains less than 1 % of its loss on"
+                " valid by that, or overfits; the constraints, at their strengths, for as many"
+                " steps as the longest"
+            ),
+            (
+                "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine"
+                " to 0 for all; greedy translations"
+            ),
+        ),
+        criterion=Criterion(TEST, sizes.seeds, UNCERTAINTY),
+    )
+
+
+def judge(gains: Sequence[float]) -> bool | None:
+    """Return whether T-Fixup keeps up with LayerNorm; BLEU gained over the better of post-LN and
+    pre-LN by seed."""
+    return within(gains, low=-MARGIN)
+
+
+def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return BLEU of T-Fixup less that of the better normalised Transformer, seed by seed.
+
+    >>> gains_over_norms({"post_ln": [20.0, 21.0], "pre_ln": [22.0, 23.0], "t_fixup": [22.5, 22.5]})
+    [0.5, -0.5]
+    """
+    better = max((bleu[name] for name in NORMALISED), key=fmean)
+    return [mine - theirs for mine, theirs in zip(bleu[JUDGED], better, strict=True)]
+
+
+def about_length(runs: Trained) -> str:
+    """Return what the three Transformers have after so many steps, and the difference that is
+    judged."""
+    told = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
+    gains = mean_and_error(gains_over_norms(_bleu_by_model(runs)))
+    return (
+        f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm"
+        f" {plus_minus(gains)}"
+    )
+
+
+def about_constraints(runs: Trained) -> list[str]:
+    """Return what each constraint has, and its test against the Transformer that it is added to,
+    Holm-corrected."""
+    baseline = _by_seed(CONSTRAINED, runs[CONSTRAINED])
+    tests = holm_correction(
+        [compare_seeds(_by_seed(name, runs[name]), baseline) for name in CONSTRAINTS]
+    )
+    return [
+        f"after {_steps(runs)} steps {LABELS[name]} {_said(runs[name])}, beside post-LN:"
+        f" {test.verdict}"
+        for name, test in zip(CONSTRAINTS, tests, strict=True)
+    ]
+
+
+def setting_of(run: FinishedRun) -> str:
+    """Return what a run tried: its strength, or the learning rate of a Transformer."""
+    _, _, strength = run.variant.partition(":")
+    return (
+        f"strength {float(strength):g}" if strength else f"rate {run.config.train.learning_rate:g}"
+    )
+
+
+@dataclass(frozen=True)
+class Study:
+    """One corpus, and what is trained on it."""
+
+    request: Request
+    sizes: Sizes
+    base: RunConfig
+    task: Task
+
+    @classmethod
+    def of(cls, request: Request, sizes: Sizes) -> Study:
+        """Return the study of a request's corpus, or of a generated one."""
+        base = _base(request, sizes)
+        return cls(request, sizes, base, build_task(base.task, base.task_options))
+
+    def tune(self, name: str, rate: float | None = None) -> Tuned:
+        """Train a model at three learning rates, or at three strengths where a rate is given, and
+        keep the best."""
+
+        def plan(tried: float, seed: int) -> PlannedRun:
+            variant, setting = (name, "rate") if rate is None else (f"{name}:{tried:g}", "strength")
+            train = replace(
+                self.base.train, learning_rate=tried if rate is None else rate, seed=seed
+            )
+            return self._plan(
+                f"{name}-{tried:g}", f"{LABELS[name]}, {setting} {tried:g}", variant, train
+            )
+
+        return tune(
+            self._train,
+            plan,
+            rates_about(USUAL_RATE) if rate is None else STRENGTHS,
+            self.sizes.seeds,
+            score=lambda run: -run.metric("loss,valid", math.inf),
+            widen=rate is None,
+        )
+
+    def lengthen(self, kept: Trained, times: int) -> Trained:
+        """Train models as they were kept for so many times the steps, with warm-up and cosine
+        stretched as much."""
+        planned = [self._longer(name, run, times) for name, runs in kept.items() for run in runs]
+        done = iter(self._train(planned))
+        return {name: [next(done) for _ in runs] for name, runs in kept.items()}
+
+    def _longer(self, name: str, run: FinishedRun, times: int) -> PlannedRun:
+        train = replace(
+            _schedule(self.sizes, times),
+            learning_rate=run.config.train.learning_rate,
+            seed=run.seed,
+        )
+        setting = setting_of(run)
+        stem = f"{name}-{setting.split()[-1]}-steps{train.steps}"
+        return self._plan(
+            stem, f"{LABELS[name]}, {setting}, {train.steps} steps", run.variant, train
+        )
+
+    def _plan(self, stem: str, label: str, variant: str, train: TrainOptions) -> PlannedRun:
+        folder = self.request.runs("frontier-translation") / f"{stem}-seed{train.seed}"
+        return PlannedRun(
+            folder,
+            f"{label}, seed {train.seed}",
+            apply_variant(variant, replace(self.base, train=train)),
+        )
+
+    def _train(self, planned: Sequence[PlannedRun]) -> list[FinishedRun]:
+        return train_grid(self.request, planned, task=self.task)
+
+
+def _base(request: Request, sizes: Sizes) -> RunConfig:
+    options = {
+        **translation_data(request, pairs=sizes.pairs, words=True),
+        "vocab_size": sizes.vocab_size,
+        "max_tokens": 300,
+        "overflow": "drop",
+        "limit_pairs": sizes.limit,
+        "generate_beams": 1,
+        "generate_max_examples": sizes.translated,
+    }
+    return RunConfig(
+        task="translation",
+        task_options={name: value for name, value in options.items() if value is not None},
+        model=ModelOptions(
+            hidden_size=sizes.width,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            intermediate_size=2 * sizes.width,
+            activation="relu",
+        ),
+        train=_schedule(sizes),
+    )
+
+
+def _schedule(sizes: Sizes, times: int = 1) -> TrainOptions:
+    steps = times * sizes.steps
+    return TrainOptions(
+        steps=steps,
+        batch_size=sizes.batch_size,
+        warmup_steps=steps // 10,
+        label_smoothing=0.1,
+        eval_every=max(1, steps // sizes.evaluations),
+        checkpoint_every=sizes.steps,
+        log_every=max(1, steps // 20),
+    )
+
+
+def _column(runs: Sequence[FinishedRun]) -> list[float]:
+    return [run.metric(BLEU, 0.0) for run in runs]
+
+
+def _by_seed(name: str, runs: Sequence[FinishedRun]) -> SeedResults:
+    return SeedResults(
+        LABELS[name],
+        {run.seed: run.metric(BLEU) for run in runs if not run.failure},
+        {run.seed: Failure("failed", run.failure) for run in runs if run.failure},
+    )
+
+
+def _bleu_by_model(runs: Trained) -> dict[str, list[float]]:
+    return {name: _column(those) for name, those in runs.items()}
+
+
+def _steps(runs: Trained) -> int:
+    return runs[JUDGED][0].config.train.steps
+
+
+def _said(runs: Sequence[FinishedRun]) -> str:
+    return plus_minus(mean_and_error(_column(runs)))
+
+
+def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:
+    others = [run for run in trials if run not in kept]
+    return [
+        {
+            "model": LABELS[name],
+            "learning_rate": run.config.train.learning_rate,
+            "setting": setting_of(run),
+            "steps": run.config.train.steps,
+            "kept": run in kept,
+            "seed": run.seed,
+            "valid_loss": run.metric("loss,valid", math.inf),
+            "bleu_test": run.metrics.get(BLEU),
+            "chrf_test": run.metrics.get("chrf,test"),
+            "error": run.failure,
+        }
+        for run in [*kept, *others]
+    ]
+
+
+def _bleu_panel(longest: Trained) -> Panel:
+    points = [
+        (place, *mean_and_error(_column(runs))) for place, runs in enumerate(longest.values())
+    ]
+    series = [
+        Series(LABELS[name], [place], [mean], "dots", place, [0.0 if math.isnan(error) else error])
+        for name, (place, mean, error) in zip(longest, points, strict=True)
+    ]
+    names = [LABELS[name] for name in longest]
+    return Panel(
+        f"after {_steps(longest)} steps", "model", "BLEU on test", series, names=names, legend=False
+    )
+
+
+def _length_panel(lengths: Sequence[Trained]) -> Panel:
+    steps = [_steps(runs) for runs in lengths]
+    series = []
+    for place, (name, label) in enumerate(TRANSFORMERS.items()):
+        means, errors = zip(*(mean_and_error(_column(runs[name])) for runs in lengths), strict=True)
+        bars = [0.0 if math.isnan(error) else error for error in errors]
+        series.append(Series(label, steps, list(means), "solid", place, bars))
+    return Panel("ever longer", "steps", "BLEU on test", series, x_scale="log")
+
+
+def _loss_panel(found: Mapping[str, Tuned]) -> Panel:
+    first = [tuned.runs[0] for tuned in found.values()]
+    names = {run.folder: LABELS[name] for run, name in zip(first, found, strict=True)}
+    return Panel(
+        "valid", "step", "nats per token", curves(first, "valid", lambda run: names[run.folder])
+    )

@@ -1,0 +1,156 @@
+"""Huang et al. (2020): how large the signal is after every layer, with Xavier weights and with
+T-Fixup's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from wellposed.charts import Panel, Row, Style, medians, where
+from wellposed.errors import ConvergenceError
+from wellposed.initialize import signal_propagation
+from wellposed.models import build_model
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed_studies.runs import spanned
+from wellposed_studies.verdicts import AGREED, agreed
+
+INITS = {"xavier": "Xavier", "t_fixup": "T-Fixup"}
+STACKS = ("encoder", "decoder")
+_LOW, _HIGH = 0.95, 1.15
+_DRAWS = 3
+_SHOWN = 1e12
+"""What is larger is left out of the figure."""
+
+
+def signal(request: Request) -> Reproduction:
+    """|out| / |in| after each layer of encoders and decoders of several depths, before and after
+    T-Fixup."""
+    width = request.pick(toy=16, mini=64, medium=128, paper=512)
+    depths = request.pick(
+        toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100)
+    )
+    rows: list[dict[str, Any]] = []
+    for depth, (init, label), seed in itertools.product(depths, INITS.items(), range(_DRAWS)):
+        request.announce(f"{label}, {depth}+{depth} layers of width {width}, seed {seed}")
+        rows += _measure(init, depth, width, seed)
+    last = [row for row in rows if row["layer"] == row["depth"]]
+    by_seed = [
+        judge_signal(
+            *(
+                _ratios(last, init=init, stack="encoder", seed=seed)
+                for init in ("T-Fixup", "Xavier")
+            )
+        )
+        for seed in range(_DRAWS)
+    ]
+    said = {
+        (init, stack): ", ".join(
+            spanned(_ratios(last, init=init, stack=stack, depth=depth)) for depth in depths
+        )
+        for init, stack in itertools.product(INITS.values(), STACKS)
+    }
+    panels = [
+        *(_beside_xavier(rows, stack) for stack in STACKS),
+        *(
+            Panel(
+                f"{stack}, T-Fixup alone",
+                "layer",
+                "|out| / |in|",
+                medians(where(rows, init="T-Fixup", stack=stack), "layer", "ratio", by=_name),
+                x_scale="log",
+                y_limits=(0.9, 1.2),
+            )
+            for stack in STACKS
+        ),
+    ]
+    return Reproduction(
+        rows,
+        panels,
+        got=(
+            f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup"
+            f" {said['T-Fixup', 'encoder']}; Xavier {said['Xavier', 'encoder']}; of decoders:"
+            f" T-Fixup {said['T-Fixup', 'decoder']}"
+        ),
+        holds=agreed(by_seed),
+        criterion=Criterion(
+            f"|out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth,"
+            f" that of Xavier's deepest above {10 * _HIGH:g}",
+            seeds=_DRAWS,
+            uncertainty=f"{AGREED}; a ratio is a mean over all tokens",
+        ),
+        notes=(
+            (
+                "root mean square norms of tokens in a forward pass of random tokens, float64, no"
+                " LayerNorm on either side"
+            ),
+            (
+                "the paper's claim is about the size of an update; this is the forward signal that"
+                " its derivation needs"
+            ),
+        ),
+    )
+
+
+def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
+    """Say whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
+    return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > 10 * _HIGH
+
+
+def _beside_xavier(rows: Sequence[Row], stack: str) -> Panel:
+    shown = [row for row in where(rows, stack=stack) if row["ratio"] < _SHOWN]
+    styles: dict[str, Style] = {"Xavier": "dashed", "T-Fixup": "solid"}
+    series = [
+        replace(each, colour=number)
+        for init, style in styles.items()
+        for number, each in enumerate(
+            medians(where(shown, init=init), "layer", "ratio", by=_name, style=style)
+        )
+    ]
+    return Panel(stack, "layer", "|out| / |in|", series, x_scale="log", y_scale="log")
+
+
+def _ratios(rows: Sequence[Row], **of: Any) -> list[float]:
+    return [row["ratio"] for row in where(rows, **of)]
+
+
+def _name(row: Row) -> str:
+    return f"{row['init']}, {row['depth']} layers"
+
+
+def _measure(init: str, depth: int, width: int, seed: int) -> list[dict[str, Any]]:
+    options = {
+        "vocab_size": 100,
+        "max_position_embeddings": 32,
+        "activation": "relu",
+        "norm": "none",
+        "init": init,
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+    sizes = {
+        "hidden_size": width,
+        "num_attention_heads": max(4, width // 64),
+        "intermediate_size": 2 * width,
+    }
+    torch.manual_seed(seed)
+    model = build_model(
+        "wellposed", "seq2seq_lm", num_hidden_layers=depth, **sizes, **options, **special
+    ).double()
+    tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(seed))
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "decoder_input_ids": tokens.flip(1),
+    }
+    common = {"init": INITS[init], "depth": depth, "seed": seed}
+    try:
+        found = signal_propagation(model, batch)
+    except ConvergenceError:
+        return [{**common, "stack": stack, "layer": depth, "ratio": math.inf} for stack in STACKS]
+    return [
+        {**common, "stack": row.stack, "layer": row.depth, "ratio": row.ratio} for row in found.rows
+    ]

@@ -1,0 +1,204 @@
+"""How a verdict follows from numbers with errors: it holds, it does not, or it cannot be said; free
+of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from wellposed.recipes.recipe import Request, resolve
+from wellposed.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
+
+CHANCE = 0.8
+"""Chance with which a difference is to be seen."""
+
+ERRORS = 2
+"""Standard errors on either side of a mean that a verdict allows for."""
+UNCERTAINTY = f"{ERRORS} standard errors over seeds"
+AGREED = "every seed must agree"
+LEVEL = 0.01
+_LEAST_EVALUATIONS = 8
+_BEFORE_THE_END = 0.75
+LEVELLED_OFF = (
+    "the last quarter of its training, counted by the learning rate summed over its steps,"
+    f" improved the loss on valid by less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS}"
+    " evaluations"
+)
+
+PLATEAU = (
+    "for each, twice the steps, the schedule stretched with them, improve the mean loss on valid"
+    f" by less than {LEVEL:.0%}, or it overfits in every seed: its last loss on valid is"
+    f" {LEVEL:.0%} above its least or more"
+)
+
+
+def within(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> bool | None:
+    """Return whether the mean is inside [low, high]; None where its errors reach across an end, or
+    has none.
+
+    >>> within([1.0, 1.1, 0.9], 0.5, 1.5), within([1.0, 1.1, 0.9], 2.0), within([1.0, 3.0], 2.0), within([1.0], 0.5)
+    (True, False, None, None)
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    mean, error = mean_and_standard_error(values)
+    return inside(mean, error or 0.0, low, high)
+
+
+def inside(
+    mean: float, error: float, low: float = -math.inf, high: float = math.inf
+) -> bool | None:
+    """Return what `within` does, of a mean and its standard error.
+
+    >>> inside(1.0, 0.1, low=0), inside(1.0, 0.6, low=0), inside(1.0, float("nan"), low=0)
+    (True, None, None)
+    """
+    if not math.isfinite(mean + error):
+        return None
+    reach = ERRORS * error
+    if low <= mean - reach and mean + reach <= high:
+        return True
+    return False if mean + reach < low or mean - reach > high else None
+
+
+def every(parts: Iterable[bool | None]) -> bool | None:
+    """Return whether every part of a claim holds: one that does not is enough against it.
+
+    >>> every([True, True]), every([True, None]), every([None, False])
+    (True, None, False)
+    """
+    found = list(parts)
+    if False in found:
+        return False
+    return None if None in found else True
+
+
+def agreed(of_seeds: Sequence[bool]) -> bool | None:
+    """Return what every seed says; None where they differ.
+
+    >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
+    (True, False, None)
+    """
+    found, *others = set(of_seeds)
+    return None if others else found
+
+
+def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
+    """Return whether the last quarter of training improved the best loss by less than `LEVEL` of
+    it.
+
+    Training is counted by the learning rate summed over its steps: a rate that falls to 0 flattens
+    every curve, however much there is left to learn.
+
+    Args:
+        losses: of each evaluation.
+        spent: the share of the summed rate that was spent by then, 0 to 1.
+
+    >>> even = [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
+    >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09], even), levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even)
+    (True, False)
+    """
+    before = [loss for loss, share in zip(losses, spent, strict=True) if share <= _BEFORE_THE_END]
+    if len(losses) < _LEAST_EVALUATIONS or not before:
+        return False
+    return min(before) - min(losses) < LEVEL * min(before)
+
+
+def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
+    """Return whether twice the steps improved the mean loss over seeds by less than `LEVEL` of it.
+
+    It asks more than `levelled_off`, which looks at one training, and costs another of twice the
+    length.
+
+    >>> plateau([2.00, 2.02], [1.99, 2.01]), plateau([2.00, 2.02], [1.90, 1.92]), plateau([2.0], [math.inf])
+    (True, False, False)
+    """
+    before, after = fmean(losses), fmean(doubled)
+    return math.isfinite(after) and before - after < LEVEL * before
+
+
+def overfits(losses: Sequence[float]) -> bool:
+    """Return whether the last loss on *valid* is `LEVEL` above the least, or more.
+
+    >>> overfits([2.0, 1.8, 1.9]), overfits([2.0, 1.8, 1.81]), overfits([])
+    (True, False, False)
+    """
+    return bool(losses) and losses[-1] - min(losses) >= LEVEL * min(losses)
+
+
+@dataclass(frozen=True)
+class Power:
+    """What a verdict over seeds could see, stated before anything is trained."""
+
+    seeds: str | Callable[[Request], Any]
+    """Function of a `Request`, or ``module:function``, that returns the seeds, or sizes with
+    ``seeds``."""
+    quantity: str = ""
+    """What is compared, with its unit."""
+    deviation: float | None = None
+    """Standard deviation over seeds of the paired differences at mini scale; None where every seed
+    has to agree."""
+    source: str = ""
+    """Where that deviation was measured."""
+    tests: int | None = None
+    """Tests between which Holm's correction shares the level; None where two standard errors
+    decide."""
+    ended: str = ""
+    """What must be so before anything is judged, `LEVELLED_OFF` or `PLATEAU`; empty where nothing
+    is asked."""
+
+    def __call__(self, request: Request) -> dict[str, Any]:
+        """Return seeds, smallest difference that would be seen, and what levelled off means, as
+        numbers and words.
+
+        Raises:
+            ConfigError: scipy is not installed.
+        """
+        found = resolve(self.seeds)(request)
+        seeds = int(getattr(found, "seeds", found))
+        smallest, words = self._smallest(seeds)
+        return {
+            "seeds": seeds,
+            "smallest_seen": smallest,
+            "chance": CHANCE,
+            "words": words,
+            "levelled_off": self._end,
+        }
+
+    @property
+    def _end(self) -> str:
+        asked = f"nothing is judged before every training has levelled off: {self.ended}"
+        return asked if self.ended else "not asked"
+
+    def _smallest(self, seeds: int) -> tuple[float | None, str]:
+        if seeds < 2:
+            return None, "one training of each kind: how much seeds scatter is not known"
+        if self.deviation is None:
+            share = 1 - (1 - CHANCE) ** (1 / seeds)
+            return (
+                share,
+                (
+                    f"every seed has to agree: what fails in {share:.0%} of trainings fails here in"
+                    f" {CHANCE:.0%}"
+                ),
+            )
+        rule = f"{ERRORS} standard errors" if self.tests is None else "a paired t-test at 5 %"
+        corrected = f", Holm-corrected over {self.tests}" if (self.tests or 1) > 1 else ""
+        smallest = detectable_difference(
+            self.deviation,
+            seeds,
+            level=SIGNIFICANCE / (self.tests or 1),
+            critical=float(ERRORS) if self.tests is None else None,
+            power=CHANCE,
+        )
+        return (
+            smallest,
+            (
+                f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"
+                f" {CHANCE:.0%} by {rule}{corrected} (paired differences of seeds scatter by"
+                f" {self.deviation:g}, measured before: {self.source})"
+            ),
+        )

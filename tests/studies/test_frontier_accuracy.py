@@ -1,0 +1,249 @@
+"""The parts of the study of certified accuracy: rates, what counts as settled, what falls to an
+attack."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.studies.test_frontier_toy import write_texts
+
+from wellposed.recipes.recipe import Request
+from wellposed.tasks import build_task
+from wellposed.training import train
+from wellposed.training.config import RunConfig, TrainOptions
+from wellposed_studies.frontier import strong_attack
+from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, PLAIN
+from wellposed_studies.frontier.accuracy_verdict import Evidence, judge_accuracy
+from wellposed_studies.frontier.curves import curves_panel
+from wellposed_studies.frontier.texts import CORPORA, Sizes, find_texts, text_run
+from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
+from wellposed_studies.runs import FinishedRun, PlannedRun
+
+SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
+
+
+def evidence(corpus: str = "ag_news", **changes: Any) -> Evidence:
+    known = Evidence(
+        corpus, SEEDS, PLAINER, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=0, settled=True
+    )
+    return dataclasses.replace(known, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, True),
+        (
+            {"accuracy": [0.7905, 0.8, 0.794]},
+            True,
+        ),  # below the better plain one by less than a point
+        ({"accuracy": [0.77, 0.781, 0.774]}, False),
+        ({"accuracy": [0.75, 0.85, 0.79]}, None),
+        ({"accuracy": [0.80, math.nan, 0.805]}, None),
+        ({"accuracy": [0.80], "plain": {"post_ln": [0.7], "rezero": [0.7]}}, None),
+        ({"settled": False}, None),
+        ({"certified": [0.3, 0.31, 0.3]}, False),
+        ({"certified": [0.61, 0.60, 0.605], "examples": 40}, None),
+        ({"fallen": 1}, False),
+        ({"attacked": 0}, None),
+    ],
+)
+def test_each_part_of_the_claim_can_decide_the_verdict(
+    changes: dict[str, Any], holds: bool | None
+) -> None:
+    assert judge_accuracy([evidence("imdb"), evidence(**changes)]) is holds
+    assert judge_accuracy([evidence(), evidence("imdb", **changes)]) is holds
+
+
+def test_a_corpus_with_a_goal_that_was_not_run_leaves_the_verdict_open_unless_another_is_against_it() -> (
+    None
+):
+    assert judge_accuracy([evidence()]) is None
+    assert judge_accuracy([evidence(fallen=1)]) is False
+    assert judge_accuracy([evidence(), evidence("imdb"), evidence("sst")]) is True
+    assert judge_accuracy([]) is None
+
+
+def test_the_plain_side_is_the_one_with_the_higher_mean() -> None:
+    assert evidence().better_plain == "post_ln"
+    assert evidence(plain={"post_ln": [0.7, 0.7], "rezero": [0.71, 0.7]}).better_plain == "rezero"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "widen", "first_seed", "kept"),
+    [
+        ({0.007: 0.7, 0.02: 0.9, 0.06: None}, False, [0.007, 0.02, 0.06], 0.02),
+        ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9}, False, [0.007, 0.02, 0.06], 0.06),
+        ({0.007: 0.7, 0.02: 0.9, 0.06: None}, True, [0.007, 0.02, 0.06], 0.02),
+        ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9, 0.2: None}, True, [0.007, 0.02, 0.06, 0.2], 0.06),
+        (
+            {0.007: 0.9, 0.02: 0.8, 0.06: 0.7, 0.002: 0.95, 0.0007: 0.9},
+            True,
+            [0.007, 0.02, 0.06, 0.002, 0.0007],
+            0.002,
+        ),
+        (
+            {0.007: 0.1, 0.02: 0.2, 0.06: 0.3, 0.2: 0.4, 0.6: 0.5, 2.0: 0.6, 6.0: 0.7},
+            True,
+            [0.007, 0.02, 0.06, 0.2, 0.6, 2.0],
+            2.0,
+        ),
+    ],
+)
+def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the_others(
+    accuracy: dict[float, float | None],
+    widen: bool,
+    first_seed: list[float],
+    kept: float,
+    tmp_path: Path,
+) -> None:
+    """A rate without accuracy diverges."""
+    asked: list[tuple[float, int]] = []
+
+    def plan(rate: float, seed: int) -> PlannedRun:
+        base = text_run("ag_news", "nowhere", Sizes(1, 1, learning_rate=rate), seed)
+        return PlannedRun(tmp_path, "", base)
+
+    def trained(planned: list[PlannedRun]) -> list[FinishedRun]:
+        options = [run.config.train for run in planned]
+        asked.extend((o.learning_rate, o.seed) for o in options)
+        found = [accuracy[run.config.train.learning_rate] for run in planned]
+        metrics = [{} if value is None else {"accuracy,valid": value} for value in found]
+        return [
+            FinishedRun(run.config, run.folder, of)
+            for run, of in zip(planned, metrics, strict=True)
+        ]
+
+    tuned = tune(trained, plan, rates_about(0.02), seeds=3, widen=widen)
+    assert asked == [*((rate, 0) for rate in first_seed), (kept, 1), (kept, 2)]
+    assert (tuned.rate, [run.seed for run in tuned.runs]) == (kept, [0, 1, 2])
+    assert len(tuned.trials) == len(first_seed)
+
+
+@pytest.mark.parametrize(
+    ("losses", "schedule", "settled"),
+    [
+        ([4, 3, 2.5, 2.1, 2.1, 2.1, 2.1, 2.09], "constant", True),
+        (range(8, 0, -1), "constant", False),
+        # A rate that falls to 0 flattens the curve of a training that goes on learning.
+        ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "constant", True),
+        ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "cosine", False),
+        ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
+    ],
+)
+def test_runs_are_settled_where_every_one_has_levelled_off(
+    losses: Any, schedule: Any, settled: bool
+) -> None:
+    def run(curve: Any, failure: str = "") -> FinishedRun:
+        config = RunConfig(
+            "text_classification", train=TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
+        )
+        points = list(enumerate(curve, start=1))
+        run = SimpleNamespace(failure=failure, config=config, curve=lambda _: points)
+        run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
+        return cast("FinishedRun", run)
+
+    flat = run([1.0] * 8)
+    assert Tuned([], [flat, run(losses)]).settled is settled
+    assert not Tuned([], [flat, run(losses, "diverged at step 3")]).settled
+
+
+def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_a_model_before_it() -> (
+    None
+):
+    labels = list(MODELS)
+    for label in [label for label in labels if label.startswith("lipschitz")]:
+        control = MODELS[label.replace("lipschitz", "no blocks")]
+        assert control.config(text_run("imdb", "x", Sizes(1, 1), 0)).model.num_hidden_layers == 0
+        assert control.temperature == MODELS[label].temperature
+    for label, model in MODELS.items():
+        assert not model.rate_of or labels.index(model.rate_of) < labels.index(label)
+    assert {JUDGED, *PLAIN} <= set(DRAWN)
+
+
+def test_corpora_are_found_in_a_folder_of_many_or_are_the_folder(tmp_path: Path) -> None:
+    write_texts(tmp_path / "trec")
+    (tmp_path / "minbert").mkdir()
+    (tmp_path / "minbert" / CORPORA["sst"].train).touch()
+    assert set(find_texts(Request("toy", tmp_path, str(tmp_path)))) == {"trec", "sst"}
+    assert set(find_texts(Request("toy", tmp_path, str(tmp_path / "trec")))) == {"trec"}
+
+
+@pytest.fixture(scope="module")
+def certified_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("attacked")
+    data = write_texts(folder / "ag_news")
+    base = text_run("ag_news", str(data), Sizes(20, 1, width=8, batch_size=8), 0)
+    config = MODELS[JUDGED].config(
+        dataclasses.replace(base, train=dataclasses.replace(base.train, learning_rate=1e-2))
+    )
+    task = build_task(config.task, config.task_options)
+    assert train(config, folder / "run", task=task).status == "success"
+    return folder / "run", task
+
+
+def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
+    certified_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, task = certified_run
+    attack = strong_attack.Attack(among=4, count=3, steps=30, restarts=2)
+    sound = strong_attack.attack_certified(folder, task, radius=0.01, attack=attack)
+    assert (sound.examples, sound.fallen) == (3, 0)
+    assert strong_attack.attack_certified(folder, task, radius=50.0, attack=attack).examples == 0
+
+    honest = strong_attack.best_certificate
+    monkeypatch.setattr(
+        strong_attack,
+        "best_certificate",
+        lambda *args: dataclasses.replace(honest(*args), total=1e-6, layers=()),
+    )
+    unsound = strong_attack.attack_certified(folder, task, radius=3.0, attack=attack)
+    assert unsound.fallen > 0
+
+
+def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(
+    certified_run: tuple[Path, Any],
+) -> None:
+    folder, task = certified_run
+    held = [
+        strong_attack.certified_share(folder, task, share=share, examples=4)
+        for share in (0.0, 0.1, 50.0)
+    ]
+    assert held == sorted(held, reverse=True)
+    assert held[-1] == 0.0
+
+
+def test_an_answer_is_kept_for_its_question_alone(
+    certified_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, task = certified_run
+    first = strong_attack.certified_share(folder, task, share=0.0, examples=2)
+    monkeypatch.setattr(strong_attack, "load_run_model", lambda _: pytest.fail("measured again"))
+    assert strong_attack.certified_share(folder, task, share=0.0, examples=2) == first
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        strong_attack.certified_share(folder, task, share=0.0, examples=3)
+
+
+def test_a_panel_has_the_mean_of_the_seeds_and_their_error_and_no_legend_for_the_attack() -> None:
+    rows = [
+        {"model": "a", "radius": "0.1", "certified": str(certified), "attacked": "0.9"}
+        for certified in (0.4, 0.6)
+    ]
+    sure, seen = curves_panel("t", rows, ["a"]).series
+    assert (sure.label, list(sure.y), [round(e, 6) for e in sure.errors]) == ("a", [0.5], [0.1])
+    assert (seen.label, list(seen.y)) == ("_a", [0.9])
+
+
+def test_the_committed_rows_are_those_of_the_recipe() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "reproduction" / "frontier-accuracy.csv"
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    curves = [row for row in rows if row["radius"]]
+    assert {row["model"] for row in curves} == set(MODELS)
+    assert all(float(row["certified"]) <= float(row["attacked"]) for row in curves)

@@ -1,0 +1,196 @@
+"""``reproduce frontier/characters``: its verdict on both sides, its two bounds, and a run of
+seconds."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForCausalLM, embedding_radius
+from wellposed.nn import InverseDAttention
+from wellposed.recipes.reproduce import reproduce
+from wellposed_studies.frontier.characters import SHARES, Measured, Rivalry, judge, rivalry
+from wellposed_studies.frontier.characters_bounds import (
+    NextCharacters,
+    attention_slope,
+    next_characters,
+    printed_bound,
+    sound_bound,
+)
+from wellposed_studies.frontier.tuning import Tuned
+
+RADII = len(SHARES) - 1
+MORE, LESS, UNSURE, EQUAL = (
+    [0.1, 0.11, 0.09],
+    [-0.1, -0.11, -0.09],
+    [0.2, -0.1, 0.1],
+    [0.0, 0.0, 0.0],
+)
+NEVER = [LESS] * RADII
+
+
+def rival(accuracy: list[float], certified: list[list[float]]) -> Rivalry:
+    return Rivalry(accuracy, certified)
+
+
+@pytest.mark.parametrize(
+    ("rivals", "verdict"),
+    [
+        ([[rival(MORE, NEVER)], [rival([], [MORE] * RADII)]], True),
+        ([[rival([], [MORE] * (RADII - 1) + [EQUAL])]], True),
+        ([[rival(MORE, NEVER)], [rival(LESS, NEVER)]], False),
+        ([[rival([], NEVER)]], False),
+        ([[rival([], [EQUAL] * RADII)]], False),
+        ([[rival(UNSURE, NEVER)]], None),
+        ([[rival(UNSURE, NEVER), rival(MORE, NEVER)]], True),
+        ([[rival([], [MORE] * (RADII - 1) + [LESS])]], False),
+    ],
+)
+def test_each_of_theirs_must_be_beaten(rivals: list[list[Rivalry]], verdict: bool | None) -> None:
+    assert judge(rivals) is verdict
+
+
+def said(accuracy: float, sound: float) -> NextCharacters:
+    return NextCharacters(accuracy, sound, None, (accuracy, *[accuracy / 2] * RADII))
+
+
+def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger() -> None:
+    theirs = Measured("theirs", Tuned([], []), [said(0.2, 1.5), said(0.2, 1.2)])
+    tighter = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.5)]), theirs)
+    assert tighter.accuracy == [pytest.approx(0.2), pytest.approx(0.1)]
+    assert tighter.certified == [[pytest.approx(0.1), pytest.approx(0.05)]] * RADII
+    assert (
+        rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.6)]), theirs).accuracy
+        == []
+    )
+    failed = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), None]), theirs)
+    assert failed.accuracy == [pytest.approx(0.2), pytest.approx(-0.2)]
+
+
+def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_sound_one_is_not() -> (
+    None
+):
+    """All weights the identity and tokens of root mean square 1: printed 1, as for one head."""
+    width, heads, tokens = 16, 4, 4
+    attention = InverseDAttention(width, heads).double()
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+        torch.nn.init.eye_(part.weight)
+    radius = width**0.5
+    attacked = lipschitz_lower_bound(
+        attention, (tokens, width), restarts=4, steps=60, radius=radius, seed=0
+    ).value
+    assert attention_slope(1.0, 1.0, 1.0, 1.0, radius=1.0) == 1.0 < attacked
+    assert attacked <= certify(attention, seq_len=tokens, radius=radius).total
+
+
+def newhouse_model(heads: int) -> WellposedForCausalLM:
+    """Every weight has norm 1, as the study holds it."""
+    torch.manual_seed(0)
+    config = WellposedConfig(
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        attention="inverse_d",
+        residual="mean",
+        norm="none",
+        activation="unit_gelu",
+        position="none",
+        tie_word_embeddings=False,
+        max_position_embeddings=6,
+    )
+    model = WellposedForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.div_(torch.linalg.matrix_norm(weight, 2))
+    return model
+
+
+def test_the_printed_bound_is_the_formula_term_by_term() -> None:
+    model = newhouse_model(2)
+    weights = {
+        name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 2
+    }
+    sizes = {
+        name: float(torch.linalg.eigvalsh(weight.T @ weight)[-1].sqrt())
+        for name, weight in weights.items()
+    }
+    largest = bound = embedding_radius(model)
+    for layer in ("model.layers.0", "model.layers.1"):
+        q, k, v, o = (sizes[f"{layer}.attention.{part}_proj.weight"] for part in "qkvo")
+        mlp = (
+            sizes[f"{layer}.feedforward.up_proj.weight"]
+            * sizes[f"{layer}.feedforward.down_proj.weight"]
+            / 1.1289
+        )
+        bound *= 3 / 4 + o * v * (1 + 2 * q * k * largest**2) / 3 / 4
+        bound *= 3 / 4 + mlp / 4
+        largest *= (3 / 4 + o * v / 3 / 4) * (3 / 4 + mlp / 4)
+    assert printed_bound(model.model) == pytest.approx(bound, rel=1e-6)
+
+
+def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
+    model = newhouse_model(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3.0)
+    radius = embedding_radius(model)
+    attacked = lipschitz_lower_bound(
+        model.model, (6, 8), restarts=3, steps=40, radius=radius, seed=0
+    ).value
+    assert 0 < attacked * radius / model.model.embeddings.scale <= sound_bound(model, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> None:
+    model = newhouse_model(2)
+    model.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
+    ids = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
+    found = next_characters(model, [ids], SHARES, printed=True)
+    assert list(found.certified) == sorted(found.certified, reverse=True)
+    assert found.certified[0] == found.accuracy > found.certified[-1]
+    assert found.certified[2] > 0
+    vectors = model.get_input_embeddings()(ids).detach()  # pyright: ignore[reportCallIssue]
+    radius = float(vectors.norm(dim=-1).max())
+    for share, certified in zip(SHARES, found.certified, strict=True):
+        delta = torch.randn(vectors.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        moved = vectors + share * radius * delta / delta.norm(dim=-1, keepdim=True)
+        right = model(inputs_embeds=moved).logits[:, :-1].argmax(-1) == ids[:, 1:]
+        assert float(right.double().mean()) >= certified
+
+
+def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(generator.choices("abcd \n", k=3000)), encoding="utf-8")
+    done = reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
+    assert done.result.holds is None
+    rows = list(
+        csv.DictReader((tmp_path / "out" / "frontier-characters.csv").read_text().splitlines())
+    )
+    assert {row["model"] for row in rows} == {
+        "Newhouse, AdamW",
+        "Newhouse, Muon",
+        "lipschitz:1",
+        "lipschitz:2",
+    }
+    for row in rows:
+        assert bool(row["printed_bound"]) == row["model"].startswith("Newhouse")
+        if row["model"].startswith("lipschitz"):
+            assert float(row["sound_bound"]) <= float(row["model"].split(":")[1]) * (1 + 1e-6)
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert len(finished) == 4
+    reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished
+
+
+def test_the_text_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --data FILE"):
+        reproduce("frontier/characters", scale="toy", out=tmp_path)

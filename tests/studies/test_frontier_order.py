@@ -1,0 +1,79 @@
+"""``reproduce frontier/order``: its verdict on both sides, and a run of seconds that is not
+repeated."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from wellposed.recipes.reproduce import reproduce
+from wellposed.training.certified.record import CertifiedRun
+from wellposed_studies.frontier.order import SHARES, TASKS, Curves, gains_over_control, judge
+from wellposed_studies.frontier.tuning import Tuned
+
+CLEAR, NONE, UNSURE = [0.5, 0.52, 0.48], [0.0, 0.01, 0.02], [0.1, 0.3, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "verdict"),
+    [
+        ([[CLEAR], [NONE, CLEAR], [NONE]], True),
+        ([[CLEAR], [NONE, NONE], [NONE]], False),
+        ([[CLEAR], [UNSURE, NONE], [NONE]], None),
+        ([[CLEAR], [], []], False),
+    ],
+)
+def test_two_tasks_with_a_clear_gain_decide(
+    tasks: list[list[list[float]]], verdict: bool | None
+) -> None:
+    assert judge(tasks) is verdict
+
+
+def curve(label: str, *accuracies: list[float]) -> Curves:
+    runs = [
+        CertifiedRun("", "test", 1, "tok", "", 1.0, 1.0, 0.0, list(SHARES), values, values)
+        for values in accuracies
+    ]
+    return Curves("order", label, Tuned([], []), runs)
+
+
+def test_the_gain_is_taken_where_the_control_has_half_and_from_the_control_that_leaves_least() -> (
+    None
+):
+    falling = [0.5, 0.4, 0.25, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]
+    stays = [0.4, 0.4, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0]
+    mine = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.0, 0.0]
+    controls = [
+        curve("no blocks, T = 30", falling, falling),
+        curve("no blocks, T = 100", stays, stays),
+    ]
+    assert [control.half_radius() for control in controls] == [0.01, 0.03]
+    gains = gains_over_control(
+        [curve("lipschitz, T = 30", mine, mine), curve("pre_ln", mine, mine), *controls]
+    )
+    assert gains == {"lipschitz, T = 30": [pytest.approx(0.4)] * 2}
+
+
+def test_a_control_that_keeps_all_its_accuracy_gives_no_radius() -> None:
+    flat = [0.5] * len(SHARES)
+    assert curve("no blocks, T = 30", flat).half_radius() is None
+    assert (
+        gains_over_control([curve("lipschitz, T = 30", flat), curve("no blocks, T = 30", flat)])
+        == {}
+    )
+
+
+def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
+    done = reproduce("frontier/order", scale="toy", out=tmp_path)
+    assert done.result.holds is None
+    assert done.result.criterion is not None
+    rows = list(csv.DictReader((tmp_path / "frontier-order.csv").read_text().splitlines()))
+    assert {row["task"] for row in rows} == set(TASKS)
+    assert {row["model"] for row in rows} == {"pre_ln", "lipschitz, T = 30", "no blocks, T = 30"}
+    assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
+    assert (tmp_path / "frontier-order.svg").is_file()
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    reproduce("frontier/order", scale="toy", out=tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished

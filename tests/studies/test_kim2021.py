@@ -1,0 +1,194 @@
+"""The recipes of kim2021: each runs at toy size, and the numbers behind the figures are checked by
+another route."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.recipes import check_reproduced
+from torch import nn
+
+from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.errors import ConfigError
+from wellposed.linalg import kim_bracket
+from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed_studies.kim2021 import figures_2_7_8_bounds as bounds
+from wellposed_studies.kim2021 import figures_3_5_6_10_inverse as inverse
+from wellposed_studies.kim2021.figures_4_9_11_tables_2_3 import depths_learned, figure_4
+from wellposed_studies.kim2021.language_models import run_config
+from wellposed_studies.kim2021.printed import TABLE_2
+
+TRAINING = (
+    "figure-4",
+    "table-2",
+    "figure-9",
+    "figure-11",
+    "table-3",
+    "figure-5",
+    "figure-8",
+    "figure-10",
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a small file of made-up words, whose training folder the recipes share."""
+    rng = random.Random(0)
+    words = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(2, 6))) for _ in range(60)]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(rng.choice(words) for _ in range(1200)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for all recipes, so that those which share runs train them once."""
+    return tmp_path_factory.mktemp("reproduce")
+
+
+def test_every_figure_and_table_is_registered_with_its_claim_and_minutes() -> None:
+    expected = {f"figure-{number}" for number in range(2, 12)} | {
+        f"table-{number}" for number in (1, 2, 3)
+    }
+    expected.add("bound-ratio")
+    assert {
+        name.removeprefix("kim2021/") for name in RECIPES if name.startswith("kim2021/")
+    } == expected
+    for name in RECIPES:
+        recipe = RECIPES.get(name)
+        assert recipe.says
+        assert recipe.minutes["mini"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("kim2021/")])
+def test_every_recipe_leaves_table_figure_and_claim(name: str, text: str, shared_out: Path) -> None:
+    data = text if name.removeprefix("kim2021/") in TRAINING else None
+    check_reproduced(reproduce(name, scale="toy", out=shared_out, data=data))
+
+
+def test_row_norm_is_that_of_the_layer() -> None:
+    x = 2 * torch.randn(9, dtype=torch.float64)
+    assert float(bounds.row_norm(x)) == pytest.approx(bounds.row_norm_of_layer(x), rel=1e-12)
+
+
+def test_the_whole_jacobian_is_that_of_the_layer() -> None:
+    x = 2 * torch.randn(7, dtype=torch.float64)
+    layer = bounds.unit_layer()
+    by_autograd = torch.autograd.functional.jacobian(lambda t: layer(t[None, :, None])[0, :, 0], x)
+    assert torch.allclose(bounds.jacobian(x), by_autograd, rtol=1e-10, atol=1e-12)
+
+
+def test_figure_2_brackets_the_constant_at_100_tokens() -> None:
+    """The figure's claim at N = 100 without ascent, against the certificate of the layer and an
+    attack on it."""
+    lower, x = bounds.two_sided_input(100)
+    upper = kim_bracket(100, norm="inf", head_dim=1)
+    assert 0.8 * upper <= lower <= upper
+    assert certify(bounds.unit_layer(), seq_len=100, norm="inf").total == pytest.approx(
+        upper, rel=1e-9
+    )
+    tokens = torch.cat((x.new_zeros(1), x))[None, :, None]
+    attack = lipschitz_lower_bound(
+        bounds.unit_layer(), (100, 1), norm="inf", start=tokens, restarts=1, steps=0, exact=True
+    )
+    assert attack.value == pytest.approx(lower, rel=1e-6)
+
+
+def test_gradient_ascent_alone_comes_near_the_bound() -> None:
+    values, _ = bounds.ascend_inf(20, 8, 200)
+    assert 0.7 < float(values.max()) / kim_bracket(20, norm="inf", head_dim=1) <= 1
+
+
+def test_spectral_ascent_stays_below_both_upper_bounds() -> None:
+    found = bounds.ascend_two(12, 4, 60)
+    upper = certify(bounds.unit_layer(), seq_len=12, norm=2, mask="full").total
+    assert 1 < float(found.max()) <= upper <= kim_bracket(12, norm=2, head_dim=1)
+
+
+def test_a_contraction_is_inverted_at_its_rate_and_an_expansion_is_not() -> None:
+    half = nn.Linear(4, 4, bias=False)
+    half.weight.data.copy_(0.5 * torch.eye(4))
+    x = torch.randn(2, 3, 4)
+    errors = inverse.reconstruction_errors(half, x, 1.0, 8)
+    ratios = [later / earlier for earlier, later in itertools.pairwise(errors)]
+    assert all(ratio == pytest.approx(0.5, rel=0.02) for ratio in ratios[:5])
+    half.weight.data.mul_(4)
+    assert inverse.reconstruction_errors(half, x, 1.0, 8)[-1] > 100
+
+
+def test_random_layers_show_what_figure_3_shows() -> None:
+    torch.manual_seed(0)
+    x = inverse.probe_inputs(4, 24, 32, 10.0, 0)
+    assert bool((x[:, 0] == 0).all())
+    ends = {
+        kind: inverse.reconstruction_errors(inverse.random_layer(kind, 32, 24), x, 0.5, 20)[-1]
+        for kind in inverse.KINDS
+    }
+    assert ends["l2_contractive"] < 1e-4
+    assert ends["l2_tied"] < 1e-3
+    assert ends["dot_product"] > 1
+
+
+def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
+    from wellposed_studies.kim2021 import language_models as training
+
+    request = Request("paper", tmp_path)
+    sizes = training.tuned(request)
+    assert len(sizes.dropouts) * len(sizes.gammas) * len(sizes.warmups) == 84
+    assert sizes.steps == 100 * 663
+    for kind, printed in TABLE_2.items():
+        assert set(sizes.depths_of(kind)) == set(printed), kind
+    assert TABLE_2["l2_contractive_kim2021"][14] == 1.005
+    config = run_config(
+        request, sizes, "l2_contractive_kim2021", 5, dropout=0.1, gamma=0.4, warmup=4000
+    )
+    assert (config.task_options["examples"], config.model.contractive_bound) == ("lines", "kim2021")
+    assert (
+        run_config(request, sizes, "l2_contractive", 5, warmup=1).model.contractive_bound == "sharp"
+    )
+    assert (
+        config.model.hidden_size,
+        config.model.num_attention_heads,
+        config.train.batch_size,
+    ) == (512, 8, 64)
+    assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == (
+        "kim2021",
+        0.4,
+        4000,
+    )
+    fixed = training.fixed(request)
+    assert max(fixed.depths) == 18
+    assert run_config(request, fixed, "dot_product", 18).train.schedule == "constant"
+
+
+def test_runs_are_kept_and_a_diverged_run_is_a_row(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wellposed_studies.kim2021 import language_models as training
+
+    sizes = training.Sizes(16, 16, 4, 3, (1,), fixed_rate=1e30, limit_chars=2000, eval_batches=1)
+    request = Request("toy", tmp_path, text)
+    (run,) = training.train_models(request, "diverge", ("dot_product",), sizes)
+    assert math.isinf(training.nll(run))
+    assert depths_learned([run], "dot_product") == []
+    monkeypatch.setattr("wellposed_studies.kim2021.figures_4_9_11_tables_2_3.tuned", lambda request: training.Sizes(
+        16, 16, 4, 3, (1,), warmups=(2,), limit_chars=2000, eval_batches=1
+    ))  # fmt: skip
+    figure_4(request)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/result.json")}
+    assert len(before) == 7
+    figure_4(request)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_wrong_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nearest: kim2021/figure"):
+        reproduce("kim2021/figure-22", out=tmp_path)
+    with pytest.raises(ConfigError, match="unknown scale"):
+        reproduce("kim2021/figure-2", scale="huge", out=tmp_path)

@@ -1,0 +1,352 @@
+"""The recipes of sengupta2023: each runs at toy size, and what they measure is checked by another
+route."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.recipes import check_reproduced
+
+from wellposed.charts import draw
+from wellposed.errors import ConfigError, DataError
+from wellposed.models import build_model
+from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed_studies.runs import FinishedRun, PlannedRun
+from wellposed_studies.sengupta2023 import states
+from wellposed_studies.sengupta2023 import table_4_speed as speed
+from wellposed_studies.sengupta2023 import table_5_parameters as counts
+from wellposed_studies.sengupta2023 import tables_1_2_3 as tables
+from wellposed_studies.sengupta2023 import trained as trained_models
+from wellposed_studies.sengupta2023.printed import PAPER, QUOTED
+from wellposed_studies.sengupta2023.studies import arena_studies, text_study, words_study
+from wellposed_studies.sengupta2023.trained import VARIANTS, find_data, run_config, train_study
+
+WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
+NAMES = [f"table-{number}" for number in range(1, 6)] + [
+    "figure-1", "figure-3a", "figure-3b", "figure-4", "figure-5", "figure-6", "figure-7",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with a small imdb and ag_news."""
+    rng = random.Random(0)
+    folder = tmp_path_factory.mktemp("data")
+    for name, labels in (("imdb", 2), ("ag_news", 4)):
+        (folder / name).mkdir()
+        for split, count in (("train", 24), ("valid", 8), ("test", 12)):
+            rows = [f"{i % labels}\t{' '.join(rng.sample(WORDS, 8))}\n" for i in range(count)]
+            (folder / name / f"{split}.tsv").write_text("".join(rows))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for all recipes, so that those which share runs train them once."""
+    return tmp_path_factory.mktemp("reproduce")
+
+
+def test_every_table_and_figure_is_registered_with_its_claim_and_minutes() -> None:
+    mine = {
+        name.removeprefix("sengupta2023/") for name in RECIPES if name.startswith("sengupta2023/")
+    }
+    assert mine == set(NAMES)
+    for name in NAMES:
+        recipe = RECIPES.get(f"sengupta2023/{name}")
+        assert recipe.says
+        assert recipe.minutes["mini"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_leaves_table_figure_and_claim(name: str, data: str, shared_out: Path) -> None:
+    texts = None if name in ("table-3", "table-4", "table-5") else data
+    check_reproduced(reproduce(f"sengupta2023/{name}", scale="toy", out=shared_out, data=texts))
+
+
+@pytest.mark.parametrize("table", ["table-2", "table-3"])
+def test_data_of_another_kind_is_no_reason_for_builtin_data(table: str, tmp_path: Path) -> None:
+    (tmp_path / "piano").mkdir()
+    with pytest.raises(
+        DataError,
+        match=r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data",
+    ):
+        reproduce(
+            f"sengupta2023/{table}", scale="toy", out=tmp_path / "out", data=str(tmp_path / "piano")
+        )
+
+
+def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
+    result = counts.table_5(Request("mini", tmp_path))
+    rows = {row["model"]: row for row in result.rows}
+    assert [rows[name]["closed_formula"] for name in ("TransJect, E = 1", "TransJect, E = 4", "TransJect, E = 8")] == [
+        6_617_869, 16_073_485, 28_680_973,
+    ]  # fmt: skip
+    for name, printed in counts.PRINTED.items():
+        assert round(rows[name]["closed_formula"] / 1e5, 0) == round(printed, 0)
+    assert all(row["counted"] == row["closed_formula"] for row in rows.values())
+    for name in ("Transformer", "Transformer, d_ff = d"):
+        assert rows[name]["wellposed_model"] == rows[name]["closed_formula"]
+    assert rows["TransJect, E = 4"]["wellposed_model"] == 16_042_247
+    assert result.holds is False
+    assert "every printed value is ten times ours" in result.got
+
+
+def test_printed_averages_are_the_means_of_the_printed_tasks() -> None:
+    tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
+    for place, average in enumerate(PAPER["average"]):
+        assert math.fsum(PAPER[task][place] for task in tasks) / 5 == pytest.approx(
+            average, abs=0.051
+        )
+    for model, average in QUOTED["average"].items():
+        assert math.fsum(QUOTED[task][model] for task in tasks) / 5 == pytest.approx(
+            average, abs=0.051
+        ), model
+
+
+def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request("medium", tmp_path, data)
+    study = text_study(request, "imdb")
+    best = {"post_ln": 9e-3, "transject": 3e-2}
+    planned: list[PlannedRun] = []
+
+    def trained(request: Request, grid: list[PlannedRun], **_: object) -> list[FinishedRun]:
+        del request
+        planned.extend(grid)
+        return [
+            FinishedRun(
+                config,
+                folder,
+                {"accuracy,valid": -abs(config.train.learning_rate - best[config.variant])},
+            )
+            for folder, _, config in grid
+        ]
+
+    monkeypatch.setattr(trained_models, "train_grid", trained)
+    tuned = trained_models.tuned_study(request, study, None, tuple(best))
+    assert {variant: tuned.sizes.rates[variant] for variant in best} == best
+    rates = [(run.config.variant, run.config.train.learning_rate) for run in planned]
+    three = [("post_ln", 1e-3), ("post_ln", 3e-3), ("post_ln", 9e-3)]
+    three += [("transject", 3e-2), ("transject", 1e-1), ("transject", 3e-1)]
+    assert rates == [
+        *three,
+        ("post_ln", 3e-2),
+        ("transject", 1e-2),
+    ], "both best rates were at an end"
+    assert {run.config.train.seed for run in planned} == {trained_models.TUNING_SEED}
+    assert len({run.folder for run in planned}) == 8
+    assert trained_models.tuned_study(request, tuned, None, tuple(best)) == tuned
+    assert len(planned) == 8, "a study is tuned once"
+    one = trained_models.at_one_rate(study)
+    rates = {run_config(one, {}, variant, 0).train.learning_rate for variant in VARIANTS}
+    assert rates == {5e-4}, "the paper's"
+    assert one.group("post_ln") != study.group("post_ln")
+    assert trained_models.base_name(one.name) == study.name
+
+
+def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
+    request = Request("paper", tmp_path)
+    imdb = text_study(request, "imdb")
+    config = run_config(imdb, {"data": "x"}, "transject", 0)
+    model, train = config.model, config.train
+    assert (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling) == (
+        512,
+        6,
+        4,
+        "mean",
+    )
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (
+        5e-4,
+        0.9,
+        0.98,
+        1e-9,
+    )
+    assert (train.batch_size, train.patience, imdb.sizes.options["max_length"]) == (32, 4, 512)
+    for study in arena_studies(request):
+        sizes = study.sizes
+        assert (sizes.layers, sizes.experts, sizes.width, sizes.steps) == (2, 4, 512, 50_000)
+        assert sizes.pooling == ("mean" if study.name == "lra-text" else "max")
+    words = words_study(request).sizes
+    assert (words.width, words.layers, words.learning_rate, words.options["seq_len"]) == (
+        512,
+        6,
+        1e-2,
+        36,
+    )
+
+
+def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path: Path, data: str) -> None:
+    study = text_study(Request("mini", tmp_path, data), "imdb")
+    trains = [run_config(study, {}, variant, 1).train for variant in VARIANTS]
+    assert (
+        len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
+    )
+
+
+def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(
+    tmp_path: Path, data: str
+) -> None:
+    request = Request("mini", tmp_path, data)
+    scaled = text_study(request, "imdb")
+    unscaled = replace(scaled, scale_embeddings=False)
+    for variant in VARIANTS:
+        plain, changed = (run_config(study, {}, variant, 0).model for study in (scaled, unscaled))
+        assert plain.scale_embeddings
+        assert (changed == plain) == (scaled.group(variant) == unscaled.group(variant))
+        assert (changed == plain) == variant.startswith("transject")
+
+
+def test_data_is_found_in_a_folder_or_named_itself(data: str, tmp_path: Path) -> None:
+    assert find_data(data, ("imdb",)) == str(Path(data) / "imdb")
+    assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
+    assert find_data(data, ("cifar10",)) is None
+    assert find_data(None, ("imdb",)) is None
+    with pytest.raises(DataError, match="no such file or folder; give a folder that holds imdb"):
+        find_data(str(tmp_path / "nothing"), ("imdb",))
+    with pytest.raises(
+        ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"
+    ):
+        reproduce("sengupta2023/table-1", scale="toy", out=tmp_path)
+
+
+def test_a_task_that_no_model_learns_has_no_part_in_the_verdict(tmp_path: Path) -> None:
+    study = arena_studies(Request("mini", tmp_path))[0]
+    chance = {"task": study.name, "ours": 52.0, "standard_error": 1.5, "reference": 50.0}
+    assert not tables._is_learnt([chance], study.name)
+    assert tables._is_learnt([chance, {**chance, "standard_error": 0.9}], study.name)
+    assert not tables._is_learnt([{**chance, "task": "other", "ours": 90.0}], study.name)
+    means = {study.name: dict.fromkeys(VARIANTS, 3.0), "lra-image": dict.fromkeys(VARIANTS, 5.0)}
+    assert tables._average(means, [study.name])["transject"] == 3.0
+
+
+def test_a_chart_names_the_models_and_shows_their_errors(tmp_path: Path) -> None:
+    study = text_study(Request("mini", tmp_path), "imdb")
+    rows = [
+        {"model": name, "paper": 80.0, "ours": 70.0 + i, "standard_error": 0.5}
+        for i, name in enumerate("AB")
+    ]
+    panel = tables.chart(study, [{**row, "model": f"Model {row['model']}"} for row in rows])
+    plain = replace(panel, series=[replace(series, errors=()) for series in panel.series])
+    draw([panel], tmp_path / "with.svg")
+    draw([plain], tmp_path / "without.svg")
+    text = (tmp_path / "with.svg").read_text()
+    assert "Model A" in text
+    assert "Model B" in text
+    assert len(text) > len((tmp_path / "without.svg").read_text())
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    return [{"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), "attention_mask": mask}]
+
+
+def test_layers_hold_the_ratios_of_token_distances() -> None:
+    model = build_model(
+        "wellposed", "sequence_classification", vocab_size=13, hidden_size=8, num_attention_heads=2
+    )
+    model = model.double().eval()
+    found = states.measure_layers(model, batches())
+    with torch.no_grad():
+        hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
+    for row, count in ((0, 5), (1, 3)):
+        ratios = [
+            float(
+                (hidden[-1][row, i] - hidden[-1][row, j]).norm()
+                / (hidden[0][row, i] - hidden[0][row, j]).norm()
+            )
+            for i in range(count)
+            for j in range(i)
+        ]
+        assert found.factors["euclidean"][-1][row] == pytest.approx(
+            math.fsum(ratios) / len(ratios), rel=1e-9
+        )
+    assert len(found.entropies) == 3
+    assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
+
+
+def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
+    plain = build_model(
+        "wellposed", "sequence_classification", vocab_size=13, hidden_size=16, num_attention_heads=2
+    )
+    parts = states.part_entropies(plain.eval(), batches())
+    assert [len(row) for row in parts] == [2, 2]
+    model = build_model(
+        "transject", "sequence_classification", vocab_size=13, hidden_size=16, num_experts=3
+    ).eval()
+    assert [len(row) for row in states.part_entropies(model, batches())] == [3, 3]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    weights = states.gate_weights(model, batches())
+    assert [len(layer) for layer in weights] == [2, 2]
+    assert all(math.fsum(row) == pytest.approx(1) for layer in weights for row in layer)
+    with torch.no_grad():
+        for layer in model.model.stack.layers:
+            layer.residual.weight.fill_(0.5)
+    assert states.residual_weights(model) == [pytest.approx(math.tanh(0.5))] * 2
+
+
+def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    request = Request("toy", tmp_path, data)
+    study = text_study(request, "imdb")
+    _, (first,) = train_study(request, study, variants=("post_ln",), seeds=[0])
+    before = (first.folder / "result.json").stat().st_mtime_ns
+    _, (again,) = train_study(request, study, variants=("post_ln",), seeds=[0])
+    assert isinstance(again, FinishedRun)
+    assert again.metrics == first.metrics
+    assert (first.folder / "result.json").stat().st_mtime_ns == before
+    wild = replace(
+        study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, clip=0.0, steps=6)
+    )
+    _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
+    assert broken.metrics == {}
+    assert math.isnan(broken.metric("accuracy,test"))
+
+
+def test_speed_is_measured_beside_both_kinds_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = []
+
+    def seconds(
+        calls: Mapping[str, Callable[[], None]], repeats: int, *, warmup: int
+    ) -> dict[str, float]:
+        for name, call in calls.items():
+            with monkeypatch.context() as watched:
+                watched.setattr(
+                    torch.nn.functional,
+                    "scaled_dot_product_attention",
+                    lambda q, *args, name=name, **kwargs: (allowed.append((name, math_only())), q)[
+                        1
+                    ],
+                )
+                call()
+        return {name: 20.0 if name == "Transformer, N x N" else 1.0 for name in calls}
+
+    monkeypatch.setattr(speed, "median_seconds", seconds)
+    found = reproduce("sengupta2023/table-4", scale="toy", out=tmp_path).result
+    assert allowed
+    assert all(math == name.endswith("N x N") for name, math in allowed)
+    assert not [name for name, _ in allowed if name.startswith("TransJect")]
+    ours = {row["attention"]: row["speedup"] for row in found.rows if row["model"] == "TransJect"}
+    assert ours == {"N x N": 20.0, "fused": 1.0}
+
+
+def math_only() -> bool:
+    return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_small_numbers() -> None:
+    assert states.quantile([4.0, 1.0], 0.25) == 1.75
+    models = speed.build_models(16, 1, 2, 8)
+    assert set(models) == set(speed.PAPER)
+    weight = models["Orthogonal Transformer"].model.layers[0].attention.q_proj.weight
+    assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)

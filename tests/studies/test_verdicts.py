@@ -1,0 +1,327 @@
+"""Verdicts follow from the numbers: the same recipe holds or does not as its runs come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from wellposed.recipes.reproduce import Request, reproduce
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.kim2021 import figures_4_9_11_tables_2_3 as kim
+from wellposed_studies.kim2021.language_models import LABELS, Sizes
+from wellposed_studies.runs import FinishedRun
+from wellposed_studies.sengupta2023 import ablations as parts
+from wellposed_studies.sengupta2023 import tables_1_2_3 as sengupta
+from wellposed_studies.sengupta2023.printed import PAPER
+from wellposed_studies.sengupta2023.studies import text_study
+from wellposed_studies.sengupta2023.trained import LABELS as MODELS
+from wellposed_studies.sengupta2023.trained import VARIANTS, Study
+
+ENTROPY = 3.0
+ACCURACIES = ("accuracy,test", "accuracy,valid")
+PAPERS = "l2_contractive_kim2021"
+GOOD = {
+    "lstm": 1.0,
+    "dot_product": 1.0,
+    "l2": 1.01,
+    "l2_tied": 1.05,
+    PAPERS: 1.1,
+    "l2_tied_wide": 1.04,
+}
+GOOD["l2_contractive"] = 1.0  # by the sharp bound: beside the claim, never part of it
+
+
+def finished(
+    task: str, variant: str, metrics: dict[str, float], *, depth: int = 1, seed: int = 0
+) -> FinishedRun:
+    model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
+    config = RunConfig(task, variant=variant, model=model, train=train)
+    folder = Path("nowhere") / "gamma0.5"
+    return FinishedRun(
+        config, folder, metrics, {"nats_per_char": ENTROPY}, {"parameters": 7, "seconds": 1.0}
+    )
+
+
+def language_models(
+    monkeypatch: pytest.MonkeyPatch,
+    nll: dict[str, float],
+    deep: dict[str, float],
+    *,
+    pairs: float = 2.5,
+    level: bool = True,
+) -> None:
+    """Let the grid come out with these test NLL at one layer and at the deepest."""
+
+    def trained(
+        request: Request, group: str, kinds: tuple[str, ...], sizes: Sizes
+    ) -> list[FinishedRun]:
+        del request, group
+        both = ("nats_per_char,test", "nats_per_char,valid")
+        return [
+            finished(
+                "char_lm", kind, dict.fromkeys(both, value + seed / 1000), depth=depth, seed=seed
+            )
+            for kind in kinds
+            for depth, value in zip(
+                sizes.depths, [nll[kind]] * (len(sizes.depths) - 1) + [deep[kind]], strict=True
+            )
+            for seed in range(sizes.seeds)
+        ]
+
+    monkeypatch.setattr(kim, "train_models", trained)
+    monkeypatch.setattr(kim, "pair_entropy", lambda run: pairs)
+    monkeypatch.setattr(FinishedRun, "settled", level)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "broken", "deep_broken"),
+    [
+        ("figure-4", {"l2": 2.0}, {"l2": 2.0}),
+        ("figure-4", {PAPERS: 1.0}, {PAPERS: 1.0}),
+        ("figure-4", {}, {PAPERS: GOOD[PAPERS]}),
+        ("figure-4", {"l2_tied": 1.3}, {"l2_tied": 1.3}),
+        ("table-2", {PAPERS: 0.9}, {}),
+        ("table-2", {}, {PAPERS: 1.2}),
+        ("figure-9", {"l2_tied_wide": 0.5}, {}),
+        ("figure-11", {}, {"dot_product": 1.0}),
+        ("figure-11", {}, {"l2_tied": ENTROPY}),
+        ("table-3", {}, {PAPERS: ENTROPY}),
+    ],
+)
+def test_language_models(
+    recipe: str,
+    broken: dict[str, float],
+    deep_broken: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    at_depth = {"dot_product": ENTROPY} if recipe in ("figure-11", "table-3") else {PAPERS: 1.06}
+    deep = GOOD | at_depth
+    language_models(monkeypatch, GOOD, deep)
+    done = reproduce(f"kim2021/{recipe}", out=tmp_path / "holds")
+    assert done.result.holds is True
+    if recipe.startswith("table"):
+        assert {row["attention"] for row in done.result.rows} <= set(LABELS.values())
+        assert {row["setting"] for row in done.result.rows} == {"gamma0.5"}
+        assert all(row["test_nll"] == row["valid_nll"] for row in done.result.rows)
+    language_models(monkeypatch, GOOD | broken, deep | deep_broken)
+    assert reproduce(f"kim2021/{recipe}", out=tmp_path / "broken").result.holds is False
+    language_models(monkeypatch, GOOD | broken, deep | deep_broken)
+    assert reproduce(f"kim2021/{recipe}", scale="toy", out=tmp_path / "toy").result.holds is None
+
+
+@pytest.mark.parametrize("recipe", ["figure-4", "table-2", "figure-9"])
+def test_language_models_at_the_level_of_pairs_of_characters_cannot_say(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    language_models(monkeypatch, GOOD, GOOD | {PAPERS: 1.06}, pairs=GOOD["l2_tied"])
+    assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is None
+
+
+@pytest.mark.parametrize("recipe", ["figure-4", "table-2", "figure-9"])
+def test_language_models_that_still_learn_cannot_say(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    language_models(monkeypatch, GOOD, GOOD | {PAPERS: 1.06}, level=False)
+    assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is None
+
+
+def five_models(
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+    values: Mapping[str, float | None],
+    *,
+    level: bool = True,
+) -> None:
+    """Let each model reach its value with every seed, about a thousandth more with each; None
+    diverged."""
+
+    def trained(request: Request, study: Study) -> tuple[Any, list[FinishedRun]]:
+        del request
+        runs = [
+            finished(
+                study.task,
+                variant,
+                {}
+                if value is None
+                else {
+                    f"{metric},{split}": value + (seed + 1e-2 * (index + seed) ** 2) / 1000
+                    for split in ("test", "valid")
+                },
+                seed=seed,
+            )
+            for seed in range(study.sizes.seeds)
+            for index, (variant, value) in enumerate(values.items())
+        ]
+        return SimpleNamespace(reference=lambda: {metric: 0.5}), runs
+
+    monkeypatch.setattr(sengupta, "train_study", trained)
+    monkeypatch.setattr(sengupta, "probe_batches", lambda request, task: [])
+    monkeypatch.setattr(sengupta, "_about_tokens", lambda runs, batches: {})
+    monkeypatch.setattr(FinishedRun, "settled", level)
+    monkeypatch.setattr(sengupta, "ablations", lambda request, study: [])
+
+
+@pytest.mark.parametrize(
+    ("transject", "random", "holds"),
+    [(0.8, 0.85, True), (0.8, 0.6, False), (0.6, 0.85, False), (None, 0.85, None)],
+)
+def test_table_1_wants_each_of_the_two_to_win_its_task(
+    transject: float | None,
+    random: float,
+    holds: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name in ("imdb", "ag_news"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    plain = dict.fromkeys(("post_ln", "rezero", "orthogonal"), 0.7)
+    five_models(
+        monkeypatch, "accuracy", {**plain, "transject": transject, "transject_random": random}
+    )
+    done = reproduce("sengupta2023/table-1", out=tmp_path, data=str(tmp_path / "data"))
+    assert done.result.holds is holds
+    models = [*MODELS.values(), "Linformer (quoted)", "Synthesizer (quoted)"]
+    assert [(row["task"], row["model"]) for row in done.result.rows] == [
+        (task, model) for task in ("imdb", "ag_news") for model in models
+    ]
+    quoted = done.result.rows[-1]
+    assert quoted["paper"] == 89.1
+    assert "ours" not in quoted
+    first = done.result.rows[0]
+    assert first["ours"] == pytest.approx(70.1, abs=0.01)
+    assert first["standard_error"] == pytest.approx(0.1 / 3**0.5, rel=0.1)
+    assert first["over_transformer"] == 0
+    assert first["paper"] == 81.3
+
+
+@pytest.mark.parametrize(("transject", "holds"), [(100.0, True), (300.0, False)])
+def test_table_3_wants_the_least_perplexity(
+    transject: float, holds: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    values: dict[str, float | None] = {**dict.fromkeys(VARIANTS, 200.0), "transject": transject}
+    five_models(monkeypatch, "perplexity", values)
+    done = reproduce("sengupta2023/table-3", out=tmp_path)
+    assert done.result.holds is holds
+    assert done.result.rows[3]["paper_valid"] == 134.82
+
+
+def test_table_2_judges_the_tasks_that_are_learnt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plain = dict.fromkeys(("post_ln", "rezero", "orthogonal", "transject_random"), 0.7)
+    for transject, holds in ((0.8, True), (0.6, False)):
+        five_models(monkeypatch, "accuracy", {**plain, "transject": transject})
+        done = reproduce("sengupta2023/table-2", out=tmp_path / str(holds))
+        assert done.result.holds is holds
+        assert "lra-text needs data=imdb and was left out" in done.result.notes
+        assert where_average(done.result.rows)["TransJect"] == pytest.approx(
+            100 * transject + 0.1, abs=0.03
+        )
+    five_models(monkeypatch, "accuracy", dict.fromkeys(VARIANTS, 0.5))
+    assert reproduce("sengupta2023/table-2", out=tmp_path / "chance").result.holds is None
+
+
+@pytest.mark.parametrize("table", ["table-1", "table-2", "table-3"])
+def test_tables_say_nothing_while_models_still_learn(
+    table: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for folder in ("imdb", "ptb"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    metric = "perplexity" if table == "table-3" else "accuracy"
+    values = {**dict.fromkeys(VARIANTS, 0.7), "transject": 0.9}
+    five_models(monkeypatch, metric, values, level=False)
+    done = reproduce(f"sengupta2023/{table}", out=tmp_path, data=str(tmp_path / "data"))
+    assert done.result.holds is None
+    assert any(note.startswith("data: ") for note in done.result.notes)
+
+
+def test_a_difference_within_the_noise_of_the_seeds_is_no_verdict() -> None:
+    test = {variant: [0.70, 0.71, 0.72] for variant in VARIANTS}
+    assert (
+        sengupta.judge(
+            sengupta.Scores({**test, "transject": [0.69, 0.75, 0.71]}, level=True), "transject"
+        )
+        is None
+    )
+    assert (
+        sengupta.judge(
+            sengupta.Scores({**test, "transject": [0.80, 0.82, 0.81]}, level=True), "transject"
+        )
+        is True
+    )
+    assert (
+        sengupta.judge(
+            sengupta.Scores({**test, "transject": [0.60, 0.62, 0.61]}, level=True), "transject"
+        )
+        is False
+    )
+
+
+def where_average(rows: Any) -> dict[str, float]:
+    return {row["model"]: row["ours"] for row in rows if row["task"] == "average" and "ours" in row}
+
+
+def test_table_1_at_medium_stands_the_papers_one_rate_beside_tuned_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "imdb").mkdir(parents=True)
+    values = {**dict.fromkeys(VARIANTS, 0.7), "transject": 0.8}
+    five_models(monkeypatch, "accuracy", values)
+    done = reproduce(
+        "sengupta2023/table-1", scale="medium", out=tmp_path, data=str(tmp_path / "data")
+    )
+    assert done.result.holds is True
+    (said,) = (note for note in done.result.notes if note.startswith("imdb-one-rate"))
+    assert said.startswith("imdb-one-rate, the paper's 0.0005 for all: confirmed at this width, ")
+    assert "8 times as far" in said
+    tasks = [row["task"] for row in done.result.rows]
+    assert tasks.count("imdb-one-rate") == len(VARIANTS)
+    assert {row["paper"] for row in done.result.rows if row["task"] == "imdb-one-rate"} == set(
+        PAPER["imdb"]
+    )
+    assert done.result.criterion is not None
+    assert done.result.criterion.seeds == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ((-0.02, -0.021, -0.02), "a loss"),
+        ((0.02, 0.021, 0.02), "no loss"),
+        ((-0.02, 0.02, 0.0), "cannot be said"),
+    ],
+)
+def test_ablations_are_beside_the_whole_model_of_the_same_seed(
+    changes: Sequence[float], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def trained(
+        request: Request, study: Study, *, variants: Sequence[str], task: Any = None
+    ) -> tuple[Any, list[Any]]:
+        del request, task
+        less = changes if study.name.endswith("1") else (0.0, 0.0, 0.0)
+        values = [0.7 + seed / 100 + less[seed] for seed in range(3)]
+        return None, [
+            finished(
+                "text_classification", variants[0], dict.fromkeys(ACCURACIES, value), seed=seed
+            )
+            for seed, value in enumerate(values)
+        ]
+
+    monkeypatch.setattr(parts, "train_study", trained)
+    monkeypatch.setattr(parts, "tuned_study", lambda request, study, task, variants: study)
+    (tmp_path / "imdb").mkdir()
+    study = text_study(Request("mini", tmp_path, str(tmp_path)), "imdb")
+    found = parts.ablations(Request("mini", tmp_path, str(tmp_path)), study)
+    assert [(each.model, each.split, each.printed) for each in found] == [
+        ("Transformer, one head", "test", -2.1),
+        ("TransJect, one expert", "valid", -4.7),
+    ]
+    assert f": {words}" in parts.about(found)
+    assert parts.ablation_row(found[0])["paper_change"] == -2.1
+    assert parts.ablations(Request("mini", tmp_path), replace(study, name="ag_news")) == []

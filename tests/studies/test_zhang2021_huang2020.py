@@ -1,0 +1,331 @@
+"""Recipes of zhang2021 and huang2020: printed values against printed gains, the theorem by another
+route, toy runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.recipes import check_reproduced
+
+from wellposed.compare.named import NAMED
+from wellposed.errors import ConfigError
+from wellposed.recipes.reproduce import RECIPES, Request, Scale, reproduce
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed.training.folder.run_folder import read_config
+from wellposed_studies.corpora import CHARACTERS, HUANG, SUBWORD, WMT16, translation_data
+from wellposed_studies.huang2020 import theorem_3_1
+from wellposed_studies.huang2020.depth import Sizes, summarise, train_depths
+from wellposed_studies.runs import FinishedRun, PlannedRun
+from wellposed_studies.zhang2021 import printed as values
+from wellposed_studies.zhang2021 import tables_1_2_3_4 as tables
+from wellposed_studies.zhang2021 import theorem_2_1 as theorem
+
+OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]
+
+
+def test_every_recipe_is_registered() -> None:
+    items: dict[str, tuple[str, ...]] = {
+        "zhang2021": ("theorem-2.1", "table-1", "table-2", "table-3", "table-4")
+    }
+    items["huang2020"] = ("table-1", "depth", "signal", "updates", "theorem-3.1")
+    assert set(OURS) == {f"{paper}/{item}" for paper, names in items.items() for item in names}
+
+
+@pytest.mark.parametrize(
+    ("table", "gains", "best"),
+    [
+        (values.TABLE_1, values.TABLE_1_GAINS, {"En-Mk": values.OC2}),
+        (values.TABLE_3, values.TABLE_3_GAINS, {}),
+        (values.TABLE_4["PersonaChat"], values.TABLE_4_GAINS["PersonaChat"], {}),
+        (values.TABLE_4["DailyDialog"], values.TABLE_4_GAINS["DailyDialog"], {}),
+    ],
+)
+def test_printed_values_give_the_printed_gains(table: dict, gains: dict, best: dict) -> None:
+    # A value read into the wrong column would break its gain, which the paper prints to 0.1 %.
+    for name, column in table.items():
+        plain = column[values.TRANSFORMER]
+        others = {
+            variant: value for variant, value in column.items() if variant != values.TRANSFORMER
+        }
+        top = others[best[name]] if name in best else max(others.values())
+        assert 100 * (top / plain - 1) == pytest.approx(gains[name], abs=0.11), name
+
+
+def test_gains_are_given_as_printed_and_as_recomputed_in_every_measure() -> None:
+    said = tables.about_gains(values.TABLE_4, values.TABLE_4_GAINS)
+    assert said.count(" (") == 18
+    assert "PersonaChat skip_thought 4.8 (4.8)" in said
+    mk = tables.about_gains({"En-Mk": {"bleu": values.TABLE_1["En-Mk"]}}, {"En-Mk": {"bleu": 5.3}})
+    assert mk == "En-Mk bleu 5.3 (5.6)"
+
+
+def test_vectors_and_encoder_reach_the_dialogues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunConfig] = []
+
+    def stop(base: RunConfig, *_: object, **__: object) -> None:
+        seen.append(base)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tables, "compare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(
+            "zhang2021/table-4",
+            scale="toy",
+            out=tmp_path,
+            vectors="glove.txt",
+            encoder="some/encoder",
+        )
+    assert (seen[0].task_options["vectors"], seen[0].task_options["sentence_encoder"]) == (
+        "glove.txt",
+        "some/encoder",
+    )
+    with pytest.raises(
+        ConfigError, match=r"zhang2021/table-1: reads no vectors.*these do: zhang2021/table-4"
+    ):
+        reproduce("zhang2021/table-1", scale="toy", out=tmp_path, vectors="glove.txt")
+
+
+def test_zhangs_runs_search_as_tensor2tensor_and_table_2_is_tested_on_newstest2014() -> None:
+    for corpus in (*SUBWORD, *WMT16, *CHARACTERS):
+        options = corpus.run_config().task_options
+        assert (options["generate_beams"], options["generate_length_penalty"]) == (4, 0.6)
+        assert options["generate_length_penalty_form"] == "gnmt"
+        assert options.get("test") == ("hf:wmt/wmt14:de-en" if corpus in WMT16 else None)
+
+
+def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_times_too_large() -> (
+    None
+):
+    # Two keys +-k, q = 0, noise along k: p = sigmoid(2 alpha eps |k|), change = sqrt 2 |p - 1/2|,
+    # by hand.
+    keys = torch.tensor([[3.0, 4.0], [-3.0, -4.0]], dtype=torch.float64)
+    alpha, eps = 1 / math.sqrt(2), 1e-4
+    delta = eps * keys[0] / 5
+    changed = float(theorem.row_change(torch.zeros(2, dtype=torch.float64), delta, keys, alpha))
+    assert changed == pytest.approx(
+        math.sqrt(2) * abs(1 / (1 + math.exp(-2 * alpha * eps * 5)) - 0.5), rel=1e-9
+    )
+    # |K| = 5 sqrt 2: tight = alpha 5 sqrt 2 eps / 2, printed four times that.
+    assert theorem.tight_bound(keys, alpha, eps) == pytest.approx(
+        alpha * 5 * math.sqrt(2) * eps / 2, rel=1e-12
+    )
+    assert theorem.printed_bound(keys, alpha, eps) == pytest.approx(
+        4 * theorem.tight_bound(keys, alpha, eps)
+    )
+    assert changed / theorem.tight_bound(keys, alpha, eps) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1.0, 30.0])
+def test_no_ascent_passes_the_tight_bound(eps: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = theorem.shifted_keys(6, 4, generator)
+    found = theorem.ascend(keys, 0.5, eps, restarts=8, steps=60, generator=generator)
+    assert 0 < found <= theorem.tight_bound(keys, 0.5, eps) * (1 + 1e-9)
+    assert theorem.tight_bound(keys, 0.5, eps) <= math.sqrt(2)
+
+
+@pytest.mark.parametrize("corpora", [SUBWORD, WMT16, CHARACTERS, HUANG])
+def test_every_corpus_is_a_configuration_by_name(corpora: tuple) -> None:
+    paper = "huang2020" if corpora is HUANG else "zhang2021"
+    for corpus in corpora:
+        config = NAMED.get(f"{paper}-{corpus.name}")()
+        assert config.task_options["src"] == corpus.src
+        assert config.train.steps == corpus.steps
+        assert RunConfig.from_dict(config.to_dict()) == config
+        assert config.model.norm == ("none" if corpora is HUANG else "post")
+
+
+def test_huangs_settings_are_those_of_appendix_d() -> None:
+    rows = [
+        (c.learning_rate, c.dropout, c.tokens_per_batch * c.accumulation, c.steps, c.bf16)
+        for c in HUANG
+    ]
+    assert rows == [
+        (5e-4, 0.5, 4_000, 300_000, False),
+        (6e-4, 0.4, 80_000, 90_000, False),
+        (7e-4, 0.2, 25_000, 1_000_000, False),
+        (4e-4, 0.4, 25_000, 500_000, True),
+        (4e-4, 0.4, 25_000, 500_000, True),
+    ]
+    for corpus in HUANG:
+        train = corpus.run_config().train
+        assert (train.schedule, train.decay_steps, train.warmup_steps) == ("inverse_sqrt", 4000, 0)
+
+
+def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path: Path) -> None:
+    first = translation_data(Request("toy", tmp_path / "a"), pairs=20, words=True)
+    second = translation_data(Request("toy", tmp_path / "b"), pairs=20, words=True)
+    text = Path(first["data"]).read_text()
+    assert text == Path(second["data"]).read_text()
+    assert all(
+        source == target[::-1]
+        for source, target in (line.split("\t") for line in text.splitlines()[1:])
+    )
+
+
+def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) -> None:
+    for language in ("fr", "en"):
+        (tmp_path / f"train.{language}.gz").touch()
+    found = translation_data(Request("toy", tmp_path, str(tmp_path)), wanted=("de", "en"))
+    assert (found["src"], found["tgt"]) == ("en", "fr")
+    (tmp_path / "train.fr.gz").unlink()
+    with pytest.raises(ConfigError, match="no aligned train files of two languages"):
+        translation_data(Request("toy", tmp_path, str(tmp_path)))
+
+
+def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path: Path) -> None:
+    lines = [
+        f"{'one two three'[: i % 13 + 1]} {i}\t{'un deux trois'[: i % 13 + 1]} {i}"
+        for i in range(60)
+    ]
+    (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
+        reproduce("zhang2021/table-2", scale="toy", out=tmp_path / "out", data=str(tmp_path))
+    done = reproduce(
+        "zhang2021/table-2",
+        scale="toy",
+        out=tmp_path / "out",
+        data=str(tmp_path),
+        languages="en,fr",
+    )
+    command = json.loads(done.files[-1].read_text())["command"]
+    assert (
+        command == "wellposed reproduce zhang2021/table-2 --scale toy --data DATA --languages en,fr"
+    )
+    options = read_config(next((tmp_path / "out").rglob("config.toml")).parent).task_options
+    assert [options[name] for name in ("src", "tgt", "columns")] == ["en", "fr", "en,fr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "languages", "says"),
+    [
+        ("zhang2021/table-1", "toy", "en", "expected source and target, two names as en,fr"),
+        ("zhang2021/table-1", "toy", "en,en", "expected source and target"),
+        ("huang2020/depth", "toy", "en,fr", "without data: the generated corpus has none"),
+        ("huang2020/table-1", "paper", "en,fr", "at paper scale: each corpus has its own"),
+        ("kim2021/table-2", "toy", "en,fr", "kim2021/table-2: reads no languages"),
+    ],
+)
+def test_languages_that_cannot_be_used_are_refused(
+    tmp_path: Path, name: str, scale: Scale, languages: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        reproduce(name, scale=scale, out=tmp_path, languages=languages)
+
+
+def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Path) -> None:
+    def run(variant: str, depth: int, seed: int, valid: float | None) -> FinishedRun:
+        model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
+        config = RunConfig("translation", variant=variant, model=model, train=train)
+        return FinishedRun(
+            config, tmp_path, {} if valid is None else {"loss,valid": valid}, {"loss": 2.0}
+        )
+
+    losses = {
+        ("t_fixup", 6): (1, 1),
+        ("t_fixup", 100): (1, 1.9),
+        ("post_ln", 6): (1, 2.1),
+        ("post_ln", 100): (2.1, 1e9),
+    }
+    runs = [
+        run(*key, seed, value) for key, pair in losses.items() for seed, value in enumerate(pair)
+    ]
+    found = summarise(Sizes((6, 100), 2, 2), runs)
+    assert found.holds
+    assert "T-Fixup trains at 6, 100" in found.got
+    assert "post-LN trains at no layers" in found.got
+    diverged = [
+        run("t_fixup", 100, 0, None) if (r.variant, r.depth) == ("t_fixup", 100) else r
+        for r in runs
+    ]
+    assert not summarise(Sizes((6, 100), 2, 2), diverged).holds
+
+
+def test_each_side_keeps_its_best_rate_of_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made-up losses: T-Fixup is best at the largest rate, post-LN at the least; every seed is
+    trained there."""
+    trained: list[tuple[str, float, int]] = []
+
+    def made(request: Request, planned: Iterable[PlannedRun], **_: object) -> list[FinishedRun]:
+        del request
+        runs = []
+        for folder, _label, config in planned:
+            rate, sign = config.train.learning_rate, -1 if config.variant == "t_fixup" else 1
+            trained.append((config.variant, rate, config.train.seed))
+            runs.append(FinishedRun(config, folder, {"loss,valid": 1 + sign * rate}, {"loss": 2.0}))
+        return runs
+
+    monkeypatch.setattr("wellposed_studies.huang2020.depth.train_grid", made)
+    sizes = Sizes((6,), steps=2, seeds=3, pairs=40, learning_rates=(1e-3, 1e-2, 1e-1))
+    runs = train_depths(Request("mini", tmp_path), sizes)
+    assert [(run.variant, run.config.train.learning_rate, run.seed) for run in runs] == [
+        *(("t_fixup", 1e-1, seed) for seed in range(3)), *(("post_ln", 1e-3, seed) for seed in range(3)),
+    ]  # fmt: skip
+    assert len(trained) == len(set(trained)) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_the_change_of_a_block_is_that_of_its_jacobian(width: int) -> None:
+    """|J J^T u| from the dense Jacobian by autograd, and in one dimension from the closed form of
+    appendix A."""
+    row = theorem_3_1.measure_block("v = w = m = L^-1/4", width, 60, seed=3)
+    torch.manual_seed(3)
+    block = theorem_3_1.AttentionBlock(width, [60**-0.25] * 3)
+    y = theorem_3_1.draw_numbers(1, width)
+    weights = dict(block.named_parameters())
+    jacobians = torch.func.jacrev(
+        lambda given: torch.func.functional_call(block, given, (y,)).flatten()
+    )(weights)
+    dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
+    direction = torch.randn(1, width, dtype=torch.float64).flatten()
+    expected = float((dense @ dense.mT @ (direction / direction.norm())).norm())
+    assert row["change_over_rate"] == pytest.approx(expected, rel=1e-5)
+    if width == 1:
+        assert row["closed_form"] == pytest.approx(expected, rel=1e-9)
+        assert row["closed_form_as_printed"] != pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["zhang2021/table-1", "zhang2021/table-4", "huang2020/table-1"])
+def test_paper_scale_names_the_data_it_needs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--data FOLDER"):
+        reproduce(name, scale="paper", out=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_every_recipe_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
+    check_reproduced(reproduce(name, scale="toy", out=tmp_path))
+
+
+def test_panels_have_means_and_errors_by_strength_and_the_papers_values() -> None:
+    study = tables.Study(
+        "De-En", RunConfig("translation"), {"bleu": values.TABLE_1["De-En"]}, ("bleu", "meteor")
+    )
+    rows: list[dict[str, object]] = []
+    for variant, strength in (("Transformer", None), ("VAR-I", 1e-6), ("VAR-I", 1e-8)):
+        paper = {"Transformer": 34.68, "VAR-I": 34.87}[variant]
+        rows += [
+            {
+                "variant": variant,
+                "strength": strength,
+                "bleu_ours": bleu,
+                "bleu_paper": paper,
+                "meteor_ours": None,
+            }
+            for bleu in (10.0, 12.0)
+        ]
+    (panel,) = tables.table_panels(study, rows)
+    assert list(panel.names) == ["none", "1e-06", "1e-08", "paper"]
+    transformer, first = panel.series
+    assert (list(transformer.y), list(transformer.errors)) == ([11.0, 34.68], [1.0, 0.0])
+    assert list(first.y) == [11.0, 11.0, 34.87]
+    assert [round(x) for x in first.x] == [1, 2, 3]
