@@ -152,6 +152,20 @@ def test_a_causal_pretrained_model_works_too() -> None:
     assert dt_fixup_(model, [batch_for(model.body)], layers="new").mu > 0
 
 
+def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that_go() -> None:
+    model = bert()
+    tables, batch = state(model.embeddings), batch_for(bert())
+    report = dt_fixup_(model, [batch])
+    kept = {row.name for row in report.rows if not row.drawn}
+    assert kept == {f"embeddings.{name}" for name in tables if name.endswith("embeddings.weight")}
+    assert all(torch.equal(tables[key], value) for key, value in state(model.embeddings).items())
+    assert len(report.norms_removed) == 5
+    with torch.no_grad():
+        entering = model.eval().embeddings(batch["input_ids"]).norm(dim=-1)
+    assert report.mu == pytest.approx(entering.max().item(), rel=1e-6)
+    assert dt_fixup_(model, [batch]).mu == report.mu
+
+
 def test_one_step_moves_the_output_alike_at_every_depth() -> None:
     """The factor divides out both the depth and the size of what enters: the change of one step
     stays of order lr."""
@@ -178,6 +192,10 @@ def test_one_step_moves_the_output_alike_at_every_depth() -> None:
     [
         ({"layers": "head"}, ConfigError, "has no module 'head'"),
         ({"layers": None}, ConfigError, "one stack"),
+        ({"layers": "new", "quantile": "most"}, ConfigError, "quantile: received 'most'"),
+        ({"layers": "new", "mu": "mox"}, ConfigError, "unknown mu 'mox'; nearest: max"),
+        ({"layers": "new", "seed": "s"}, ConfigError, "seed: received 's'"),
+        ({"layer": "new"}, ConfigError, "keyword of dt_fixup_ 'layer'; nearest: layers"),
         ({"layers": "new", "quantile": 0.0}, ConfigError, "quantile: received 0.0"),
         ({"layers": "new", "max_batches": 0}, ConfigError, "max_batches: received 0"),
         ({"layers": "new", "keep": "nothing"}, ConfigError, "no norm matches"),
@@ -195,6 +213,8 @@ def test_unusable_arguments(options: dict[str, object], error: type[Exception], 
 def test_unusable_data_and_models() -> None:
     with pytest.raises(DataError, match="no token entered"):
         dt_fixup_(stack(2), [])
+    with pytest.raises(ConfigError, match="loader: received int"):
+        dt_fixup_(stack(2), 3)
     with pytest.raises(ConvergenceError, match="input of the new layers"):
         dt_fixup_(stack(2), [torch.full((1, 2, 4), math.nan)])
     odd = stack(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.support.initialized import (
     ours,
 )
 from torch import nn
+from transformers import BertModel
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
 from wellposed.initialize import remove_norms_, t_fixup_
@@ -376,8 +379,73 @@ def test_norms_that_stay_are_listed() -> None:
     assert len(report.norms_removed) == 4
 
 
+class Rescale(nn.Module):
+    """A norm under a name of its own."""
+
+    def __init__(self, eps: bool) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+        if eps:
+            self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+
+
+@pytest.mark.parametrize("eps", [True, False])
+def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps: bool) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model.norm1 = Rescale(eps)
+    if eps:
+        refused(model, ConfigError, r"norm1 \(Rescale\)")
+        report = t_fixup_(model, keep="norm1")
+    else:
+        refused(model, RoleNotFoundError, r"norm1\.gain \(8,\)[\s\S]*torch\.nn\.Identity")
+        report = t_fixup_(model, leave="norm1.gain")
+    assert report.norms_removed == ("norm2",)
+    assert isinstance(model.norm1, Rescale)
+
+
+def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="wellposed")
+    model = bert()
+    t_fixup_(model, dry_run=True)
+    assert not caplog.records
+    t_fixup_(model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "T-Fixup of BertModel: 16 of 16 weights drawn, 5 norms removed"
+    ]
+    bert().save_pretrained(tmp_path)
+    loaded = BertModel.from_pretrained(tmp_path)
+    query = loaded.encoder.layer[0].attention.self.query.weight
+    before = query.detach().clone()
+    caplog.clear()
+    report = t_fixup_(loaded)
+    moved = float((query.detach() - before).norm() / before.norm())
+    assert moved > 0.1
+    (row,) = (
+        row for row in report.rows if row.name.endswith("layer.0.attention.self.query.weight")
+    )
+    assert row.moved == pytest.approx(moved, rel=1e-5)
+    line, warning = caplog.records
+    assert "moved by" in line.getMessage()
+    assert warning.levelname == "WARNING"
+    assert "16 of 16 weights moved by more than a tenth" in warning.getMessage()
+    caplog.clear()
+    assert t_fixup_(loaded).norms_removed == ()  # a second call draws again
+    with pytest.raises(
+        ConfigError, match="keyword of t_fixup_ 'remove_norm'; nearest: remove_norms"
+    ):
+        t_fixup_(loaded, remove_norm=True)
+
+
 def test_a_pattern_that_keeps_nothing_is_an_error() -> None:
     refused(bert(), ConfigError, "no norm matches", keep="*.nrom")
+    refused(bert(), ConfigError, "keep: received 3", keep=3)
+    refused(bert(), ConfigError, "leave: received 3", leave=3)
+    refused(bert(), ConfigError, "input_scale: received '1'", input_scale="1")
 
 
 def test_frozen_parametrized_and_meta_weights_are_refused() -> None:

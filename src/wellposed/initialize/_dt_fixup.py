@@ -3,9 +3,9 @@ gives them."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -13,18 +13,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.call_checks import known_keywords
+from wellposed.errors import ConfigError, DataError, listed, unknown_name
 from wellposed.initialize._factors import dt_fixup_factor
 from wellposed.initialize._layer_stacks import LayerStack, find_layer_stacks
-from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
-from wellposed.initialize._plan import Step, check_steps, head_steps, layer_steps, leave_alone
+from wellposed.initialize._norms import check_norms, matches, norms_of, take_out
+from wellposed.initialize._plan import SCALED_ROLES, carry_out, largest_bias, plan, say
 from wellposed.initialize._report import DTFixupReport
-from wellposed.initialize._token_norms import hooks, token_norms
-from wellposed.initialize._write import largest_bias, write, zero_biases_
-from wellposed.roles import Roles, find_roles
+from wellposed.initialize._token_norms import Meter, reading
+from wellposed.roles import Roles, find_roles, patterns_of
 from wellposed.watch import call_model, quiet_run, real_tokens
 
 
+@known_keywords
 def dt_fixup_(
     model: nn.Module,
     loader: Iterable[Any],
@@ -48,8 +49,8 @@ def dt_fixup_(
     section 3. mu is the largest Euclidean norm of a token that enters the new layers, measured here
     in one pass over ``loader`` without gradients. LayerNorms of the new layers are replaced by
     `x -> x`; nothing outside them changes. Query and key of the new layers are drawn without the
-    factor (the paper: Xavier for all that is not pretrained), biases left alone, bit for bit.
-    Xavier normal, as in the paper's code.
+    factor (the paper: Xavier for all that is not pretrained), biases and embeddings left alone, bit
+    for bit. Xavier normal, as in the paper's code.
 
     Idempotent: what enters the new layers does not depend on them, and the draw is seeded, so that
     a second call writes the same bits. For an ensemble inside one process give each member a
@@ -61,7 +62,8 @@ def dt_fixup_(
             ``model``, on its device. Tokens that ``attention_mask`` marks as padding are not
             counted.
         layers: dotted path of the new layers, a stack or a list of them, in ``model``; None means
-            that all of ``model`` is new and batches are hidden states.
+            that all of ``model`` but its embeddings is new: a stack whose batches are hidden
+            states, or a whole BERT.
         mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the
         quantile does not.
         quantile: level of the quantile that is reported beside the maximum, in (0, 1].
@@ -87,7 +89,7 @@ def dt_fixup_(
         DataError: the loader gave no token.
         ConvergenceError: a token norm is not finite.
 
-    Cost: one forward pass over the data and 4 bytes a token; a dry run also copies the new layers.
+    Cost: one forward pass over the data and 8 bytes a token.
     When not to use: embeddings that are trained from scratch (`t_fixup_`); relation-aware
     attention, whose relation values the paper scales too.
 
@@ -96,60 +98,77 @@ def dt_fixup_(
     >>> report.mu, round(report.factors["new layers"], 6), len(report.norms_removed)
     (1.0, 0.125, 16)
     """
-    _check_arguments(quantile, max_batches)
+    _check_arguments(loader, mu, quantile, max_batches, seed)
     new = _submodule(model, layers)
-    layer_stack = _only_stack(new, patterns)
     roles = find_roles(new, patterns=patterns)
-    inside = layer_stack.layer_paths()
-    left = patterns_of(leave)
-    check_steps(new, _plan(new, roles, 1.0, inside, left), left, where=layers or "")
+    only = _only_stack(roles)
+    unscaled = dict.fromkeys((part.path for part in only.parts), 1.0)
+    steps = plan(
+        new,
+        roles,
+        unscaled,
+        draw="xavier_normal",
+        embeddings=None,
+        leave=patterns_of("leave", leave),
+        where=layers or "",
+    )
     check_norms(new, keep)
-    norms = _entering_norms(model, new, loader, max_batches)
-    largest, middle = norms.max().item(), _quantile(norms, quantile)
-    chosen = largest if mu == "max" else middle
-    factor = dt_fixup_factor(layer_stack.layers, chosen)
-    target = copy.deepcopy(new) if dry_run else new
-    if dry_run:
-        roles = find_roles(target, patterns=patterns)
-    steps = _plan(target, roles, factor, inside, left)
-    removed = remove_norms_(target, keep=keep)
+    first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
+    kept = patterns_of("keep", keep)
+    skipped = [
+        norm
+        for path, norm in norms_of(new)
+        if not path.startswith(inside) and not matches(path, kept)
+    ]
+    batches = islice(loader, max_batches)
+    norms = _entering_norms(model, new.get_submodule(first), batches, skipped)
+    middle = norms.kthvalue(max(1, math.ceil(quantile * norms.numel()))).values.item()
+    chosen = norms.max().item() if mu == "max" else middle
+    factor = dt_fixup_factor(only.layers, chosen)
+    steps = [
+        replace(step, factor=factor) if step.draw != "kept" and step.role in SCALED_ROLES else step
+        for step in steps
+    ]
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
-    if zero_biases:
-        zero_biases_(steps)
+    rows = carry_out(steps, generator, zero_biases=zero_biases, dry_run=dry_run)
+    removed = take_out(new, keep, dry_run=dry_run)
     prefix = f"{layers}." if layers else ""
-    rows = [replace(row, name=prefix + row.name) for row in write(steps, generator)]
-    return DTFixupReport(
+    report = DTFixupReport(
         title=f"DT-Fixup of {layers or type(model).__name__}",
-        rows=tuple(rows),
+        rows=tuple(replace(row, name=prefix + row.name) for row in rows),
         norms_removed=tuple(prefix + path for path in removed),
         factors={"new layers": factor},
-        largest_bias=largest_bias(steps),
-        entering={"new layers": norms.double().mean().item()},
+        largest_bias=0.0 if zero_biases else largest_bias(steps),
+        entering={"new layers": norms.mean().item()},
         dry_run=dry_run,
         mu=chosen,
-        largest=largest,
+        largest=norms.max().item(),
         quantile=middle,
         level=quantile,
         tokens=norms.numel(),
     )
+    if not dry_run:
+        say(report.line(), report.moved)
+    return report
 
 
-def _check_arguments(quantile: float, max_batches: int | None) -> None:
-    if not 0 < quantile <= 1:
+def _check_arguments(
+    loader: object, mu: str, quantile: object, max_batches: object, seed: object
+) -> None:
+    if not isinstance(loader, Iterable):
+        raise ConfigError(
+            f"loader: received {type(loader).__name__}; expected batches, as a list or a DataLoader"
+        )
+    if mu not in ("max", "quantile"):
+        raise unknown_name("mu", str(mu), ("max", "quantile"))
+    if not isinstance(quantile, (int, float)) or not 0 < quantile <= 1:
         raise ConfigError(f"quantile: received {quantile!r}; expected a number in (0, 1]")
-    if max_batches is not None and max_batches < 1:
+    if max_batches is not None and (not isinstance(max_batches, int) or max_batches < 1):
         raise ConfigError(
             f"max_batches: received {max_batches!r}; expected at least 1, or None for all batches"
         )
-
-
-def _plan(
-    new: nn.Module, roles: Roles, factor: float, inside: Sequence[str], leave: Sequence[str]
-) -> list[Step]:
-    paths = [role.path for role in (*roles.attention, *roles.feedforward)]
-    steps = layer_steps(roles, dict.fromkeys(paths, factor), "xavier_normal")
-    outside = [replace(step, draw="xavier_normal") for step in head_steps(new, steps, inside)]
-    return leave_alone(new, roles, [*steps, *outside], leave)
+    if seed is not None and not isinstance(seed, int):
+        raise ConfigError(f"seed: received {seed!r}; expected a whole number, or None")
 
 
 def _submodule(model: nn.Module, path: str | None) -> nn.Module:
@@ -165,43 +184,34 @@ def _submodule(model: nn.Module, path: str | None) -> nn.Module:
         ) from None
 
 
-def _only_stack(new: nn.Module, patterns: Mapping[str, str | Sequence[str]] | None) -> LayerStack:
-    layer_stacks = find_layer_stacks(find_roles(new, patterns=patterns))
+def _only_stack(roles: Roles) -> LayerStack:
+    layer_stacks = find_layer_stacks(roles)
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
             "DT-Fixup is for one stack of self-attention layers; name it with layers='path';"
-            " found:\n" + listed([str(layer_stack) for layer_stack in layer_stacks])
+            " found:\n" + listed([str(each) for each in layer_stacks])
         )
     return layer_stacks[0]
 
 
 def _entering_norms(
-    model: nn.Module, new: nn.Module, loader: Iterable[Any], max_batches: int | None
+    model: nn.Module, first: nn.Module, batches: Iterable[Any], skipped: Sequence[nn.Module]
 ) -> Tensor:
-    """Return the norm of every real token that enters the new layers, shape (tokens,), on the
-    CPU."""
-    first = new[0] if isinstance(new, (nn.ModuleList, nn.Sequential)) and len(new) else new
-    norms: list[Tensor] = []
-    current: list[Any] = [None]
-
-    def note(hidden: Tensor) -> None:
-        found = token_norms(
-            hidden, real_tokens(current[0], None, Roles()), "input of the new layers"
-        )
-        norms.append(found.float().cpu())
-
-    with quiet_run(model), hooks([(first, note)], []):
-        for batch in islice(loader, max_batches):
-            current[0] = batch
+    """Return the norm of every real token that enters ``first``, shape (tokens,), on the CPU;
+    norms that will be taken out in front of it let everything through."""
+    meter = Meter("input of the new layers", [first], None)
+    with ExitStack() as stack:
+        for norm in skipped:
+            handle = norm.register_forward_hook(lambda _, arguments, __: arguments[0])
+            stack.callback(handle.remove)
+        stack.enter_context(quiet_run(model))
+        stack.enter_context(reading([meter]))
+        for batch in batches:
+            meter.real = real_tokens(batch, None, Roles())
             call_model(model, batch)
-    if not sum(found.numel() for found in norms):
+    if not meter.norms:
         raise DataError(
             "dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses"
             " them"
         )
-    return torch.cat(norms)
-
-
-def _quantile(norms: Tensor, level: float) -> float:
-    """Return the smallest norm that at least a share ``level`` of the tokens do not exceed."""
-    return norms.kthvalue(max(1, math.ceil(level * norms.numel()))).values.item()
+    return torch.cat(meter.norms)

@@ -62,7 +62,7 @@ def t_fixup_factor(blocks: int, input_scale: float | None = None) -> float:
     _check(blocks=blocks)
     if input_scale is None:
         return (3 * blocks) ** -0.25
-    if not (math.isfinite(input_scale) and input_scale >= 0):
+    if not isinstance(input_scale, (int, float)) or not 0 <= input_scale < math.inf:
         raise ConfigError(
             f"input_scale: received {input_scale!r}; expected a finite number >= 0, or None for"
             " x = v"

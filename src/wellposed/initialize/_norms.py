@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from wellposed.call_checks import known_keywords, require_module
 from wellposed.config_record import record, recorded
 from wellposed.errors import ConfigError, listed
 from wellposed.nn import NoNorm, PostNorm, PreNorm
+from wellposed.roles import patterns_of
+
+logger = logging.getLogger("wellposed.initialize")
 
 _BATCHED = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+_NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
+"""What a norm of another name holds, so that it does not divide by 0."""
 
 
 class RemovedNorm(nn.Identity):
@@ -30,6 +37,7 @@ class RemovedNorm(nn.Identity):
     eps = float("nan")
 
 
+@known_keywords
 def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[str, ...]:
     """Replace every LayerNorm and RMSNorm by `x -> x`, in place; their parameters are gone from the
     model.
@@ -54,8 +62,8 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
 
     Raises:
         ConfigError: a norm stays that is not named in ``keep``: BatchNorm, GroupNorm and kin, which
-            are no LayerNorms, or the model itself is a norm; or a pattern that matches no norm.
-            Nothing is changed then.
+            are no LayerNorms, a module of another name with a norm's ``eps``, or the model itself
+            is a norm; or a pattern that matches no norm. Nothing is changed then.
 
     Cost: one walk over the modules. When not to use: a pretrained model, which needs its norms.
 
@@ -63,9 +71,19 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
     >>> remove_norms_(model)
     ('norm1', 'norm2')
     """
+    require_module("remove_norms_", model)
     check_norms(model, keep)
-    patterns = patterns_of(keep)
-    return _take_out(model, lambda path: not matches(path, patterns))
+    removed = take_out(model, keep)
+    logger.info("remove_norms_: %d norms of %s are x -> x now", len(removed), type(model).__name__)
+    return removed
+
+
+def take_out(
+    model: nn.Module, keep: str | Sequence[str], *, dry_run: bool = False
+) -> tuple[str, ...]:
+    """Replace the norms that `check_norms` found replaceable; return their paths."""
+    patterns = patterns_of("keep", keep)
+    return _take_out(model, lambda path: not matches(path, patterns), dry_run=dry_run)
 
 
 def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
@@ -92,7 +110,7 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
     >>> config = ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
     >>> removed = remove_norms_(ViTModel(config))
     >>> removed[0], remove_recorded_norms_(ViTModel(config)) == removed
-    ('layernorm', True)
+    ('layers.0.layernorm_before', True)
     """
     names = recorded(getattr(model, "config", None)).get("removed_norms", [])
     body = f"{getattr(model, 'base_model_prefix', '')}."
@@ -100,48 +118,46 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
     return _take_out(model, lambda path: path in wanted)
 
 
-def _take_out(model: nn.Module, chosen: Callable[[str], bool]) -> tuple[str, ...]:
-    removed: list[str] = []
-    for path, parent, name, norm in list(_places(model)):
-        if is_layer_norm(norm) and chosen(path):
-            setattr(
-                parent, name, NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm()
-            )
-            removed.append(path)
-    if removed:
+def _take_out(
+    model: nn.Module, chosen: Callable[[str], bool], *, dry_run: bool = False
+) -> tuple[str, ...]:
+    found = [(path, norm) for path, norm in norms_of(model) if is_layer_norm(norm) and chosen(path)]
+    removed = tuple(path for path, _ in found)
+    if found and not dry_run:
+        for path, norm in found:
+            gone = NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm()
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, gone)
         _tell(model, removed)
-    return tuple(removed)
+    return removed
 
 
 def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: bool = True) -> None:
     """Raise `ConfigError` where a norm would stay that ``keep`` does not name, or ``keep`` names
     nothing."""
-    patterns = patterns_of(keep)
-    norms = {path: norm for path, _, _, norm in _places(model)}
-    unused = [
-        pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in norms)
-    ]
+    patterns = patterns_of("keep", keep)
+    norms = dict(norms_of(model))
+    unused = [repr(each) for each in patterns if not any(matches(path, [each]) for path in norms)]
     if unused:
         raise ConfigError(
-            f"keep: no norm matches {', '.join(map(repr, unused))}; norms of the model:\n"
-            + (listed(list(norms)) if norms else "  none")
+            f"keep: no norm matches {', '.join(unused)}; norms of the model:\n"
+            + (listed(list(norms)) or "  none")
         )
+    if is_layer_norm(model):
+        norms["the model itself"] = model
+        remove = False
     stay = [
         f"{path} ({type(norm).__name__})"
         for path, norm in norms.items()
         if not matches(path, patterns) and not (remove and is_layer_norm(norm))
     ]
-    if is_layer_norm(model):
-        stay.append(f"the model itself ({type(model).__name__})")
     if stay:
         advice = (
             "only LayerNorm and RMSNorm can be taken out; replace these, or name the harmless ones"
             " in keep="
             if remove
-            else (
-                "build the model without norms (norm='none'), or let them be taken out with"
-                " remove_norms=True"
-            )
+            else "build the model without norms (norm='none'), or let them be taken out with"
+            " remove_norms=True"
         )
         raise ConfigError(
             f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these"
@@ -156,30 +172,24 @@ def is_layer_norm(module: nn.Module) -> bool:
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or named
 
 
-def patterns_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one pattern or several as a tuple."""
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 def matches(path: str, patterns: Sequence[str]) -> bool:
     """Tell whether a dotted path matches any of the patterns."""
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield path, parent, attribute and norm for every place in which a norm sits, shared ones once
-    a place."""
-    for path, parent in model.named_modules(remove_duplicate=False):
-        for name, child in parent.named_children():
-            if is_layer_norm(child) or _is_other_norm(child):
-                yield (f"{path}.{name}" if path else name), parent, name, child
+def norms_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the path and norm of every place in which a norm sits, shared ones once a place."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and (is_layer_norm(module) or _is_other_norm(module)):
+            yield path, module
 
 
 def _is_other_norm(module: nn.Module) -> bool:
-    if isinstance(module, (NoNorm, RemovedNorm)):
+    """Tell a BatchNorm, GroupNorm or kin, and by what it holds one of another name."""
+    if isinstance(module, (NoNorm, RemovedNorm, nn.modules.loss._Loss)) or list(module.children()):
         return False
-    leaf = not list(module.children())
-    return isinstance(module, _BATCHED) or (leaf and type(module).__name__.endswith("Norm"))
+    named = isinstance(module, _BATCHED) or type(module).__name__.endswith("Norm")
+    return named or any(hasattr(module, number) for number in _NUMBERS_OF_NORMS)
 
 
 def _tell(model: nn.Module, removed: Sequence[str]) -> None:

@@ -1,21 +1,28 @@
-"""Decide, for every matrix of a model, what will be done to it; nothing is changed here."""
+"""Decide for every matrix of a model what is done to it, then do it."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from wellposed.call_checks import say_moves
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
-from wellposed.initialize._norms import is_layer_norm, matches
-from wellposed.roles import EmbeddingRole, Roles, WeightView
+from wellposed.initialize._layer_stacks import layer_paths
+from wellposed.initialize._norms import matches, norms_of
+from wellposed.initialize._report import InitializedWeight
+from wellposed.roles import EmbeddingRole, Roles, WeightView, is_transposed
+
+logger = logging.getLogger("wellposed.initialize")
 
 Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
 UNSCALED_ROLES = ("query", "key")
 SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
-_LINEAR = ("Conv1D",)  # GPT-2's linear layer, which stores (in, out)
 
 
 @dataclass(frozen=True)
@@ -27,161 +34,54 @@ class Step:
     layer: int | None
     view: WeightView
     draw: Draw
-    factor: float
+    factor: float = 1.0
     padding_index: int | None = None
 
 
-def layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[Step]:
-    """Return the steps of the weights inside the layers; ``factors`` is by path of the role.
-
-    Raises:
-        ConfigError: a gated feed-forward network, or one weight that plays two roles.
-    """
-    gated = [network.path for network in roles.feedforward if network.gate is not None]
-    if gated:
-        raise ConfigError(
-            "a gated feed-forward network is a product of three weights, for which neither paper"
-            " has a factor; use a plain one, or a model with norms:\n" + listed(gated)
-        )
-    steps: dict[object, Step] = {}
-    clashes: list[str] = []
-    for weight in roles.weights():
-        if weight.role not in (*UNSCALED_ROLES, *SCALED_ROLES):
-            continue
-        factor = factors[weight.path] if weight.role in SCALED_ROLES else 1.0
-        step = Step(weight.role, weight.stack, weight.layer, weight.view, draw, factor)
-        first = steps.setdefault(weight.view.key, step)
-        if first.factor != step.factor:
-            clashes.append(f"{weight.view.parameter_name}: {first.role} and {step.role}")
-    if clashes:
-        raise ConfigError("one weight plays two roles with different factors:\n" + listed(clashes))
-    return list(steps.values())
-
-
-def embedding_steps(model: nn.Module, roles: Roles, factors: Mapping[str, float]) -> list[Step]:
-    """Return one step for each embedding table, tied ones once; ``factors`` has encoder's and
-    decoder's.
-
-    A table that is used outside the decoder too is shared, and takes the encoder's factor. Frozen
-    tables (sinusoids) are left alone.
-    """
-    owners: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Embedding):
-            owners.setdefault(id(module.weight), []).append(path)
-    tables = list(roles.embeddings)
-    known = {id(table.weight.parameter) for table in tables}
-    steps: list[Step] = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) not in known:
-            known.add(id(module.weight))
-            tables.append(EmbeddingRole(path, "token", WeightView(path, module, "weight")))
-    named = {id(table.weight.parameter): f"{table.kind}_embedding" for table in roles.embeddings}
-    for table in tables:
-        parameter = table.weight.parameter
-        places = owners.get(id(parameter), [table.path])
-        stack = (
-            "decoder"
-            if all("decoder" in place for place in places) and "decoder" in factors
-            else "encoder"
-        )
-        role = named.get(id(parameter), "embedding")
-        if not parameter.requires_grad:
-            steps.append(Step(role, None, None, table.weight, "kept", 1.0))
-            continue
-        padding = getattr(table.weight.owner, "padding_idx", None)
-        steps.append(Step(role, None, None, table.weight, "embedding", factors[stack], padding))
-    return steps
-
-
-def head_steps(model: nn.Module, done: Sequence[Step], inside: Sequence[str]) -> list[Step]:
-    """Return the steps of linear layers outside the layers: Xavier, factor 1; an untied output
-    layer N(0, 1 / d)."""
-    known = {id(step.view.parameter) for step in done}
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    output = getter() if callable(getter) else None
-    steps: list[Step] = []
-    for path, module in model.named_modules():
-        linear = isinstance(module, nn.Linear) or type(module).__name__ in _LINEAR
-        if not linear or _is_inside(path, inside) or id(module.weight) in known:
-            continue
-        known.add(id(module.weight))
-        view = WeightView(path, module, "weight", transposed=type(module).__name__ in _LINEAR)
-        role, draw = (
-            ("output_embedding", "embedding") if module is output else ("other", "xavier_uniform")
-        )
-        steps.append(Step(role, None, None, view, draw, 1.0))
-    return steps
-
-
-def leave_alone(
-    model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]
+def plan(
+    model: nn.Module,
+    roles: Roles,
+    factors: Mapping[str, float],
+    *,
+    draw: Draw,
+    embeddings: Mapping[str, float] | None,
+    leave: Sequence[str],
+    where: str = "",
 ) -> list[Step]:
-    """Return the steps; those of roles and of parameters that ``leave`` names draw nothing.
+    """Return one step for every matrix of ``model``; nothing is changed here.
+
+    Args:
+        model: what is initialised.
+        roles: of ``model``.
+        factors: path of an attention or feed-forward role -> factor of its scaled weights.
+        draw: of linear layers.
+        embeddings: factors of the encoder's tables and the decoder's; None leaves all as they are.
+        leave: roles and patterns on parameter names of what is left as it is.
+        where: name of ``model`` in errors; its class where empty.
 
     Raises:
-        ConfigError: a name that is no role of the model and matches no parameter (nearest three
-        named).
+        RoleNotFoundError: weights that match no role, all of them listed.
+        ConfigError: gated networks, a weight of two factors, a name in ``leave`` that means
+            nothing, weights that cannot be written.
     """
-    # A weight may have several names and play several roles: any of them will do.
-    named = list(model.named_parameters(remove_duplicate=False))
-    played = [
-        *((weight.role, weight.view.key) for weight in roles.weights()),
-        *((s.role, s.view.key) for s in steps),
-    ]
-    known = [*dict.fromkeys(role for role, _ in played), *(name for name, _ in named)]
-    unknown = [
-        f"{entry!r}; nearest: {', '.join(nearest_names(entry, known))}"
-        for entry in leave
-        if entry not in known and not any(matches(name, [entry]) for name, _ in named)
-    ]
-    if unknown:
-        raise ConfigError(
-            "leave: expected roles or patterns on parameter names, received\n" + listed(unknown)
-        )
-    parameters = {id(parameter) for name, parameter in named if matches(name, leave)}
-    weights = {key for role, key in played if role in leave}
-    return [
-        (
-            replace(step, draw="kept", factor=1.0)
-            if step.view.key in weights or id(step.view.parameter) in parameters
-            else step
-        )
-        for step in steps
-    ]
-
-
-def check_steps(
-    model: nn.Module, steps: Sequence[Step], leave: Sequence[str], where: str = ""
-) -> None:
-    """Refuse a model with matrices that no step covers, frozen, parametrized or without numbers.
-
-    Raises:
-        RoleNotFoundError: weights that match nothing, all of them listed.
-        ConfigError: weights that cannot be written.
-    """
+    steps = _layer_steps(roles, factors, draw)
+    steps += _embedding_steps(model, roles, embeddings)
+    steps += _head_steps(model, steps, roles, draw)
+    steps = _left_alone(model, roles, steps, leave)
+    _check_written(steps)
     known = {id(step.view.parameter) for step in steps}
     unmatched = [
         f"{name} {tuple(parameter.shape)}"
-        for name, parameter in _matrices(model)
+        for name, parameter in _weights(model)
         if id(parameter) not in known and not matches(name, leave)
     ]
-    parametrized = [
-        step.view.parameter_name
-        for step in steps
-        if ".parametrizations." in f".{step.view.parameter_name}"
-    ]
-    if parametrized:
-        raise ConfigError(
-            "parametrized weights cannot be drawn; initialise before the parametrization is"
-            " registered:\n" + listed(parametrized)
-        )
     if unmatched:
         raise RoleNotFoundError(
             f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
-            f" does not say what to do with them:\n{listed(unmatched)}\nname their role with"
-            " patterns= (see find_roles), or leave them as they are with leave='...' (roles, or"
-            " shell-style patterns on parameter names)"
+            f" does not say what to do with them:\n{listed(unmatched)}\nname the role of matrices"
+            " with patterns= (see find_roles); where one of a single dimension scales a norm that"
+            " has another name, put torch.nn.Identity() in the norm's place; or leave weights as"
+            " they are with leave='...' (roles, or shell-style patterns on parameter names)"
         )
     drawn = [step for step in steps if step.draw != "kept"]
     frozen = [step.view.parameter_name for step in drawn if not step.view.parameter.requires_grad]
@@ -196,17 +96,218 @@ def check_steps(
             "weights on the meta device hold no numbers; materialise the model first:\n"
             + listed(empty)
         )
+    return steps
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters with at least two dimensions, those of norms left out."""
-    norms = tuple(
-        f"{path}." for path, module in model.named_modules() if path and is_layer_norm(module)
-    )
+def _layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[Step]:
+    gated = [network.path for network in roles.feedforward if network.gate is not None]
+    if gated:
+        raise ConfigError(
+            "a gated feed-forward network is a product of three weights, for which neither paper"
+            " has a factor; use a plain one, or a model with norms:\n" + listed(gated)
+        )
+    steps: dict[object, Step] = {}
+    clashes: list[str] = []
+    for weight in roles.weights():
+        if weight.role in (*UNSCALED_ROLES, *SCALED_ROLES):
+            factor = factors[weight.path] if weight.role in SCALED_ROLES else 1.0
+            step = Step(weight.role, weight.stack, weight.layer, weight.view, draw, factor)
+            first = steps.setdefault(weight.view.key, step)
+            if first.factor != step.factor:
+                clashes.append(f"{weight.view.parameter_name}: {first.role} and {step.role}")
+    if clashes:
+        raise ConfigError("one weight plays two roles with different factors:\n" + listed(clashes))
+    return list(steps.values())
+
+
+def _embedding_steps(
+    model: nn.Module, roles: Roles, factors: Mapping[str, float] | None
+) -> list[Step]:
+    """One step for each table, tied ones once: used outside the decoder too, a table is shared and
+    takes the encoder's factor."""
+    tables = {id(table.weight.parameter): table for table in roles.embeddings}
+    names = {key: f"{table.kind}_embedding" for key, table in tables.items()}
+    places: dict[int, list[str]] = {key: [] for key in tables}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding):
+            key = id(module.weight)
+            tables.setdefault(key, EmbeddingRole(path, "token", WeightView(path, module, "weight")))
+            places.setdefault(key, []).append(path)
+    steps: list[Step] = []
+    for key, table in tables.items():
+        step = Step(names.get(key, "embedding"), None, None, table.weight, "kept")
+        if factors is not None and table.weight.parameter.requires_grad:
+            inner = all("decoder" in place for place in places[key] or [table.path])
+            factor = factors["decoder" if inner and "decoder" in factors else "encoder"]
+            padding = getattr(table.weight.owner, "padding_idx", None)
+            step = replace(step, draw="embedding", factor=factor, padding_index=padding)
+        steps.append(step)
+    return steps
+
+
+def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw) -> list[Step]:
+    """Linear layers outside the layers; T-Fixup draws an untied output layer N(0, 1 / d)."""
+    known = {id(step.view.parameter) for step in done}
+    inside = layer_paths(roles)
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    output = getter() if callable(getter) else None
+    steps: list[Step] = []
+    for path, module in model.named_modules():
+        transposed = is_transposed(module)
+        if not (isinstance(module, nn.Linear) or transposed) or id(module.weight) in known:
+            continue
+        if any(f"{path}.".startswith(f"{layer}.") or not layer for layer in inside):
+            continue
+        known.add(id(module.weight))
+        view = WeightView(path, module, "weight", transposed=transposed)
+        step = Step("other", None, None, view, draw)
+        if module is output:
+            own_draw: Draw = "embedding" if draw == "xavier_uniform" else draw
+            step = replace(step, role="output_embedding", draw=own_draw)
+        steps.append(step)
+    return steps
+
+
+def _left_alone(
+    model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]
+) -> list[Step]:
+    """Return the steps; those of roles and of parameters that ``leave`` names draw nothing."""
+    # A weight may have several names and play several roles: any of them will do.
+    named = list(model.named_parameters(remove_duplicate=False))
+    played = [(weight.role, weight.view.key) for weight in roles.weights()]
+    played += [(step.role, step.view.key) for step in steps]
+    known = [*dict.fromkeys(role for role, _ in played), *(name for name, _ in named)]
+    unknown = [
+        f"{entry!r}; nearest: {', '.join(nearest_names(entry, known))}"
+        for entry in leave
+        if entry not in known and not any(matches(name, [entry]) for name, _ in named)
+    ]
+    if unknown:
+        raise ConfigError(
+            "leave: expected roles or patterns on parameter names, received\n" + listed(unknown)
+        )
+    left = {id(parameter) for name, parameter in named if matches(name, leave)}
+    left |= {key for role, key in played if role in leave}
+    return [
+        replace(step, draw="kept", factor=1.0)
+        if left & {step.view.key, id(step.view.parameter)}
+        else step
+        for step in steps
+    ]
+
+
+def _check_written(steps: Sequence[Step]) -> None:
+    names = [step.view.parameter_name for step in steps]
+    parametrized = [name for name in names if ".parametrizations." in f".{name}"]
+    if parametrized:
+        raise ConfigError(
+            "parametrized weights cannot be drawn; initialise before the parametrization is"
+            " registered:\n" + listed(parametrized)
+        )
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what a role is expected of: all but norms, biases and single numbers."""
+    norms = tuple(f"{path}." for path, _ in norms_of(model))
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and not name.startswith(norms):
+        vector = parameter.ndim == 1 and parameter.numel() > 1
+        gain = vector and "bias" not in name.rpartition(".")[2]
+        if (gain or parameter.ndim >= 2) and not name.startswith(norms):
             yield name, parameter
 
 
-def _is_inside(path: str, inside: Sequence[str]) -> bool:
-    return any(not layer or path == layer or path.startswith(f"{layer}.") for layer in inside)
+@torch.no_grad()
+def carry_out(
+    steps: Sequence[Step],
+    generator: torch.Generator | None = None,
+    *,
+    zero_biases: bool = False,
+    dry_run: bool = False,
+) -> list[InitializedWeight]:
+    """Draw and scale every weight, in place, and return one row for each."""
+    for bias in _biases(steps) if zero_biases and not dry_run else []:
+        bias.zero_()
+    rows: list[InitializedWeight] = []
+    for step in steps:
+        weight, padding = step.view.tensor(), step.padding_index
+        found = before = after = _std(weight, padding)
+        moved = None
+        if step.draw != "kept":
+            values = _drawn(step, weight, generator)
+            before = _std(values, padding)
+            values = values.mul_(step.factor).to(weight)
+            after = _std(values, padding)
+            if is_loaded(step.view.parameter):
+                moved = distance(values, weight)
+            if not dry_run:
+                weight.copy_(values)
+        row = InitializedWeight(
+            name=step.view.parameter_name,
+            role=step.role,
+            stack=step.stack,
+            layer=step.layer,
+            shape=step.view.shape,
+            factor=step.factor,
+            drawn=step.draw != "kept",
+            std_found=found,
+            std_before=before,
+            std_after=after,
+            moved=moved,
+        )
+        rows.append(row)
+    return rows
+
+
+def largest_bias(steps: Sequence[Step]) -> float:
+    """Return the largest magnitude of the biases of output and feed-forward layers, 0 where there
+    is none."""
+    return max((bias.abs().max().item() for bias in _biases(steps)), default=0.0)
+
+
+def _biases(steps: Sequence[Step]) -> list[Tensor]:
+    roles = ("output", "feedforward_in", "feedforward_out")
+    biases = [getattr(step.view.owner, "bias", None) for step in steps if step.role in roles]
+    return [bias.detach() for bias in biases if isinstance(bias, Tensor)]
+
+
+def is_loaded(weight: Tensor) -> bool:
+    """Tell whether a weight came from a checkpoint: ``from_pretrained`` leaves a mark on it."""
+    return getattr(weight, "_is_hf_initialized", False)
+
+
+def distance(weight: Tensor, found: Tensor) -> float:
+    """Return `|weight - found|_F / |found|_F`."""
+    return float((weight.detach() - found.detach()).norm() / found.detach().norm())
+
+
+def say(did: str, moved: Mapping[str, float]) -> None:
+    """Log what was done as one line; ``moved`` are the weights that came from a checkpoint."""
+    if moved:
+        say_moves(logger, did, moved)
+    else:
+        logger.info("%s", did)
+
+
+def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return fresh numbers, shape (out, in), before the factor: in float32 at least, on a
+    generator's own device."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    device = weight.device if generator is None else generator.device
+    values = torch.empty(step.view.shape, dtype=dtype, device=device)
+    if step.draw == "embedding":
+        nn.init.normal_(values, std=1.0 / math.sqrt(values.shape[1]), generator=generator)
+    elif step.draw == "xavier_uniform":
+        nn.init.xavier_uniform_(values, generator=generator)
+    else:
+        nn.init.xavier_normal_(values, generator=generator)
+    if step.padding_index is not None:
+        values[step.padding_index] = 0.0
+    return values.to(weight.device)
+
+
+def _std(weight: Tensor, padding_index: int | None) -> float:
+    values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    if padding_index is not None and values.shape[0] > 1:
+        rows = torch.arange(values.shape[0], device=values.device)
+        values = values[rows != padding_index % values.shape[0]]
+    return values.std(correction=0).item()

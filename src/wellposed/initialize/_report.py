@@ -35,6 +35,8 @@ class InitializedWeight:
     input_norm: float | None = None
     """Mean Euclidean norm of the tokens that enter the weight (embeddings: that leave it), where a
     batch was given."""
+    moved: float | None = None
+    """`|W' - W|_F / |W|_F` of a weight that was loaded from a checkpoint; None of all others."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,8 @@ class InitializationReport:
         >>> InitializationReport("T-Fixup", (row,)).table().splitlines()[-1].split()
         ['v.weight', 'value', '4x4', '0.5', '0.02', '0.5', '0.25', '-']
         """
-        head = (
-            "weight",
-            "role",
-            "shape",
-            "factor",
-            "std found",
-            "std before",
-            "std after",
-            "input norm",
-        )
+        stds = ("std found", "std before", "std after")
+        head = ("weight", "role", "shape", "factor", *stds, "input norm")
         body = [
             (
                 row.name,
@@ -87,30 +81,38 @@ class InitializationReport:
     def _lines(self) -> list[str]:
         lines = [self.title + (" (dry run: the model is as it was)" if self.dry_run else "")]
         if self.factors:
-            lines.append(
-                "factors: "
-                + ", ".join(f"{name} {value:.6g}" for name, value in self.factors.items())
-            )
+            named = (f"{name} {value:.6g}" for name, value in self.factors.items())
+            lines.append(f"factors: {', '.join(named)}")
         kept = [row.role for row in self.rows if not row.drawn]
         which = f" ({', '.join(dict.fromkeys(kept))})" if kept else ""
-        lines.append(
-            f"drawn: {len(self.rows) - len(kept)} weights; left as they were: {len(kept)}{which}"
-        )
+        drawn = len(self.rows) - len(kept)
+        lines.append(f"drawn: {drawn} weights; left as they were: {len(kept)}{which}")
         lines.append(f"norms removed: {len(self.norms_removed)}")
         if self.largest_bias:
-            lines.append(
-                f"largest bias of output and feed-forward layers: {self.largest_bias:.4g}"
-                " (zero_biases: 0)"
-            )
+            biases = "largest bias of output and feed-forward layers"
+            lines.append(f"{biases}: {self.largest_bias:.4g} (zero_biases: 0)")
         for stack, norm in self.entering.items():
-            assumed = (
-                f", in the derivation {self.assumed[stack]:.4g}" if stack in self.assumed else ""
-            )
-            lines.append(f"token norm that enters the {stack}: {norm:.4g}{assumed}")
+            line = f"token norm that enters the {stack}: {norm:.4g}"
+            if stack in self.assumed:
+                line += f", in the derivation {self.assumed[stack]:.4g}"
+            lines.append(line)
         return lines
 
     def __str__(self) -> str:
         return self.table()
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """How far each weight that was loaded from a checkpoint moved."""
+        return {row.name: row.moved for row in self.rows if row.moved is not None}
+
+    def line(self) -> str:
+        """Return what was done in one line."""
+        drawn = sum(row.drawn for row in self.rows)
+        return (
+            f"{self.title}: {drawn} of {len(self.rows)} weights drawn,"
+            f" {len(self.norms_removed)} norms removed"
+        )
 
 
 @dataclass(frozen=True)

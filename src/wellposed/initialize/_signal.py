@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, listed
 from wellposed.initialize._layer_stacks import find_layer_stacks
-from wellposed.initialize._token_norms import Hook, MeanNorm, hooks
+from wellposed.initialize._token_norms import Meter, reading
 from wellposed.roles import find_roles
 from wellposed.text_table import aligned
 from wellposed.watch import call_model, quiet_run, real_tokens
@@ -32,6 +32,11 @@ class LayerSignal:
     ratio: float
     """Norm after this layer over the norm that entered the stack: |out| / |in| of the stack cut
     here."""
+
+    @property
+    def sizes(self) -> tuple[float, float, float]:
+        """The three numbers."""
+        return self.norm_in, self.norm_out, self.ratio
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,7 @@ class SignalPropagation:
         """
         head = ("layer", "stack", "depth", "norm in", "norm out", "|out|/|in|")
         body = [
-            (
-                row.path,
-                row.stack,
-                str(row.depth),
-                f"{row.norm_in:.4g}",
-                f"{row.norm_out:.4g}",
-                f"{row.ratio:.4g}",
-            )
+            (row.path, row.stack, str(row.depth), *(f"{each:.4g}" for each in row.sizes))
             for row in self.rows
         ]
         return aligned([head, *body], "llr")
@@ -73,6 +71,7 @@ class SignalPropagation:
         return self.table()
 
 
+@known_keywords
 def signal_propagation(
     model: nn.Module, batch: Any, *, patterns: Mapping[str, str | Sequence[str]] | None = None
 ) -> SignalPropagation:
@@ -107,46 +106,24 @@ def signal_propagation(
     """
     roles = find_roles(model, patterns=patterns)
     layer_stacks = find_layer_stacks(roles)
-    meters: dict[tuple[str, str], tuple[MeanNorm, MeanNorm]] = {}
-    before: list[tuple[nn.Module, Hook]] = []
-    after: list[tuple[nn.Module, Hook]] = []
+    meters: dict[str, tuple[Meter, Meter]] = {}
     for layer_stack in layer_stacks:
         real = real_tokens(batch, layer_stack.stack, roles)
-        for path in layer_stack.layer_paths():
-            pair = (
-                MeanNorm(f"input of {path or 'the layer'}"),
-                MeanNorm(f"output of {path or 'the layer'}"),
-            )
-            meters[layer_stack.path, path] = pair
-            layer = model.get_submodule(path)
-            before.append((layer, partial(pair[0].add, real=real)))
-            after.append((layer, partial(pair[1].add, real=real)))
-    with quiet_run(model), hooks(before, after):
+        for path in layer_stack.layer_paths:
+            layer, name = [model.get_submodule(path)], path or "the layer"
+            entering = Meter(f"input of {name}", layer, real)
+            meters[path] = entering, Meter(f"output of {name}", layer, real, "output")
+    with quiet_run(model), reading([meter for pair in meters.values() for meter in pair]):
         call_model(model, batch)
-    unseen = [
-        path
-        for (_, path), (entered, left) in meters.items()
-        if not (entered.tokens and left.tokens)
-    ]
+    sizes = {path: tuple(meter.root_mean_square for meter in pair) for path, pair in meters.items()}
+    unseen = [path for path, pair in sizes.items() if None in pair]
     if unseen:
         raise ConfigError("the batch never went through these layers:\n" + listed(unseen))
     rows: list[LayerSignal] = []
     for layer_stack in layer_stacks:
-        start = _size(meters[layer_stack.path, layer_stack.layer_paths()[0]][0])
-        for depth, path in enumerate(layer_stack.layer_paths(), start=1):
-            entered, left = map(_size, meters[layer_stack.path, path])
-            rows.append(
-                LayerSignal(
-                    path,
-                    layer_stack.stack,
-                    depth,
-                    entered,
-                    left,
-                    left / start if start else math.inf,
-                )
-            )
+        start = meters[layer_stack.layer_paths[0]][0].root_mean_square
+        for depth, path in enumerate(layer_stack.layer_paths, start=1):
+            entered, left = (meter.root_mean_square for meter in meters[path])
+            ratio = left / start if start else math.inf
+            rows.append(LayerSignal(path, layer_stack.stack, depth, entered, left, ratio))
     return SignalPropagation(tuple(rows))
-
-
-def _size(meter: MeanNorm) -> float:
-    return meter.root_mean_square or 0.0

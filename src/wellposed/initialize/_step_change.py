@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError
 from wellposed.watch import call_model, first_tensor
 
@@ -16,6 +17,7 @@ _LIMIT_STEP = 1e-9
 """Length of the step that stands for the limit, in units of the norm of all that is stepped."""
 
 
+@known_keywords
 def step_change(
     model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases: bool = False
 ) -> float:
@@ -46,6 +48,7 @@ def step_change(
     >>> round(step_change(model, x), 6)
     2.0
     """
+    require_module("step_change", model)
     if lr is not None and not (math.isfinite(lr) and lr > 0):
         raise ConfigError(f"lr: received {lr!r}; expected a number > 0")
     stepped = [p for p in model.parameters() if p.requires_grad and (biases or p.ndim >= 2)]

@@ -6,35 +6,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from wellposed.errors import ConfigError
+from wellposed.call_checks import known_keywords
+from wellposed.errors import ConfigError, listed
 from wellposed.initialize._factors import (
     t_fixup_decoder_factor,
     t_fixup_encoder_factor,
     t_fixup_factor,
 )
-from wellposed.initialize._layer_stacks import LayerStack, encoder_and_decoder, find_layer_stacks
-from wellposed.initialize._norms import check_norms, patterns_of, remove_norms_
-from wellposed.initialize._plan import (
-    Step,
-    check_steps,
-    embedding_steps,
-    head_steps,
-    layer_steps,
-    leave_alone,
-)
+from wellposed.initialize._layer_stacks import LayerStack, find_layer_stacks
+from wellposed.initialize._norms import check_norms, take_out
+from wellposed.initialize._plan import Step, carry_out, largest_bias, plan, say
 from wellposed.initialize._report import InitializationReport, InitializedWeight
-from wellposed.initialize._token_norms import Hook, MeanNorm, ValueInput, hooks
-from wellposed.initialize._write import largest_bias, write, zero_biases_
-from wellposed.roles import Roles, find_roles
+from wellposed.initialize._token_norms import Meter, reading
+from wellposed.roles import Roles, find_roles, patterns_of
 from wellposed.watch import call_model, quiet_run, real_tokens
 
 
+@known_keywords
 def t_fixup_(
     model: nn.Module,
     *,
@@ -56,7 +49,8 @@ def t_fixup_(
     layers alike within 10 %. Each trained bias adds a term of order one besides, so with biases the
     change grows like N; the paper leaves them out.
     LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W
-    become factor * draw:
+    become factor * draw. What was done is logged as one line, with a warning where weights came
+    from a checkpoint.
 
     | weights | draw | factor, encoder-decoder | factor, one stack |
     |---|---|---|---|
@@ -114,7 +108,8 @@ def t_fixup_(
         The report; ``print`` it.
 
     Raises:
-        RoleNotFoundError: no role found, or matrices without one, all listed; nothing is changed.
+        RoleNotFoundError: no role found, or weights without one, all listed, such as the gain of a
+            norm that has another name; nothing is changed.
         ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays,
             gated feed-forward networks, parametrized or frozen weights, weights shared between
             layers, stacks that are neither one nor an encoder with its decoder; nothing is changed.
@@ -129,79 +124,72 @@ def t_fixup_(
     >>> len(report.norms_removed), report.rows[0].role, report.rows[0].drawn
     (32, 'query', True)
     """
-    if dry_run:
-        again = partial(
-            t_fixup_, input_scale=input_scale, remove_norms=remove_norms, zero_biases=zero_biases
-        )
-        with torch.random.fork_rng(devices=_devices(model)):
-            report = again(
-                copy.deepcopy(model), keep=keep, leave=leave, patterns=patterns, batch=batch
-            )
-        return replace(report, dry_run=True)
-    roles = find_roles(model, patterns=patterns)
-    layer_stacks = find_layer_stacks(roles)
-    factors, by_path = _factors(layer_stacks, input_scale)
-    _check_depth(model, layer_stacks)
-    steps = layer_steps(roles, by_path, "xavier_uniform")
-    steps += embedding_steps(model, roles, _embedding_factors(factors))
-    inside = [path for layer_stack in layer_stacks for path in layer_stack.layer_paths()]
-    steps = leave_alone(
-        model, roles, [*steps, *head_steps(model, steps, inside)], patterns_of(leave)
-    )
-    check_steps(model, steps, patterns_of(leave))
-    check_norms(model, keep, remove=remove_norms)
-    removed = remove_norms_(model, keep=keep) if remove_norms else ()
-    rows = write(steps)
-    if zero_biases:
-        zero_biases_(steps)
-    entering: dict[str, float] = {}
-    if batch is not None:
-        rows, entering = _measured_inputs(model, steps, rows, layer_stacks, batch, roles=roles)
-    assumed = _embedding_factors(factors)
-    return InitializationReport(
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    with torch.random.fork_rng(devices=list(devices), enabled=dry_run):
+        target = copy.deepcopy(model) if dry_run else model
+        roles = find_roles(target, patterns=patterns)
+        layer_stacks = find_layer_stacks(roles)
+        factors, by_path = _factors(layer_stacks, input_scale)
+        _check_depth(target, layer_stacks)
+        tables = {"encoder": factors["embeddings"]}
+        if "decoder's embeddings" in factors:
+            tables["decoder"] = factors["decoder's embeddings"]
+        left = patterns_of("leave", leave)
+        steps = plan(target, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
+        check_norms(target, keep, remove=remove_norms)
+        removed = take_out(target, keep) if remove_norms else ()
+        rows, entering = carry_out(steps, zero_biases=zero_biases), {}
+        if batch is not None:
+            rows, entering = _measured_inputs(target, steps, rows, layer_stacks, batch, roles=roles)
+    report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
         rows=tuple(rows),
         norms_removed=removed,
         factors=factors,
         largest_bias=largest_bias(steps),
         entering=entering,
-        assumed={stack: assumed.get(stack, assumed["encoder"]) for stack in entering},
+        assumed={stack: tables.get(stack, tables["encoder"]) for stack in entering},
+        dry_run=dry_run,
     )
+    if not dry_run:
+        say(report.line(), report.moved)
+    return report
 
 
 def _factors(
     layer_stacks: list[LayerStack], input_scale: float | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the factors by name, and by path of each attention and feed-forward role."""
-    first, decoder = encoder_and_decoder(layer_stacks)
-    if decoder is None:
-        value = t_fixup_factor(first.blocks, input_scale)
+    reading_other = [each for each in layer_stacks if each.has_cross_attention]
+    if len(layer_stacks) == 1:
+        (only,) = layer_stacks
+        value = t_fixup_factor(len(only.parts), input_scale)
         scale = value if input_scale is None else input_scale
-        return {first.stack: value, "embeddings": scale}, dict.fromkeys(_role_paths(first), value)
+        return {only.stack: value, "embeddings": scale}, _by_path(only, value)
+    if len(layer_stacks) != 2 or len(reading_other) != 1:
+        raise ConfigError(
+            "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found"
+            f" {len(layer_stacks)} stacks; initialise each by itself, as"
+            " t_fixup_(model.get_submodule(path)):\n" + listed([str(each) for each in layer_stacks])
+        )
     if input_scale is not None:
         raise ConfigError(
             f"input_scale: received {input_scale!r} for an encoder-decoder, whose sizes the paper"
             " fixes; leave it None"
         )
+    encoder, decoder = sorted(layer_stacks, key=lambda each: each.has_cross_attention)
     factors = {
-        "encoder": t_fixup_encoder_factor(first.layers),
+        "encoder": t_fixup_encoder_factor(encoder.layers),
         "decoder": t_fixup_decoder_factor(decoder.layers),
-        "embeddings": t_fixup_decoder_factor(first.layers),
+        "embeddings": t_fixup_decoder_factor(encoder.layers),
         "decoder's embeddings": t_fixup_decoder_factor(decoder.layers),
     }
-    by_path = dict.fromkeys(_role_paths(first), factors["encoder"])
-    return factors, by_path | dict.fromkeys(_role_paths(decoder), factors["decoder"])
+    by_path = _by_path(encoder, factors["encoder"]) | _by_path(decoder, factors["decoder"])
+    return factors, by_path
 
 
-def _embedding_factors(factors: Mapping[str, float]) -> dict[str, float]:
-    found = {"encoder": factors["embeddings"]}
-    if "decoder's embeddings" in factors:
-        found["decoder"] = factors["decoder's embeddings"]
-    return found
-
-
-def _role_paths(layer_stack: LayerStack) -> list[str]:
-    return [role.path for role in (*layer_stack.attention, *layer_stack.feedforward)]
+def _by_path(layer_stack: LayerStack, factor: float) -> dict[str, float]:
+    return dict.fromkeys((part.path for part in layer_stack.parts), factor)
 
 
 def _check_depth(model: nn.Module, layer_stacks: list[LayerStack]) -> None:
@@ -216,16 +204,6 @@ def _check_depth(model: nn.Module, layer_stacks: list[LayerStack]) -> None:
         )
 
 
-def _devices(model: nn.Module) -> list[torch.device]:
-    return list(
-        {
-            parameter.device
-            for parameter in model.parameters()
-            if parameter.device.type not in ("cpu", "meta")
-        }
-    )
-
-
 def _measured_inputs(
     model: nn.Module,
     steps: Sequence[Step],
@@ -237,40 +215,25 @@ def _measured_inputs(
 ) -> tuple[list[InitializedWeight], dict[str, float]]:
     """Run the batch once; return the rows with their input norms, and the norm that enters each
     stack."""
-    meters = [MeanNorm(step.view.owner_path) for step in steps]
-    before: list[tuple[nn.Module, Hook]] = []
-    after: list[tuple[nn.Module, Hook]] = []
-    for step, meter in zip(steps, meters, strict=True):
-        owner = step.view.owner
-        note: Hook = partial(meter.add, real=real_tokens(batch, step.stack, roles))
+    meters: list[Meter] = []
+    for step in steps:
+        owner, real = step.view.owner, real_tokens(batch, step.stack, roles)
+        meter = Meter(step.view.owner_path, [owner], real)
         if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
-            note = ValueInput(note)
+            meter.side = "value"
         if isinstance(owner, nn.Embedding):
-            after += [(table, note) for table in _tables_with(model, owner.weight)]
-        else:
-            before.append((owner, note))
-    stacks = {
-        layer_stack.stack: MeanNorm(f"input of the {layer_stack.stack}")
-        for layer_stack in layer_stacks
-    }
-    for layer_stack in layer_stacks:
-        layer = model.get_submodule(layer_stack.layer_paths()[0])
-        real = real_tokens(batch, layer_stack.stack, roles)
-        before.append((layer, partial(stacks[layer_stack.stack].add, real=real)))
-    with quiet_run(model), hooks(before, after):
+            tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+            meter.modules = [table for table in tables if table.weight is owner.weight]
+            meter.side = "output"
+        meters.append(meter)
+    entering: dict[str, Meter] = {}
+    for each in layer_stacks:
+        layer = model.get_submodule(each.layer_paths[0])
+        real = real_tokens(batch, each.stack, roles)
+        entering[each.stack] = Meter(f"input of the {each.stack}", [layer], real)
+    with quiet_run(model), reading([*meters, *entering.values()]):
         call_model(model, batch)
     measured = [
         replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)
     ]
-    return measured, {
-        stack: meter.mean for stack, meter in stacks.items() if meter.mean is not None
-    }
-
-
-def _tables_with(model: nn.Module, weight: Tensor) -> list[nn.Module]:
-    """Return the embeddings that are tied to one parameter."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.weight is weight
-    ]
+    return measured, {stack: meter.mean for stack, meter in entering.items() if meter.mean}

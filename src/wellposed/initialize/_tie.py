@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, listed
+from wellposed.initialize._plan import distance, is_loaded, say
 from wellposed.roles import AttentionRole, WeightView, find_roles
 
 _BIAS_OF = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
 
 
+@known_keywords
 def tie_queries_and_keys_(
     model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None
 ) -> tuple[str, ...]:
@@ -89,12 +92,19 @@ def tie_queries_and_keys_(
     ]
     if problems:
         raise ConfigError("tie_queries_and_keys_ cannot tie:\n" + listed(problems))
+    names: list[str] = []
+    moved: dict[str, float] = {}
     for role in roles:
+        key = role.key
+        names.append(f"{key.owner_path}.{key.attribute}".lstrip("."))
+        if is_loaded(key.parameter):
+            moved[names[-1]] = distance(role.query.tensor(), key.tensor())
         if role.query.owner is role.key.owner:
             _tie_fused(role)
         else:
             _tie_separate(role, model.get_submodule(role.path))
-    return tuple(f"{role.key.owner_path}.{role.key.attribute}".lstrip(".") for role in roles)
+    say(f"tie_queries_and_keys_: {len(roles)} keys took the numbers of their queries", moved)
+    return tuple(names)
 
 
 class _KeyIsQuery(nn.Module):
