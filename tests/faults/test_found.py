@@ -26,8 +26,8 @@ from wellposed.models import load_saved_model
 from wellposed.recipes.reproduction_page import reproduction_page
 from wellposed.report import aggregate, build_report
 from wellposed.tasks.data import files
+from wellposed.tasks.data.images import read_npz
 from wellposed.tasks.data.labelled import load_labelled
-from wellposed.tasks.data.npz import read_npz
 from wellposed.tasks.metrics.embedding import read_word_vectors
 from wellposed.training import read_result
 from wellposed.training.certified.record import read_certified

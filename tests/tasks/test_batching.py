@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.batches.batching import bucketed_batches
-from wellposed.tasks.batches.collate import collate_causal_lm, collate_classification
+from wellposed.tasks.batches import bucketed_batches, collate_causal_lm, collate_classification
 from wellposed.tasks.kinds.objectives import (
     accuracy_sums,
     causal_cross_entropy_sum,

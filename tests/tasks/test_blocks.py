@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.batches.blocks import BlockDataset, BlockLengths
-from wellposed.tasks.batches.lines import LineDataset
+from wellposed.tasks.kinds.language_model import BlockDataset, BlockLengths, LineDataset
 
 
 @settings(max_examples=150, deadline=None)

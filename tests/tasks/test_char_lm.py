@@ -14,7 +14,7 @@ import torch
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import CharLMTask, build_task
-from wellposed.tasks.text.spaced import looks_spaced, unspace
+from wellposed.tasks.data.texts import looks_spaced, unspace
 
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
 

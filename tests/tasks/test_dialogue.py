@@ -12,10 +12,16 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import TASKS, DialogueOptions, DialogueTask, build_task
-from wellposed.tasks.data.dailydialog import Dialogue, parse_dailydialog
-from wellposed.tasks.data.dialogues import detect_format, load_dialogues, read_synonyms, repeated
+from wellposed.tasks.data.dialogues import (
+    Dialogue,
+    detect_format,
+    load_dialogues,
+    parse_dailydialog,
+    parse_personachat,
+    read_synonyms,
+    repeated,
+)
 from wellposed.tasks.data.files import TextFile
-from wellposed.tasks.data.personachat import parse_personachat
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (

@@ -92,7 +92,7 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
         (
             "sts_dev",
             HEADERS["sts"] + '0\ta\t"one\ttwo\t1.0\n',
-            "sts-dev.csv:2: not tab-separated values",
+            "sts-dev.csv:2: not a row of quoted fields",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wellposed.tasks import SPLITS, TASKS, TaskSpec, build_task
-from wellposed.tasks.batches.ragged import Ragged
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.text.tokenizers import ByteEncoder
 

@@ -134,7 +134,7 @@ def test_every_pair_can_be_drawn_and_one_more_is_refused(tmp_path: Path) -> None
 
 
 def test_builtin_passages_share_no_section_between_splits() -> None:
-    from wellposed.tasks.data.documents import builtin_passages
+    from wellposed.tasks.retrieval import builtin_passages
 
     tables, _ = builtin_passages()
     sections = {split: set(tables[split].labels) for split in SPLITS}

@@ -10,12 +10,13 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.splits import (
+    SPLITS,
+    Split,
     cut_missing,
     cut_missing_text,
     find_split_folders,
     refuse_split_files,
 )
-from wellposed.tasks.task import SPLITS, Split
 
 
 class Numbers(tuple[int, ...]):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks import SPLITS, Task, build_task
+from wellposed.tasks import SPLITS, Task, TextClassificationTask, build_task
 
 ROWS = [
     (["neg", "pos"][i % 2], f'He said "word{i}", twice\\once' + " again" * (i % 4))
@@ -22,8 +22,10 @@ ROWS = [
 ]
 
 
-def build(data: Path | str, **options: Any) -> Task:
-    return build_task("text_classification", {"data": str(data), "tokenizer": "byte", **options})
+def build(data: Path | str, **options: Any) -> TextClassificationTask:
+    task = build_task("text_classification", {"data": str(data), "tokenizer": "byte", **options})
+    assert isinstance(task, TextClassificationTask)
+    return task
 
 
 def texts(task: Task, split: Any = "train") -> list[tuple[str, str]]:
@@ -188,7 +190,7 @@ BAD_ROWS = [
     (
         "x.jsonl",
         '{"label": null, "text": "a"}',
-        "'label' is NoneType, expected a string, a number or true/false",
+        "the row has no label",
     ),
     ("x.jsonl", '{"label": "pos", ', "not JSON"),
     ("x.jsonl", "[1]", "list, expected a JSON object"),
@@ -273,12 +275,111 @@ def test_a_header_of_unknown_names_is_not_taken_for_a_row(tmp_path: Path) -> Non
     path = tmp_path / "x.tsv"
     path.write_text(as_tsv(ROWS, ["polarity", "tweet"]))
     with pytest.raises(
-        DataError, match=r"x\.tsv:1: looks like a header.*label_column=NAME.*header='no'"
+        DataError,
+        match=r"looks like a header.*; give label_column=polarity text_column=tweet, or.*='no'",
     ):
         build(path)
     with pytest.raises(DataError, match="no label column named label or labels or target"):
         build(path, header="yes")
     assert len(build(path, label_column="polarity", text_column="tweet").dataset("train")) == 36
+
+
+COMMON_LAYOUTS = {
+    "id,headline,topic": ("topic", "headline"),
+    "topic,headline": ("topic", "headline"),
+    "text,label": ("label", "text"),
+    "sentence,label": ("label", "sentence"),
+    "review,sentiment": ("sentiment", "review"),
+    "Class Index,Title,Description": ("Class Index", "Title,Description"),
+    "id,keyword,text,target": ("target", "text"),
+    "category,content": ("category", "content"),
+    "body,category": ("category", "body"),
+    "title,body,labels": ("labels", "title,body"),
+    "class,title,text": ("class", "text"),
+    "tweet,polarity": None,
+}
+
+
+@pytest.mark.parametrize("header", COMMON_LAYOUTS)
+def test_common_layouts_run_without_options_or_say_the_ones_to_give(
+    tmp_path: Path, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, path = header.split(","), tmp_path / "mine.csv"
+    labels = {"topic", "label", "labels", "sentiment", "Class Index", "target", "category", "class"}
+    labels |= {"polarity"}
+    rows = [
+        [f"c{i % 3}" if name in labels else f"{name} {i}, really" for name in names]
+        for i in range(60)
+    ]
+    path.write_text(as_csv(rows, names))
+    caplog.set_level("INFO", "wellposed.tasks")
+    expected = COMMON_LAYOUTS[header]
+    if expected is None:
+        with pytest.raises(DataError, match="give label_column=polarity text_column=tweet") as told:
+            build(path)
+        assert "\n" not in str(told.value)
+        expected = ("polarity", "tweet")
+    label, text = expected
+    named = build(path, label_column=label, text_column=text)
+    if header != "tweet,polarity":
+        assert texts(build(path)) == texts(named)
+    assert named.model_kwargs()["num_labels"] == 3
+    assert f"{path}: header, label {label!r}, text {text.split(',')[0]!r}" in caplog.text
+
+
+def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path: Path) -> None:
+    rows = [(f"id{i}", text, label) for i, (label, text) in enumerate(ROWS)]
+    (tmp_path / "a.csv").write_text(as_csv(rows))
+    with pytest.raises(
+        DataError, match=r"not the label column; give label_column=2 \(2 different values\)"
+    ):
+        build(tmp_path / "a.csv")
+    assert build(tmp_path / "a.csv", label_column="2", text_column="1").labels == ("neg", "pos")
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "character", "word"])
+@pytest.mark.parametrize("name", ["text", "label"])
+def test_half_characters_are_named(tmp_path: Path, tokenizer: str, name: str) -> None:
+    rows = [{"text": f"text {i}", "label": "ab"[i % 2]} for i in range(40)]
+    rows[6][name] = "a \ud800 b"
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=rf"a\.jsonl:7: '{name}' holds half a character, '\\ud800'"):
+        build(tmp_path / "a.jsonl", tokenizer=tokenizer)
+
+
+def test_parquet_of_other_values_than_texts_is_named(tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow
+    import pyarrow.parquet
+
+    raw = pyarrow.array([*(f"text {i}".encode() for i in range(39)), b"caf\xe9"])
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 40, raw.buffers())
+    labels = pyarrow.array(["a", "b"] * 20)
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "label": labels}), path)
+    with pytest.raises(DataError, match=r"a\.parquet:40: 'text' holds bytes that are not UTF-8"):
+        build(path)
+    days = pyarrow.array([datetime.date(2026, 1, 1)] * 40)
+    pyarrow.parquet.write_table(pyarrow.table({"text": labels, "label": days}), path)
+    with pytest.raises(DataError, match=r"a\.parquet:1: 'label' is date, expected a string"):
+        build(path)
+
+
+def test_labels_of_thousands_of_digits_are_names(tmp_path: Path) -> None:
+    long = "9" * 5000
+    (tmp_path / "a.tsv").write_text(
+        as_tsv([(str(i % 2) if i % 3 else long, "x") for i in range(40)])
+    )
+    assert set(build(tmp_path / "a.tsv").labels) == {"0", "1", long}
+    with pytest.raises(DataError, match=r"no label column '8888"):
+        build(tmp_path / "a.tsv", label_column="8" * 5000)
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "label": {long}}}\n' * 40)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not JSON: Exceeds the limit"):
+        build(tmp_path / "a.jsonl")
+    (tmp_path / "train.txt").write_text(f"{long} your persona: x\n")
+    with pytest.raises(DataError, match=r"train\.txt:1: "):
+        build_task("dialogue", {"data": str(tmp_path / "train.txt"), "format": "personachat"})
 
 
 def test_an_id_column_is_not_taken_for_the_label(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.text.encoders import build_encoder
 from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
@@ -22,6 +21,7 @@ from wellposed.tasks.text.tokenizers import (
     CharacterEncoder,
     TextEncoder,
     WordEncoder,
+    build_encoder,
     split_words,
 )
 

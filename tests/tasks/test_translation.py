@@ -15,7 +15,7 @@ import torch
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, Task, build_task
-from wellposed.tasks.batches.batching import token_batches
+from wellposed.tasks.batches import token_batches
 from wellposed.tasks.kinds.generate import Decoding, generate_texts
 from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
 

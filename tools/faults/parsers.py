@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,11 +43,10 @@ def _file(place: Path, name: str, read: Callable[[Path], object]) -> Callable[[b
 
 def _tables(place: Path) -> list[Target]:
     from wellposed.tasks import build_task
-    from wellposed.tasks.data.columns import TableOptions
-    from wellposed.tasks.data.documents import read_pairs
-    from wellposed.tasks.data.labelled import load_labelled
+    from wellposed.tasks.data.labelled import TableOptions, load_labelled
     from wellposed.tasks.data.minbert import read_minbert
     from wellposed.tasks.listops import ListOpsOptions
+    from wellposed.tasks.retrieval import read_pairs
 
     rows = [("pos" if n % 2 else "neg", f"a film {n}, so") for n in range(24)]
     tsv = "label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows)
@@ -376,9 +374,7 @@ def _arrays(place: Path) -> list[Target]:
     import torch
     from PIL import Image
 
-    from wellposed.tasks.data.cifar import read_cifar_binary, read_cifar_pickle
-    from wellposed.tasks.data.images import read_image_file
-    from wellposed.tasks.data.npz import read_npz
+    from wellposed.tasks.data.images import read_cifar_binary, read_image_file, read_npz
     from wellposed.training.folder import checkpoints
     from wellposed.training.folder.tensors import encode
 
@@ -389,7 +385,6 @@ def _arrays(place: Path) -> list[Target]:
         out = io.BytesIO()
         Image.new("RGB", (5, 4), (9, 8, 7)).save(out, form)
         images.append(out.getvalue())
-    batch = pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]}, protocol=2)
     layer = torch.nn.Linear(2, 2)
     weights = encode({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
     folder = place / "checkpoint-1"
@@ -402,7 +397,6 @@ def _arrays(place: Path) -> list[Target]:
     return [
         Target("images in npz", (arrays.getvalue(),), _file(place, "a.npz", read_npz), 5),
         Target("image files", tuple(images), _file(place, "image", read_image_file), 5),
-        Target("CIFAR, pickled", (batch,), _file(place, "data_batch_1", read_cifar_pickle), 4),
         Target(
             "CIFAR, binary", (bytes(3073),), _file(place, "data_batch_1.bin", read_cifar_binary), 1
         ),

@@ -11,7 +11,7 @@ from wellposed.cli.load import start_source
 from wellposed.errors import ConfigError
 from wellposed.tasks import TASKS
 from wellposed.tasks.data.pixel_values import PROCESSOR_FILES, has_processor
-from wellposed.tasks.text.tokenizer_files import has_tokenizer
+from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed.training.config import RunConfig, StartOptions, TrainOptions
 
 FINE_TUNING = TrainOptions(

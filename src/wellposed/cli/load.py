@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, DataError, nearest_names
-from wellposed.tasks.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer
+from wellposed.tasks.text.tokenizers import TOKENIZER_FILES, has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -2,6 +2,8 @@
 
 from wellposed.tasks.char_lm import CharLMOptions as CharLMOptions
 from wellposed.tasks.char_lm import CharLMTask as CharLMTask
+from wellposed.tasks.data.splits import SPLITS as SPLITS
+from wellposed.tasks.data.splits import Split as Split
 from wellposed.tasks.dialogue import DialogueOptions as DialogueOptions
 from wellposed.tasks.dialogue import DialogueTask as DialogueTask
 from wellposed.tasks.image import ImageOptions as ImageOptions
@@ -23,10 +25,8 @@ from wellposed.tasks.pathfinder import PathfinderOptions as PathfinderOptions
 from wellposed.tasks.pathfinder import PathfinderTask as PathfinderTask
 from wellposed.tasks.retrieval import RetrievalOptions as RetrievalOptions
 from wellposed.tasks.retrieval import RetrievalTask as RetrievalTask
-from wellposed.tasks.task import SPLITS as SPLITS
 from wellposed.tasks.task import TASKS as TASKS
 from wellposed.tasks.task import Example as Example
-from wellposed.tasks.task import Split as Split
 from wellposed.tasks.task import Task as Task
 from wellposed.tasks.task import TaskSpec as TaskSpec
 from wellposed.tasks.task import build_task as build_task

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from wellposed.errors import DataError
 from wellposed.options import CheckedOptions, Ge
+from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
-from wellposed.tasks.kinds.language_model import LanguageModelTask
-from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
+from wellposed.tasks.kinds.language_model import BlockDataset, LanguageModelTask, LineDataset
+from wellposed.tasks.task import TASKS, TaskSpec
 
 if TYPE_CHECKING:
-    from wellposed.tasks.batches.blocks import BlockDataset
     from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
@@ -100,8 +100,6 @@ class CharLMTask(LanguageModelTask):
     ) -> BlockDataset:
         if self.options.examples == "blocks":
             return super()._cut(encoder, encoded, seq_len=seq_len, where=where)
-        from wellposed.tasks.batches.lines import LineDataset
-
         line_feed = int(encoder.encode(["\n"]).ids.flat[0])
         return LineDataset(encoded.ids.flat, line_feed=line_feed, seq_len=seq_len, where=where)
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError, listed
 from wellposed.options import CheckedOptions, Size
-from wellposed.tasks.data.dialogues import load_dialogues, read_synonyms, repeated
+from wellposed.tasks.data.dialogues import Dialogue, load_dialogues, read_synonyms, repeated
+from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
 from wellposed.tasks.metrics.names import SENTENCE_METRIC, VECTOR_METRICS
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.task import TASKS, TaskSpec
 
 if TYPE_CHECKING:
-    from wellposed.tasks.batches.ragged import Ragged
-    from wellposed.tasks.data.dailydialog import Dialogue
+    from wellposed.tasks.batches import Ragged
     from wellposed.tasks.metrics.embedding import WordVectors
 
 LATER: tuple[Split, Split] = ("valid", "test")
@@ -165,7 +165,7 @@ class DialogueTask(Seq2SeqTask):
     def _encode(self, encoder: Any, pairs: Sequence[_Pair], split: Split) -> tuple[Ragged, Ragged]:
         """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a
         reply its beginning."""
-        from wellposed.tasks.batches.ragged import Ragged
+        from wellposed.tasks.batches import Ragged
 
         limit = self.options.max_tokens
         contexts = encoder.encode([pair.context for pair in pairs])

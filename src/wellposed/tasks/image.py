@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions, Size
-from wellposed.tasks.data.image_sources import label_names, load_images
-from wellposed.tasks.data.images import Images, read_class_folder
-from wellposed.tasks.kinds.pixels import PixelTask, prepare_images
-from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
+from wellposed.tasks.data.images import label_names
+from wellposed.tasks.data.splits import SPLITS
+from wellposed.tasks.kinds.images import PixelTask, load_images_or_shapes, prepare_images
+from wellposed.tasks.task import TASKS, TaskSpec
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class ImageOptions(CheckedOptions):
     """Options of the task `image`."""
 
     data: str = "builtin"
-    """builtin (drawn shapes), an npz file or folder, CIFAR-10 (Python or binary), or a folder of
-    images by class."""
+    """builtin (drawn shapes), an npz file or folder, CIFAR-10 (binary version), a folder of images
+    by class, or hf:name[:config]."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -40,8 +40,8 @@ class ImageTask(PixelTask):
     are neighbours.
 
     Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens,
-    ten classes. Of its two releases the binary one is read record by record; of the pickles of the
-    Python one, nothing that they name is imported or called.
+    ten classes. Its binary release is read record by record; the Python one is pickles, which are
+    not loaded.
 
     Source: Krizhevsky 2009; Tay et al. 2021.
 
@@ -59,40 +59,30 @@ class ImageTask(PixelTask):
             raise ConfigError(
                 "image: valid, test and color='rgb' need data=FILE; the builtin shapes are gray"
             )
-        found, names, source = load_images(
-            "image", options, read_folder=read_class_folder, prefer=options.color
+        images, names, source = load_images_or_shapes(
+            "image", options, prefer=options.color, stacked=True
         )
-        images = dict(found)
-        full = len(images["train"])
-        if options.limit_train is not None:
-            images["train"] = images["train"].select(range(min(full, options.limit_train)))
-        limited = full - len(images["train"])
-        shapes = {split: images[split].pixels.shape[1:] for split in SPLITS}
+        shapes = {split: images[split].items.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:
             raise DataError(
                 f"{options.data}: the splits differ in shape: {shapes}; give files of one shape"
             )
+        if options.color == "rgb" and len(shapes["train"]) < 3:
+            raise ConfigError(
+                f"{options.data}: color = 'rgb', but the images are gray; give color='gray' or a"
+                " file in colour"
+            )
         for split in SPLITS:
-            images[split] = _prepared(images[split], options, f"{options.data} ({split})")
+            where = f"{options.data} ({split})"
+            images[split] = prepare_images(
+                images[split], where, size=options.size, gray=options.color == "gray"
+            )
         super().__init__(
             images=images,
             labels=label_names(images, names, options.data),
             source=source,
-            details={
-                "color": options.color,
-                "shrunk_to": options.size,
-                "train_images_left_out_by_limit_train": limited,
-            },
+            details={"color": options.color, "shrunk_to": options.size},
         )
-
-
-def _prepared(images: Images, options: ImageOptions, where: str) -> Images:
-    if options.color == "rgb" and images.pixels.ndim == 3:
-        raise ConfigError(
-            f"{where}: color = 'rgb', but the images are gray; give color='gray' or a file in"
-            " colour"
-        )
-    return prepare_images(images, where, size=options.size, gray=options.color == "gray")
 
 
 TASKS.register("image")(

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from wellposed.errors import DataError, listed
 from wellposed.options import CheckedOptions, Size
-from wellposed.tasks.data.image_sources import label_names, load_images
-from wellposed.tasks.data.images import ImageFiles, find_class_files
+from wellposed.tasks.data.images import label_names
 from wellposed.tasks.data.pixel_values import build_processor
-from wellposed.tasks.kinds.images import PixelValuesTask
+from wellposed.tasks.kinds.images import PixelValuesTask, load_images_or_shapes
 from wellposed.tasks.task import TASKS, TaskSpec
 
 
@@ -22,7 +19,7 @@ class ImageClassificationOptions(CheckedOptions):
 
     data: str = "builtin"
     """builtin (drawn shapes), a folder with a folder of images for each class (in train, valid and
-    test folders, or cut), CIFAR-10 (Python or binary), or an npz file or folder."""
+    test folders, or cut), CIFAR-10 (binary version), an npz file or folder, or hf:name[:config]."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -57,38 +54,15 @@ class ImageClassificationTask(PixelValuesTask):
 
     def __init__(self, options: ImageClassificationOptions) -> None:
         self.options = options
-        found, names, source = load_images(
-            self.name, options, read_folder=_checked_files, prefer="rgb"
-        )
-        images = dict(found)
-        full = len(images["train"])
-        if options.limit_train is not None:
-            images["train"] = images["train"].select(range(min(full, options.limit_train)))
+        images, names, source = load_images_or_shapes(self.name, options, prefer="rgb")
         super().__init__(
             images=images,
             labels=label_names(images, names, options.data),
             processor=build_processor(options.processor, images["train"], options.data),
             source=source,
-            details={"train_images_left_out_by_limit_train": full - len(images["train"])},
+            details={},
             flip=options.flip,
         )
-
-
-def _checked_files(folder: Path) -> tuple[ImageFiles, list[str], dict[str, Any]]:
-    """Return the image files of a folder of classes, each decoded once to see that it can be."""
-    files, classes, described = find_class_files(folder)
-    problems = []
-    for row in range(len(files)):
-        try:
-            files.image(row)
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
-        raise DataError(
-            f"{len(problems)} images that cannot be used; correct or remove them:\n"
-            + listed(problems)
-        )
-    return files, classes, {**described, "sha256": files.sha256()}
 
 
 TASKS.register("image_classification")(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Ge
+from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
-from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
+from wellposed.tasks.task import TASKS, TaskSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ class LanguageModelingTask(LanguageModelTask):
     nats_name: ClassVar[str] = "nats_per_token"
 
     def __init__(self, options: LanguageModelingOptions) -> None:
-        from wellposed.tasks.text.encoders import build_encoder
+        from wellposed.tasks.text.tokenizers import build_encoder
 
         self.options = options
         if options.tokenizer == "word":

@@ -3,16 +3,19 @@ read from a file."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from wellposed.errors import DataError, listed
 from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.checks import given_options, refuse_options
-from wellposed.tasks.data.labelled import load_labelled, refuse_longer
-from wellposed.tasks.data.splits import refuse_split_files
-from wellposed.tasks.data.tables import LabelledTexts
+from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
+from wellposed.tasks.data.splits import SPLITS, Split, refuse_split_files
 from wellposed.tasks.generators.listops import (
     DIGITS,
     GENERATED_OPERATORS,
@@ -23,8 +26,8 @@ from wellposed.tasks.generators.listops import (
     ListOpsRules,
     evaluate,
 )
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
+from wellposed.tasks.task import TASKS, TaskSpec
 from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 RULES: Mapping[str, ListOpsRules] = {
@@ -102,12 +105,6 @@ class ListOpsTask(ClassificationTask):
 
 
 def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
-    import hashlib
-
-    import numpy as np
-
-    from wellposed.tasks.batches.ragged import Ragged
-
     refuse_split_files(
         "builtin expressions bring their own splits", valid=options.valid, test=options.test
     )
@@ -146,8 +143,6 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
 def _read(
     options: ListOpsOptions, encoder: WordEncoder
 ) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
-    import numpy as np
-
     drawn = (
         "max_depth",
         "max_args",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.generators.marked import (
     GENERATOR_VERSION,
     MarkedRules,
@@ -16,7 +17,7 @@ from wellposed.tasks.generators.marked import (
     draw_distinct,
 )
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.task import TASKS, TaskSpec
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,20 @@ Long Range Arena."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.checks import given_options, refuse_options
 from wellposed.tasks.data.files import describe_file, missing_file, read_text
-from wellposed.tasks.data.images import Images, read_image_files
-from wellposed.tasks.data.npz import read_npz_splits
-from wellposed.tasks.data.splits import cut_missing
+from wellposed.tasks.data.images import Images, read_image_file, read_npz_splits, stack_images
+from wellposed.tasks.data.splits import SPLITS, Split, cut_missing
 from wellposed.tasks.generators.pathfinder import (
     GENERATOR_VERSION,
     MATCHED_LENGTH,
@@ -23,8 +25,8 @@ from wellposed.tasks.generators.pathfinder import (
     draw_image,
     render,
 )
-from wellposed.tasks.kinds.pixels import PixelTask, prepare_images
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.kinds.images import PixelTask, prepare_images
+from wellposed.tasks.task import TASKS, TaskSpec
 
 LABELS = ("apart", "connected")
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
@@ -156,10 +158,6 @@ def _prepared(images: Images, size: int | None, where: str) -> Images:
 
 
 def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
-    import hashlib
-
-    import numpy as np
-
     if given_options(options, ("valid", "test")):
         raise ConfigError(
             "pathfinder: valid and test need data=FILE; builtin images bring their own splits"
@@ -227,7 +225,8 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
             " for images that are missing or empty:\n"
             + listed(problems or [f"{folder / 'metadata'}: no .npy file of text"])
         )
-    everything = read_image_files(paths, labels, skipped=skipped if skip else None)
+    release = Images(paths, np.array(labels, np.int64), read_image_file)
+    everything = stack_images(release, skipped=skipped if skip else None)
     images, cut = cut_missing({"train": everything}, str(folder), share=_CUT_SHARE)
     return images, {
         "source": str(folder),

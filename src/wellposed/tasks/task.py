@@ -11,10 +11,11 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.options import build_options
 from wellposed.registry import Registry
+from wellposed.tasks.data.splits import Split
 from wellposed.tasks.kinds.objectives import (
     IGNORED_LABEL,
     causal_cross_entropy_sum,
@@ -32,9 +33,8 @@ Kind: TypeAlias = Literal[
     "sequence_pair_classification",
     "image_classification",
 ]
-Split: TypeAlias = Literal["train", "valid", "test"]
 Example: TypeAlias = "dict[str, list[int]]"
-SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
+Examples = TypeVar("Examples", bound="Sequence[Example]")
 
 
 class Task(ABC):
@@ -168,6 +168,62 @@ class Task(ABC):
     def description(self) -> dict[str, Any]:
         """Return where the data came from: files, sha256, sizes, and everything that was cut,
         mapped or truncated."""
+
+
+class Encoder(Protocol):
+    """A vocabulary, and the tokenizer that is saved beside the model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast: ...
+    def description(self) -> dict[str, Any]: ...
+
+
+class TokenTask(Task, Generic[Examples]):
+    """A task whose examples are token ids, all of them made when the task is built."""
+
+    def __init__(
+        self,
+        *,
+        encoder: Encoder,
+        examples: Mapping[Split, Examples],
+        max_length: int,
+        source: Mapping[str, Any],
+        details: Mapping[str, Any],
+    ) -> None:
+        self._encoder = encoder
+        self._examples = dict(examples)
+        self._max_length = max_length
+        self._source, self._details = source, details
+
+    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
+        return self._encoder.tokenizer(max_length=self._max_length)
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self._encoder.vocab_size,
+            "max_position_embeddings": self._max_length,
+            "pad_token_id": self._encoder.pad_id,
+            "bos_token_id": self._encoder.bos_id,
+            "eos_token_id": self._encoder.eos_id,
+        }
+
+    def dataset(self, split: Split) -> Examples:
+        return self._examples[split]
+
+    def description(self) -> dict[str, Any]:
+        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
+        return {**described, **self._describe_examples(), **self._details}
+
+    @abstractmethod
+    def _describe_examples(self) -> dict[str, Any]:
+        """Return the sizes of the splits."""
 
 
 @dataclass(frozen=True)

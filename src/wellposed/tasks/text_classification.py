@@ -7,18 +7,23 @@ from typing import ClassVar, Literal
 
 from wellposed.errors import DataError
 from wellposed.options import CheckedOptions, Size
-from wellposed.tasks.data.class_names import name_classes
-from wellposed.tasks.data.columns import AUTO, TableOptions
 from wellposed.tasks.data.labelled import (
-    encode_labelled,
+    AUTO,
+    LabelledTexts,
+    TableOptions,
     load_labelled,
-    number_labels,
+    name_classes,
     sorted_labels,
 )
-from wellposed.tasks.data.splits import MIN_ROWS_TO_CUT
-from wellposed.tasks.data.tables import LabelledTexts
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
-from wellposed.tasks.task import SPLITS, TASKS, TaskSpec
+from wellposed.tasks.data.splits import MIN_ROWS_TO_CUT, SPLITS
+from wellposed.tasks.kinds.classification import (
+    ClassificationTask,
+    LabelledExamples,
+    encode_labelled,
+    number_labels,
+)
+from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.text.tokenizers import build_encoder
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,6 @@ class TextClassificationTask(ClassificationTask):
     name: ClassVar[str] = "text_classification"
 
     def __init__(self, options: TextClassificationOptions) -> None:
-        from wellposed.tasks.text.encoders import build_encoder
-
         self.options = options
         table = TableOptions(
             options.label_column,
@@ -114,7 +117,7 @@ def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:
     if rows >= MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"
-            " is not the label column; name it with label_column=NAME, or give its number from 0"
+            f" is not the label column; {train.advice}"
         )
 
 

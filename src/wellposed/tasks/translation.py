@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from wellposed.errors import DataError, listed
 from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.parallel import Languages, ParallelTexts, load_parallel
+from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.task import TASKS, TaskSpec
 
 if TYPE_CHECKING:
-    from wellposed.tasks.batches.ragged import Ragged
+    from wellposed.tasks.batches import Ragged
 
 REPEATED: tuple[Split, Split] = ("valid", "test")
 
@@ -141,7 +142,7 @@ class TranslationTask(Seq2SeqTask):
         refused."""
         import numpy as np
 
-        from wellposed.tasks.batches.ragged import Ragged
+        from wellposed.tasks.batches import Ragged
 
         limit, sides = self.options.max_tokens, [side.lengths for side in encoded]
         longer = np.flatnonzero(np.maximum(*sides) > limit)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from wellposed.options import CheckedOptions, Ge, Size
+from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
-from wellposed.tasks.task import SPLITS, TASKS, Split, TaskSpec
+from wellposed.tasks.task import TASKS, TaskSpec
 
 END = "<eos>"
 _PIECES = re.compile(r"\w+|[^\w\s]")

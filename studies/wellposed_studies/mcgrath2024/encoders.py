@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import CheckpointError, ConfigError, missing_extra
 from wellposed.tasks.data.minbert import EncodedRows, MinBertSet, encode_rows, train_word_pieces
-from wellposed.tasks.text.tokenizer_files import has_tokenizer
+from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed_studies.mcgrath2024.multitask_options import MultiTaskOptions
 
 OUTPUTS = {"sst": 5, "para": 1, "sts": 1}

@@ -10,7 +10,7 @@ from wellposed.cli.prediction.labels import label_and_probability
 from wellposed.cli.prediction.lines import LineSource
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
-from wellposed.tasks.data.pixel_values import pixel_values, stack_images
+from wellposed.tasks.data.pixel_values import pixel_values, stack_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ def find_images(path: Path) -> list[Path]:
 def read_pixel_values(processor: Any, images: Sequence[Path]) -> Tensor:
     """Return (images, channels, height, width) of image files, as the model of ``processor`` reads
     them."""
-    return stack_images([pixel_values(processor, read_image_file(path)) for path in images])
+    return stack_values([pixel_values(processor, read_image_file(path)) for path in images])
 
 
 def image_batch(model: PreTrainedModel, name: str, image: Path) -> dict[str, Tensor]:

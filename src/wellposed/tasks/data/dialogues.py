@@ -1,29 +1,53 @@
-"""Dialogues of every split: which files hold them, in which format, and which dialogues occur
-twice."""
+"""Dialogues of every split, as DailyDialog and PersonaChat are released, and which occur twice.
+
+DailyDialog (Li et al. 2017) has one dialogue a line, ``__eou__`` after every utterance. PersonaChat
+(Zhang et al. 2018) in ParlAI's text format has numbered lines: ``N your persona: ...`` and
+``N partner's persona: ...`` describe the speakers; ``N utterance<TAB>reply`` is one exchange, with
+a reward and candidate replies after two more tabs where the file has them. N is 1 where a dialogue
+starts and counts its lines.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.dailydialog import END_OF_UTTERANCE, Dialogue, parse_dailydialog
-from wellposed.tasks.data.files import TextFile, missing_file, read_text
-from wellposed.tasks.data.labelled import no_builtin_data
-from wellposed.tasks.data.personachat import NUMBERED, parse_personachat
-from wellposed.tasks.data.splits import cut_missing, load_splits, shuffled, train_position
-from wellposed.tasks.task import Split
+from wellposed.tasks.data.files import TextFile, hub_table, read_text
+from wellposed.tasks.data.splits import Split, cut_missing, load_splits, shuffled, train_position
 
 Format = Literal["auto", "dailydialog", "personachat"]
-PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
-    "dailydialog": parse_dailydialog,
-    "personachat": parse_personachat,
-}
+END_OF_UTTERANCE = "__eou__"
+NUMBERED = re.compile(r"(\d{1,9}) ")
+OWN, PARTNER = "your persona:", "partner's persona:"
 HUB_COLUMNS = ("dialog", "dialogue", "utterances")
 # Labels of acts and emotions lie beside the dialogues of the released DailyDialog, line by line.
 _LABELS = re.compile(r"(?<![A-Za-z])(act|emotion|topic)(?![A-Za-z])", re.IGNORECASE)
+
+
+@dataclass
+class Dialogue:
+    """Turns of two speakers in alternation."""
+
+    line: int
+    """Of its first line in the file, from 1."""
+    turns: tuple[str, ...] = ()
+    persona: tuple[str, ...] = ()
+    """What the second speaker says of himself, where the data has it."""
+    partner_persona: tuple[str, ...] = ()
+    """What the first speaker says of himself, where the data has it."""
+    second_speaker_only: bool = False
+    """Whether replies are the turns of the second speaker alone, as in PersonaChat; else every turn
+    but the first."""
+    candidates: int = 0
+    """Candidate replies that the data lists, over all turns."""
+
+    def replies(self) -> range:
+        """Return the positions of the turns that answer one."""
+        return range(1, len(self.turns), 2 if self.second_speaker_only else 1)
 
 
 class Dialogues(tuple[Dialogue, ...]):
@@ -43,8 +67,6 @@ def load_dialogues(
     Where a split is cut, equal dialogues and dialogues linked by persona lines that they share stay
     in one split.
     """
-    if data == "builtin":
-        raise no_builtin_data()
 
     def read_file(path: Path) -> tuple[Dialogues, dict[str, Any]]:
         file = read_text(path)
@@ -83,12 +105,8 @@ def _train_file(root: Path) -> Path:
     if not root.is_dir():
         return root
     names = sorted(path.name for path in root.iterdir() if path.is_file())
-    texts = [
-        name
-        for name in names
-        if name.lower().removesuffix(".gz").endswith(".txt") and not _LABELS.search(name)
-    ]
-    trains = [name for name in texts if train_position(name)]
+    texts = [name for name in names if name.lower().removesuffix(".gz").endswith(".txt")]
+    trains = [name for name in texts if train_position(name) and not _LABELS.search(name)]
     if len(trains) != 1:
         what = f"{len(trains)} train files" if trains else "no train file"
         raise DataError(
@@ -111,14 +129,99 @@ def detect_format(file: TextFile) -> str:
     )
 
 
-def _read_hub(rows: Any, where: str) -> Dialogues:
-    column = next((name for name in HUB_COLUMNS if name in rows.column_names), None)
-    if column is None:
-        held = ", ".join(rows.column_names)
+def parse_dailydialog(file: TextFile) -> list[Dialogue]:
+    """Return the dialogues of a file, one a line; malformed lines are named at once."""
+    dialogues, problems = [], []
+    for number, line in file.lines():
+        *turns, rest = (turn.strip() for turn in line.split(END_OF_UTTERANCE))
+        where = f"{file.path}:{number}"
+        if not turns:
+            problems.append(f"{where}: no {END_OF_UTTERANCE}: {line[:60]!r}")
+        elif rest:
+            problems.append(f"{where}: text after the last {END_OF_UTTERANCE}: {rest[:60]!r}")
+        elif not all(turns):
+            problems.append(f"{where}: utterance {turns.index('') + 1} is empty")
+        dialogues.append(Dialogue(number, tuple(turns)))
+    if problems:
         raise DataError(
-            f"{where}: no column of utterances named {', '.join(HUB_COLUMNS)}; it has {held}"
+            f"lines that are no dialogue of utterances, each followed by {END_OF_UTTERANCE}:\n"
+            + listed(problems)
         )
-    dialogues = [tuple(str(turn).strip() for turn in turns) for turns in rows[column]]
+    return dialogues
+
+
+def parse_personachat(file: TextFile) -> list[Dialogue]:
+    """Return the dialogues of a file; the second speaker is the one whose persona is given."""
+    dialogues: list[Dialogue] = []
+    problems: list[str] = []
+    expected = 1
+    for number, line in file.lines():
+        match = NUMBERED.match(line)
+        count = int(match[1]) if match else expected
+        if match and (count == 1 or not dialogues):
+            dialogues.append(Dialogue(number, second_speaker_only=True))
+        problem = None
+        if match is None:
+            problem = f"expected a number and a space first, received {line[:60]!r}"
+        elif count not in (1, expected):
+            problem = f"numbered {count}, expected {expected}, or 1 where a dialogue starts"
+        wrong = match and _add_line(line[match.end() :], dialogues[-1])
+        problems += [f"{file.path}:{number}: {each}" for each in (problem or wrong,) if each]
+        expected = count + 1
+    problems += [
+        f"{file.path}:{dialogue.line}: the dialogue that starts here has no exchange"
+        for dialogue in dialogues
+        if not dialogue.turns
+    ]
+    if problems:
+        raise DataError("lines that do not follow the PersonaChat format:\n" + listed(problems))
+    return dialogues
+
+
+def _add_line(text: str, dialogue: Dialogue) -> str | None:
+    """Add a persona or an exchange to a dialogue; return what is wrong with it."""
+    for mark, owner in ((OWN, "persona"), (PARTNER, "partner_persona")):
+        if text.startswith(mark):
+            persona = text.removeprefix(mark).strip()
+            setattr(dialogue, owner, (*getattr(dialogue, owner), persona))
+            if dialogue.turns:
+                return "a persona after an exchange; personas come first in a dialogue"
+            return None if persona else "the persona is empty"
+    fields = [part.strip() for part in text.split("\t")]
+    said, reply = fields[0], fields[1] if len(fields) > 1 else ""
+    # An exchange is kept even where it is malformed, so that its dialogue is not reported a second
+    # time.
+    dialogue.turns += (said, reply)
+    candidates = [each.strip() for each in fields[3].split("|")] if fields[3:4] > [""] else []
+    dialogue.candidates += len(candidates)
+    wrong = {
+        f"expected an utterance, a tab and a reply, received no tab: {text[:60]!r}": not fields[1:],
+        f"{len(fields)} columns, expected utterance, reply, reward and candidates": fields[4:],
+        "the utterance is empty": not said,
+        "the reply is empty": not reply,
+        f"the reply is not among its {len(candidates)} candidates": (
+            candidates and reply not in candidates
+        ),
+    }
+    return next((what for what, holds in wrong.items() if holds), None)
+
+
+PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
+    "dailydialog": parse_dailydialog,
+    "personachat": parse_personachat,
+}
+
+
+def _read_hub(rows: Any, where: str) -> Dialogues:
+    table = hub_table(rows, where)
+    column = next((name for name in HUB_COLUMNS if name in table.names), None)
+    if column is None:
+        raise DataError(
+            f"{where}: no column of utterances named {', '.join(HUB_COLUMNS)}; it has"
+            f" {', '.join(table.names)}"
+        )
+    held = table.column(table.names.index(column))
+    dialogues = [tuple(str(turn).strip() for turn in turns) for turns in held]
     problems = [
         f"{where} row {number}: an utterance is empty, or there is none"
         for number, turns in enumerate(dialogues)
@@ -172,8 +275,6 @@ def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
 def read_synonyms(path: Path) -> dict[str, str]:
     """Read words of equal meaning, one group a line, separated by spaces: the first word names its
     group."""
-    if not path.exists():
-        raise missing_file(path)
     names: dict[str, str] = {}
     problems = []
     for number, line in read_text(path).lines():

@@ -1,39 +1,103 @@
-"""Labelled texts of every split, from tables, folders by class or the hub, and their token ids."""
+"""Labelled texts of every split: which columns of a table hold the label and the text, and their rows.
+
+The first line of a csv or tsv is a header where it holds the names that were asked for, or else a
+name of `LABEL_NAMES` and one of `TEXT_NAMES`, in any case; where it holds but one of them and one
+other column, ids aside, that is the other. Without a header the label is the first column; the
+text is the last one of a tsv and every column after the label of a csv, joined by a space, as in
+the releases of Zhang et al. 2015 (AG News, DBpedia, Yahoo, Yelp, Amazon: class, title, text).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal
 
-from wellposed.errors import ConfigError, DataError, listed
-from wellposed.tasks.data.columns import TableOptions
-from wellposed.tasks.data.files import describe_file, read_text
-from wellposed.tasks.data.splits import cut_missing, load_splits, refuse_split_files
-from wellposed.tasks.data.tables import (
-    SUFFIXES,
-    LabelledTexts,
-    read_parquet,
+from wellposed.errors import ConfigError, DataError, listed, nearest_names
+from wellposed.tasks.data.files import (
+    TABLE_SUFFIXES,
+    Table,
+    hub_table,
+    is_named,
+    not_text,
     read_table,
-    table_from_hub,
+    read_text,
 )
-from wellposed.tasks.data.text_folders import has_class_folders, read_text_folders
-from wellposed.tasks.task import SPLITS, Split
+from wellposed.tasks.data.splits import (
+    Split,
+    cut_missing,
+    find_split_folders,
+    load_splits,
+    refuse_split_files,
+)
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+LABEL_NAMES = (
+    *("label", "labels", "target", "class", "sentiment", "category", "class index", "topic"),
+)
+TEXT_NAMES = (
+    *(("text",), ("sentence",), ("source",), ("review",), ("title", "description")),
+    *(("title", "content"), ("title", "body")),
+    ("question_title", "question_content", "best_answer"),
+    *(("content",), ("document",), ("headline",), ("body",)),
+)
+"""The first of these that a header holds whole is the text."""
+AUTO, SHOWN = "auto", 60
+UNLABELLED = "unsup"
+"""The class of the release of IMDb that has no label."""
+MAX_DIGITS = 4000
+"""Python reads no whole number of more digits than some 4,300; longer labels sort as texts."""
+logger = logging.getLogger("wellposed.tasks")
 
-    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
+
+@dataclass(frozen=True)
+class TableOptions:
+    """How a table is read."""
+
+    label_column: str = AUTO
+    text_column: str = AUTO
+    header: Literal["auto", "yes", "no"] = "auto"
+    quoting: Literal["auto", "csv", "none"] = "auto"
+    pairs: bool = False
+    """Whether two text columns are the two texts of a pair; they are joined by a space where
+    not."""
 
 
-class TextOptions(Protocol):
-    """The options of a task that say how many tokens of a text are kept."""
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with their labels."""
 
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def overflow(self) -> str: ...
+    path: str
+    texts: Sequence[str]
+    labels: Sequence[str]
+    places: Sequence[int] | Sequence[str]
+    """The line of ``path`` that each text starts at; or its file below ``path``."""
+    columns: str
+    """How label and text were found, for the description."""
+    pairs: Sequence[tuple[str, str]] | None = None
+    """The two texts of each row, where they are a pair; `texts` holds them joined."""
+    advice: str = ""
+    """What to do where the labels turn out to be none."""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def where(self, index: int) -> str:
+        """Return file:line of a text, or its file."""
+        place = self.places[index]
+        return f"{self.path}/{place}" if isinstance(place, str) else f"{self.path}:{place}"
+
+    def select(self, indices: Sequence[int]) -> LabelledTexts:
+        """Return the texts at ``indices``."""
+        chosen: list[Any] = [
+            column and [column[i] for i in indices]
+            for column in (self.texts, self.labels, self.places, self.pairs)
+        ]
+        return LabelledTexts(self.path, *chosen[:3], self.columns, chosen[3], self.advice)
 
 
 def load_labelled(
@@ -41,132 +105,339 @@ def load_labelled(
 ) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
     """Read the labelled texts of the splits, cut missing ones from train, and describe where they
     came from."""
-    table_options = table or TableOptions()
+    options = table or TableOptions()
 
     def read_file(path: Path) -> tuple[LabelledTexts, dict[str, Any]]:
-        if path.suffix == ".parquet":
-            read = read_parquet(path, table_options)
-            return read, describe_file(path) | {"columns": read.columns}
-        file = read_text(path)
-        read = read_table(file, table_options)
-        return read, file.description() | {"columns": read.columns}
+        found, described = read_table(
+            path, quoting=options.quoting, has_header=lambda first: is_header(first, options)
+        )
+        texts = label_rows(found, options, join=is_named(path, ".csv"))
+        logger.info("%s: %s", path, texts.columns)
+        return texts, described | {"columns": texts.columns}
 
-    if data == "builtin":
-        raise no_builtin_data()
     if not data.startswith("hf:") and has_class_folders(data):
         refuse_split_files(
             "folders of texts by class bring their own splits", valid=valid, test=test
         )
-        tables, found = read_text_folders(data)
-        described = {"source": data, **found}
+        tables, described = _read_folders(data)
     else:
         tables, described = load_splits(
             data,
             valid=valid,
             test=test,
-            suffixes=SUFFIXES,
+            suffixes=TABLE_SUFFIXES,
             read_file=read_file,
-            read_hub=lambda rows, where: table_from_hub(rows, where, table_options),
+            read_hub=lambda rows, where: label_rows(hub_table(rows, where), options),
         )
     tables, cut = cut_missing(tables, tables["train"].path)
     return tables, described | cut
 
 
-def no_builtin_data() -> ConfigError:
-    """Build the error for ``data='builtin'`` where a task has none."""
-    return ConfigError(
-        "data = 'builtin': this task has no built-in data; give a file, a folder or"
-        " hf:name[:config]"
+def is_header(first: Sequence[str], options: TableOptions) -> bool:
+    """Return whether the first row of a table names its columns."""
+    asked = (options.label_column, options.text_column)
+    names = [name for name in asked if name != AUTO and not _numbers(name)]
+    if names and options.header == "no":
+        raise ConfigError(
+            f"columns {', '.join(names)} are names, and header is 'no'; give numbers from 0"
+        )
+    if options.header != "auto":
+        return options.header == "yes"
+    return bool(names) or (AUTO in asked and None not in _named(first, options))
+
+
+def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> LabelledTexts:
+    """Return the labelled texts of a table, or raise naming every row that cannot be used.
+
+    ``join`` says whether the text of a table without a header is every column after the label, not
+    the last one alone.
+    """
+    label, text = _choose(table, options, join=join)
+    if table.first and options.header == "auto":
+        _refuse_unseen_header(table)
+    labels, problems = _labels(table, label)
+    parts = []
+    for place in text:
+        values, wrong = table.texts(place)
+        parts.append(values)
+        problems += wrong
+    table.refuse(problems)
+    rows = list(zip(*parts, strict=True))
+    return LabelledTexts(
+        table.where,
+        [join_text(row) for row in rows],
+        labels,
+        table.places,
+        _describe(table, label, text, options),
+        [(row[0], row[1]) for row in rows] if options.pairs and len(text) == 2 else None,
+        _advice(table, label, text),
     )
 
 
-def encode_labelled(
-    encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: TextOptions, *, noun: str
-) -> tuple[dict[Split, Encoded], dict[str, Any]]:
-    """Return the token ids of every text, cut or refused as ``options`` say, and what was cut,
-    unknown or repeated."""
-    ids: dict[Split, Encoded] = {}
-    truncated, unknown = {}, {}
-    for split in SPLITS:
-        encoded = _encode_table(encoder, tables[split], options.max_length)
-        _refuse_empty(tables[split], encoded.full_lengths)
-        if options.overflow == "error":
-            remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
-            refuse_longer(tables[split], encoded.full_lengths, options.max_length, remedy)
-        truncated[split] = sum(length > options.max_length for length in encoded.full_lengths)
-        unknown[split] = encoded.unknown_description()
-        ids[split] = encoded
-    seen = set(tables["train"].texts)
-    return ids, {
-        "max_length": options.max_length,
-        "overflow": options.overflow,
-        f"truncated_{noun}": truncated,
-        "unknown_pieces": unknown,
-        f"{noun}_also_in_train": {
-            split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]
-        },
+def join_text(parts: Sequence[str]) -> str:
+    """Join the parts of a text that are not blank by one space; a single part stays as it is.
+
+    >>> join_text(["Oil rises", " ", "Prices rose."]), join_text([" as it is "])
+    ('Oil rises Prices rose.', ' as it is ')
+    """
+    return parts[0] if len(parts) == 1 else " ".join(part for part in parts if part.strip())
+
+
+def text_rows(table: Table, options: TableOptions) -> list[tuple[str, ...]]:
+    """Return the parts of the text of each row of a table that need not have labels."""
+    text = _named(table.names, options)[1]
+    if text is None:
+        raise _no_column(table, {"text": options.text_column})
+    return list(zip(*(table.strings(table.names[place]) for place in text), strict=True))
+
+
+def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tuple[int, ...]]:
+    """Return the columns of the label and of the parts of the text."""
+    count = len(table.names)
+    if count < 2:
+        table.refuse()
+        raise DataError(
+            f"{table.where}:1: one column, expected a label and a text; is the delimiter of the"
+            " file its ending's?"
+        )
+    label, text = _named(table.names, options)
+    if table.first:
+        label = 0 if label is None else label
+        after = tuple(range(label + 1, count))
+        text = text or (after if join and after else (count - 1,))
+    if label is None or text is None:
+        table.refuse()
+        missing = {"label": options.label_column} if label is None else {}
+        raise _no_column(table, missing | ({"text": options.text_column} if text is None else {}))
+    problems = [
+        f"{table.where}:1: {role}_column = {place}, expected a number below {count}, the number of"
+        " columns"
+        for role, places in (("label", (label,)), ("text", text))
+        for place in places
+        if place >= count
+    ]
+    if label in text:
+        problems.append(f"{table.where}:1: label and text are both column {label}")
+    if problems:
+        raise DataError("the columns cannot be used:\n" + listed(problems))
+    return label, text
+
+
+def _named(
+    names: Sequence[str], options: TableOptions
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return the columns that are asked for by number or name, or named as usual, where there
+    are."""
+    folded = [name.strip().lower() for name in names]
+
+    def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
+        if column == AUTO:
+            usual = next((each for each in known if all(name in folded for name in each)), None)
+            return usual and tuple(map(folded.index, usual))
+        if column in names:
+            return (list(names).index(column),)
+        parts = [part.strip() for part in column.split(",")]
+        if numbers := _numbers(column):
+            return numbers
+        return tuple(map(list(names).index, parts)) if set(parts) <= set(names) else None
+
+    label = places(options.label_column, [(name,) for name in LABEL_NAMES])
+    one = label[0] if label and len(label) == 1 else None
+    return one, places(options.text_column, TEXT_NAMES)
+
+
+def _numbers(column: str) -> tuple[int, ...]:
+    """Return the positions that ``column`` gives as numbers between commas, or nothing."""
+    parts = [part.strip() for part in column.split(",")]
+    whole = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
+    return tuple(map(int, parts)) if whole else ()
+
+
+def _labels(table: Table, number: int) -> tuple[list[str], list[str]]:
+    """Return the labels as texts, and a line for each row without one."""
+    name, labels, problems = table.names[number], [], []
+    for place, value in zip(table.places, table.column(number), strict=True):
+        problem = None
+        if isinstance(value, bool | int | float):
+            value = json.dumps(value)
+        elif value is None:
+            problem = "the row has no label"
+        elif (problem := not_text(value, name)) is None and not value.strip():
+            problem = "the label is empty"
+        labels.append(value)
+        problems += [f"{table.where}:{place}: {problem}"] if problem else []
+    return labels, problems
+
+
+def _describe(table: Table, label: int, text: Sequence[int], options: TableOptions) -> str:
+    """Return what was taken for the label and the text, and what was not read."""
+    shown = table.names if table.first else list(map(repr, table.names))
+    unread = [name for place, name in enumerate(shown) if place != label and place not in text]
+    what = ""
+    if len(text) > 1:
+        what = " as a pair" if options.pairs and len(text) == 2 else " joined by a space"
+    if not table.first:
+        described = f"header, label {shown[label]}, text {' + '.join(shown[i] for i in text)}{what}"
+        return described + (f"; not read: {', '.join(unread)}" if unread else "")
+    columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))
+    described = f"no header, label in column {label}, text in {columns}{what}"
+    return described + (f"; not read: column {', '.join(unread)}" if unread else "")
+
+
+def _advice(table: Table, label: int, text: Sequence[int]) -> str:
+    """Return which column to give as the label, where another one repeats itself more."""
+    counts = {
+        number: len(set(map(str, table.column(number))))
+        for number in range(len(table.names))
+        if number != label
     }
+    best = min(counts, key=counts.__getitem__)
+    rows = len(table.places)
+    if not 1 < counts[best] <= rows // 2:
+        return "name it with label_column=NAME, or give its number from 0"
+    remedy = f"give label_column={_typed(table.names[best])} ({counts[best]} different values)"
+    if best in text:
+        return remedy + f" and text_column={_typed(table.names[label])}"
+    return remedy
 
 
-def _encode_table(encoder: TextEncoder, table: LabelledTexts, max_length: int) -> Encoded:
-    from wellposed.tasks.text.pretrained import PretrainedEncoder
-
-    if table.pairs is not None and isinstance(encoder, PretrainedEncoder):
-        return encoder.encode_pairs(table.pairs, max_length=max_length)
-    return encoder.encode(table.texts, max_length=max_length)
+def _typed(name: str) -> str:
+    return repr(name) if " " in name else name
 
 
-def _refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:
-    problems = [
-        f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0
-    ]
-    if problems:
-        raise DataError(
-            "rows without a token cannot be classified; correct or remove them:\n"
-            + listed(problems)
+def _refuse_unseen_header(table: Table) -> None:
+    """Refuse a first row that looks like a header of unknown names: its value is empty, or alone in
+    being seen once in its column."""
+    kept = {number: list(table.column(number)) for number in range(len(table.first))}
+    for number, values in kept.items():
+        counts = Counter(values)
+        others = [count for value, count in counts.items() if value != values[0]]
+        if values and counts[values[0]] == 1 and others and min(others) > 1:
+            text = max(
+                (place for place in kept if place != number),
+                key=lambda place: sum(map(len, kept[place])),
+            )
+            raise DataError(
+                f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
+                f" {values[0]!r}: {list(table.first)}; give label_column={_typed(values[0])}"
+                f" text_column={_typed(table.first[text])}, or give header='no'"
+            )
+
+
+def _no_column(table: Table, missing: dict[str, str]) -> DataError:
+    problems = []
+    shown = [name[:SHOWN] for name in table.names]
+    for role, column in missing.items():
+        known = " or ".join(LABEL_NAMES if role == "label" else map(" + ".join, TEXT_NAMES))
+        absent = [part for part in map(str.strip, column.split(",")) if part not in table.names]
+        near = "; ".join(
+            f"{part[:SHOWN]!r} (nearest: {', '.join(nearest_names(part, shown))})"
+            for part in absent
         )
+        wanted = f"named {known}" if column == AUTO else near
+        problems.append(f"{table.where}:1: no {role} column {wanted}; give {role}_column=NAME")
+    return DataError(f"the header {shown} lacks a column:\n" + listed(problems))
 
 
-def refuse_longer(
-    table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str
-) -> None:
-    """Raise `DataError` naming every row with more than ``max_length`` tokens."""
-    problems = [
-        f"{table.where(i)}: {length} tokens"
-        for i, length in enumerate(lengths)
-        if length > max_length
-    ]
-    if problems:
+def has_class_folders(data: str) -> bool:
+    """Return whether ``data/train`` holds folders; a path inside such a folder is refused, saying
+    which to give."""
+    root = Path(data)
+    train = root / "train"
+    if train.is_dir():
+        return any(entry.is_dir() for entry in train.iterdir())
+    for split in (root, root.parent):
+        inside = split.name == "train" and root.is_dir() and any(split.glob("*/*.txt"))
+        if inside and not any(root.glob("*train*")):
+            raise DataError(
+                f"{root}: is part of a folder of texts by class, expected the folder that holds"
+                f" train; give {split.parent}"
+            )
+    return False
+
+
+def _read_folders(data: str) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
+    """Read ``<split>/<class>/<name>.txt``, as the release of IMDb; `UNLABELLED` is left out and
+    described."""
+    folders = find_split_folders(Path(data))
+    tables: dict[Split, LabelledTexts] = {}
+    files: dict[Split, dict[str, Any]] = {}
+    for split, folder in folders.items():
+        tables[split], files[split] = _read_class_folder(folder)
+    left_out = [f"{f.name}/{UNLABELLED}" for f in folders.values() if (f / UNLABELLED).is_dir()]
+    return tables, {"source": data, "files": files, "left_out_without_label": left_out}
+
+
+def _read_class_folder(folder: Path) -> tuple[LabelledTexts, dict[str, Any]]:
+    texts: list[str] = []
+    labels: list[str] = []
+    files: list[str] = []
+    problems: list[str] = []
+    digest = hashlib.sha256()
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    for name in classes:
+        paths = sorted((folder / name).glob("*.txt")) if name != UNLABELLED else []
+        problems += [] if paths or name == UNLABELLED else [f"{folder / name}: no .txt file"]
+        for path in paths:
+            stored = path.read_bytes()
+            digest.update(stored)
+            try:
+                texts.append(stored.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                byte = f"byte 0x{stored[error.start]:02x} at offset {error.start}"
+                problems.append(f"{path}: not UTF-8: {byte}")
+            labels.append(name)
+            files.append(f"{name}/{path.name}")
+    if problems or not files:
         raise DataError(
-            f"rows with more than max_length = {max_length} tokens; {remedy}:\n" + listed(problems)
+            f"{folder}: expected a folder of .txt files for each class:\n"
+            + listed(problems or ["no class"])
         )
+    columns = "one folder a class, one file a text"
+    described = {"path": str(folder), "files": len(files), "sha256": digest.hexdigest()}
+    table = LabelledTexts(str(folder), texts, labels, files, columns)
+    return table, {**described, "columns": columns}
+
+
+def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of ``labels`` and, for the description, where they are from.
+
+    Names are ``given`` between commas; for ``auto``, line n of ``classes.txt`` beside the train
+    file, as in the releases of Zhang et al. 2015, names label n, from 1; where a label of train is
+    not one of its lines, the file is not used and the description says so.
+    """
+    if given != AUTO:
+        names = [name.strip() for name in given.split(",")]
+        if len(names) != len(labels) or len(set(names)) != len(names) or not all(names):
+            raise ConfigError(
+                f"class_names = {given!r}: {len(names)} names, expected {len(labels)} distinct"
+                f" ones, between commas, for the labels of {train} in this order:"
+                f" {', '.join(labels)}"
+            )
+        return names, {"class_names": dict(zip(labels, names, strict=True))}
+    file = Path(train).parent / "classes.txt"
+    if not Path(train).is_file() or not file.is_file():
+        return list(labels), {}
+    read = read_text(file)
+    lines = read.text.strip().split("\n")
+    known = {str(number): name.strip() for number, name in enumerate(lines, 1)}
+    if len(set(known.values())) != len(known) or not set(labels) <= set(known):
+        reason = (
+            f"labels are {', '.join(labels[:10])}, expected some of 1 to {len(known)}, each with a"
+            " name of its own"
+        )
+        return list(labels), {"class_names": f"{file} not used: {reason}"}
+    return [known[label] for label in labels], {"class_names": read.description()}
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:
-    """Return the distinct labels, as numbers in order if all are whole numbers."""
-    distinct = set(labels)
-    if all(
-        label.removeprefix("-").isascii() and label.removeprefix("-").isdigit()
-        for label in distinct
-    ):
-        return sorted(distinct, key=lambda label: (int(label), label))
-    return sorted(distinct)
+    """Return the distinct labels, as numbers in order if all are whole numbers.
 
-
-def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
-    """Return each row's index into ``known``, or raise naming every row whose label is not
-    there."""
-    import numpy as np
-
-    index = {label: number for number, label in enumerate(known)}
-    problems = [
-        f"{table.where(i)}: label {label!r}"
-        for i, label in enumerate(table.labels)
-        if label not in index
-    ]
-    if problems:
-        raise DataError(
-            f"{split} has labels that train does not have; known: {', '.join(map(repr, known))}; "
-            "correct the rows, or give another train file:\n" + listed(problems)
-        )
-    return np.array([index[label] for label in table.labels], dtype=np.int64)
+    >>> sorted_labels(["10", "-1", "2", "2"])
+    ['-1', '2', '10']
+    """
+    distinct = sorted(set(labels))
+    digits = [label.removeprefix("-") for label in distinct]
+    if all(each.isascii() and each.isdigit() and len(each) < MAX_DIGITS for each in digits):
+        return sorted(distinct, key=int)
+    return distinct

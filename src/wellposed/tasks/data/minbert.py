@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError, DataError, listed, missing_extra
-from wellposed.tasks.data.files import TextFile, missing_file, read_text
-from wellposed.tasks.data.tables import quoted_rows
+from wellposed.tasks.data.files import TextFile, missing_file, quoted_rows, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +125,7 @@ def _read_set(form: SetFormat, train: Sequence[Path], valid: Sequence[Path]) -> 
 
 def _parse(file: TextFile, form: SetFormat) -> Rows:
     remedy = "a quote is not closed or not doubled"
-    rows = quoted_rows(file, "\t", what="tab-separated values", remedy=remedy)
+    rows = quoted_rows(file, "\t", remedy=remedy)
     _, header = next(rows)
     columns = _columns(file.path, header, form)
     sentences: list[tuple[str, ...]] = []

@@ -4,14 +4,12 @@
 Rules, in full:
 
 - In a folder, a file ``STEM.LANGUAGE`` or ``STEM.LANGUAGE.gz`` belongs to the split whose word
-stands in STEM (train;
-  valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``, ``val.de``,
-  ``train.de-en.en``. Both languages of a pair have the same STEM, and line i of one is the
-  translation of line i of the other.
-- Where a folder holds no such file, its ``train.tsv`` and the files beside it are read. A header
-names the languages;
-  without one ``columns`` names them in order. A ``.jsonl``, ``.json`` or ``.parquet`` file has a
-  column a language, or one column ``translation`` of objects by language.
+  stands in STEM (train; valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``,
+  ``val.de``, ``train.de-en.en``. Both languages of a pair have the same STEM, and line i of one is
+  the translation of line i of the other.
+- Where a folder holds no such file, its train file of columns and the files beside it are read. A
+  header names the languages; without one ``columns`` names them in order. Objects have a key a
+  language, or one key ``translation`` of objects by language.
 - Line feeds end lines. A pair with an empty side, or files of different length, are refused, never
   repaired.
 """
@@ -20,15 +18,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
-from wellposed.tasks.data import column_files
-from wellposed.tasks.data.files import TextFile, missing_file, read_text
-from wellposed.tasks.data.splits import SPLIT_WORDS, cut_missing, load_hub_split, load_splits
-from wellposed.tasks.task import SPLITS, Split
+from wellposed.tasks.data.files import (
+    TABLE_SUFFIXES,
+    Table,
+    hub_table,
+    missing_file,
+    objects_column,
+    read_table,
+    read_text,
+)
+from wellposed.tasks.data.splits import (
+    SPLIT_WORDS,
+    SPLITS,
+    Split,
+    cut_missing,
+    load_hub_split,
+    load_splits,
+)
 
 WORDS: dict[Split, tuple[str, ...]] = {
     "train": SPLIT_WORDS["train"],
@@ -36,17 +47,23 @@ WORDS: dict[Split, tuple[str, ...]] = {
     "test": (*SPLIT_WORDS["test"], "tst", "newstest"),
 }
 MIN_PAIRS_TO_CUT = 40
+NO_LANGUAGES = ("tsv", "csv", "json", "jsonl", "parquet", "md")
 
 
 @dataclass(frozen=True)
 class Languages:
     """What a user says about the pair: languages, the test set where a folder has several, the
-    columns of a TSV."""
+    columns of a file without a header."""
 
     src: str
     tgt: str
     test_set: str | None = None
     columns: str | None = None
+
+    @property
+    def both(self) -> tuple[str, str]:
+        """Source and target."""
+        return self.src, self.tgt
 
 
 @dataclass(frozen=True)
@@ -67,13 +84,13 @@ class ParallelTexts:
 
     def select(self, indices: Sequence[int]) -> ParallelTexts:
         """Return the pairs at ``indices``."""
-        picked = [[column[i] for i in indices] for column in (self.source, self.target)]
-        return ParallelTexts(picked[0], picked[1], self.paths, [self.lines[i] for i in indices])
+        source, target = ([column[i] for i in indices] for column in (self.source, self.target))
+        return ParallelTexts(source, target, self.paths, [self.lines[i] for i in indices])
 
     def lowercased(self) -> ParallelTexts:
         """Return both sides in lower case."""
-        lowered = [[text.lower() for text in column] for column in (self.source, self.target)]
-        return ParallelTexts(lowered[0], lowered[1], self.paths, self.lines)
+        source, target = ([text.lower() for text in side] for side in (self.source, self.target))
+        return replace(self, source=source, target=target)
 
 
 def load_parallel(
@@ -94,9 +111,9 @@ def load_parallel(
     else:
         pairs, described = load_splits(
             data,
-            suffixes=(".tsv", *column_files.SUFFIXES),
+            suffixes=TABLE_SUFFIXES,
             read_file=lambda path: _read_file(path, languages),
-            read_hub=lambda rows, where: _read_hub(rows, where, languages),
+            read_hub=lambda rows, where: _pairs(hub_table(rows, where), languages),
         )
     if test is not None:
         pairs["test"], described["test"] = _load_test(test, languages)
@@ -104,7 +121,7 @@ def load_parallel(
         _refuse_empty(texts)
     where, remedy = pairs["train"].paths[0], "put files of these splits beside it"
     pairs, cut = cut_missing(pairs, where, noun="pairs", at_least=MIN_PAIRS_TO_CUT, remedy=remedy)
-    return pairs, {**described, "languages": [languages.src, languages.tgt], **cut}
+    return pairs, {**described, "languages": list(languages.both), **cut}
 
 
 def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, Path]]:
@@ -115,28 +132,20 @@ def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, 
     if root.is_file():
         return _stems_of_file(root, languages)
     found: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
-    for path in sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name)):
+    plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
+    for path in plain_first:
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
         split = _split_of(stem)
-        if (
-            path.is_file()
-            and stem
-            and split
-            and language not in ("tsv", "csv", "json", "jsonl", "parquet", "md")
-        ):
-            found[split].setdefault(stem, {}).setdefault(
-                language, path
-            )  # a plain file before its .gz
+        if path.is_file() and stem and split and language not in NO_LANGUAGES:
+            found[split].setdefault(stem, {}).setdefault(language, path)
     names = {language for stems in found.values() for files in stems.values() for language in files}
-    if not names & {languages.src, languages.tgt}:
+    if not names & set(languages.both):
         if names:
             raise _no_language(root, found["train"], languages)
         return {}
     chosen: dict[Split, tuple[Path, Path]] = {}
     for split, stems in found.items():
-        complete = {
-            s: files for s, files in stems.items() if {languages.src, languages.tgt} <= set(files)
-        }
+        complete = {stem: files for stem, files in stems.items() if set(languages.both) <= {*files}}
         if split == "train" and not complete:
             raise _no_language(root, stems, languages)
         stem = _one_stem(root, split, list(complete), languages.test_set)
@@ -149,8 +158,8 @@ def _load_test(test: str, languages: Languages) -> tuple[ParallelTexts, dict[str
     """Return the pairs of a test set that lies elsewhere, and the description of where they came
     from."""
     if test.startswith("hf:"):
-        rows = load_hub_split(test, "test")
-        return _read_hub(rows, f"{test} (test)", languages), {"source": test, "rows": len(rows)}
+        table = hub_table(load_hub_split(test, "test"), f"{test} (test)")
+        return _pairs(table, languages), {"source": test, "rows": len(table.places)}
     path = Path(test)
     if not path.is_file():
         raise missing_file(path)
@@ -161,14 +170,13 @@ def _load_test(test: str, languages: Languages) -> tuple[ParallelTexts, dict[str
 
 
 def _stems_of_file(path: Path, languages: Languages) -> dict[Split, tuple[Path, Path]]:
-    """Return the pair of files that a file of one of the languages belongs to; a TSV belongs to
-    none."""
-    plain = path.name.removesuffix(".gz")
-    stem, _, language = plain.rpartition(".")
-    if language not in (languages.src, languages.tgt):
+    """Return the pair of files that a file of one of the languages belongs to; a file of columns
+    belongs to none."""
+    stem, _, language = path.name.removesuffix(".gz").rpartition(".")
+    if language not in languages.both:
         return {}
     pair = []
-    for wanted in (languages.src, languages.tgt):
+    for wanted in languages.both:
         options = [path.parent / f"{stem}.{wanted}{ending}" for ending in ("", ".gz")]
         pair.append(next((option for option in options if option.is_file()), options[0]))
         if not pair[-1].is_file():
@@ -188,24 +196,20 @@ def _split_of(stem: str) -> Split | None:
 
 def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) -> str | None:
     if split == "test" and test_set is not None:
-        matching = [stem for stem in stems if stem == test_set] or [
-            stem for stem in stems if test_set in stem
-        ]
+        exact = [stem for stem in stems if stem == test_set]
+        matching = exact or [stem for stem in stems if test_set in stem]
         if len(matching) != 1:
-            what = "no test set" if not matching else f"{len(matching)} test sets"
+            what = f"{len(matching)} test sets" if matching else "no test set"
             held = ", ".join(matching or stems) or "no test set of both languages"
             raise ConfigError(
                 f"{root}: test_set = {test_set!r} matches {what}; the folder holds: {held}"
             )
         return matching[0]
     if len(stems) > 1:
-        remedy = (
-            "choose one with test_set"
-            if split == "test"
-            else "give one of the files instead of the folder"
-        )
+        remedy = "give one of the files instead of the folder"
         raise DataError(
-            f"{root}: {len(stems)} files could be the {split} split; {remedy}:\n"
+            f"{root}: {len(stems)} files could be the {split} split;"
+            f" {'choose one with test_set' if split == 'test' else remedy}:\n"
             + listed(sorted(stems))
         )
     return stems[0] if stems else None
@@ -216,19 +220,19 @@ def _no_language(
 ) -> DataError:
     """Build the error for languages without a train file; those that exist are named."""
     exist = sorted({language for files in train.values() for language in files})
-    lacking = [language for language in (languages.src, languages.tgt) if language not in exist]
+    lacking = [language for language in languages.both if language not in exist]
     if not lacking:
         stems = ", ".join(f"{stem} ({', '.join(sorted(files))})" for stem, files in train.items())
         return DataError(
             f"{root}: no train file has both {languages.src} and {languages.tgt}; found: {stems}"
         )
-    near = {language: nearest_names(language, exist, count=1) for language in lacking}
-    hints = ", ".join(
-        f"{language!r} (nearest: {near[language][0]})" if near[language] else language
-        for language in near
-    )
+    hints = [
+        f"{language!r} (nearest: {near[0]})" if near else language
+        for language in lacking
+        if (near := nearest_names(language, exist, count=1)) is not None
+    ]
     return DataError(
-        f"{root}: no train file for language {hints}; languages that exist there:"
+        f"{root}: no train file for language {', '.join(hints)}; languages that exist there:"
         f" {', '.join(exist) or 'none'}"
     )
 
@@ -242,11 +246,10 @@ def _from_stems(
         both = [read_text(path) for path in paths]
         source, target = ([line for _, line in file.lines()] for file in both)
         _refuse_unequal(paths, source, target)
-        pairs[split] = ParallelTexts(
-            source, target, (str(paths[0]), str(paths[1])), range(1, len(source) + 1)
-        )
-        named = zip((languages.src, languages.tgt), both, strict=True)
-        files[split] = {language: file.description() for language, file in named}
+        named = (str(paths[0]), str(paths[1]))
+        pairs[split] = ParallelTexts(source, target, named, range(1, len(source) + 1))
+        described = [file.description() for file in both]
+        files[split] = dict(zip(languages.both, described, strict=True))
     return pairs, {"source": data, "files": files}
 
 
@@ -264,75 +267,57 @@ def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[st
 
 
 def _read_file(path: Path, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
-    if not column_files.has_columns(path):
-        return _read_tsv(read_text(path), languages)
-    rows, described = column_files.read_columns(path)
-    return _read_hub(rows, str(path), languages), described | {
-        "columns": f"{languages.src},{languages.tgt}"
-    }
+    wanted = set(languages.both)
+    table, described = read_table(path, has_header=lambda first: wanted <= {*map(_plain, first)})
+    names, how = ",".join(map(_plain, table.names)), "header"
+    if table.first:
+        names, how = _given_names(table, languages), "given"
+        table = replace(table, names=tuple(map(str.strip, names.split(","))))
+    described["columns"] = f"{names} ({how})"
+    return _pairs(table, languages), described
 
 
-def _read_tsv(file: TextFile, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
-    rows = [(number, line.split("\t")) for number, line in file.lines()]
-    names, how = _column_names(file, rows[0][1], languages)
-    if how == "header":
-        rows = rows[1:]
-    bad = [
-        f"{file.path}:{number}: {len(row)} columns"
-        for number, row in rows
-        if len(row) != len(names)
-    ]
-    if bad:
-        raise DataError(
-            f"rows with another number of columns than the {len(names)} of"
-            f" {','.join(names)}:\n{listed(bad)}"
-        )
-    source, target = (names.index(language) for language in (languages.src, languages.tgt))
-    path = str(file.path)
-    texts = ParallelTexts(
-        [row[source] for _, row in rows],
-        [row[target] for _, row in rows],
-        (path, path),
-        [number for number, _ in rows],
-    )
-    return texts, file.description() | {"columns": f"{','.join(names)} ({how})"}
+def _plain(name: str) -> str:
+    return name.strip().lower()
 
 
-def _column_names(file: TextFile, first: list[str], languages: Languages) -> tuple[list[str], str]:
-    header = [cell.strip().lower() for cell in first]
-    if {languages.src, languages.tgt} <= set(header):
-        return header, "header"
+def _given_names(table: Table, languages: Languages) -> str:
+    """Return the names that the user gives to the columns of a file without a header."""
     if languages.columns is None:
         raise ConfigError(
-            f"{file.path}:1: no header names {languages.src} and {languages.tgt} (the line has"
-            f" {len(first)} columns: {' | '.join(cell[:30] for cell in first)}); name the columns"
-            f" in order, as columns={languages.src},{languages.tgt}; a column that is not used may"
-            " have any name"
+            f"{table.where}:1: no header names {languages.src} and {languages.tgt} (the line has"
+            f" {len(table.first)} columns: {' | '.join(cell[:30] for cell in table.first)}); name"
+            f" the columns in order, as columns={languages.src},{languages.tgt}; a column that is"
+            " not used may have any name"
         )
-    names = [name.strip() for name in languages.columns.split(",")]
-    lacking = [
-        language for language in (languages.src, languages.tgt) if names.count(language) != 1
-    ]
+    names = list(map(str.strip, languages.columns.split(",")))
+    lacking = [language for language in languages.both if names.count(language) != 1]
     if lacking:
         raise ConfigError(f"columns = {languages.columns!r} must hold {' and '.join(lacking)} once")
-    return names, "given"
+    if len(names) != len(table.first):
+        raise DataError(f"{table.where}:1: {len(table.first)} columns, columns names {len(names)}")
+    return languages.columns
 
 
-def _read_hub(rows: Any, where: str, languages: Languages) -> ParallelTexts:
-    """Read a column of dictionaries by language, or one column a language."""
-    wanted = (languages.src, languages.tgt)
-    nested = "translation" in rows.column_names
-    dictionaries = rows["translation"] if nested else []
-    held = sorted(dictionaries[0]) if len(dictionaries) else list(rows.column_names)
-    lacking = " and ".join(language for language in wanted if language not in held)
-    if lacking and (len(dictionaries) or not nested):
-        expected = lacking if nested else f"column 'translation', and no {lacking}"
-        raise DataError(f"{where}: no {expected}; it has {', '.join(held)}")
-    values = {
-        name: [row[name] for row in dictionaries] if nested else rows[name] for name in wanted
-    }
-    columns = [column_files.strings(where, name, column) for name, column in values.items()]
-    return ParallelTexts(columns[0], columns[1], (where, where), range(1, len(columns[0]) + 1))
+def _pairs(table: Table, languages: Languages) -> ParallelTexts:
+    """Return the columns of the languages, or those of the objects of one column
+    ``translation``."""
+    if "translation" in table.names:
+        held = table.column(table.names.index("translation"))
+        objects = [row if isinstance(row, dict) else {} for row in held]
+        names = tuple(dict.fromkeys(name for row in objects for name in row))
+        table = replace(table, names=names, column=objects_column(objects, names))
+    else:
+        plain = tuple(map(_plain, table.names))
+        table = table if set(languages.both) <= {*table.names} else replace(table, names=plain)
+    lacking = [language for language in languages.both if language not in table.names]
+    if lacking:
+        table.refuse()
+        raise DataError(
+            f"{table.where}: no {' and '.join(lacking)}; it has {', '.join(table.names)}"
+        )
+    source, target = map(table.strings, languages.both)
+    return ParallelTexts(source, target, (table.where, table.where), table.places)
 
 
 def _refuse_empty(pairs: ParallelTexts) -> None:

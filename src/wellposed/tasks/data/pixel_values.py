@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from wellposed.errors import CheckpointError, ConfigError, DataError
-from wellposed.tasks.data.images import require_pillow, to_gray
+from wellposed.tasks.data.images import Images, require_pillow, to_gray
 from wellposed.tasks.data.splits import shuffled
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from wellposed.tasks.data.image_sources import LabelledImages
 
 FORMS = "data, hf:FOLDER_OR_NAME or config:FOLDER_OR_NAME"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -50,7 +49,7 @@ def has_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
-def build_processor(name: str, train: LabelledImages, where: str) -> Any:
+def build_processor(name: str, train: Images, where: str) -> Any:
     """Return the processor that the option ``name`` describes, one of `FORMS`.
 
     hf: is read as it is. Otherwise channels have mean 0 and standard deviation 1 over the train
@@ -94,7 +93,7 @@ def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
         ) from error
 
 
-def stack_images(images: Sequence[Tensor]) -> Tensor:
+def stack_values(images: Sequence[Tensor]) -> Tensor:
     """Return one tensor (images, channels, height, width).
 
     Raises:
@@ -135,7 +134,7 @@ def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
     return (int(size[0]), int(size[1])), int(getattr(config, "num_channels", 3))
 
 
-def _common_size(train: LabelledImages, where: str) -> tuple[int, int]:
+def _common_size(train: Images, where: str) -> tuple[int, int]:
     sizes = {train.image(row).shape[:2] for row in range(len(train))}
     if len(sizes) > 1:
         shown = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:3])
@@ -147,11 +146,7 @@ def _common_size(train: LabelledImages, where: str) -> tuple[int, int]:
     return height, width
 
 
-def _measured_processor(
-    size: tuple[int, int], count: int, train: LabelledImages, where: str
-) -> Any:
-    import numpy as np
-
+def _measured_processor(size: tuple[int, int], count: int, train: Images, where: str) -> Any:
     if count not in (1, 3):
         raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
     resized = _processor(size, [0.0] * count, [1.0] * count)

@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, listed, missing_extra
 from wellposed.tasks.data.files import missing_file
-from wellposed.tasks.task import SPLITS, Split
 
+Split: TypeAlias = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
 SPLIT_WORDS: Mapping[Split, tuple[str, ...]] = {
     "train": ("train",),
     "valid": ("valid", "validation", "val", "dev"),
@@ -60,6 +61,11 @@ def load_splits(
     a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``,
     ``data`` is always a path.
     """
+    if data == "builtin":
+        raise ConfigError(
+            "data = 'builtin': this task has no built-in data; give a file, a folder or"
+            " hf:name[:config]"
+        )
     if read_hub is not None and data.startswith("hf:"):
         refuse_split_files("hf: data sets bring their own splits", valid=valid, test=test)
         hub = load_hub_dataset(data)

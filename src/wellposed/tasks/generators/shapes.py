@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from wellposed.tasks.data.images import Images
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 SHAPES = ("disc", "ring", "square", "cross")
@@ -19,8 +20,6 @@ _NOISE = 24
 def draw_shapes(count: int, size: int, seed: str) -> Images:
     """Return ``count`` noisy images of one bright shape each, the classes in turn, by (seed,
     number) alone."""
-    import numpy as np
-
     labels = np.arange(count, dtype=np.int64) % len(SHAPES)
     drawn = [
         _draw(SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}"))
@@ -30,8 +29,6 @@ def draw_shapes(count: int, size: int, seed: str) -> Images:
 
 
 def _draw(shape: str, size: int, generator: random.Random) -> NDArray[np.uint8]:
-    import numpy as np
-
     radius = generator.uniform(0.15, 0.3) * size
     centre = [generator.uniform(radius, size - radius) for _ in range(2)]
     level = generator.uniform(100, 200)

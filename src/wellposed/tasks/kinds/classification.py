@@ -1,24 +1,33 @@
-"""What the classification tasks share: token ids with one label each, accuracy, majority-class
-reference."""
+"""What the classification tasks share: one label an example, accuracy, the majority class as the
+reference; texts with labels as token ids."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key
-from wellposed.tasks.batches.rows import Rows
-from wellposed.tasks.kinds.labels import LabelTask
-from wellposed.tasks.kinds.token_task import Encoder, TokenTask
-from wellposed.tasks.task import SPLITS, Example, Kind, Split
+import numpy as np
+
+from wellposed.errors import DataError, listed
+from wellposed.tasks.batches import (
+    Ragged,
+    Rows,
+    bucketed_batches,
+    collate_classification,
+    shuffle_key,
+)
+from wellposed.tasks.data.labelled import LabelledTexts
+from wellposed.tasks.data.splits import SPLITS, Split
+from wellposed.tasks.kinds.objectives import accuracy_sums
+from wellposed.tasks.task import Encoder, Example, Kind, Task, TokenTask
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from wellposed.tasks.batches.ragged import Ragged
+    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,49 @@ class LabelledPairs(Rows[Example]):
         }
 
 
+class LabelTask(Task):
+    """A task with one label an example.
+
+    ``accuracy`` is the share of examples whose largest logit is on the label. The reference is the
+    share of the most frequent label of valid, which no constant answer beats.
+    """
+
+    headline: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    labels: tuple[str, ...]
+    """Names of the labels."""
+
+    @abstractmethod
+    def split_labels(self, split: Split) -> NDArray[np.integer]:
+        """Return the label of every example of a split, by number."""
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_labels": len(self.labels),
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: index for index, label in enumerate(self.labels)},
+        }
+
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
+        return {"accuracy": accuracy_sums(logits, batch["labels"])}
+
+    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        correct, count = totals["accuracy"]
+        return {"accuracy": correct / count}
+
+    def reference(self) -> dict[str, float]:
+        """Return the share of valid's most frequent label."""
+        counts = np.bincount(self.split_labels("valid"))
+        return {"accuracy": float(counts.max() / counts.sum())}
+
+    def label_counts(self, split: Split) -> dict[str, int]:
+        """Return how many examples of a split have each label."""
+        counts = np.bincount(self.split_labels(split), minlength=len(self.labels))
+        return dict(zip(self.labels, counts.tolist(), strict=True))
+
+
 class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask):
     """Classification of token sequences, or of pairs of them; a subclass says where the examples
     come from.
@@ -125,8 +177,6 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask)
         )
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks.batches.collate import collate_classification
-
         return collate_classification(examples, pad_id=self._encoder.pad_id)
 
     def _describe_examples(self) -> dict[str, Any]:
@@ -137,3 +187,82 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask)
             per_split["longest"][split] = examples.longest
             per_split["labels"][split] = self.label_counts(split)
         return per_split
+
+
+class TextOptions(Protocol):
+    """The options of a task that say how many tokens of a text are kept."""
+
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def overflow(self) -> str: ...
+
+
+def encode_labelled(
+    encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: TextOptions, *, noun: str
+) -> tuple[dict[Split, Encoded], dict[str, Any]]:
+    """Return the token ids of every text, cut or refused as ``options`` say, and what was cut,
+    unknown or repeated."""
+    ids: dict[Split, Encoded] = {}
+    for split, table in tables.items():
+        ids[split] = encoder.encode_table(table.texts, table.pairs, max_length=options.max_length)
+        _refuse_empty(table, ids[split].full_lengths)
+        if options.overflow == "error":
+            remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
+            refuse_longer(table, ids[split].full_lengths, options.max_length, remedy)
+    seen = set(tables["train"].texts)
+    return ids, {
+        "max_length": options.max_length,
+        "overflow": options.overflow,
+        f"truncated_{noun}": {
+            split: sum(length > options.max_length for length in encoded.full_lengths)
+            for split, encoded in ids.items()
+        },
+        "unknown_pieces": {split: encoded.unknown_description() for split, encoded in ids.items()},
+        f"{noun}_also_in_train": {
+            split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]
+        },
+    }
+
+
+def _refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:
+    problems = [
+        f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0
+    ]
+    if problems:
+        raise DataError(
+            "rows without a token cannot be classified; correct or remove them:\n"
+            + listed(problems)
+        )
+
+
+def refuse_longer(
+    table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str
+) -> None:
+    """Raise `DataError` naming every row with more than ``max_length`` tokens."""
+    problems = [
+        f"{table.where(i)}: {length} tokens"
+        for i, length in enumerate(lengths)
+        if length > max_length
+    ]
+    if problems:
+        raise DataError(
+            f"rows with more than max_length = {max_length} tokens; {remedy}:\n" + listed(problems)
+        )
+
+
+def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
+    """Return each row's index into ``known``, or raise naming every row whose label is not
+    there."""
+    index = {label: number for number, label in enumerate(known)}
+    problems = [
+        f"{table.where(i)}: label {label!r}"
+        for i, label in enumerate(table.labels)
+        if label not in index
+    ]
+    if problems:
+        raise DataError(
+            f"{split} has labels that train does not have; known: {', '.join(map(repr, known))}; "
+            "correct the rows, or give another train file:\n" + listed(problems)
+        )
+    return np.array([index[label] for label in table.labels], dtype=np.int64)

@@ -102,7 +102,7 @@ def _goes_on(each_token: Callable[[], None]) -> Callable[..., Tensor]:
 
 def pad_batch(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
     """Return input_ids and attention_mask of rows of ids."""
-    from wellposed.tasks.batches.collate import pad_inputs
+    from wellposed.tasks.batches import pad_inputs
 
     inputs = pad_inputs([{"input_ids": list(row)} for row in rows], pad_id=pad_id)
     return {name: value.to(device) for name, value in inputs.items()}

@@ -1,4 +1,5 @@
-"""What language models of characters and of words share: a text cut into blocks, nats per token."""
+"""What language models share: a text cut into blocks or lines, in which every token but the first is
+predicted exactly once; nats per token."""
 
 from __future__ import annotations
 
@@ -7,18 +8,152 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key
-from wellposed.tasks.kinds.token_task import TokenTask
-from wellposed.tasks.task import SPLITS, Example, Kind, Split
+import numpy as np
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.tasks.batches import Rows, bucketed_batches, collate_causal_lm, shuffle_key
+from wellposed.tasks.data.splits import SPLITS, Split
+from wellposed.tasks.kinds.objectives import frequency_entropy
+from wellposed.tasks.task import Example, Kind, TokenTask
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from wellposed.tasks.batches.blocks import BlockDataset
     from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
-class LanguageModelTask(TokenTask["BlockDataset"]):
+class BlockDataset(Rows[Example]):
+    """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it.
+
+    A block of n tokens holds n - 1 predictions, so the one-token overlap makes the blocks'
+    predictions a partition of tokens 1..N-1. Index ``b`` below ``len(self)`` is block b at offset
+    0. The text can also be cut at an offset o in 1..seq_len-2: first a block of o + 1 tokens, then
+      full ones. Those blocks have the indices of `indices(o)`,
+    all above ``len(self)``, so that an epoch's cut is part of its batches and needs no state. Where
+    the bytes that each token stands for are known, they are the ``label_bytes`` of a block.
+
+    >>> import numpy as np
+    >>> blocks = BlockDataset(np.arange(6), seq_len=3, where="text")
+    >>> [block["input_ids"] for block in blocks]
+    [[0, 1, 2], [2, 3, 4], [4, 5]]
+    >>> [blocks[index]["input_ids"] for index in blocks.indices(1)]
+    [[0, 1], [1, 2, 3], [3, 4, 5]]
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.integer],
+        *,
+        seq_len: int,
+        where: str,
+        token_bytes: NDArray[np.integer] | None = None,
+    ) -> None:
+        if seq_len < 2:
+            raise ConfigError(
+                f"seq_len = {seq_len}, expected at least 2: a block predicts seq_len - 1 tokens"
+            )
+        if len(tokens) < 2:
+            raise DataError(
+                f"{where}: {len(tokens)} tokens, expected at least 2: the first one is only context"
+            )
+        self.tokens = tokens
+        self.token_bytes = token_bytes
+        self.stride = seq_len - 1
+        self._slots = len(self) + 1
+
+    def __len__(self) -> int:
+        return self._count(0)
+
+    @property
+    def num_offsets(self) -> int:
+        """Number of different cuts."""
+        return min(self.stride, len(self.tokens) - 1)
+
+    def indices(self, offset: int) -> list[int]:
+        """Return the indices of the blocks of one cut, in the order of the text."""
+        return [offset * self._slots + block for block in range(self._count(offset))]
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Return the first token of a block and the one after its last."""
+        offset, block = divmod(index, self._slots)
+        if not (0 <= offset < self.num_offsets and block < self._count(offset)):
+            raise IndexError(f"no block has index {index}")
+        if offset and block == 0:
+            return 0, offset + 1
+        start = offset + (block - (offset > 0)) * self.stride
+        return start, min(start + self.stride + 1, len(self.tokens))
+
+    def _count(self, offset: int) -> int:
+        return (offset > 0) - ((offset - (len(self.tokens) - 1)) // self.stride)
+
+    def _row(self, index: int) -> Example:
+        start, stop = self.bounds(index + len(self) if index < 0 else index)
+        block = {"input_ids": self.tokens[start:stop].tolist()}
+        return (
+            block
+            if self.token_bytes is None
+            else {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
+        )
+
+
+class BlockLengths(Rows[int]):
+    """Tokens per block, by the same indices as the blocks."""
+
+    def __init__(self, blocks: BlockDataset) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def _row(self, index: int) -> int:
+        start, stop = self._blocks.bounds(index + len(self) if index < 0 else index)
+        return stop - start
+
+
+class LineDataset(BlockDataset):
+    """One line an example, with the line feed that ends it, after the line feed that ended the line
+    before it.
+
+    That line feed is the start token of a line, and only context, so that the lines' predictions
+    are a partition of tokens 1..N-1, as those of blocks are. A line of more than ``seq_len`` tokens
+    is cut into pieces that overlap by one token. There is one cut, whatever the epoch.
+
+    >>> lines = LineDataset(np.array([5, 6, 0, 7, 8, 9, 0]), line_feed=0, seq_len=3, where="text")
+    >>> [line["input_ids"] for line in lines]
+    [[5, 6, 0], [0, 7, 8], [8, 9, 0]]
+    """
+
+    def __init__(
+        self, tokens: NDArray[np.integer], *, line_feed: int, seq_len: int, where: str
+    ) -> None:
+        feeds = np.flatnonzero(tokens[:-1] == line_feed)
+        starts, stops = np.append(0, feeds), np.append(feeds + 1, len(tokens))
+        pieces = -((1 - (stops - starts)) // max(1, seq_len - 1))
+        place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._starts = np.repeat(starts, pieces) + place * (seq_len - 1)
+        self._stops = np.minimum(self._starts + seq_len, np.repeat(stops, pieces))
+        super().__init__(tokens, seq_len=seq_len, where=where)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @property
+    def num_offsets(self) -> int:
+        """One: lines are cut where they end."""
+        return 1
+
+    def indices(self, offset: int) -> list[int]:
+        """Return the indices of all lines, in the order of the text."""
+        del offset
+        return list(range(len(self)))
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Return the first token of a line and the one after its last."""
+        return int(self._starts[index]), int(self._stops[index])
+
+
+class LanguageModelTask(TokenTask[BlockDataset]):
     """Prediction of the next token of a text; a subclass says what a token is and where the texts
     come from.
 
@@ -64,16 +199,12 @@ class LanguageModelTask(TokenTask["BlockDataset"]):
         self, encoder: TextEncoder, encoded: Encoded, *, seq_len: int, where: str
     ) -> BlockDataset:
         """Return the examples of a split."""
-        from wellposed.tasks.batches.blocks import BlockDataset
-
         del encoder
         return BlockDataset(
             encoded.ids.flat, seq_len=seq_len, where=where, token_bytes=encoded.token_bytes
         )
 
     def lengths(self, split: Split) -> Sequence[int]:
-        from wellposed.tasks.batches.blocks import BlockLengths
-
         return BlockLengths(self._examples[split])
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
@@ -86,8 +217,6 @@ class LanguageModelTask(TokenTask["BlockDataset"]):
         )
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks.batches.collate import collate_causal_lm
-
         return collate_causal_lm(examples, pad_id=self._encoder.pad_id)
 
     def metric_sums(
@@ -101,8 +230,6 @@ class LanguageModelTask(TokenTask["BlockDataset"]):
         return self._metrics(total / count)
 
     def reference(self) -> dict[str, float]:
-        from wellposed.tasks.kinds.objectives import frequency_entropy
-
         return self._metrics(frequency_entropy(self._examples["valid"].tokens[1:]))
 
     @abstractmethod

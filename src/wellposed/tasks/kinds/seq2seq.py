@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from wellposed.tasks.batches.batching import bucketed_batches, shuffle_key, token_batches
-from wellposed.tasks.batches.rows import Rows
-from wellposed.tasks.kinds.token_task import TokenTask
-from wellposed.tasks.task import Example, Kind, Split
+from wellposed.tasks.batches import Rows, bucketed_batches, shuffle_key, token_batches
+from wellposed.tasks.data.splits import Split
+from wellposed.tasks.task import Example, Kind, TokenTask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wellposed.tasks.batches.ragged import Ragged
+    from wellposed.tasks.batches import Ragged
     from wellposed.tasks.kinds.generate import Decoding
     from wellposed.tasks.metrics.bleu import TextScores
-    from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
+    from wellposed.tasks.text.pretrained import PretrainedPairEncoder
     from wellposed.tasks.text.seq2seq_tokenizers import PairEncoder
 
 
@@ -119,7 +118,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks.batches.collate import collate_seq2seq
+        from wellposed.tasks.batches import collate_seq2seq
 
         return collate_seq2seq(examples, pad_id=self._encoder.pad_id, bos_id=self._start_id)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.batches.ragged import Ragged
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 if TYPE_CHECKING:

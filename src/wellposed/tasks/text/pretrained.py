@@ -1,13 +1,13 @@
-"""Any Hugging Face tokenizer as the encoder of a task."""
+"""Any Hugging Face tokenizer as the encoder of a task, of texts or of sources and targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, ConfigError, missing_extra
-from wellposed.tasks.batches.ragged import Ragged
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
+from wellposed.tasks.batches import Ragged
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, describe_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,11 +56,17 @@ class PretrainedEncoder(TextEncoder):
         """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
         return self._encode_rows([(text,) for text in texts], max_length)
 
-    def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None
+    def encode_table(
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[tuple[str, str]] | None,
+        *,
+        max_length: int,
     ) -> Encoded:
-        """Encode many pairs in the tokenizer's own form, with its token types; the longer text is
-        cut first."""
+        """Encode many texts, or pairs in the tokenizer's own form, with its token types; the longer
+        text is cut first."""
+        if pairs is None:
+            return self.encode(texts, max_length=max_length)
         self._tokenizer.init_kwargs[PAIRS] = True
         return self._encode_rows(pairs, max_length)
 
@@ -110,3 +116,61 @@ class PretrainedEncoder(TextEncoder):
 
     def description(self) -> dict[str, Any]:
         return {**super().description(), "pad_token_is_eos_token": self.pad_from_eos}
+
+
+class PretrainedPairEncoder:
+    """Sources through the tokenizer, targets through its ``text_target``; every target must end
+    with its end token.
+
+    The decoder starts with the ``decoder_start_token_id`` of the model whose folder the tokenizer
+    is in; where that names none, with the tokenizer's beginning or else padding token.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._encoder = PretrainedEncoder(name)
+        self.vocab_size, self.pad_id = self._encoder.vocab_size, self._encoder.pad_id
+        self.bos_id: int | None = self._encoder.bos_id
+        self._tokenizer: Any = self._encoder.tokenizer()
+        end = self._encoder.eos_id
+        if end is None or self._targets([""])[0][-1:] != [end]:
+            raise ConfigError(
+                f"tokenizer {self._encoder.kind!r} puts no end token behind a target, so a decoder"
+                " would never stop; give that of an encoder-decoder such as T5, BART or Marian"
+            )
+        self.eos_id: int = end
+        start = _decoder_start(name)
+        self.start_id: int = next(
+            number for number in (start, self.bos_id, self.pad_id) if number is not None
+        )
+
+    def encode(self, texts: Sequence[str]) -> Ragged:
+        """Return the ids of many source texts, special tokens included."""
+        return self._encoder.encode(texts).ids
+
+    def encode_targets(self, texts: Sequence[str]) -> Ragged:
+        """Return the ids of many target texts, special tokens included."""
+        return Ragged.from_lists(self._targets(texts))
+
+    def unknown(self, texts: Iterable[str]) -> dict[str, Any]:
+        """Return how many tokens of ``texts`` the vocabulary does not hold."""
+        return describe_unknown(self._encoder.encode(list(texts)).unknown)
+
+    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
+        """Return the tokenizer that is saved beside the model."""
+        return self._encoder.tokenizer(max_length=max_length)
+
+    def description(self) -> dict[str, Any]:
+        """Return kind, vocabulary size and the start token of the decoder."""
+        return {**self._encoder.description(), "decoder_start_token_id": self.start_id}
+
+    def _targets(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._tokenizer(text_target=list(texts), verbose=False)["input_ids"] if texts else []
+
+
+def _decoder_start(name: str) -> int | None:
+    from wellposed.models import start_config
+
+    try:
+        return getattr(start_config(name), "decoder_start_token_id", None)
+    except CheckpointError:
+        return None

@@ -21,8 +21,8 @@ from wellposed.tasks.text.tokenizers import describe_unknown, tokenizers_library
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from wellposed.tasks.batches.ragged import Ragged
-    from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
+    from wellposed.tasks.batches import Ragged
+    from wellposed.tasks.text.pretrained import PretrainedPairEncoder
 
 PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
 SPECIAL = (PAD, UNK, BOS, EOS)
@@ -61,7 +61,7 @@ class PairEncoder:
 
     def encode(self, texts: Sequence[str]) -> Ragged:
         """Return the ids of many texts, each with ``</s>`` at its end."""
-        from wellposed.tasks.batches.ragged import Ragged
+        from wellposed.tasks.batches import Ragged
 
         return Ragged.from_lists([row.ids for row in self.inner.encode_batch_fast(list(texts))])
 
@@ -93,7 +93,7 @@ def build_pair_encoder(
     """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or
     ``hf:NAME_OR_PATH``."""
     if kind.startswith("hf:") and kind != "hf:":
-        from wellposed.tasks.text.pretrained_pairs import PretrainedPairEncoder
+        from wellposed.tasks.text.pretrained import PretrainedPairEncoder
 
         return PretrainedPairEncoder(kind.removeprefix("hf:"))
     if kind not in BUILDERS:

@@ -13,16 +13,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import missing_extra
+import numpy as np
+
+from wellposed.errors import ConfigError, missing_extra
+from wellposed.tasks.batches import Ragged
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
-
-    from wellposed.tasks.batches.ragged import Ragged
 
 PAD, UNK = "<|pad|>", "<|unk|>"
 WORD_PAD, WORD_UNK = (
@@ -31,6 +32,7 @@ WORD_PAD, WORD_UNK = (
 )  # a space inside, so that no word of a text can be equal to them
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ class TextEncoder(ABC):
             ids if max_length is None else ids.truncated(max_length), ids.lengths.tolist(), unknown
         )
 
+    def encode_table(
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[tuple[str, str]] | None,
+        *,
+        max_length: int,
+    ) -> Encoded:
+        """Encode many texts that may be pairs, joined by a space where the encoder has no form for
+        them."""
+        del pairs
+        return self.encode(texts, max_length=max_length)
+
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]: ...
 
@@ -99,10 +113,6 @@ class CharacterEncoder(TextEncoder):
         return NUM_SPECIAL + len(self.characters)
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        import numpy as np
-
-        from wellposed.tasks.batches.ragged import Ragged
-
         points = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
         table = np.full(0x110000, UNK_ID, dtype=np.int32)
         table[[ord(character) for character in self.characters]] = np.arange(
@@ -130,10 +140,6 @@ class ByteEncoder(TextEncoder):
         return NUM_SPECIAL + 256
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        import numpy as np
-
-        from wellposed.tasks.batches.ragged import Ragged
-
         encoded = [text.encode("utf-8") for text in texts]
         flat = np.frombuffer(b"".join(encoded), dtype=np.uint8).astype(np.int32) + NUM_SPECIAL
         return Ragged(flat, [len(text) for text in encoded]), {}
@@ -173,8 +179,6 @@ class WordEncoder(TextEncoder):
         return NUM_SPECIAL + len(self.words)
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        from wellposed.tasks.batches.ragged import Ragged
-
         if self.drop:
             spaces = str.maketrans(dict.fromkeys(self.drop, " "))
             texts = [text.translate(spaces) for text in texts]
@@ -274,3 +278,26 @@ def describe_unknown(counts: Mapping[str, int]) -> dict[str, Any]:
     """Return how many unknown pieces there are, and the most frequent ones."""
     frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
     return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}
+
+
+def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
+    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the
+    train texts alone."""
+    if tokenizer == "byte":
+        return ByteEncoder()
+    if tokenizer == "character":
+        return CharacterEncoder(set().union(*map(set, train_texts)))
+    if tokenizer == "word":
+        return WordEncoder.from_texts(train_texts, max_words=max_words)
+    if tokenizer.startswith("hf:") and tokenizer != "hf:":
+        from wellposed.tasks.text.pretrained import PretrainedEncoder
+
+        return PretrainedEncoder(tokenizer.removeprefix("hf:"))
+    raise ConfigError(
+        f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH"
+    )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a tokenizer was saved in ``folder``."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)

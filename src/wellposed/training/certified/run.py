@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.models import embedding_radius
-from wellposed.tasks.task import Split
+from wellposed.tasks.data.splits import Split
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
 from wellposed.training.certified.record import (
     TOKEN_SHARES,

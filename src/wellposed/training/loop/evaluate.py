@@ -18,7 +18,7 @@ from wellposed.training.loop.step import autocast, scaled, sum_over_processes
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
-    from wellposed.tasks.task import Split
+    from wellposed.tasks.data.splits import Split
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from wellposed.training.loop.signals import STOPPING
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
-    from wellposed.tasks.task import Split
+    from wellposed.tasks.data.splits import Split
 
 Batch = dict[str, torch.Tensor]
 Members = Sequence[int]

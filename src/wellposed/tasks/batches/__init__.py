@@ -1,1 +1,0 @@
-"""From examples to batches: blocks, grouping by length, padding."""
