@@ -216,7 +216,7 @@ def test_a_valid_file_of_one_character_is_refused(tmp_path: Path) -> None:
 def test_bad_numbers(text_file: Path) -> None:
     with pytest.raises(ConfigError, match="seq_len = 1, expected at least 2"):
         build(text_file, seq_len=1)
-    with pytest.raises(ConfigError, match="limit_chars = 0, expected at least 2"):
+    with pytest.raises(ConfigError, match="limit_chars = 0, expected an integer >= 2"):
         build(text_file, limit_chars=0)
 
 

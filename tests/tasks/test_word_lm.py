@@ -100,7 +100,7 @@ def test_limit_words_cuts_train_alone(folder: Path) -> None:
     assert (
         task.description()["train_words_left_out_by_limit_words"] == len(decoded(full, "train")) - 9
     )
-    with pytest.raises(ConfigError, match="limit_words = 1, expected at least 2"):
+    with pytest.raises(ConfigError, match="limit_words = 1, expected an integer >= 2"):
         build(folder, limit_words=1)
 
 

@@ -14,7 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,11 +93,10 @@ class LabelledTexts:
 
     def select(self, indices: Sequence[int]) -> LabelledTexts:
         """Return the texts at ``indices``."""
-        chosen: list[Any] = [
-            column and [column[i] for i in indices]
-            for column in (self.texts, self.labels, self.places, self.pairs)
-        ]
-        return LabelledTexts(self.path, *chosen[:3], self.columns, chosen[3], self.advice)
+        texts, labels = ([column[i] for i in indices] for column in (self.texts, self.labels))
+        places: Any = [self.places[i] for i in indices]
+        pairs = None if self.pairs is None else [self.pairs[i] for i in indices]
+        return replace(self, texts=texts, labels=labels, places=places, pairs=pairs)
 
 
 def load_labelled(
@@ -233,7 +232,7 @@ def _named(
     def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
         if column == AUTO:
             usual = next((each for each in known if all(name in folded for name in each)), None)
-            return usual and tuple(map(folded.index, usual))
+            return tuple(map(folded.index, usual)) if usual else None
         if column in names:
             return (list(names).index(column),)
         parts = [part.strip() for part in column.split(",")]
