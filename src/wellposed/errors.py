@@ -100,6 +100,17 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown {kind} {name!r}; {hint}")
 
 
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""How torch says so, in its errors of several kinds."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ended, here or on a device."""
+    text = str(error).lower()
+    torch_says = isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or torch_says
+
+
 def listed(offenders: Sequence[str]) -> str:
     """Join offenders one to a line: the first ten, then a count of the rest.
 

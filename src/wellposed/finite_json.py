@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+LONGEST_INTEGER = 20
+"""Digits and sign of a number of 64 bits."""
+
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
     """Return ``value`` as strict JSON with a final newline; NaN and infinities become null.
@@ -18,19 +21,38 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
     return (json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n").encode()
 
 
-def from_json(data: bytes | str) -> Any:
-    """Return the value of JSON text; whatever is wrong with it is a `ValueError`, nesting without
-    end too.
+def from_json(data: bytes | str, *, any_number: bool = False) -> Any:
+    """Return the value of JSON text; whatever is wrong with it is a `ValueError`, as is nesting
+    without end, and, but for ``any_number``, a number that is not finite or beyond 64 bits.
 
     >>> from_json(b"[" * 100_000)
     Traceback (most recent call last):
     ...
     ValueError: nested too deeply
+    >>> from_json('{"bytes": 1e999}')
+    Traceback (most recent call last):
+    ...
+    ValueError: 1e999 is no finite number
     """
     try:
-        return json.loads(data)
+        if any_number:
+            return json.loads(data)
+        return json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(text)} digits, expected 64 bits")
+    return int(text)
 
 
 def _finite(value: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Reading files of folders that came from elsewhere, where a pipe or a device may stand in the
-place of a file."""
+"""Files of folders that came from elsewhere, where a pipe or a device may stand in their place."""
 
 from __future__ import annotations
 
@@ -19,11 +18,16 @@ def read_bytes(path: Path) -> bytes:
     ...
     OSError: [Errno 22] is a pipe or a device, expected a file: '/dev/zero'
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "is a pipe or a device, expected a file", str(path))
+    refuse_special(path)
     return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
     """Return the content of a UTF-8 file, as `read_bytes`; line ends stay as they are."""
     return read_bytes(path).decode("utf-8")
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse a pipe or a device with an `OSError`; what does not exist passes."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a pipe or a device, expected a file", str(path))

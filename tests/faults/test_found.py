@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,17 +20,19 @@ import transformers
 from tests.support import stub_task
 
 from wellposed.cli import main
+from wellposed.cli._train import usual_folder
 from wellposed.cli.prediction.lines import LineSource
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
 from wellposed.measurement import Measurement
-from wellposed.models import load_saved_model
+from wellposed.models import build_model, load_saved_model
 from wellposed.recipes.reproduction_page import reproduction_page
 from wellposed.report import aggregate, build_report
 from wellposed.tasks.data import files
 from wellposed.tasks.data.images import read_npz
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.metrics.embedding import read_word_vectors
-from wellposed.training import read_result
+from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml
 from wellposed.training.folder import checkpoints
@@ -290,3 +293,121 @@ def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=r"result\.json: .* expected a number; the file is damaged"):
         aggregate([folder])
+
+
+@pytest.mark.parametrize("size", ["1e999", "1" * 5000, "NaN"])
+def test_a_number_that_none_can_be_leaves_the_checkpoint_before_it(
+    run: Path, tmp_path: Path, size: str
+) -> None:
+    """An infinite size in the newest manifest ended the command in an OverflowError."""
+    older, newest = checkpoints.all_checkpoints(run)
+    for folder in (older, newest):
+        shutil.copytree(folder, tmp_path / folder.name)
+    path = tmp_path / newest.name / "manifest.json"
+    path.write_text(re.sub(r'"bytes": \d+', f'"bytes": {size}', path.read_text()))
+    found, damaged = checkpoints.newest_complete(tmp_path)
+    assert found == tmp_path / older.name
+    assert "unreadable manifest" in damaged[0]
+
+
+@pytest.mark.parametrize("line", ["{", '{"step": 1e999}', "3", DEEP])
+def test_a_damaged_row_of_metrics_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: .*; restore the file"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["post_ln_warmup:nan", "oc3:inf", "lipschitz:nan"])
+def test_a_variant_takes_finite_numbers(spec: str) -> None:
+    with pytest.raises(ConfigError, match=f"variant '{spec}': .* must be a number"):
+        apply_variant(spec, RunConfig("listops"))
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_an_out_that_is_no_text_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """The run was trained, and lost when its final model could not be saved."""
+    out = tmp_path / os.fsdecode(b"run-\xff")
+    assert main([command, "listops", "--steps", "1", "--out", str(out)]) == 2
+    assert "the name is not UTF-8" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")]
+)
+def test_the_end_of_memory_is_one_line_in_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def run(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("wellposed.cli._doctor.run", run)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("wellposed: doctor: out of memory")
+    assert said.count("\n") == 1
+
+
+def test_a_configuration_on_this_machine_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    ).save_pretrained(tmp_path)
+    monkeypatch.setattr("wellposed.models._loading._hub_answers", lambda: pytest.fail("a request"))
+    assert main(["measure", str(tmp_path / "config.json")]) == 0
+
+
+def test_a_run_does_not_choose_what_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig("text_classification", {"data": "hf:someone/secrets"})
+    model = build_model("wellposed", "sequence_classification", vocab_size=9, num_labels=2)
+    model.save_pretrained(tmp_path / "final")
+    write_config(tmp_path, config)
+    monkeypatch.setattr("wellposed.tasks.build_task", lambda *_: pytest.fail("a request"))
+    assert main(["certify", str(tmp_path), "--seq-len", "4"]) == 0
+    said = capsys.readouterr().err
+    assert "the run read hf:someone/secrets, and nothing is downloaded that you do not name" in said
+
+
+def test_a_prediction_does_not_replace_its_input(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, other = tmp_path / "lines.txt", tmp_path / "same.txt"
+    lines.write_text("one\n")
+    other.symlink_to(lines)
+    words = ["predict", str(run), "--input", str(lines), "--output", str(other)]
+    assert main(words) == 2
+    assert "is the file that --input names" in capsys.readouterr().err
+    assert lines.read_text() == "one\n"
+
+
+def test_an_interrupted_comparison_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def stopped(*_: object, **keywords: Any) -> None:
+        asked.update(keywords)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wellposed.compare.compare.compare", stopped)
+    assert main(["compare", "listops", "--out", "my runs", "--resume", "never"]) == 130
+    assert capsys.readouterr().err == (
+        "interrupted; go on with: wellposed compare listops --out 'my runs' --resume auto\n"
+    )
+    assert asked["seeds"] == 3
+
+
+def test_a_second_training_takes_the_next_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("listops", "listops-2", "listops-3"):
+        out = usual_folder("listops", last=False)
+        assert out == Path("runs") / name
+        out.mkdir(parents=True)
+        assert usual_folder("listops", last=True) == out

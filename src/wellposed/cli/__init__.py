@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from wellposed.errors import ConfigError, WellposedError, unknown_name
+from wellposed.errors import ConfigError, WellposedError, is_out_of_memory, unknown_name
 from wellposed.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -63,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"wellposed: {_printable(_describe(error))}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except (MemoryError, RuntimeError) as error:
+        if debug or not is_out_of_memory(error):
+            raise
+        print(
+            f"wellposed: {words[0]}: out of memory: the model, its inputs or a batch is too large"
+            f" for this machine ({str(error).partition(chr(10))[0] or 'no more can be had'})",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
 
 
 def _dispatch(words: list[str]) -> int:

@@ -232,6 +232,16 @@ def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:
     return config
 
 
+def without_option(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words without ``flag`` and its value.
+
+    >>> without_option(["listops", "--resume", "never", "--seed=1", "--resume=auto"], "--resume")
+    ['listops', '--seed=1']
+    """
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in pairs if flag not in (before, word.partition("=")[0])]
+
+
 def option_value(words: Sequence[str], flag: str) -> str | None:
     """Return the value given to ``flag`` among the words, before the other options are parsed."""
     for position, word in enumerate(words):

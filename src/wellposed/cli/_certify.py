@@ -118,7 +118,7 @@ def _accuracy(
     from wellposed.training.certified.accuracy import certified_accuracy
     from wellposed.training.certified.nearest_words import nearest_words
     from wellposed.training.certified.record import NAME, TOKEN_SHARES
-    from wellposed.training.certified.run import first_batches, keep
+    from wellposed.training.certified.run import first_batches, keep, key
 
     batches = first_batches(task, options.split, options.examples, options.batch_size)
     curve = certified_accuracy(
@@ -141,7 +141,20 @@ def _accuracy(
             curve.to_csv(there / "certified_accuracy.csv")
             curve.plot(there / "certified_accuracy.svg")
     if radii is None and options.norm == "tok":
-        keep(Path(options.model), curve, options.split, TOKEN_SHARES)
+        made_by = key(
+            Path(options.model),
+            task,
+            split=options.split,
+            examples=options.examples,
+            attack_steps=options.attack_steps,
+            restarts=options.restarts,
+            certificate={
+                "seq_len": options.seq_len,
+                "min_tokens": options.min_tokens,
+                "radius": options.radius,
+            },
+        )
+        keep(Path(options.model), curve, TOKEN_SHARES, made_by)
         print(f"kept for `wellposed report`: {Path(options.model) / NAME}")
 
 
@@ -208,6 +221,14 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
         return None
     from wellposed.tasks import build_task
 
+    remote = [v for v in config.task_options.values() if isinstance(v, str) and v[:3] == "hf:"]
+    if remote and options.data is None:
+        print(
+            f"certified accuracy left out: the run read {', '.join(remote)}, and nothing is"
+            f" downloaded that you do not name; to measure it, give --data {remote[0]}",
+            file=sys.stderr,
+        )
+        return None
     if options.data is not None:
         config = replace(config, task_options={**config.task_options, "data": options.data})
     task = build_task(config.task, config.task_options)

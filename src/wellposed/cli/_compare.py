@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.cli._arguments import base_config, command_words, parse, split_task, task_usage
+from wellposed.cli._arguments import (
+    base_config,
+    command_words,
+    parse,
+    split_task,
+    task_usage,
+    without_option,
+)
 from wellposed.cli.tracking import TrackerNames, report_images, tracking
 from wellposed.compare.variants import VARIANTS, summary
 from wellposed.training.loop.processes import is_first
@@ -27,9 +35,8 @@ class CompareArguments:
     variants: str | None = None
     """Comma-separated variants, name:value for one with a number; others are compared with the
     first. Where not given: post_ln,pre_ln; with --from plain,key:1e-2."""
-    seeds: int = 1
-    """Seeds per variant, counted from --seed; two or more give a standard error and a paired
-    test."""
+    seeds: int = 3
+    """Seeds per variant, from --seed on; 1 tests nothing."""
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
     jobs: int = 1
@@ -37,8 +44,7 @@ class CompareArguments:
     resume: str = "never"
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
     certify: int = 0
-    """Certified and attacked accuracy of each run on so many test examples, for the report; 0:
-    none."""
+    """Certified and attacked accuracy on so many test examples."""
     track: TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
@@ -57,34 +63,35 @@ def run(words: Sequence[str]) -> int:
         "compare", base_config(task, rest), rest, CompareArguments, __doc__ or ""
     )
 
-    from wellposed.compare.compare import compare
+    from wellposed.compare.compare import ComparisonRuns, compare
     from wellposed.report import aggregate, build_report
 
     reported = tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
     names = [name.strip() for name in given.split(",") if name.strip()]
-    runs = compare(
-        config,
-        names,
-        seeds=options.seeds,
-        jobs=options.jobs,
-        out=options.out,
-        resume=options.resume,
-        progress=not options.quiet,
-        command=command_words("compare", words),
-        announce=None if options.quiet or not is_first() else lambda line: print(line, flush=True),
-        certify=options.certify,
-        tracking=reported,
-    )
-    if not is_first():
-        return 130 if runs.cancelled else int(bool(runs.failed))
-    if runs.cancelled:
-        print(
-            f"interrupted; continue with: wellposed compare {' '.join(words)} --resume auto",
-            file=sys.stderr,
+    try:
+        runs = compare(
+            config,
+            names,
+            seeds=options.seeds,
+            jobs=options.jobs,
+            out=options.out,
+            resume=options.resume,
+            progress=not options.quiet,
+            command=command_words("compare", words),
+            announce=None if options.quiet or not is_first() else _announce,
+            certify=options.certify,
+            tracking=reported,
         )
-        return 130
+        cancelled = runs.cancelled
+    except KeyboardInterrupt:
+        runs, cancelled = ComparisonRuns((), ()), True
+    if is_first() and cancelled:
+        again = shlex.join(["wellposed", "compare", *without_option(words, "--resume")])
+        print(f"interrupted; go on with: {again} --resume auto", file=sys.stderr)
+    if not is_first() or cancelled:
+        return 130 if cancelled else int(bool(runs.failed))
     found = aggregate(runs.folders)
     print(found.table())
     print(f"report: {build_report(runs.folders, options.out / 'report.html')}")
@@ -94,6 +101,10 @@ def run(words: Sequence[str]) -> int:
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)
 
 
 def _report_comparison(

@@ -141,6 +141,12 @@ def _check(options: PredictArguments) -> None:
         raise ConfigError("wellposed predict: --batch-size and --max-new-tokens must be at least 1")
     if options.input is not None and str(options.input) != "-" and not options.input.exists():
         raise DataError(f"{options.input}: no such file")
+    given, output = options.input, options.output
+    if given and output and given.exists() and output.exists() and given.samefile(output):
+        raise ConfigError(
+            f"wellposed predict: --output {options.output} is the file that --input names, which it"
+            " would replace; name another one"
+        )
 
 
 def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:

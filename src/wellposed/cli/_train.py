@@ -17,15 +17,16 @@ from wellposed.cli._arguments import (
 )
 from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.compare.variants import VARIANTS, apply_variant
-from wellposed.training.loop.processes import is_first
+from wellposed.training.loop.processes import is_first, is_one_of_several
 
 
 @dataclass(frozen=True)
 class TrainArguments:
     """Options of the command itself."""
 
-    out: Path = Path("runs/latest")
-    """Run folder to create."""
+    out: Path | None = None
+    """Run folder to create; where not given runs/TASK, runs/TASK-2 and so on, with --resume the
+    last there is."""
     variant: str | None = None
     """Variant to train; see `wellposed compare --help`. Options on the command line win over the
     variant's."""
@@ -59,9 +60,10 @@ def run(words: Sequence[str]) -> int:
 
     if options.push_to_hub:
         check_repository(options.push_to_hub)
+    out = options.out or usual_folder(task, last=options.resume != "never")
     result = train(
         config,
-        options.out,
+        out,
         resume=options.resume,
         progress=not options.quiet,
         command=command_words("train", words),
@@ -72,12 +74,27 @@ def run(words: Sequence[str]) -> int:
         return result.exit_code
     for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
         print(f"{metric:<28} {value:.6g}")
-    print(f"{result.status}: {options.out}", flush=True)
+    print(f"{result.status}: {out}", flush=True)
     if options.push_to_hub and result.status == "success":
-        print(push_to_hub(options.out / "final", options.push_to_hub))
+        print(push_to_hub(out / "final", options.push_to_hub))
     elif options.push_to_hub:
-        print(f"{options.out}: {result.status}, so nothing was uploaded", file=sys.stderr)
+        print(f"{out}: {result.status}, so nothing was uploaded", file=sys.stderr)
     return result.exit_code
+
+
+def usual_folder(task: str, *, last: bool) -> Path:
+    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
+
+    Processes that a launcher starts together all take the first name, as they could not agree.
+    """
+    first = Path("runs") / task
+    found, number = first, 2
+    while found.exists() and not is_one_of_several():
+        following = first.with_name(f"{task}-{number}")
+        if last and not following.exists():
+            break
+        found, number = following, number + 1
+    return found
 
 
 def _description() -> str:

@@ -15,6 +15,7 @@ from wellposed.finite_json import to_json
 from wellposed.training.certified.record import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.durable_files import replace_file
+from wellposed.training.folder.run_folder import check_name
 from wellposed.training.loop.processes import is_first
 from wellposed.training.loop.tracking import NOT_TRACKED, Tracking
 
@@ -96,6 +97,7 @@ def compare(
     """
     configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
+    check_name(out)
     if (
         is_first()
         and resume == "never"

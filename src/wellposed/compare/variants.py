@@ -11,7 +11,9 @@ architecture: those that make one are refused.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -80,12 +82,10 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
     parameters = list(inspect.signature(variant).parameters)
     if len(parameters) < 2:
         raise ConfigError(f"variant {spec!r}: {name} takes no value; write {name!r}")
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(
-            f"variant {spec!r}: {parameters[1]} must be a number, received {text!r}"
-        ) from None
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise ConfigError(f"variant {spec!r}: {parameters[1]} must be a number, received {text[:40]!r}")
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:

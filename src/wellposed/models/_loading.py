@@ -275,7 +275,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
             return kind.from_pretrained(
                 name,
                 trust_remote_code=False,
-                local_files_only=folder.is_dir() or not _hub_answers(),
+                local_files_only=folder.exists() or not _hub_answers(),
                 **options,
             )
     except MemoryError:
@@ -320,7 +320,7 @@ def _refuse_endless_depth(folder: Path) -> None:
 
     files = [path for path in folder.glob("*.safetensors") if path.is_file()]
     try:
-        values = dict(from_json(read_bytes(folder / "config.json")))
+        values = dict(from_json(read_bytes(folder / "config.json"), any_number=True))
         tensors = 0
         for file in files:
             with safe_open(file, "pt") as weights:

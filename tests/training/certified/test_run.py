@@ -15,10 +15,11 @@ from wellposed.cli import main
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
 from wellposed.report import aggregate, build_report
-from wellposed.training import load_run_model
+from wellposed.tasks import build_task
+from wellposed.training import load_run_model, read_config
 from wellposed.training.certified.nearest_words import nearest_words
-from wellposed.training.certified.record import NAME, TOKEN_SHARES, read_certified
-from wellposed.training.certified.run import best_certificate, certify_run
+from wellposed.training.certified.record import NAME, TOKEN_SHARES, CertifiedRun, read_certified
+from wellposed.training.certified.run import best_certificate, certify_run, certify_runs
 from wellposed.training.loop.margin import certified_logits
 
 TINY = [
@@ -215,6 +216,36 @@ def test_certify_says_what_the_radius_means_and_keeps_the_curve(
     assert found(run)["shares"] == list(TOKEN_SHARES)
     assert main(["certify", str(compared / "lipschitz" / "seed-0"), "--examples", "0"]) == 0
     assert "no module enlarges a change of its input" in capsys.readouterr().out
+
+
+def test_numbers_made_in_another_way_are_not_taken(compared: Path) -> None:
+    """Of another split or attack they were, and printed beside those of the others."""
+    folder = compared / "rezero" / "seed-1"
+    config = read_config(folder)
+    task = build_task(config.task, config.task_options)
+    certified: list[str] = []
+
+    def certify_again(**asked: int) -> CertifiedRun:
+        certified.clear()
+        return certify_runs([folder], task, announce=certified.append, **{"examples": 4, **asked})[
+            0
+        ]
+
+    words = ["--examples", "4", "--attack-steps", "1", "--split", "valid", "--radius", "9"]
+    assert main(["certify", str(folder), *words]) == 0
+    assert found(folder)["split"] == "valid"
+    assert certify_again().split == "test"
+    assert certified
+    certify_again()
+    assert not certified
+    assert "20 steps" in certify_again().attack
+    assert "1 steps" in certify_again(attack_steps=1).attack
+    assert certify_again(examples=3, attack_steps=1).examples == 3
+    old = {name: value for name, value in found(folder).items() if name != "made_by"}
+    (folder / NAME).write_text(json.dumps(old))  # as 0.2 wrote it
+    assert read_certified(folder, run_date=str(old["run_date"])) is not None
+    certify_again(examples=3, attack_steps=1)
+    assert certified
 
 
 def test_losses_are_the_innermost_modules_in_order(compared: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from wellposed.cli.prediction.lines import line_writer
 from wellposed.training.folder import durable_files
+from wellposed.training.folder.metrics import MetricsFile
 
 WRITER = """
 import sys
@@ -156,3 +157,20 @@ def test_a_folder_replaces_whatever_has_its_name(tmp_path: Path, kind: str) -> N
     assert [each.name for each in path.iterdir()] == ["a"]
     assert not path.is_symlink()
     assert kind != "link" or (tmp_path / "else").is_dir()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path: Path) -> None:
+    precious, absent = tmp_path / "precious", tmp_path / "absent"
+    precious.write_text("of the user")
+    (tmp_path / f".tmp-{os.getpid()}-page.html").symlink_to(precious)
+    durable_files.replace_file(tmp_path / "page.html", b"new")
+    assert precious.read_text() == "of the user"
+    assert (tmp_path / "page.html").read_text() == "new"
+    (tmp_path / "metrics.jsonl").symlink_to(absent)
+    with MetricsFile(tmp_path) as rows:
+        rows.append({"step": 1})
+    assert not absent.exists()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is a pipe or a device"):
+        durable_files.replace_file(tmp_path / "pipe", b"new")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -94,3 +95,26 @@ def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path: Path) -
     finally:
         os.kill(child, signal.SIGKILL)
         parent.stdout.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "file", "pipe", "folder"])
+def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    """A link named run.lock emptied the file that it leads to."""
+    out, precious = tmp_path / "run", tmp_path / "precious"
+    out.mkdir()
+    precious.write_text("of the user")
+    make: dict[str, Callable[[], object]] = {
+        "link": lambda: (out / NAME).symlink_to(precious),
+        "hard link": lambda: (out / NAME).hardlink_to(precious),
+        "file": lambda: (out / NAME).write_text("of the user"),
+        "pipe": lambda: os.mkfifo(out / NAME),
+        "folder": lambda: (out / NAME).mkdir(),
+    }
+    make[kind]()
+    with (
+        pytest.raises(ConfigError, match=r"run\.lock: a link, or a file of something else"),
+        only_writer(out),
+    ):
+        pass
+    assert precious.read_text() == "of the user"
+    assert kind in ("pipe", "folder") or (out / NAME).read_text() == "of the user"

@@ -53,6 +53,16 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.parametrize(("strength", "times"), [(1e-6, 0), (100.0, 1)])
+def test_a_first_penalty_that_rules_the_loss_is_said_once(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, strength: float, times: int
+) -> None:
+    penalty = PenaltyOptions(key=strength)
+    with caplog.at_level("INFO", logger="wellposed.training"):
+        train(language_model(text, penalty=penalty), tmp_path / "run", progress=False)
+    assert caplog.text.count("it rules the training") == times
+
+
 def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> None:
     from wellposed.measurement import Measurement
 

@@ -384,7 +384,7 @@ def _parsed(file: TextFile) -> Iterable[tuple[int, Any]]:
 
 def _value(text: str) -> Any:
     try:
-        return from_json(text) if text else Missing(())
+        return from_json(text, any_number=True) if text else Missing(())
     except ValueError as error:
         return error
 

@@ -4,8 +4,9 @@ torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from wellposed.errors import DataError
 from wellposed.finite_json import from_json, to_json
@@ -42,6 +43,8 @@ class CertifiedRun:
     """Radii in units of `median_token`, increasing."""
     certified: list[float]
     attacked: list[float]
+    made_by: dict[str, Any] = field(default_factory=dict)
+    """Everything that made the numbers, see `key`; empty in files of 0.2."""
 
     def metrics(self) -> dict[str, float]:
         """Return certified accuracy at `NAMED_SHARE` as a metric of a run; nothing where it was not
@@ -74,6 +77,7 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
         values = from_json(path.read_bytes())
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not a JSON object of format {FORMAT}")
+        values.setdefault("made_by", {})
         missing = [item.name for item in fields(CertifiedRun) if item.name not in values]
         if missing:
             raise ValueError(f"lacks {', '.join(missing)}")

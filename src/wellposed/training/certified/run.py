@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
+from wellposed.finite_json import to_json
 from wellposed.models import embedding_radius
 from wellposed.tasks.data.splits import Split
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
@@ -22,6 +24,7 @@ from wellposed.training.certified.record import (
 )
 from wellposed.training.folder.result import read_result
 from wellposed.training.folder.save import load_run_model
+from wellposed.version import __version__
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -114,7 +117,9 @@ def certify_run(
         in_tokens=True,
         attack_steps=attack_steps,
     )
-    return keep(folder, curve, "test", shares)
+    return keep(
+        folder, curve, shares, key(folder, task, examples=examples, attack_steps=attack_steps)
+    )
 
 
 def certify_runs(
@@ -126,13 +131,12 @@ def certify_runs(
     attack_steps: int = 20,
     shares: Sequence[float] = TOKEN_SHARES,
 ) -> list[CertifiedRun]:
-    """Certify every run, or read what was found before at these radii for as many examples or
-    more."""
+    """Certify every run, or read what was found before in just this way."""
     found = []
     for folder in folders:
         known = read_certified(folder, run_date=_date(folder))
-        enough = min(examples, len(task.dataset("test")))
-        if known is None or known.examples < enough or known.shares != list(shares):
+        wanted = key(folder, task, examples=examples, attack_steps=attack_steps)
+        if known is None or known.made_by != wanted or known.shares != list(shares):
             announce(f"certified accuracy of {folder}")
             known = certify_run(
                 folder, task, examples=examples, attack_steps=attack_steps, shares=shares
@@ -141,13 +145,42 @@ def certify_runs(
     return found
 
 
+def key(
+    folder: Path,
+    task: Task,
+    *,
+    examples: int,
+    attack_steps: int,
+    split: Split = "test",
+    restarts: int = 1,
+    certificate: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what tells numbers of a run from others of it: its model, the data, certificate and
+    attack.
+
+    Args:
+        certificate: what was asked for; None for `best_certificate` on the longest example.
+    """
+    described = to_json(task.description())
+    return {
+        "run_date": _date(folder),
+        "data": sha256(described).hexdigest(),
+        "split": split,
+        "examples": examples,
+        "certificate": dict(certificate or {}),
+        "attack_steps": attack_steps,
+        "restarts": restarts,
+        "version": __version__,
+    }
+
+
 def keep(
-    folder: Path, curve: CertifiedAccuracy, split: Split, shares: Sequence[float]
+    folder: Path, curve: CertifiedAccuracy, shares: Sequence[float], made_by: Mapping[str, Any]
 ) -> CertifiedRun:
     """Write a curve over ``shares`` of the median token norm into the folder of its run."""
     run = CertifiedRun(
-        run_date=_date(folder),
-        split=split,
+        run_date=made_by["run_date"],
+        split=made_by["split"],
         examples=curve.predictions or curve.examples,
         norm=curve.norm,
         attack=curve.attack,
@@ -157,6 +190,7 @@ def keep(
         shares=list(shares),
         certified=[row.certified for row in curve.rows],
         attacked=[row.attacked for row in curve.rows],
+        made_by=dict(made_by),
     )
     write_certified(folder, run)
     return run

@@ -6,7 +6,6 @@ Accelerate's ``save_state`` is not used, since it pickles the optimizer and the 
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -243,8 +242,8 @@ def processes_at_start(run_folder: Path) -> int | None:
     for folder in reversed(all_checkpoints(run_folder)):
         try:
             return int(
-                json.loads((folder / STATE).read_bytes()).get("processes", random_count(folder))
+                from_json((folder / STATE).read_bytes()).get("processes", random_count(folder))
             )
-        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        except (OSError, ValueError, AttributeError, TypeError):
             continue
     return None

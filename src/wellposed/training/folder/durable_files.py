@@ -11,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
+from wellposed.regular_file import refuse_special
+
 TEMPORARY = ".tmp-"
 OLD = f"{TEMPORARY}old-"
 
@@ -50,10 +52,15 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def open_replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that becomes ``path`` in one step when the block ends without an error."""
+    """Yield a file that becomes ``path`` in one step when the block ends without an error.
+
+    Raises:
+        OSError: it cannot be written, or ``path`` is a pipe or a device, which stays as it is.
+    """
+    refuse_special(path)
     temporary = _own_name(path)
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:  # x: never through a link that somebody put there
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,11 +94,11 @@ def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a temporary name beside ``path`` that is this process's alone; what dead processes
-    left is removed."""
+    """Return a temporary name beside ``path`` that is this process's alone; what has it, or was
+    left by dead processes, is removed."""
     for left in path.parent.glob(f"{TEMPORARY}*-{escape(path.name)}"):
         number = left.name.removeprefix(TEMPORARY).removesuffix(f"-{path.name}")
-        if number.isdigit() and not _lives(int(number)):
+        if number.isdigit() and (int(number) == os.getpid() or not _lives(int(number))):
             _remove(left)
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,18 +13,9 @@ from pathlib import Path
 from wellposed.errors import ConfigError
 
 NAME = "run.lock"
-_held: set[int] = set()
-
-
-def _leave_to_parent() -> None:
-    while _held:
-        os.close(_held.pop())
-
-
-if hasattr(
-    os, "register_at_fork"
-):  # else a worker that outlives its killed parent would hold the lock for it
-    os.register_at_fork(after_in_child=_leave_to_parent)
+_BEGIN = b"process "
+_NOT_A_FILE = (errno.ELOOP, errno.EISDIR, errno.EEXIST)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -30,55 +23,52 @@ def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
     """Hold the lock of the folder ``out``, which is made where it is missing.
 
     The system lets go of the lock with its process, so the file that a killed one leaves is taken
-    over. Where the system or its file system has no such locks (Windows, some network disks)
-    nothing is held.
+    over. On a file system without locks nothing is held. No file but a lock of ours is written to.
 
     Raises:
-        ConfigError: another process has it; the message has its number and host.
+        ConfigError: another process has it, by number and host; or its name is a link, or taken.
     """
     if not enabled:
         yield
         return
+    from filelock import FileLock, Timeout
+
     out.mkdir(parents=True, exist_ok=True)
     path = out / NAME
-    handle = _locked(path)
-    _held.add(handle)
+    lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_sign)
     try:
-        os.truncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        lock.acquire()
+    except Timeout:
+        owner = ""
+        with suppress(OSError):  # it is let go of at this moment
+            owner = path.read_text(encoding="utf-8", errors="replace").strip()
+        raise ConfigError(
+            f"{out}: {owner or 'another process'} is writing this run (it holds {NAME}); wait for"
+            " it, stop it, or name another --out"
+        ) from None
+    except OSError as error:
+        if error.errno in _NOT_A_FILE:
+            raise ConfigError(
+                f"{path}: a link, or a file of something else, where the lock of the run goes; it is"
+                " left as it is: rename it, or name another --out"
+            ) from error
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
         yield
     finally:
-        with suppress(OSError):  # a folder that became unwritable, or is gone
-            path.unlink()
-        _held.discard(handle)
-        os.close(handle)
+        if lock.is_locked:
+            with suppress(OSError):  # a folder that became unwritable, or is gone
+                path.unlink()
+            lock.release()
 
 
-def _locked(path: Path) -> int:
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _try_lock(handle):
-            owner = os.read(handle, 200).decode(errors="replace").strip()
-            os.close(handle)
-            raise ConfigError(
-                f"{path.parent}: {owner or 'another process'} is writing this run (it holds"
-                f" {path.name}); wait for it, stop it, or name another --out"
-            )
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
-        os.close(handle)  # the last owner removed the file between the two calls
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+def _sign(handle: int) -> None:
+    """Write whose the lock is, into a file that holds nothing but that."""
+    found = os.fstat(handle)
+    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+    if not is_plain or (found.st_size and os.read(handle, len(_BEGIN)) != _BEGIN):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.truncate(handle, 0)
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.write(handle, _BEGIN + f"{os.getpid()} on {socket.gethostname()}\n".encode())

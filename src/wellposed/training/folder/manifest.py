@@ -3,7 +3,6 @@ file named."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.training.folder import durable_files
 
 NAME = "manifest.json"
@@ -67,7 +66,7 @@ def problems(
     """
     path = folder / NAME
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = from_json(path.read_bytes())
         entries = {
             name: (int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in manifest["files"].items()
@@ -77,7 +76,7 @@ def problems(
             or not set(needed) <= set(entries)
             or any(os.sep in name for name in entries)
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{path}: unreadable manifest ({type(error).__name__}: {error})"]
     if bad:
         return [f"{path}: not a manifest of format {FORMAT}"]

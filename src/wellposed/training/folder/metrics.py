@@ -3,18 +3,18 @@ resume."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from wellposed.errors import CheckpointError
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.regular_file import read_bytes
 from wellposed.training.folder import durable_files
 
 NAME = "metrics.jsonl"
+_RESTORE = "restore the file, or train in another folder"
 
 
 class MetricsFile:
@@ -67,9 +67,21 @@ class MetricsFile:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of ``metrics.jsonl``."""
-    path = run_folder / NAME
-    return [json.loads(line) for line in _complete_lines(path)]
+    """Return the complete rows of ``metrics.jsonl``.
+
+    Raises:
+        CheckpointError: a line that is no row, by its number.
+    """
+    path, rows = run_folder / NAME, []
+    for number, line in enumerate(_complete_lines(path), 1):
+        try:
+            row = from_json(line)
+        except ValueError as error:
+            raise CheckpointError(f"{path}:{number}: not JSON: {error}; {_RESTORE}") from error
+        if not isinstance(row, dict):
+            raise CheckpointError(f"{path}:{number}: expected a JSON object; {_RESTORE}")
+        rows.append(row)
+    return rows
 
 
 def _truncate(path: Path, rows: int) -> int:
@@ -77,9 +89,9 @@ def _truncate(path: Path, rows: int) -> int:
     if len(lines) < rows:
         raise CheckpointError(
             f"{path}: {len(lines)} complete rows, but the checkpoint was written after {rows};"
-            " restore the file, or train in another folder"
+            f" {_RESTORE}"
         )
-    if path.exists():
+    if path.exists() or path.is_symlink():
         durable_files.replace_file(path, b"".join(lines))
     return len(lines)
 

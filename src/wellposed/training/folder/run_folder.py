@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, listed
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
 from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
 from wellposed.training.folder import checkpoints, durable_files
@@ -78,6 +77,20 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
     durable_files.replace_file(run_folder / CONFIG, data)
 
 
+def check_name(out: Path) -> None:
+    """Refuse a folder whose name cannot be written into the records of a run.
+
+    Raises:
+        ConfigError: such a name.
+    """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"--out {out}: the name is not UTF-8, and a run could not be recorded; name another"
+        ) from error
+
+
 def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:
     """Refuse a run folder that cannot be used, before any work is done; nothing is written.
 
@@ -92,6 +105,7 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
             configuration (every differing field is listed), or ``resume`` names a checkpoint of
             another run or none at all.
     """
+    check_name(out)
     if out.is_file():
         raise ConfigError(
             f"{out}: there is a file of that name, expected a folder; name another --out"
@@ -254,9 +268,9 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_bytes())
+        values = from_json(path.read_bytes())
         return {**values, "starts": list(values.get("starts", []))}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore"
             " or remove it, then continue with --resume auto"

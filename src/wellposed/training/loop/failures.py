@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from wellposed.errors import CheckpointError, WellposedError
+from wellposed.errors import CheckpointError, WellposedError, is_out_of_memory
 from wellposed.training.config import TrainOptions
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 LOST_WORKER = "dataloader worker"
 LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
@@ -33,9 +32,7 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
         ) from error
     except (RuntimeError, MemoryError) as error:
         text = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-            words in text for words in OUT_OF_MEMORY
-        ):
+        if is_out_of_memory(error):
             raise WellposedError(_out_of_memory(options, accelerator.device)) from error
         if LOST_WORKER in text:
             raise WellposedError(

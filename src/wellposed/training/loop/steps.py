@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from wellposed.training.loop.run import Run, Whole
 
 
+RULING_PENALTY = 10.0
+"""Times the loss of the task at which the first penalty is spoken of."""
+
+
 def fit(run: Run) -> None:
     """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top
     of the loop.
@@ -89,8 +93,22 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         state.count_scaled_step()
     state.epoch, state.batch_index = run.batches.epoch, run.batches.index
     state.count(numbers, time.perf_counter() - began)
+    if state.step == 1:
+        _warn_of_strength(run, numbers)
     if state.step % options.log_every == 0 or state.step == options.steps:
         _log(run, rate, numbers.grad_norm)
+
+
+def _warn_of_strength(run: Run, numbers: StepNumbers) -> None:
+    """Say once where the penalty of the first step rules the loss of the task."""
+    loss, penalty = numbers.loss_sum / max(1, numbers.targets), numbers.penalty
+    penalty /= run.config.penalty.every
+    if penalty > RULING_PENALTY * loss:
+        run.progress.say(
+            f"the first penalty, {penalty:.3g}, is {penalty / max(loss, 1e-30):.3g} times the loss of"
+            f" the task, {loss:.3g}: it rules the training; most strengths in use begin below it",
+            warn=True,
+        )
 
 
 def validate(run: Run) -> None:

@@ -3,7 +3,6 @@ Weights & Biases, ..."""
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.finite_json import to_json
+from wellposed.finite_json import from_json, to_json
 from wellposed.options import flat_options
 from wellposed.training.folder import durable_files
 
@@ -198,9 +197,9 @@ def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:
     have one already."""
     path = folder / NAME
     try:
-        known = json.loads(path.read_bytes())
+        known = from_json(path.read_bytes())
         identity, begun = str(known["identity"]), [str(name) for name in known["trackers"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         identity, begun = uuid4().hex, []
     values = {"identity": identity, "trackers": list(dict.fromkeys([*begun, *names]))}
     durable_files.replace_file(path, to_json(values))
