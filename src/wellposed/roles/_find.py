@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -14,17 +15,11 @@ from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._patterns import roles_from_patterns
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles
 from wellposed.roles._views import WeightView
-from wellposed.roles.families import FAMILIES
+from wellposed.roles.families import FAMILIES, Role
 from wellposed.roles.layer_paths import shared_segments
 
 _NOT_TOKENS = ("type", "segment", "relative", "class", "label")
-_POSITION_PARAMETERS = (
-    "pos_embed",
-    "position_embeddings",
-    "pos_embedding",
-    "positional_embedding",
-    "position_embedding",
-)
+_POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
 @known_keywords
@@ -72,9 +67,20 @@ def find_roles(
     """
     require_module("find_roles", model)
     modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
-    attention = _attention_roles(modules)
-    feedforward = tuple(_beside(role, attention) for role in _feedforward_roles(modules, attention))
-    roles = Roles(attention, feedforward, _embedding_roles(modules))
+    families = [FAMILIES.get(name) for name in FAMILIES]
+    attention: list[AttentionRole] = []
+    for place in modules:
+        if not any(place.path.startswith(f"{role.path}.") for role in attention):
+            attention += _first(family.attention(place) for family in families)
+    feedforward: list[FeedForwardRole] = []
+    for place in modules:
+        if not any(f"{place.path}.".startswith(f"{role.path}.") for role in attention):
+            feedforward += _first(family.feedforward(place) for family in families)
+    roles = Roles(
+        tuple(attention),
+        tuple(_beside(role, attention) for role in feedforward),
+        _embedding_roles(modules),
+    )
     if patterns is not None:
         roles = roles_from_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
@@ -82,32 +88,10 @@ def find_roles(
     return roles
 
 
-def _attention_roles(modules: Iterable[LocatedModule]) -> tuple[AttentionRole, ...]:
-    found: list[AttentionRole] = []
-    for place in modules:
-        if any(place.path.startswith(f"{role.path}.") for role in found):
-            continue
-        role = next(
-            (role for name in FAMILIES if (role := FAMILIES.get(name).attention(place))), None
-        )
-        if role is not None:
-            found.append(role)
-    return tuple(found)
-
-
-def _feedforward_roles(
-    modules: Iterable[LocatedModule], attention: Sequence[AttentionRole]
-) -> Iterable[FeedForwardRole]:
-    inside = tuple(f"{role.path}." for role in attention)
-    owners = {role.path for role in attention}
-    for place in modules:
-        if place.path in owners or place.path.startswith(inside):
-            continue
-        role = next(
-            (role for name in FAMILIES if (role := FAMILIES.get(name).feedforward(place))), None
-        )
-        if role is not None:
-            yield role
+def _first(found: Iterable[Role | None]) -> list[Role]:
+    """Return the first that is not None, alone, or nothing."""
+    role = next((role for role in found if role is not None), None)
+    return [] if role is None else [role]
 
 
 def _beside(role: FeedForwardRole, attention: Sequence[AttentionRole]) -> FeedForwardRole:
@@ -137,11 +121,9 @@ def _tables(place: LocatedModule) -> Iterable[tuple[WeightView, Literal["token",
             kind = "position" if "pos" in name or name == "wpe" else "token"
             yield WeightView(place.path, place.module, "weight"), kind
         return
-    for attribute in _POSITION_PARAMETERS:
-        table = getattr(place.module, attribute, None)
-        if isinstance(table, nn.Parameter) and (
-            table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)
-        ):
+    for attribute, table in place.module.named_parameters(recurse=False):
+        matrix = table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)
+        if matrix and _POSITION_TABLE.fullmatch(attribute):
             yield WeightView(place.path, place.module, attribute), "position"
 
 

@@ -67,45 +67,30 @@ class LocatedModule:
     @property
     def stack(self) -> Stack:
         """Encoder or decoder; a causal self-attention stack is a decoder."""
-        segments = self.path.split(".")
         inner = getattr(self.module, "self", self.module)
-        if (
-            self.kind == "cross"
-            or getattr(inner, "is_decoder", False)
-            or any("decoder" in segment for segment in segments)
-        ):
+        if self.kind == "cross" or getattr(inner, "is_decoder", False) or "decoder" in self.path:
             return "decoder"
-        if any("encoder" in segment for segment in segments):
+        if "encoder" in self.path:
             return "encoder"
-        causal = getattr(inner, "is_causal", False) is True or type(self.model).__name__.endswith(
-            "ForCausalLM"
-        )
+        model = type(self.model).__name__
+        causal = getattr(inner, "is_causal", False) is True or model.endswith("ForCausalLM")
         return "decoder" if causal else "encoder"
 
     def num_heads(self, rows: int) -> int | None:
         """Number of heads that share the ``rows`` of a query weight: by their width where the module
         has one, as it stays right where heads were pruned, else by the number it or a configuration
         names."""
-        inner = getattr(self.module, "self", None)
-        for holder in (self.module, inner):
+        own = (self.module, getattr(self.module, "self", None))
+        for holder in own:
             width = _first_count(holder, _HEAD_WIDTHS)
             if width is not None and rows % width == 0:
                 return rows // width
-        for holder in (
-            self.module,
-            inner,
-            getattr(self.module, "config", None),
-            getattr(inner, "config", None),
-        ):
-            count = _first_count(holder)
-            if count is not None:
-                return count
-        for prefix in _prefixes(self.path):
-            holder = self.model.get_submodule(prefix)
-            count = _first_count(holder) or _first_count(getattr(holder, "config", None))
-            if count is not None:
-                return count
-        return None
+        holders: list[Any] = [*own, *(getattr(holder, "config", None) for holder in own)]
+        segments = self.path.split(".")
+        for end in range(len(segments) - 1, -1, -1):
+            around = self.model.get_submodule(".".join(segments[:end]))
+            holders += [around, getattr(around, "config", None)]
+        return next((n for each in holders if (n := _first_count(each, _HEADS))), None)
 
 
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
@@ -137,14 +122,6 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     )
 
 
-def _first_count(holder: object, names: Sequence[str] = _HEADS) -> int | None:
-    for name in names:
-        count = getattr(holder, name, None)
-        if isinstance(count, int) and count > 0:
-            return count
-    return None
-
-
-def _prefixes(path: str) -> list[str]:
-    segments = path.split(".")
-    return [".".join(segments[:end]) for end in range(len(segments) - 1, -1, -1)]
+def _first_count(holder: object, names: Sequence[str]) -> int | None:
+    counts = (getattr(holder, name, None) for name in names)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)

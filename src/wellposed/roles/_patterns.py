@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +19,8 @@ from wellposed.errors import (
 )
 from wellposed.roles._located_module import LocatedModule, attention_role
 from wellposed.roles._roles import (
+    ATTENTION,
+    FEEDFORWARD,
     ROLE_NAMES,
     AttentionRole,
     EmbeddingRole,
@@ -27,54 +30,57 @@ from wellposed.roles._roles import (
 )
 from wellposed.roles._views import WeightView, is_transposed
 
-_ATTENTION = ("query", "key", "value", "output")
-_FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
-
 
 def roles_from_patterns(
     model: nn.Module, patterns: Mapping[str, str | Sequence[str]], found: Roles
 ) -> Roles:
     """Return ``found`` with every role named in ``patterns`` replaced by what its patterns
-    match."""
+    match; what is left of a part that lost one of its weights is grouped anew."""
     matched = _match(model, patterns)
-    replaced = set(matched)
-    attention = tuple(role for role in found.attention if replaced.isdisjoint(_ATTENTION))
-    feedforward = tuple(role for role in found.feedforward if replaced.isdisjoint(_FEEDFORWARD))
-    kept = {"attention": attention, "feedforward": feedforward}
-    parts = [
-        weight
-        for weight in found.weights()
-        if weight.role not in replaced and _is_torn(weight, kept, replaced)
-    ]
+    attention, feedforward = found.attention, found.feedforward
+    torn: set[str] = set()
+    if not matched.keys().isdisjoint(ATTENTION):
+        attention, torn = (), torn.union(ATTENTION)
+    if not matched.keys().isdisjoint(FEEDFORWARD):
+        feedforward, torn = (), torn.union(FEEDFORWARD)
+    parts = [each for each in found.weights() if each.role in torn - matched.keys()]
     parts += [weight for weights in matched.values() for weight in weights]
-    embeddings = tuple(
-        table for table in found.embeddings if f"{table.kind}_embedding" not in replaced
-    )
-    whole_attention, rest = _group_attention(
-        model, [weight for weight in parts if weight.role in _ATTENTION]
-    )
-    whole_feedforward, more = _group_feedforward(
-        [weight for weight in parts if weight.role in _FEEDFORWARD]
-    )
-    tables = [weight for weight in parts if weight.role.endswith("_embedding")]
-    return Roles(
-        attention=attention + whole_attention,
-        feedforward=feedforward + whole_feedforward,
-        embeddings=embeddings + tuple(_embedding(weight) for weight in tables),
-        loose=rest + more,
-    )
+    tables = [table for table in found.embeddings if f"{table.kind}_embedding" not in matched]
+    whole: list[AttentionRole] = []
+    networks: list[FeedForwardRole] = []
+    loose: list[RoleWeight] = []
+    for group in _by_path(parts, ATTENTION):
+        views = {weight.role: weight.view for weight in group}
+        place = LocatedModule(group[0].path, model.get_submodule(group[0].path), model)
+        role = None
+        if len(views) == len(group) == len(ATTENTION):
+            with suppress(ShapeError):
+                role = attention_role(place, views)
+        if role is None:
+            loose += group
+        else:
+            whole.append(role)
+    for group in _by_path(parts, FEEDFORWARD):
+        views = {FEEDFORWARD[weight.role]: weight.view for weight in group}
+        stack, layer = group[0].stack, group[0].layer
+        if len(views) == len(group) and views.keys() >= {"up", "down"} and stack is not None:
+            networks.append(FeedForwardRole(group[0].path, stack, layer or 0, **views))
+        else:
+            loose += group
+    for weight in parts:
+        if weight.role.endswith("_embedding"):
+            kind = "token" if weight.role == "token_embedding" else "position"
+            tables.append(EmbeddingRole(weight.path, kind, weight.view))
+    return Roles((*attention, *whole), (*feedforward, *networks), tuple(tables), tuple(loose))
 
 
-def _is_torn(weight: RoleWeight, kept: Mapping[str, Sequence[object]], replaced: set[str]) -> bool:
-    """Tell whether a family's weight lost its part because another role of that part is given by
-    pattern."""
-    if weight.role in _ATTENTION:
-        return not kept["attention"] and not replaced.isdisjoint(_ATTENTION)
-    return (
-        weight.role in _FEEDFORWARD
-        and not kept["feedforward"]
-        and not replaced.isdisjoint(_FEEDFORWARD)
-    )
+def _by_path(weights: Iterable[RoleWeight], roles: Iterable[str]) -> Iterable[list[RoleWeight]]:
+    """Return the weights of these roles, those of one module together."""
+    groups: dict[str, list[RoleWeight]] = {}
+    for weight in weights:
+        if weight.role in roles:
+            groups.setdefault(weight.path, []).append(weight)
+    return groups.values()
 
 
 def _match(
@@ -136,59 +142,7 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
     if role.endswith("_embedding"):
         return RoleWeight(role, None, None, path, view)
-    place = LocatedModule(
-        path.rpartition(".")[0], model.get_submodule(path.rpartition(".")[0]), model
-    )
-    return RoleWeight(
-        role, place.stack, place.layer, place.path, view, place.kind if role in _ATTENTION else None
-    )
-
-
-def _group_attention(
-    model: nn.Module, weights: Sequence[RoleWeight]
-) -> tuple[tuple[AttentionRole, ...], tuple[RoleWeight, ...]]:
-    groups: dict[str, list[RoleWeight]] = {}
-    for weight in weights:
-        groups.setdefault(weight.path, []).append(weight)
-    whole: list[AttentionRole] = []
-    loose: list[RoleWeight] = []
-    for path, group in groups.items():
-        views = {weight.role: weight.view for weight in group}
-        if len(views) == len(group) == len(_ATTENTION):
-            try:
-                whole.append(
-                    attention_role(LocatedModule(path, model.get_submodule(path), model), views)
-                )
-                continue
-            except ShapeError:
-                pass
-        loose += group
-    return tuple(whole), tuple(loose)
-
-
-def _group_feedforward(
-    weights: Sequence[RoleWeight],
-) -> tuple[tuple[FeedForwardRole, ...], tuple[RoleWeight, ...]]:
-    groups: dict[str, list[RoleWeight]] = {}
-    for weight in weights:
-        groups.setdefault(weight.path, []).append(weight)
-    whole: list[FeedForwardRole] = []
-    loose: list[RoleWeight] = []
-    for path, group in groups.items():
-        views = {_FEEDFORWARD[weight.role]: weight.view for weight in group}
-        stack, layer = group[0].stack, group[0].layer
-        if (
-            len(views) == len(group)
-            and {"up", "down"} <= set(views)
-            and stack is not None
-            and layer is not None
-        ):
-            whole.append(FeedForwardRole(path, stack, layer, **views))
-        else:
-            loose += group
-    return tuple(whole), tuple(loose)
-
-
-def _embedding(weight: RoleWeight) -> EmbeddingRole:
-    kind = "token" if weight.role == "token_embedding" else "position"
-    return EmbeddingRole(weight.path, kind, weight.view)
+    around = path.rpartition(".")[0]
+    place = LocatedModule(around, model.get_submodule(around), model)
+    kind = place.kind if role in ATTENTION else None
+    return RoleWeight(role, place.stack, place.layer, around, view, kind)

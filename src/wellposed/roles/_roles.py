@@ -9,17 +9,10 @@ from typing import Literal
 from wellposed.roles._views import WeightView
 from wellposed.text_table import MISSING, aligned, format_number
 
-ROLE_NAMES = (
-    "query",
-    "key",
-    "value",
-    "output",
-    "feedforward_in",
-    "feedforward_gate",
-    "feedforward_out",
-    "token_embedding",
-    "position_embedding",
-)
+ATTENTION = ("query", "key", "value", "output")
+FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
+"""Role -> field of `FeedForwardRole`."""
+ROLE_NAMES = (*ATTENTION, *FEEDFORWARD, "token_embedding", "position_embedding")
 
 Stack = Literal["encoder", "decoder"]
 
@@ -93,17 +86,12 @@ class Roles:
         """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model
         order."""
         for part in self.attention:
-            for role in ("query", "key", "value", "output"):
-                yield RoleWeight(
-                    role, part.stack, part.layer, part.path, getattr(part, role), part.kind
-                )
+            for role in ATTENTION:
+                view = getattr(part, role)
+                yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
         for network in self.feedforward:
-            named = (
-                ("feedforward_in", network.up),
-                ("feedforward_gate", network.gate),
-                ("feedforward_out", network.down),
-            )
-            for role, view in named:
+            for role, field in FEEDFORWARD.items():
+                view = getattr(network, field)
                 if view is not None:
                     yield RoleWeight(role, network.stack, network.layer, network.path, view)
         for table in self.embeddings:

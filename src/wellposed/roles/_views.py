@@ -61,10 +61,16 @@ class WeightView:
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features) of the view."""
-        rows, columns = self._matrix_shape()
-        if self.rows is not None:
-            rows = self.rows[1] - self.rows[0]
-        return rows, columns
+        shape = tuple(self.parameter.shape)
+        if len(shape) == 3 and shape[0] == 1:
+            shape = shape[1:]
+        if len(shape) != 2:
+            raise ShapeError(
+                f"{self.parameter_name} has shape {tuple(self.parameter.shape)}; a weight with a"
+                " role is a matrix"
+            )
+        rows, columns = reversed(shape) if self.transposed else shape
+        return (rows if self.rows is None else self.rows[1] - self.rows[0]), columns
 
     @property
     def trainable(self) -> bool:
@@ -94,20 +100,13 @@ class WeightView:
             weight = weight.t()
         return weight if self.rows is None else weight[self.rows[0] : self.rows[1]]
 
+    def of_rows(self, start: int, stop: int) -> WeightView:
+        """Return the view of some output rows of a whole weight."""
+        return replace(self, rows=(start, stop))
+
     @property
     def _parametrized(self) -> bool:
         return self.attribute in getattr(self.owner, "parametrizations", {})
-
-    def _matrix_shape(self) -> tuple[int, int]:
-        shape = tuple(self.parameter.shape)
-        if len(shape) == 3 and shape[0] == 1:
-            shape = shape[1:]
-        if len(shape) != 2:
-            raise ShapeError(
-                f"{self.parameter_name} has shape {tuple(self.parameter.shape)}; a weight with a"
-                " role is a matrix"
-            )
-        return (shape[1], shape[0]) if self.transposed else (shape[0], shape[1])
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -123,22 +122,22 @@ def is_transposed(layer: nn.Module) -> bool:
     return any(kind.__name__ == _CONV1D for kind in type(layer).__mro__)
 
 
-def view_of(path: str, layer: nn.Module, *, chunk: tuple[int, int] | None = None) -> WeightView:
-    """Return the view of a linear-like layer's ``weight``; ``chunk=(i, n)`` is the i-th of n equal
-    row blocks."""
-    layer, path = _unwrapped(layer, path)
+def view_of(path: str, layer: nn.Module) -> WeightView:
+    """Return the view of a linear-like layer's ``weight``."""
+    base = getattr(layer, "base_layer", None)  # adapters (LoRA and kin) keep the real layer here
+    if isinstance(base, nn.Module):
+        layer, path = base, f"{path}.base_layer"
     weight: Any = layer.weight
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ConfigError(
             f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed"
             " as a matrix nor trained; find roles on the model before it is quantised"
         )
-    view = WeightView(path, layer, "weight", transposed=is_transposed(layer))
-    return view if chunk is None else chunked(view, chunk)
+    return WeightView(path, layer, "weight", transposed=is_transposed(layer))
 
 
 def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
-    """Return the i-th of n equal blocks of output rows."""
+    """Return the i-th of n equal blocks of output rows, ``chunk`` = (i, n)."""
     index, count = chunk
     rows = view.shape[0]
     if rows % count:
@@ -147,13 +146,7 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
             " share"
         )
     size = rows // count
-    return WeightView(
-        view.owner_path,
-        view.owner,
-        view.attribute,
-        (index * size, (index + 1) * size),
-        view.transposed,
-    )
+    return view.of_rows(index * size, (index + 1) * size)
 
 
 def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
@@ -162,25 +155,15 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
     result: list[WeightView] = []
     for view in views:
         last = result[-1] if result else None
-        if last is None or last.rows is None or view.rows is None or not _follows(last, view):
+        if last is not None and last.rows and view.rows and _follows(last, view):
+            rows = (last.rows[0], view.rows[1])
+            whole = replace(last, rows=None)
+            result[-1] = whole if rows == (0, whole.shape[0]) else replace(last, rows=rows)
+        else:
             result.append(view)
-            continue
-        rows = (last.rows[0], view.rows[1])
-        whole = rows == (0, replace(view, rows=None).shape[0])
-        result[-1] = replace(last, rows=None if whole else rows)
     return tuple(result)
 
 
 def _follows(first: WeightView, second: WeightView) -> bool:
     same = first.owner is second.owner and first.attribute == second.attribute
-    return (
-        same
-        and first.rows is not None
-        and second.rows is not None
-        and first.rows[1] == second.rows[0]
-    )
-
-
-def _unwrapped(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
-    base = getattr(layer, "base_layer", None)  # adapters (LoRA and kin) keep the real layer here
-    return (base, f"{path}.base_layer") if isinstance(base, nn.Module) else (layer, path)
+    return same and first.rows is not None and first.rows[1:] == (second.rows or ())[:1]

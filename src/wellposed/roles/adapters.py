@@ -80,11 +80,7 @@ def adapted_view(model: nn.Module, view: WeightView) -> WeightView:
             " other than W + scale B A (as DoRA and others do); adapters=True is for LoRA on"
             " linear layers"
         )
-    values = {
-        name: getattr(view, name)
-        for name in ("owner_path", "owner", "attribute", "rows", "transposed")
-    }
-    return AdaptedView(**values, layer=layer)
+    return AdaptedView(**vars(view), layer=layer)
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -96,13 +92,9 @@ def has_lora(module: nn.Module) -> bool:
 
 def _active(layer: Any) -> list[str]:
     active = getattr(layer, "active_adapters", None)
-    return (
-        list(layer.lora_A)
-        if active is None
-        else [active]
-        if isinstance(active, str)
-        else list(active)
-    )
+    if active is None:
+        return list(layer.lora_A)
+    return [active] if isinstance(active, str) else list(active)
 
 
 def _is_variant(layer: Any, name: str) -> bool:
