@@ -22,6 +22,17 @@ def format_number(value: Any, digits: int = 4) -> str:
     return str(value)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return ``text`` with every character escaped that could tell a terminal to do something.
+
+    >>> printable("a\\tb\\x1b[2J"), printable("a\\tb", keep="\\t")
+    ('a\\\\tb\\\\x1b[2J', 'a\\tb')
+    """
+    return "".join(
+        each if each.isprintable() or each in keep else repr(each)[1:-1] for each in text
+    )
+
+
 def text_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 ) -> str:

@@ -4,13 +4,26 @@ arguments are parsed."""
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 
-from wellposed.errors import ConfigError, WellposedError, is_out_of_memory, unknown_name
+from wellposed.cli.first_look import first_look
+from wellposed.errors import (
+    ConfigError,
+    WellposedError,
+    is_out_of_memory,
+    missing_extra,
+    unknown_name,
+)
+from wellposed.plugins import import_file
+from wellposed.text_table import printable
+from wellposed.training.loop.processes import is_first, is_one_of_several
 from wellposed.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -36,20 +49,28 @@ COMMANDS: dict[str, str] = {
 """Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""
 TOGETHER = ("train", "compare")
 """The commands that several processes of a launcher do together."""
+NEWLINE_AND_TAB = "\n\t"
+EXTRAS = {
+    "hf": ("transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub"),
+    "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy", "scikit-learn", "nltk"),
+    "report": ("matplotlib", "jinja2"),
+    "lightning": ("lightning",),
+}
+"""Extra -> the packages it installs, of those that may be missed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130
     interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
     if isinstance(
         sys.stdout, TextIOWrapper
     ):  # a name that is no text, or that the terminal cannot show, is escaped
         sys.stdout.reconfigure(errors="backslashreplace")
-    words = [word for word in words if word != "--debug"]
+    debug = "--debug" in words
     try:
-        return _dispatch(words)
+        with _notices():
+            return _dispatch([word for word in words if word != "--debug"])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -58,20 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
-    except (WellposedError, OSError) as error:
-        if debug:
+    except Exception as error:
+        said = None if debug else _describe(error, words)
+        if said is None:
             raise
-        print(f"wellposed: {_printable(_describe(error))}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-    except (MemoryError, RuntimeError) as error:
-        if debug or not is_out_of_memory(error):
-            raise
-        print(
-            f"wellposed: {words[0]}: out of memory: the model, its inputs or a batch is too large"
-            f" for this machine ({str(error).partition(chr(10))[0] or 'no more can be had'})",
-            file=sys.stderr,
-        )
-        return EXIT_FAILED
+        print(f"wellposed: {printable(said, keep=NEWLINE_AND_TAB)}", file=sys.stderr)
+        wrong_usage = isinstance(error, (ConfigError, ImportError))
+        return EXIT_USAGE if wrong_usage else EXIT_FAILED
 
 
 def _dispatch(words: list[str]) -> int:
@@ -90,17 +104,27 @@ def _dispatch(words: list[str]) -> int:
         raise unknown_name("command", words[0], COMMANDS)
     if words[0] not in TOGETHER:
         _refuse_several_processes(words[0])
-    if any(word.partition("=")[0] == "--import" for word in words):
-        from wellposed.cli.imports import import_named_files
+    for file in first_look(words, many=["import"])["import"]:
+        import_file(Path(file))
+    return importlib.import_module(f"wellposed.cli._{words[0]}").run(words[1:])
 
-        import_named_files(words)
-    command = importlib.import_module(f"wellposed.cli._{words[0]}")
-    return command.run(words[1:])
+
+@contextmanager
+def _notices() -> Iterator[None]:
+    """Show on standard error what the verbs say of what they did, as ``logging.INFO``."""
+    logger, handler = logging.getLogger("wellposed"), logging.StreamHandler(sys.stderr)
+    handler.format = lambda record: printable(record.getMessage(), keep=NEWLINE_AND_TAB)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if is_first() else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _refuse_several_processes(command: str) -> None:
-    from wellposed.training.loop.processes import is_one_of_several
-
     if is_one_of_several():
         raise ConfigError(
             f"wellposed {command} runs in one process; start it without torchrun or accelerate"
@@ -108,22 +132,27 @@ def _refuse_several_processes(command: str) -> None:
         )
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception, words: Sequence[str]) -> str | None:
+    """Return what to say of an error in one line; None of one that nobody expects."""
+    if isinstance(error, ModuleNotFoundError):
+        missed = (error.name or "").partition(".")[0].replace("_", "-")
+        package = {"sklearn": "scikit-learn"}.get(missed, missed)
+        extra = next((extra for extra, names in EXTRAS.items() if package in names), None)
+        return extra and str(missing_extra(package, extra, f"parts of wellposed {words[0]}"))
     if isinstance(error, FileExistsError):
         return (
             f"{error.filename}: there is a file of that name, expected a folder; name another one"
         )
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'system'}: {error.strerror}"
-    return str(error)
-
-
-def _printable(message: str) -> str:
-    """Return ``message`` with every character escaped that could tell a terminal to do
-    something."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in message
-    )
+    if isinstance(error, (WellposedError, OSError)):
+        return str(error)
+    if is_out_of_memory(error):
+        return (
+            f"{words[0]}: out of memory: the model, its inputs or a batch is too large for this"
+            f" machine ({str(error).partition(chr(10))[0] or 'no more can be had'})"
+        )
+    return None
 
 
 def usage() -> str:

@@ -16,8 +16,15 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from wellposed.cli._start import READ_BY, start_config
-from wellposed.cli.imports import ImportedFiles
-from wellposed.cli.parser import HELP, HELP_ALL, OTHER_SPELLINGS, Flat, parse_words, unchecked
+from wellposed.cli.parser import (
+    HELP,
+    HELP_ALL,
+    OTHER_SPELLINGS,
+    Flat,
+    ImportedFiles,
+    parse_words,
+    unchecked,
+)
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS

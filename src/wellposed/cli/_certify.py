@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.model_argument import ModelName, parse_with_model
+from wellposed.cli.parser import ImportedFiles
 from wellposed.errors import ConfigError
 from wellposed.text_table import aligned
 from wellposed.training.folder.durable_files import replace_files

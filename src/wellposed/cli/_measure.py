@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.model_argument import ModelName, parse_with_model
+from wellposed.cli.parser import ImportedFiles
 
 
 @dataclass(frozen=True)

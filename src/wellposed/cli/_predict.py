@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wellposed.cli.imports import ImportedFiles
 from wellposed.cli.model_argument import ModelName, parse_with_model
+from wellposed.cli.parser import ImportedFiles
 from wellposed.cli.prediction.lines import LineSource, line_writer
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.images import IMAGE_SUFFIXES

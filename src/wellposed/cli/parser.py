@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -16,6 +16,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from wellposed.options import refused_together
 
 Arguments = TypeVar("Arguments")
+ImportedFiles: TypeAlias = Annotated[
+    tuple[Path, ...], tyro.conf.arg(name="import", metavar="FILE.py"), tyro.conf.UseAppendAction
+]
+"""The option ``--import FILE.py``: code of the user's own, which `main` runs first."""
 Flat = tyro.conf.arg(name="")
 HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 OTHER_SPELLINGS = {

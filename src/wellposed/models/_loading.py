@@ -30,6 +30,7 @@ AUTO_CLASSES: dict[str, Any] = {
     "ForImageClassification": transformers.AutoModelForImageClassification,
 }
 """Auto class by the end of a class name."""
+MOST_LABELS = 1_000_000
 _DEPTHS, _DEEP = ("layers", "n_layer"), 1000
 """How names of a number of layers end, and a number that weights shared by layers leave in
 doubt."""
@@ -268,6 +269,7 @@ def _saved_class(config: Any) -> Any:
 
 def _load(kind: Any, name: str, **options: Any) -> Any:
     folder = Path(name)
+    _refuse_endless_labels(folder)
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:
@@ -310,6 +312,21 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
             " expected safetensors; if you trust the file, convert it once: model ="
             f" transformers.{kind.__name__}.from_pretrained({str(folder)!r},"
             f" use_safetensors=False), then model.save_pretrained({str(folder)!r})"
+        )
+
+
+def _refuse_endless_labels(source: Path) -> None:
+    """Refuse a number of labels that would fill the memory with their names, before they are
+    made."""
+    file = source if source.suffix == ".json" else source / "config.json"
+    try:
+        labels = dict(from_json(read_bytes(file))).get("num_labels")
+    except (OSError, ValueError, TypeError):
+        return  # not a folder, or damaged in a way that loading names
+    if isinstance(labels, (int, float)) and labels > MOST_LABELS:
+        raise CheckpointError(
+            f"{file}: num_labels = {labels}, expected at most {MOST_LABELS:,}; the file is damaged:"
+            " copy it again from where it was whole"
         )
 
 

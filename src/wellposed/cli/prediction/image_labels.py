@@ -11,6 +11,7 @@ from wellposed.cli.prediction.lines import LineSource
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed.tasks.data.pixel_values import pixel_values, stack_values
+from wellposed.text_table import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,4 +92,4 @@ def label_images(
                 " classifier with `wellposed train image_classification --from`"
             )
         for path, label in zip(paths, label_and_probability(model, logits), strict=True):
-            yield f"{label}\t{path}"
+            yield f"{label}\t{printable(str(path))}"

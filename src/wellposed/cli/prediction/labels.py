@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError
+from wellposed.text_table import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ def label_and_probability(model: PreTrainedModel, logits: Tensor) -> Iterator[st
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for probabilities in logits.float().softmax(-1):
         best = int(probabilities.argmax())
-        yield f"{names.get(best, best)}\t{float(probabilities[best]):.4f}"
+        yield f"{printable(str(names.get(best, best)))}\t{float(probabilities[best]):.4f}"
 
 
 @dataclass
@@ -72,9 +73,13 @@ class _Inputs:
         """Most tokens of a text."""
         from wellposed.models import text_positions
 
-        return min(
-            text_positions(self.model.config) or sys.maxsize, int(self.tokenizer.model_max_length)
-        )
+        longest = int(self.tokenizer.model_max_length)
+        if longest < 1:
+            raise CheckpointError(
+                f"{self.tokenizer.name_or_path}: model_max_length = {longest} in its"
+                " tokenizer_config.json, expected at least 1"
+            )
+        return min(text_positions(self.model.config) or sys.maxsize, longest)
 
     def encode(self, rows: Sequence[str], start: int) -> dict[str, Tensor]:
         """Return the tensors of lines whose numbers begin behind ``start``."""

@@ -1,0 +1,50 @@
+"""Options that decide the defaults of the others, read by argparse before the rest is parsed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from wellposed.errors import ConfigError
+
+
+def first_look(
+    words: Sequence[str],
+    values: Iterable[str] = (),
+    flags: Iterable[str] = (),
+    *,
+    many: Iterable[str] = (),
+    strangers: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return what some options say: the last value or None, and whether a flag is given.
+
+    Args:
+        words: what followed the command's name; all other options are passed over.
+        values: names of options that take a value.
+        flags: names of options that take none, or are given as ``--no-NAME``.
+        many: names of options that may be given several times, each with a value.
+        strangers: names that are none of ours; "" where one is given without a value.
+
+    Raises:
+        ConfigError: an option without its value.
+
+    >>> first_look(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
+    {'from': 'x', 'out': None, 'fast': True}
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in values:
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        parser.add_argument(*spellings, dest=name)
+    for name in flags:
+        parser.add_argument(
+            f"--{name}", dest=name, action=argparse.BooleanOptionalAction, default=False
+        )
+    for name in many:
+        parser.add_argument(f"--{name}", dest=name, action="append", default=[])
+    for name in strangers:
+        parser.add_argument(f"--{name}", dest=name, nargs="?", const="")
+    try:
+        return vars(parser.parse_known_args(list(words))[0])
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}, a value after it") from None

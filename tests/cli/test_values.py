@@ -1,0 +1,96 @@
+"""Values that nobody means: one line and no traceback; what reaches the terminal tells it nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli import main
+from wellposed.errors import CheckpointError
+from wellposed.models import load_pretrained_model
+
+CORE_ALONE = """
+import importlib.abc, json, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {"transformers", "tyro", "accelerate", "rich", "tomli_w", "matplotlib"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from wellposed.cli import COMMANDS, main
+print(json.dumps({name: main([name]) for name in COMMANDS}))
+"""
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}), encoding="utf-8")
+
+
+@pytest.fixture
+def foreign(small_run: Path, tmp_path: Path) -> Path:
+    """Return a saved model whose files may be edited."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_run / "final", folder, ignore=shutil.ignore_patterns("manifest.json"))
+    return folder
+
+
+def test_a_label_is_one_field_of_one_line(
+    foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"0": "a\nb\tc\x1b[2J\ud800", "1": "a\nb\tc\x1b[2J\ud800"}
+    edit(foreign / "config.json", id2label=names)
+    assert main(["predict", str(foreign), "--text", "a good film x"]) == 0
+    label, _ = capsys.readouterr().out.removesuffix("\n").split("\t")
+    assert label == r"a\nb\tc\x1b[2J\ud800"
+    out = tmp_path / "labels"
+    assert main(["predict", str(foreign), "--text", "a film x", "--output", str(out)]) == 0
+    assert out.read_text(encoding="utf-8").count("\n") == 1
+
+
+def test_the_terminal_gets_no_escape_code_of_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    def says(_: object) -> int:
+        logging.getLogger("wellposed.constrain").info("weights moved by %s", "\x1b[2J0.7")
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wellposed.cli._report.run", says)
+        assert main(["report"]) == 0
+    assert capsys.readouterr().err == "weights moved by \\x1b[2J0.7\n"
+    logging.getLogger("wellposed.constrain").info("not shown outside a command")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_negative_length_of_texts_is_one_line(
+    foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(foreign / "tokenizer_config.json", model_max_length=-5)
+    assert main(["predict", str(foreign), "--text", "a good film x"]) == 1
+    said = capsys.readouterr().err
+    assert "model_max_length = -5 in its tokenizer_config.json, expected at least 1" in said
+    assert said.count("\n") == 1
+
+
+def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> None:
+    import transformers
+
+    edit(foreign / "config.json", num_labels=100_000_000)
+    with pytest.raises(CheckpointError, match="num_labels = 100000000, expected at most 1,000,000"):
+        load_pretrained_model(transformers.AutoModel, foreign)
+
+
+def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", CORE_ALONE], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    status = json.loads(found.stdout.splitlines()[-1])
+    assert status.pop("doctor") == 0
+    assert set(status.values()) == {2}
+    said = [line for line in found.stderr.splitlines() if line]
+    assert len(said) == len(status)
+    assert all("which is not installed; run: pip install 'wellposed[" in line for line in said)
