@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(
 )
 
 # Without adapters=True this is an error: the frozen weights have no gradient.
-penalty = wp.OrthogonalityPenalty(model, key=1e-2, query=1e-2, adapters=True)
+penalty = wp.OrthogonalityPenalty(model, key=1e-2, query=1e-2, adapters=True, form="paper")
 first = penalty().item()
 for _ in range(20):
     optimizer.zero_grad()

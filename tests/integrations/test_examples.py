@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -19,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("bert", "penalty/total"),
+        ("bert", "worst error of keys"),
         ("gpt2", "decoder.0.query"),
         ("vit", "err_orth / initial"),
         ("l2_attention", "loads as it was saved: True"),
@@ -41,6 +42,18 @@ def test_an_example_runs_and_prints(
 ) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert says in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bert_shows_a_loss_a_penalty_and_an_error_that_fall(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runpy.run_path(str(EXAMPLES / "bert.py"), run_name="__main__")
+    shown = [line for line in capsys.readouterr().out.splitlines() if "->" in line]
+    assert len(shown) == 4
+    for line in shown:
+        first, last = (float(number) for number in re.findall(r"\d\.\d+", line)[:2])
+        assert last < 0.95 * first, line
 
 
 def test_a_worker_of_ray_trains_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     model = bert()
     keys = set(model.state_dict())
     hooks = hook_count(model)
-    penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.1, affinity=1e-4)
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.1, affinity=1e-4, form="gram_squared")
     callback = ConditionCallback(penalty, details=True)
     trainer = Trainer(
         model=model,
@@ -128,7 +128,7 @@ def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(
     tmp_path: Path, accumulation: int
 ) -> None:
     model, reference = bert(), bert()
-    penalty = wp.OrthogonalityPenalty(model, key=0.3)
+    penalty = wp.OrthogonalityPenalty(model, key=0.3, form="gram_squared")
     gradients = Gradients()
     # The last example is never drawn in full batches; 12 rows in one step, in any order.
     rows = examples(12)
@@ -162,7 +162,7 @@ def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(
 
 def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
     model = bert()
-    penalty = wp.OrthogonalityPenalty(model, key=100.0)
+    penalty = wp.OrthogonalityPenalty(model, key=100.0, form="paper")
     rows = examples(8)
     trainer = Trainer(
         model=model,
@@ -195,17 +195,21 @@ def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
     )
     ConditionCallback().attach(trainer)
     trainer.train()
-    assert "cond/query/sigma_max/max" in Tracker.seen[0]
-    assert not any("encoder.0" in name for name in Tracker.seen[0])
+    assert {name for name in Tracker.seen[0] if "cond/" in name} == {
+        "cond/orthogonality_error/max",
+        "cond/scale_free_orthogonality_error/max",
+        "cond/sigma_max/max",
+        "cond/stable_rank/min",
+    }
 
 
-def test_by_default_a_role_has_its_worst_and_its_mean() -> None:
+def test_with_roles_each_has_its_worst_and_its_mean() -> None:
     model = bert()
-    penalty = wp.OrthogonalityPenalty(model, key=0.1, affinity=1e-4)
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, affinity=1e-4, form="paper")
     outputs = model(input_ids=torch.tensor([row["input_ids"] for row in examples(3)]))
     total = float(penalty().detach())
     del outputs
-    found = ConditionMetrics(penalty, spectra=True)(model, step=1)
+    found = ConditionMetrics(penalty, spectra=True, details="roles")(model, step=1)
     measured = wp.measure(model).rows
     for role in {row["role"] for row in measured}:
         for number, worst in (
@@ -229,11 +233,33 @@ def test_by_default_a_role_has_its_worst_and_its_mean() -> None:
     assert found["penalty/key"] + found["penalty/affinity"] == pytest.approx(total, rel=1e-5)
     assert found["penalty/total"] == pytest.approx(total, rel=1e-5)
     assert not any("encoder" in name for name in found)
+    summary = ConditionMetrics(penalty, spectra=True)(model, step=1)
+    assert summary == {name: value for name, value in found.items() if name in summary}
+    assert len(summary) == 9
+    worst = max(value for name, value in found.items() if name.endswith("/sigma_max/max"))
+    assert summary["cond/sigma_max/max"] == worst
+    with pytest.raises(ConfigError, match="'role', expected False, 'roles' or True"):
+        ConditionMetrics(penalty, details="role")
+
+
+def test_a_first_penalty_above_ten_times_the_loss_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = bert()
+    for strength, said in ((1e-3, 0), (1e3, 1)):
+        penalty = wp.OrthogonalityPenalty(model, key=strength, form="paper")
+        loss = penalized_loss(model, penalty)
+        Trainer(
+            model, arguments(tmp_path), train_dataset=examples(), compute_loss_func=loss
+        ).train()
+        lines = [row.message for row in caplog.records if "times the task loss" in row.message]
+        assert len(lines) == said
+        penalty.remove()
 
 
 def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
     model = bert()
-    penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2)
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2, form="paper")
     trainer = Trainer(
         model=model,
         args=arguments(
@@ -282,7 +308,7 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
         (vit, {"pixel_values": pixels}, torch.tensor([0, 2, 1])),
     ):
         model.eval()
-        penalty = wp.OrthogonalityPenalty(model, key=0.5)
+        penalty = wp.OrthogonalityPenalty(model, key=0.5, form="paper")
         compute = penalized_loss(model, penalty)
         expected = model(**inputs, labels=targets).loss + penalty()
         items = targets.ne(-100).sum()
@@ -305,7 +331,7 @@ def test_a_model_whose_loss_is_not_known_is_refused() -> None:
             decoder_start_token_id=0,
         )
     )
-    penalty = wp.OrthogonalityPenalty(model, key=0.1)
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, form="paper")
     with pytest.raises(ConfigError, match="task_loss="):
         penalized_loss(model, penalty)
     compute = penalized_loss(

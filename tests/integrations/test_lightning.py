@@ -22,7 +22,7 @@ class Net(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-        self.penalty = wp.OrthogonalityPenalty(self.encoder, key=0.1, attention=0.1)
+        self.penalty = wp.OrthogonalityPenalty(self.encoder, key=0.1, attention=0.1, form="paper")
         self.rows: list[dict[str, float]] = []
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ def test_six_lines_penalise_a_checkpoint_in_the_trainer(
         {"input_ids": torch.tensor([2, 4 + row % 7, 3]), "labels": row % 2} for row in range(64)
     ]
     began = wp.OrthogonalityPenalty(
-        transformers.AutoModel.from_pretrained("my-checkpoint"), key=1e-2
+        transformers.AutoModel.from_pretrained("my-checkpoint"), key=1e-2, form="paper"
     )().item()
     names = {"rows": rows}
     exec(

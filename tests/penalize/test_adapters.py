@@ -73,8 +73,8 @@ def merged(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("family", "name", "strengths"),
     [
-        ("bert", "key", {"key": 1.0}),
-        ("gpt2", "c_attn", {"key": 1.0, "query": 0.5}),
+        ("bert", "key", {"key": 1.0, "form": "paper"}),
+        ("gpt2", "c_attn", {"key": 1.0, "query": 0.5, "form": "gram_squared"}),
         ("gpt2", "c_attn", {"attention": 1.0}),
         ("llama", "q_proj", {"query": 1.0, "form": "gram"}),
         ("llama", "up_proj", {"feedforward": 1.0}),
@@ -109,7 +109,7 @@ def test_the_penalty_is_that_of_the_merged_weight(
 
 def test_frozen_weights_are_an_error_that_names_them() -> None:
     model = adapted(bert(), "key")
-    penalty = OrthogonalityPenalty(model, key=1.0)
+    penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
     with pytest.raises(
         ConfigError,
         match=r"(?s)frozen.*layer\.2\.attention\.self\.key\.base_layer\.weight.*adapters=",
@@ -119,7 +119,7 @@ def test_frozen_weights_are_an_error_that_names_them() -> None:
         penalty.accumulate_()
     with torch.no_grad():
         assert penalty().item() > 0
-    query = OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True)
+    query = OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True, form="paper")
     with pytest.raises(ConfigError, match=r"query of encoder\.0") as caught:
         query()
     assert "key of" not in str(caught.value)
@@ -127,7 +127,7 @@ def test_frozen_weights_are_an_error_that_names_them() -> None:
 
 def test_freezing_after_the_penalty_was_made_is_noticed() -> None:
     model = bert()
-    penalty = OrthogonalityPenalty(model, key=1.0)
+    penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
     assert penalty().item() > 0
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="frozen"):
@@ -137,7 +137,7 @@ def test_freezing_after_the_penalty_was_made_is_noticed() -> None:
 def test_some_frozen_weights_are_warned_of_once() -> None:
     model = bert()
     model.encoder.layer[0].requires_grad_(False)
-    penalty = OrthogonalityPenalty(model, key=1.0)
+    penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
     with pytest.warns(
         UserWarning, match=r"layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
     ):
@@ -165,7 +165,7 @@ def test_adapters_that_are_not_added_to_the_weight_are_refused(change: str) -> N
     layer: Any = model.get_submodule("encoder.layer.1.attention.self.key")
     setattr(layer, change, {"default": True} if change == "use_dora" else True)
     with pytest.raises(ConfigError, match=r"layer\.1\.attention\.self\.key"):
-        OrthogonalityPenalty(model, key=1.0, adapters=True)
+        OrthogonalityPenalty(model, key=1.0, adapters=True, form="paper")
 
 
 def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused() -> None:
@@ -178,11 +178,11 @@ def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused() -> 
     )
     layer.scaling["other"] = 9.0
     found, expected = (
-        OrthogonalityPenalty(model, key=1.0, adapters=True)(),
-        OrthogonalityPenalty(plain, key=1.0)(),
+        OrthogonalityPenalty(model, key=1.0, adapters=True, form="paper")(),
+        OrthogonalityPenalty(plain, key=1.0, form="paper")(),
     )
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     with pytest.raises(ConfigError, match="gradient goes to the factors"):
-        OrthogonalityPenalty(model, key=1.0, adapters=True).accumulate_()
+        OrthogonalityPenalty(model, key=1.0, adapters=True, form="paper").accumulate_()
     with pytest.raises(ConfigError, match="holds LoRA factors"):
-        OrthogonalityPenalty(plain, key=1.0, adapters=True)
+        OrthogonalityPenalty(plain, key=1.0, adapters=True, form="paper")

@@ -59,7 +59,7 @@ def take_step(kind: str, rank: int) -> dict[str, object]:
         fully_shard(bert, mesh=mesh)
     else:
         wrapped = nn.parallel.DistributedDataParallel(bert, find_unused_parameters=True)
-    penalty = OrthogonalityPenalty(bert, **STRENGTHS)
+    penalty = OrthogonalityPenalty(bert, **STRENGTHS, form="paper")
     loss = step(
         wrapped, penalty, {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()}
     )
@@ -121,7 +121,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_two_processes_equal_one(kind: str, results: dict[str, dict[str, Any]]) -> None:
     found = results[kind]
     bert, inputs = model(), batch()
-    penalty = OrthogonalityPenalty(bert, **STRENGTHS)
+    penalty = OrthogonalityPenalty(bert, **STRENGTHS, form="paper")
     loss = step(bert, penalty, inputs)
     torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
     expected = {name: p.grad for name, p in bert.named_parameters() if p.grad is not None}

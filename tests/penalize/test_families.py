@@ -52,7 +52,7 @@ def test_attach_train_save_load_and_detach(
     model = entry.build().train()
     before = everything_on(model)
     given = strengths_for(model, names)
-    penalty = OrthogonalityPenalty(model, **given)
+    penalty = OrthogonalityPenalty(model, **given, form="gram_squared")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history: list[dict[str, float]] = []
     for _ in range(20):

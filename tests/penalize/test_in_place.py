@@ -14,7 +14,12 @@ from torch.nn.utils import parametrizations
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
 
-WEIGHTS: dict[str, Any] = {"attention": 0.5, "feedforward": 0.25, "key": 2.0}
+WEIGHTS: dict[str, Any] = {
+    "attention": 0.5,
+    "feedforward": 0.25,
+    "key": 2.0,
+    "form": "gram_squared",
+}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -55,7 +60,7 @@ def test_same_gradients_as_backward(family: str) -> None:
     [
         {"key": 2.0, "feedforward": 0.5, "form": "gram"},
         {"attention": 1.0, "attention_mode": "separate", "every": 3},
-        {"embedding": 1.0, "value": lambda step: 0.5 + step},
+        {"embedding": 1.0, "value": lambda step: 0.5 + step, "form": "paper"},
     ],
 )
 def test_forms_modes_and_schedules(options: dict[str, Any]) -> None:
@@ -87,7 +92,7 @@ def test_an_orthogonal_weight_gets_no_gradient_from_the_norm() -> None:
 
 def test_left_out_steps_add_nothing() -> None:
     model = ZOO["bert"].build()
-    penalty = OrthogonalityPenalty(model, key=1.0, every=2)
+    penalty = OrthogonalityPenalty(model, key=1.0, every=2, form="paper")
     assert penalty.accumulate_() > 0
     before = gradients(model)
     assert penalty.accumulate_() == 0.0
@@ -96,19 +101,21 @@ def test_left_out_steps_add_nothing() -> None:
 
 def test_what_needs_a_graph_is_refused() -> None:
     module = nn.MultiheadAttention(8, 2, batch_first=True)
-    affine = OrthogonalityPenalty(module, affinity=1.0, key=1.0)
+    affine = OrthogonalityPenalty(module, affinity=1.0, key=1.0, form="paper")
     with pytest.raises(ConfigError, match=r"affinities need.*backward"):
         affine.accumulate_()
     affine.remove()
     with pytest.raises(ConfigError, match=r"(?s)key: form 'qr'"):
-        OrthogonalityPenalty(module, key=1.0, value=1.0, form={"key": "qr"}).accumulate_()
-    removed = OrthogonalityPenalty(module, key=1.0)
+        OrthogonalityPenalty(
+            module, key=1.0, value=1.0, form={"key": "qr", "value": "gram"}
+        ).accumulate_()
+    removed = OrthogonalityPenalty(module, key=1.0, form="paper")
     removed.remove()
     with pytest.raises(ConfigError, match="removed"):
         removed.accumulate_()
     model = ZOO["bert"].build()
     parametrizations.weight_norm(model.encoder.layer[0].attention.self.key)
     with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.key.*parametrised"):
-        OrthogonalityPenalty(model, key=1.0).accumulate_()
+        OrthogonalityPenalty(model, key=1.0, form="paper").accumulate_()
     assert gradients(model) == {}
     assert module.in_proj_weight.grad is None

@@ -9,8 +9,12 @@ from tests.support.penalized import Hidden, batch, bert
 from tests.support.zoo import ZOO
 from torch import nn
 
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
+from wellposed.presets import mcgrath2024
+from wellposed.training.loop.build import build_penalty
+from wellposed.training.config import PenaltyOptions, RunConfig
 
 
 def test_sampled_layers_are_unbiased() -> None:
@@ -56,12 +60,12 @@ def test_every_k_is_scaled_by_k_and_follows_a_resumed_step() -> None:
 
 def test_schedules_see_the_step() -> None:
     model = bert()
-    penalty = OrthogonalityPenalty(model, attention=lambda step: 0.1 * step, key=1.0)
-    keys = OrthogonalityPenalty(model, key=1.0)().item()
+    penalty = OrthogonalityPenalty(model, attention=lambda step: 0.1 * step, key=1.0, form="paper")
+    keys = OrthogonalityPenalty(model, key=1.0, form="paper")().item()
     values = [penalty().item() for _ in range(3)]
     assert values[0] == pytest.approx(keys, rel=1e-6)
     assert values[2] - keys == pytest.approx(2 * (values[1] - keys), rel=1e-4)
-    falling = OrthogonalityPenalty(model, key=lambda step: -1.0)
+    falling = OrthogonalityPenalty(model, key=lambda step: -1.0, form="paper")
     with pytest.raises(ConfigError, match=r"schedule of key.*step 0"):
         falling()
 
@@ -78,19 +82,51 @@ def test_qr_form(method: str) -> None:
     assert model.encoder.layer[0].attention.self.key.weight.grad is not None
 
 
+def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_line() -> None:
+    """Both said 1e-2 of McGrath's, and gave 529.95 and 5.48 on one model."""
+    model = bert()
+    by_variant = apply_variant("key:1e-2", RunConfig("listops")).penalty
+    by_option = PenaltyOptions(key=1e-2)
+    with pytest.warns(FutureWarning, match=r"key is now the norm.*form='gram_squared' for the sq"):
+        plain = OrthogonalityPenalty(model, key=1e-2)
+    paper = OrthogonalityPenalty(model, **mcgrath2024(strength=1e-2))
+    values = {
+        penalty().item()
+        for penalty in (plain, paper, *(build_penalty(o, model) for o in (by_variant, by_option)))
+    }
+    assert len(values) == 1
+    weights = [layer.attention.self.key.weight.detach().double() for layer in model.encoder.layer]
+    norms = [(weight @ weight.T - torch.eye(16)).norm() for weight in weights]
+    assert values.pop() == pytest.approx(1e-2 * float(sum(norms)), rel=1e-6)
+    zhang = {"attention": 1e-2, "feedforward": 1e-2}
+    squared = OrthogonalityPenalty(model, form="gram_squared", **zhang)()
+    assert OrthogonalityPenalty(model, **zhang)().item() == squared.item()
+
+
+def test_a_run_recorded_with_squares_keeps_them() -> None:
+    recorded = RunConfig.from_dict(
+        {"task": "listops", "penalty": {"key": 1e-2, "value": 0.5, "form": "gram_squared"}}
+    )
+    model = bert()
+    squared = OrthogonalityPenalty(model, key=1e-2, value=0.5, form="gram_squared")()
+    assert build_penalty(recorded.penalty, model)().item() == squared.item()
+
+
 def test_a_mapping_of_forms_and_bf16_products() -> None:
     model = bert()
-    penalty = OrthogonalityPenalty(model, key=1.0, value=1.0, form={"key": "gram"})
-    plain = OrthogonalityPenalty(model, key=1.0, value=1.0)
-    rough = OrthogonalityPenalty(model, key=1.0, gram_dtype=torch.bfloat16)
-    for one in (penalty, plain, rough):
+    both = {"key": 1.0, "value": 1.0}
+    norms = OrthogonalityPenalty(model, **both, form="gram")
+    mixed = OrthogonalityPenalty(model, **both, form={"key": "paper", "value": "gram_squared"})
+    rough = OrthogonalityPenalty(model, key=1.0, gram_dtype=torch.bfloat16, form="gram")
+    with pytest.warns(FutureWarning, match="value is now"):
+        OrthogonalityPenalty(model, **both, form={"key": "gram"})
+    for one in (norms, mixed, rough):
         one()
-    assert penalty.terms()["key.encoder.0"] ** 2 == pytest.approx(
-        plain.terms()["key.encoder.0"], rel=1e-5
-    )
-    assert penalty.terms()["value.encoder.0"] == plain.terms()["value.encoder.0"]
-    assert rough.terms()["key.encoder.0"] != plain.terms()["key.encoder.0"]
-    assert rough.terms()["key.encoder.0"] == pytest.approx(plain.terms()["key.encoder.0"], rel=0.01)
+    name, other = "key.encoder.0", "value.encoder.0"
+    assert mixed.terms()[name] == norms.terms()[name]
+    assert mixed.terms()[other] == pytest.approx(norms.terms()[other] ** 2, rel=1e-5)
+    assert rough.terms()[name] != norms.terms()[name]
+    assert rough.terms()[name] == pytest.approx(norms.terms()[name], rel=0.01)
 
 
 def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
@@ -100,7 +136,7 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
     with pytest.warns(
         UserWarning, match=r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
     ):
-        penalty = OrthogonalityPenalty(model, query=1.0, key=1.0)
+        penalty = OrthogonalityPenalty(model, query=1.0, key=1.0, form="paper")
     penalty()
     assert "query.encoder.0" in penalty.terms()
     assert "key.encoder.0" not in penalty.terms()
@@ -120,8 +156,8 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
 
 def test_cross_attention_only_on_request() -> None:
     model = ZOO["bart"].build()
-    inside = OrthogonalityPenalty(model, key=1.0)
-    across = OrthogonalityPenalty(model, key=1.0, cross_attention=True)
+    inside = OrthogonalityPenalty(model, key=1.0, form="paper")
+    across = OrthogonalityPenalty(model, key=1.0, cross_attention=True, form="paper")
     inside()
     across()
     assert set(across.terms()) - set(inside.terms()) == {
@@ -133,13 +169,24 @@ def test_cross_attention_only_on_request() -> None:
 def test_bad_input_is_refused_before_training() -> None:
     model = bert()
     with pytest.raises(ConfigError, match=r"(?s)attention = -1.*key = nan"):
-        OrthogonalityPenalty(model, attention=-1.0, key=float("nan"))
+        OrthogonalityPenalty(model, attention=-1.0, key=float("nan"), form="paper")
     with pytest.raises(ConfigError, match="no strength"):
         OrthogonalityPenalty(model)
     with pytest.raises(ConfigError, match="gram_squared"):
         OrthogonalityPenalty(model, key=1.0, form="gram_square")
     with pytest.raises(ConfigError, match="feedforward"):
         OrthogonalityPenalty(model, key=1.0, form={"feed_forward": "gram"})
+    with pytest.raises(
+        ConfigError, match=r"keyword of OrthogonalityPenalty 'qury'; nearest: query"
+    ):
+        OrthogonalityPenalty(model, qury=1.0)
+    with pytest.raises(
+        ConfigError, match=r"received str; load it first.*from_pretrained\('bert'\)"
+    ):
+        OrthogonalityPenalty("bert", key=1.0)
+    for strength in ("1e-2", None, [1.0]):
+        with pytest.raises(ConfigError, match="strengths of OrthogonalityPenalty"):
+            OrthogonalityPenalty(model, key=strength)
     for option in (
         {"attention_mode": "both"},
         {"estimator": "all"},
@@ -148,15 +195,15 @@ def test_bad_input_is_refused_before_training() -> None:
         {"num_probes": 0},
     ):
         with pytest.raises(ConfigError, match=next(iter(option))):
-            OrthogonalityPenalty(model, key=1.0, **option)
+            OrthogonalityPenalty(model, key=1.0, **option, form="paper")
     with pytest.raises(ConfigError, match="layers_per_step"):
         OrthogonalityPenalty(model, affinity=1.0, layers_per_step=4)
     with pytest.raises(ConfigError, match=r"(?s)query\.weight.*float16"):
-        OrthogonalityPenalty(bert().half(), query=1.0)
+        OrthogonalityPenalty(bert().half(), query=1.0, form="paper")
     with pytest.raises(RoleNotFoundError):
-        OrthogonalityPenalty(nn.Linear(3, 3), key=1.0)
+        OrthogonalityPenalty(nn.Linear(3, 3), key=1.0, form="paper")
     with pytest.raises(RoleNotFoundError, match="embedding"):
-        OrthogonalityPenalty(nn.TransformerEncoderLayer(8, 2, 12), embedding=1.0)
+        OrthogonalityPenalty(nn.TransformerEncoderLayer(8, 2, 12), embedding=1.0, form="paper")
     with pytest.raises(RoleNotFoundError, match="affinity"):
         OrthogonalityPenalty(
             nn.Sequential(nn.Linear(4, 4)), affinity=1.0, patterns={"feedforward_in": "0.weight"}
@@ -168,12 +215,14 @@ def test_quantised_weights_are_refused_by_name() -> None:
     query = model.encoder.layer[0].attention.self.query
     query.weight = nn.Parameter(query.weight.detach().mul(100).to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.query .*quantised"):
-        OrthogonalityPenalty(model, query=1.0)
+        OrthogonalityPenalty(model, query=1.0, form="paper")
 
 
 def test_patterns_that_match_nothing_are_refused() -> None:
     with pytest.raises(RoleNotFoundError, match="nothing_like_it"):
-        OrthogonalityPenalty(bert(), query=1.0, patterns={"query": "*.nothing_like_it.weight"})
+        OrthogonalityPenalty(
+            bert(), query=1.0, patterns={"query": "*.nothing_like_it.weight"}, form="paper"
+        )
 
 
 def test_joint_needs_one_input_width() -> None:

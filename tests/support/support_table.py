@@ -183,7 +183,7 @@ def _plug(family: str) -> None:
 
 def _lora(family: str) -> None:
     model = get_peft_model(build(family), LoraConfig(r=2, target_modules="all-linear"))
-    wp.OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True)().backward()
+    wp.OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True, form="paper")().backward()
     grown = {
         name
         for name, weight in model.named_parameters()

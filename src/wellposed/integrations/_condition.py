@@ -1,23 +1,24 @@
-"""What every adapter logs: the numbers of a `Monitor` and the parts of a penalty, by role, under
-the same names."""
+"""What every adapter logs: the numbers of a `Monitor` and the parts of a penalty, under the same names."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from statistics import fmean
+from typing import Literal
 
 from torch import nn
 
+from wellposed.errors import ConfigError
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
 
 WORST_IS_LEAST = ("sigma_min", "stable_rank")
+Details = Literal["roles"] | bool
 
 
 class ConditionMetrics:
-    """Return ``cond/<role>/<number>/max`` and ``/mean`` over the weights of each role, and
-    ``penalty/<strength>``.
+    """Return the worst of each number over all weights, ``cond/<number>/max``, and ``penalty/<strength>``.
 
     Status: as `wellposed.Monitor` and `OrthogonalityPenalty.terms`. Where small is bad
     (``sigma_min``, ``stable_rank``) ``/min`` is in the place of ``/max``. A penalty is summed over
@@ -28,14 +29,18 @@ class ConditionMetrics:
         penalty: the penalty in use, or None.
         every: measure at every ``every``-th step that is logged.
         spectra: also ``sigma_min`` and ``condition_number``, by SVD.
-        details: also ``cond/<stack>.<layer>.<role>/<number>`` of every weight and
-        ``penalty/<term>`` of every layer.
+        details: ``"roles"`` adds ``cond/<role>/<number>/max`` and ``/mean`` over the weights of each
+            role, True those and ``cond/<stack>.<layer>.<role>/<number>`` of every weight and
+            ``penalty/<term>`` of every layer.
+
+    Raises:
+        ConfigError: other ``details``.
 
     Cost: that of `wellposed.Monitor.step` at each step that is measured.
 
     >>> from torch import nn
     >>> sorted(ConditionMetrics()(nn.TransformerEncoderLayer(16, 4, 32), step=1))[:2]
-    ['cond/feedforward_in/orthogonality_error/max', 'cond/feedforward_in/orthogonality_error/mean']
+    ['cond/orthogonality_error/max', 'cond/scale_free_orthogonality_error/max']
     """
 
     def __init__(
@@ -44,8 +49,10 @@ class ConditionMetrics:
         *,
         every: int = 1,
         spectra: bool = False,
-        details: bool = False,
+        details: Details = False,
     ) -> None:
+        if details not in (False, True, "roles"):
+            raise ConfigError(f"details = {details!r}, expected False, 'roles' or True")
         self.penalty = penalty
         self.every = every
         self.spectra = spectra
@@ -60,39 +67,33 @@ class ConditionMetrics:
             self._monitor = Monitor(model, self.every, spectra=self.spectra)
         if step != self._step:
             self._step = step
-            measured = self._monitor.step()
-            parts = _penalty_parts(self.penalty) if measured and self.penalty is not None else {}
-            self._metrics = {**_conditions_by_role(measured), **_penalty_by_role(parts)}
-            if self.details:
-                self._metrics |= {
-                    **measured,
-                    **{f"penalty/{name}": value for name, value in parts.items()},
-                }
+            self._metrics = self._summary(self._monitor.step())
         return dict(self._metrics)
 
+    def _summary(self, measured: Mapping[str, float]) -> dict[str, float]:
+        groups: dict[str, list[float]] = defaultdict(list)
+        for name, value in measured.items():
+            weight, _, number = name.removeprefix("cond/").rpartition("/")
+            groups[f"cond/{number}"].append(value)
+            if self.details:
+                role = weight.partition("@")[0].rpartition(".")[2]
+                groups[f"cond/{role}/{number}"].append(value)
+        found = {}
+        for name, values in groups.items():
+            worst = min if name.endswith(WORST_IS_LEAST) else max
+            found[f"{name}/{worst.__name__}"] = worst(values)
+            if name.count("/") == 2:
+                found[f"{name}/mean"] = fmean(values)
+        parts = self._penalty_parts() if measured else {}
+        if parts:
+            found["penalty/total"] = sum(parts.values())
+        for name, value in parts.items():
+            strength = f"penalty/{name.partition('.')[0]}"
+            found[strength] = found.get(strength, 0.0) + value
+        if self.details is True:
+            found |= {**measured, **{f"penalty/{name}": value for name, value in parts.items()}}
+        return found
 
-def _conditions_by_role(measured: Mapping[str, float]) -> dict[str, float]:
-    by_role: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for name, value in measured.items():
-        weight, _, number = name.removeprefix("cond/").rpartition("/")
-        role = weight.partition("@")[0].rpartition(".")[2]
-        by_role[role, number].append(value)
-    found = {}
-    for (role, number), values in by_role.items():
-        worst, named = (min(values), "min") if number in WORST_IS_LEAST else (max(values), "max")
-        found |= {
-            f"cond/{role}/{number}/{named}": worst,
-            f"cond/{role}/{number}/mean": fmean(values),
-        }
-    return found
-
-
-def _penalty_by_role(parts: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for name, value in parts.items():
-        found[f"penalty/{name.partition('.')[0]}"] += value
-    return {**found, "penalty/total": sum(parts.values())} if parts else {}
-
-
-def _penalty_parts(penalty: OrthogonalityPenalty) -> dict[str, float]:
-    return {} if penalty.step == 0 or penalty.removed else penalty.terms()
+    def _penalty_parts(self) -> dict[str, float]:
+        penalty = self.penalty
+        return penalty.terms() if penalty and penalty.step and not penalty.removed else {}

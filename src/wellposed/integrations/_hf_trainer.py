@@ -3,6 +3,7 @@ conditioning."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, missing_extra
-from wellposed.integrations._condition import ConditionMetrics
+from wellposed.integrations._condition import ConditionMetrics, Details
 from wellposed.integrations._hf_losses import counted_labels, own_loss
-from wellposed.penalize import OrthogonalityPenalty
+from wellposed.penalize import OrthogonalityPenalty, large_penalty
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
+
+logger = logging.getLogger(__name__)
 
 
 def penalized_loss(
@@ -32,7 +35,8 @@ def penalized_loss(
     Status: exact. ``share`` is this micro-batch's part of the step's labels, as the Trainer counts
     them, so accumulated micro-batches and processes add up to one task mean plus one penalty. The
     penalty is in the loss, so its gradient is there when the Trainer clips. Without gradient
-    (evaluation) it is left out: ``eval_loss`` is the task's alone.
+    (evaluation) it is left out: ``eval_loss`` is the task's alone. A first penalty above ten times the
+    task loss is logged as a warning.
 
     Args:
         model, penalty: the model given to the Trainer, and an `wellposed.OrthogonalityPenalty` on
@@ -46,6 +50,7 @@ def penalized_loss(
     When not to use: under `torch.nn.DataParallel`; run one process for each device.
     """
     task_loss = task_loss or own_loss(model)
+    is_first = True
 
     def compute(
         outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
@@ -54,9 +59,14 @@ def penalized_loss(
             raise ConfigError(
                 "penalized_loss: the batch holds no 'labels'; give them, or drop compute_loss_func"
             )
+        nonlocal is_first
         loss = task_loss(outputs, labels)
         if torch.is_grad_enabled():
-            loss = loss + penalty()
+            added = penalty()
+            if is_first and (large := large_penalty(added.item(), loss.item())):
+                logger.warning("%s", large)
+            is_first = False
+            loss = loss + added
         if num_items_in_batch is None:
             return loss
         count = counted_labels(model, labels).ne(-100).sum()
@@ -68,8 +78,7 @@ def penalized_loss(
 
 
 class ConditionCallback(TrainerCallback):
-    """Add maximum and mean a role, see `ConditionMetrics`, to everything the Trainer logs,
-    evaluation metrics included.
+    """Add a summary, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics included.
 
     ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines;
     `attach` puts the callback before trackers (TensorBoard, W&B), which then get them too. A
@@ -83,7 +92,7 @@ class ConditionCallback(TrainerCallback):
         *,
         every: int = 1,
         spectra: bool = False,
-        details: bool = False,
+        details: Details = False,
     ) -> None:
         self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra, details=details)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wellposed.errors import missing_extra
-from wellposed.integrations._condition import ConditionMetrics
+from wellposed.integrations._condition import ConditionMetrics, Details
 from wellposed.penalize import OrthogonalityPenalty
 
 try:
@@ -32,7 +32,7 @@ class LightningConditionCallback(Callback):
         *,
         every: int = 1,
         spectra: bool = False,
-        details: bool = False,
+        details: Details = False,
     ) -> None:
         self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra, details=details)
 

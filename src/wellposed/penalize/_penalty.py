@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, RoleNotFoundError, listed
+from wellposed.call_checks import known_keywords, require_module
+from wellposed.errors import ConfigError, RoleNotFoundError, listed, unknown_name
+from wellposed.functional import affinity_penalty
 from wellposed.penalize._affinity_capture import AffinityCapture
-from wellposed.penalize._affinity_of_call import Estimate, carries_gradient
-from wellposed.penalize._frozen import frozen_weights
-from wellposed.penalize._in_place import accumulate_term_, check_in_place
-from wellposed.penalize._terms import How, adapted_terms, check_form, form_of, weight_terms
+from wellposed.penalize._affinity_of_call import penalty_of_call
+from wellposed.penalize._terms import (
+    PAPER_FORMS,
+    PenaltyForm,
+    adapted_terms,
+    check_in_place,
+    forms_of,
+    frozen_weights,
+    weight_terms,
+)
 from wellposed.roles import AttentionRole, Roles, find_roles
-from wellposed.watch import AttentionCall
 
 Strength = float | Callable[[int], float]
+Form = Literal["paper", "gram_squared", "gram", "qr"]
 
-_WEIGHT_STRENGTHS = ("attention", "feedforward", "query", "key", "value", "embedding")
 _UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch
+_CHOICES = {
+    "attention_mode": ("joint", "separate"),
+    "estimator": ("exact", "probes"),
+    "qr_method": ("householder", "gram_schmidt"),
+}
+_LARGE = 10.0
+"""A first penalty this many times the task loss is said."""
 
 
 class OrthogonalityPenalty:
-    """Add ``sum of strength * |W^T W - I|_F^2`` over weights and ``strength * |A^T A - I|_F^2``
-    over affinities.
+    """Add ``sum of strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over affinities.
 
     Status: a penalty; exact to rounding, unbiased where probes, ``layers_per_step`` or ``every``
     sample. The weights are read in place and no model code is edited.
@@ -49,10 +63,13 @@ class OrthogonalityPenalty:
     - ``query``, ``key``, ``value``, ``embedding`` (token embeddings): ``|A A^T - I|``, A of shape
       (out, in), or (vocabulary, width).
 
-    ``form`` turns ``| |`` into ``gram_squared`` (squared Frobenius norm, the default everywhere),
-    ``gram`` (the norm itself) or ``qr`` (``|Q - A|_F``). zhang2021 prints affinity and attention
-    squared and feedforward unsquared: ``form={"feedforward": "gram"}``. mcgrath2024 prints
-    ``gram``.
+    ``form`` says what ``| |`` is: ``gram_squared`` (the squared Frobenius norm), ``gram`` (the norm
+    itself) or ``qr`` (``|Q - A|_F``). ``paper`` is the form of the paper that a strength comes from: Zhang
+    et al.'s squares for attention and feedforward (of which they print the latter unsquared:
+    ``form={"feedforward": "gram"}``), McGrath's norm for query, key, value and embedding. A strength means
+    little without its form (of a square matrix of width d the norm grows as the root of d and its gradient
+    is bounded, while the square grows as d and its gradient with the distance), so a paper's strengths fit
+    its own form, here and in the variants of the command line alike.
 
     A weight that plays two roles of one strength (or two of query, key and value) is counted once;
     a warning and ``notes`` say which. A strength whose weights are all frozen
@@ -65,7 +82,9 @@ class OrthogonalityPenalty:
         self-attention modules.
         affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules
         from the step.
-        form: one of the three for every weight term, or a mapping from strength name to form.
+        form: ``"paper"`` or one of the three for every weight term, or a mapping from strength name to
+            form. Not given, it is ``"paper"``, and a `FutureWarning` says so where query, key, value or
+            embedding is used, whose default was ``gram_squared`` before 0.3; the warning goes in 0.4.
         attention_mode: ``"joint"`` or ``"separate"``.
         estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see
         `wellposed.functional.affinity_penalty`).
@@ -86,10 +105,10 @@ class OrthogonalityPenalty:
     ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed.
 
     Raises:
-        ConfigError: no or a negative strength, an unknown form, mode or estimator, quantised or (on
-            a CPU) float16 weights, an attention implementation that cannot be watched, or
-            ``adapters`` where there are none, or none that can be added to the weight (merged,
-            switched off, DoRA).
+        ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an unknown
+            form, mode or estimator, quantised or (on a CPU) float16 weights, an attention
+            implementation that cannot be watched, or ``adapters`` where there are none, or none that can
+            be added to the weight (merged, switched off, DoRA).
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
@@ -111,6 +130,7 @@ class OrthogonalityPenalty:
     >>> penalty.remove()
     """
 
+    @known_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -122,7 +142,7 @@ class OrthogonalityPenalty:
         key: Strength = 0.0,
         value: Strength = 0.0,
         embedding: Strength = 0.0,
-        form: str | Mapping[str, str] = "gram_squared",
+        form: Form | Mapping[str, Form] | None = None,
         attention_mode: Literal["joint", "separate"] = "joint",
         estimator: Literal["exact", "probes"] = "exact",
         num_probes: int = 32,
@@ -135,25 +155,26 @@ class OrthogonalityPenalty:
         patterns: Mapping[str, str | Sequence[str]] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        given = {
-            "affinity": affinity, "attention": attention, "feedforward": feedforward,
-            "query": query, "key": key, "value": value, "embedding": embedding,
-        }  # fmt: skip
-        self._strengths = _active(given)
-        check_form(form, _WEIGHT_STRENGTHS)
-        _check_choice("attention_mode", attention_mode, ("joint", "separate"))
-        _check_choice("estimator", estimator, ("exact", "probes"))
-        _check_choice("qr_method", qr_method, ("householder", "gram_schmidt"))
-        _check_count("every", every)
-        _check_count("num_probes", num_probes)
+        require_module("OrthogonalityPenalty", model)
+        weights = (attention, feedforward, query, key, value, embedding)
+        self._strengths = _active(
+            {"affinity": affinity, **dict(zip(PAPER_FORMS, weights, strict=True))}
+        )
+        forms = _chosen_forms(form, [name for name in PAPER_FORMS if name in self._strengths])
+        chosen = {"attention_mode": attention_mode, "estimator": estimator, "qr_method": qr_method}
+        for name, allowed in _CHOICES.items():
+            if chosen[name] not in allowed:
+                raise unknown_name(name, str(chosen[name]), allowed)
+        _check_counts({"every": every, "num_probes": num_probes})
         self.step = 0
         self.every = every
         self.removed = False
         self.roles = find_roles(model, patterns=patterns)
-        named = [name for name in _WEIGHT_STRENGTHS if name in self._strengths]
-        self._hows = {name: How(form_of(name, form), qr_method, gram_dtype) for name in named}
         self._terms, notes = weight_terms(
-            self.roles, named, attention_mode=attention_mode, cross_attention=cross_attention
+            self.roles,
+            {name: PenaltyForm(each, qr_method, gram_dtype) for name, each in forms.items()},
+            joint=attention_mode == "joint",
+            cross_attention=cross_attention,
         )
         if adapters:
             self._terms = adapted_terms(model, self._terms)
@@ -161,10 +182,12 @@ class OrthogonalityPenalty:
         self.notes = tuple(notes)
         if notes:
             warnings.warn(
-                "weights shared between roles are penalised once:\n" + listed(notes), stacklevel=2
+                "weights shared between roles are penalised once:\n" + listed(notes), stacklevel=3
             )
         self._parts: dict[str, Tensor] | None = None
-        self._estimate = Estimate(estimator, num_probes, generator)
+        self._estimate = partial(
+            affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
+        )
         self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
         self._capture = (
             _attach(model, self.roles, layers_per_step, self._next_step)
@@ -186,12 +209,7 @@ class OrthogonalityPenalty:
             return self._device_of().new_zeros((), dtype=torch.float32)
         if torch.is_grad_enabled():
             self._check_trained()
-        parts: dict[str, Tensor] = {}
-        for name, part in self._weight_parts(strengths):
-            parts[name] = parts[name] + part if name in parts else part
-        if self._capture is not None:
-            for name, part in self._affinity_parts(self._capture, strengths["affinity"]):
-                parts[name] = parts[name] + part if name in parts else part
+        parts = _summed(self._every_part(strengths))
         self._parts = {name: part.detach() for name, part in parts.items()}
         return _sum(parts)
 
@@ -223,18 +241,16 @@ class OrthogonalityPenalty:
                 "accumulate_() adds gradients without a graph, which affinities need: use penalty()"
                 " and backward(), or a second OrthogonalityPenalty for the affinity alone"
             )
-        check_in_place(self._terms, self._hows)
+        check_in_place(self._terms)
         self._check_trained()
         strengths = self._advance()
         if strengths is None:
             return 0.0
-        parts: dict[str, Tensor] = {}
-        for term in self._terms:
-            name = f"{term.strength}.{term.label}"
-            part = accumulate_term_(term, self._hows[term.strength], strengths[term.strength])
-            parts[name] = parts[name] + part if name in parts else part
-        self._parts = parts
-        return _sum(parts).item()
+        self._parts = _summed(
+            (f"{term.strength}.{term.label}", term.accumulate_(strengths[term.strength]))
+            for term in self._terms
+        )
+        return _sum(self._parts).item()
 
     def terms(self) -> dict[str, float]:
         """Return the parts of the last non-zero call, strengths included, so that they add up to
@@ -288,33 +304,39 @@ class OrthogonalityPenalty:
     def _next_step(self) -> int | None:
         return None if self.step % self.every else self.step
 
-    def _weight_parts(self, strengths: Mapping[str, float]) -> list[tuple[str, Tensor]]:
-        return [
-            (
-                f"{term.strength}.{term.label}",
-                strengths[term.strength] * term.value(self._hows[term.strength]),
-            )
-            for term in self._terms
+    def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+        for term in self._terms:
+            yield f"{term.strength}.{term.label}", strengths[term.strength] * term.value()
+        if self._capture is None:
+            return
+        shown = [
+            (role, penalty_of_call(call, self._estimate)) for role, call in self._capture.take()
         ]
-
-    def _affinity_parts(
-        self, capture: AffinityCapture, strength: float
-    ) -> list[tuple[str, Tensor]]:
-        shown = capture.take()
         if torch.is_grad_enabled():
             _check_gradients(shown)
-        scale = strength * capture.scale
-        return [
-            (
-                f"affinity.{role.stack}.{role.layer}",
-                scale * self._estimate.penalty(call).mean(dim=0).sum(),
-            )
-            for role, call in shown
-        ]
+        scale = strengths["affinity"] * self._capture.scale
+        for role, each in shown:
+            yield f"affinity.{role.stack}.{role.layer}", scale * each.mean(dim=0).sum()
 
 
-def _check_gradients(shown: Sequence[tuple[AttentionRole, AttentionCall]]) -> None:
-    without = [role for role, call in shown if not carries_gradient(call)]
+def large_penalty(penalty: float, task_loss: float) -> str | None:
+    """Return what to say of a first penalty above ten times the task loss; None of a smaller one.
+
+    >>> large_penalty(40.0, 2.0)
+    'the first penalty, 40, is above ten times the task loss, 2; training will follow the penalty:
+    multiply its strengths by 0.05 to begin with equal parts'
+    """
+    if not penalty > _LARGE * abs(task_loss):
+        return None
+    return (
+        f"the first penalty, {penalty:.4g}, is above ten times the task loss, {task_loss:.4g};"
+        " training will follow the penalty: multiply its strengths by"
+        f" {abs(task_loss) / penalty:.2g} to begin with equal parts"
+    )
+
+
+def _check_gradients(shown: Sequence[tuple[AttentionRole, Tensor]]) -> None:
+    without = [role for role, value in shown if not value.requires_grad]
     lost = [role.path for role in without if len(without) == len(shown) or role.query.trainable]
     if lost:
         raise ConfigError(
@@ -327,6 +349,14 @@ def _check_gradients(shown: Sequence[tuple[AttentionRole, AttentionCall]]) -> No
         )
 
 
+def _summed(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Add up parts of one name: tied weights that two layers hold, or several calls of one module."""
+    total: dict[str, Tensor] = {}
+    for name, part in parts:
+        total[name] = total[name] + part if name in total else part
+    return total
+
+
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(
         [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]
@@ -337,7 +367,7 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
     wrong = [
         f"{name} = {strength!r}"
         for name, strength in given.items()
-        if not callable(strength) and not (strength >= 0 and math.isfinite(strength))
+        if not callable(strength) and not _is_strength(strength)
     ]
     if wrong:
         raise ConfigError(
@@ -345,7 +375,7 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
             + listed(wrong)
         )
     active: dict[str, Strength] = {
-        name: strength for name, strength in given.items() if callable(strength) or strength > 0
+        name: strength for name, strength in given.items() if callable(strength) or strength
     }
     if not active:
         raise ConfigError(
@@ -355,24 +385,39 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
     return active
 
 
+def _chosen_forms(form: Form | Mapping[str, Form] | None, names: list[str]) -> dict[str, str]:
+    forms, unasked = forms_of(form, names)
+    changed = [name for name in unasked if PAPER_FORMS[name] == "gram"]
+    if changed:
+        warnings.warn(
+            f"OrthogonalityPenalty: without form=, {', '.join(changed)} is now the norm |W W^T - I|_F,"
+            " as McGrath (2024) prints it and as the variants key: and query: have it; before 0.3 it"
+            " was its square. Write form='paper' for the norm, or form='gram_squared' for the square."
+            " This warning goes in 0.4",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return forms
+
+
 def _at(name: str, strength: Strength, step: int) -> float:
     value = strength(step) if callable(strength) else strength
-    if not (value >= 0 and math.isfinite(value)):
+    if not _is_strength(value):
         raise ConfigError(
             f"the schedule of {name} returned {value!r} at step {step}; expected a finite number"
             " >= 0"
         )
-    return value
+    return float(value)
 
 
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} = {value!r}, expected one of {', '.join(map(repr, allowed))}")
+def _is_strength(value: object) -> bool:
+    return isinstance(value, SupportsFloat) and float(value) >= 0 and math.isfinite(value)
 
 
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} = {value!r}, expected a whole number of at least 1")
+def _check_counts(counts: Mapping[str, object]) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} = {value!r}, expected a whole number of at least 1")
 
 
 def _attach(
@@ -386,7 +431,7 @@ def _attach(
             " set affinity=0. Roles found:\n" + str(roles)
         )
     if layers_per_step is not None:
-        _check_count("layers_per_step", layers_per_step)
+        _check_counts({"layers_per_step": layers_per_step})
         if layers_per_step > len(attention):
             raise ConfigError(
                 f"layers_per_step = {layers_per_step}, but the model has {len(attention)}"

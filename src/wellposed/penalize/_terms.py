@@ -1,29 +1,40 @@
-"""Which weights each strength of a penalty falls on."""
+"""Which weights each strength of a penalty falls on, how far they are from orthogonal, and the gradient of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import gram_penalty, qr_penalty
-from wellposed.functional.penalties import Side, check_weights
+from wellposed.functional.penalties import Side, accumulate_gram_penalty_, check_weights
+from wellposed.linalg.sharded import is_sharded
 from wellposed.roles import AttentionRole, Roles, WeightView, joined_views
-from wellposed.roles.adapters import adapted_view, has_lora
+from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
 
-FORMS = ("gram_squared", "gram", "qr")
-SINGLE_ROLES = ("query", "key", "value")
+FORMS = ("paper", "gram_squared", "gram", "qr")
+PAPER_FORMS = {
+    "attention": "gram_squared",  # Zhang et al. (2021)
+    "feedforward": "gram_squared",
+    "query": "gram",  # McGrath (2024)
+    "key": "gram",
+    "value": "gram",
+    "embedding": "gram",
+}
+"""The form that each strength on weights has in the paper it comes from."""
+_SINGLE_ROLES = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
-class How:
-    """How one term measures the distance to orthogonality."""
+class PenaltyForm:
+    """How the distance to orthogonality is measured: ``gram_squared``, ``gram`` or ``qr``."""
 
-    form: str
-    qr_method: str
+    name: str
+    qr_method: Any
     gram_dtype: torch.dtype | None
 
 
@@ -34,36 +45,67 @@ class Term:
     strength: str  # the keyword whose strength it carries
     label: str
     views: tuple[WeightView, ...]
-    side: Side
+    form: PenaltyForm
 
-    def value(self, how: How) -> Tensor:
+    @property
+    def side(self) -> Side:
+        """Whether columns or rows are to be orthonormal."""
+        return "columns" if self.strength in ("attention", "feedforward") else "rows"
+
+    def value(self) -> Tensor:
         """Return the distance to orthogonality, before its strength."""
         weights = [view.tensor() for view in self.views]
-        if how.form == "qr":
+        if self.form.name == "qr":
             stack = weights[0] if len(weights) == 1 else torch.cat(weights)
-            return qr_penalty(stack, how.qr_method)  # type: ignore[arg-type]
+            return qr_penalty(stack, self.form.qr_method)
         return gram_penalty(
-            weights, squared=how.form == "gram_squared", side=self.side, gram_dtype=how.gram_dtype
+            weights,
+            squared=self.form.name == "gram_squared",
+            side=self.side,
+            gram_dtype=self.form.gram_dtype,
+        )
+
+    @torch.no_grad()
+    def accumulate_(self, strength: float) -> Tensor:
+        """Return ``strength`` times the value and add its gradient to ``.grad``, by products alone."""
+        return accumulate_gram_penalty_(
+            [view.tensor() for view in self.views],
+            [_gradient(view) for view in self.views],
+            strength=strength,
+            squared=self.form.name == "gram_squared",
+            side=self.side,
+            gram_dtype=self.form.gram_dtype,
         )
 
 
+def forms_of(
+    form: str | Mapping[str, str] | None, strengths: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the form of each strength, and those for which none was asked, in which it is the paper's."""
+    given = dict.fromkeys(strengths, form) if isinstance(form, str) else dict(form or {})
+    for strength, name in given.items():
+        if name not in FORMS:
+            raise unknown_name("form", str(name), FORMS)
+        if strength not in PAPER_FORMS:
+            raise unknown_name("strength in form", strength, PAPER_FORMS)
+    chosen = {name: given.get(name, "paper") for name in strengths}
+    unasked = [name for name in strengths if name not in given]
+    return {name: PAPER_FORMS[name] if f == "paper" else f for name, f in chosen.items()}, unasked
+
+
 def weight_terms(
-    roles: Roles, strengths: Sequence[str], *, attention_mode: str, cross_attention: bool
+    roles: Roles, forms: Mapping[str, PenaltyForm], *, joint: bool, cross_attention: bool
 ) -> tuple[list[Term], list[str]]:
     """Return the terms of the strengths in use and, one line each, the shared weights that were
     counted once."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
-    readers: dict[str, Callable[[], Iterator[Term]]] = {
-        "attention": lambda: _attention_terms(attention, attention_mode),
-        "feedforward": lambda: _feedforward_terms(roles),
-        **{role: lambda role=role: _single_terms(roles, attention, role) for role in SINGLE_ROLES},
-        "embedding": lambda: _embedding_terms(roles),
-    }
     terms: list[Term] = []
-    notes: list[str] = []
     missing: list[str] = []
-    for strength in strengths:
-        found = list(readers[strength]())
+    for strength, form in forms.items():
+        found = [
+            Term(strength, label, views, form)
+            for label, views in _weights_of(strength, roles, attention, joint)
+        ]
         if not found:
             missing.append(f"{strength}: the model has no such weight")
         terms += found
@@ -74,7 +116,7 @@ def weight_terms(
             + "\nRoles found:\n"
             + str(roles)
         )
-    terms = _counted_once(terms, notes)
+    terms, notes = _counted_once(terms)
     _check(terms)
     return terms, notes
 
@@ -97,108 +139,138 @@ def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:
     ]
 
 
-def form_of(strength: str, form: str | Mapping[str, str]) -> str:
-    """Return the form of one strength; a mapping names those that differ from ``gram_squared``."""
-    return form if isinstance(form, str) else form.get(strength, "gram_squared")
+def frozen_weights(terms: Sequence[Term]) -> list[str]:
+    """Return, one line each, the terms that no trained weight is part of.
+
+    Raises:
+        ConfigError: all terms of a strength are such; every weight is named.
+    """
+    frozen = [term for term in terms if not any(view.trainable for view in term.views)]
+    trained = {term.strength for term in terms if term not in frozen}
+    useless = [line for term in frozen if term.strength not in trained for line in _lines(term)]
+    if useless:
+        raise ConfigError(
+            "these weights are frozen (requires_grad=False), so their penalty has no gradient and"
+            " would train nothing:\n"
+            + listed(useless)
+            + "\nLeave their strength out, train them, or, where LoRA adapters are on them, make"
+            " the penalty after the adapters with adapters=True. To look at the value alone, call"
+            " it under torch.no_grad()"
+        )
+    return [line for term in frozen for line in _lines(term)]
 
 
-def check_form(form: str | Mapping[str, str], strengths: Sequence[str]) -> None:
-    """Raise `ConfigError` for a form, or a strength given a form, that does not exist."""
-    for name in [form] if isinstance(form, str) else form.values():
-        if name not in FORMS:
-            raise unknown_name("form", name, FORMS)
-    for strength in [] if isinstance(form, str) else form:
-        if strength not in strengths:
-            raise unknown_name("strength in form", strength, strengths)
-
-
-def _attention_terms(attention: Sequence[AttentionRole], mode: str) -> Iterator[Term]:
-    uneven: list[str] = []
-    for role in attention:
-        label = _label(role)
-        parts = {name: getattr(role, name) for name in ("query", "key", "value", "output")}
-        if mode == "separate":
-            for name, view in parts.items():
-                yield Term("attention", f"{label}.{name}", (view,), "columns")
+def check_in_place(terms: Sequence[Term]) -> None:
+    """Raise `ConfigError` for terms whose gradient only autograd can give; every one is named."""
+    offenders = [f"{term.strength}: form 'qr'" for term in terms if term.form.name == "qr"]
+    for view in (view for term in terms for view in term.views):
+        if isinstance(view, AdaptedView):
+            problem = "the gradient goes to the factors of its adapters"
+        elif not view.parameter.is_leaf:
+            problem = "a parametrised weight, computed from another parameter"
+        elif is_sharded(view.parameter):
+            problem = "sharded over processes"
+        else:
             continue
-        if len({view.shape[1] for view in parts.values()}) > 1:
-            shapes = ", ".join(f"{name} {view.shape}" for name, view in parts.items())
-            uneven.append(f"{role.path}: {shapes}")
-        yield Term("attention", label, tuple(parts.values()), "columns")
-    if uneven:
-        raise ShapeError(
-            "attention_mode='joint' stacks query, key, value and output along outputs, which needs"
-            " one input width; use attention_mode='separate':\n" + listed(uneven)
+        offenders.append(f"{view.parameter_name}: {problem}")
+    if offenders:
+        raise ConfigError(
+            "accumulate_() cannot add these gradients in place; use penalty() and backward():\n"
+            + listed(list(dict.fromkeys(offenders)))
         )
 
 
-def _feedforward_terms(roles: Roles) -> Iterator[Term]:
-    for network in roles.feedforward:
-        for name in ("up", "gate", "down"):
-            view = getattr(network, name)
-            if view is not None:
-                yield Term(
-                    "feedforward", f"{network.stack}.{network.layer}.{name}", (view,), "columns"
-                )
+def _weights_of(
+    strength: str, roles: Roles, attention: Sequence[AttentionRole], joint: bool
+) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
+    """Yield the label and the weights of each term of one strength."""
+    if strength == "embedding":
+        for table in roles.embeddings:
+            if table.kind == "token":
+                yield table.path or "token", (table.weight,)
+        return
+    if strength == "feedforward":
+        for network in roles.feedforward:
+            views = {name: getattr(network, name) for name in ("up", "gate", "down")}
+            yield from _apart(f"{network.stack}.{network.layer}", views)
+    for role in attention if strength != "feedforward" else ():
+        label = f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
+        parts = {name: getattr(role, name) for name in ("query", "key", "value", "output")}
+        if strength != "attention":
+            yield label, (parts[strength],)
+        elif joint:
+            yield label, tuple(parts.values())
+        else:
+            yield from _apart(label, parts)
     for weight in roles.loose:
-        if weight.role.startswith("feedforward"):
-            yield Term("feedforward", weight.view.parameter_name, (weight.view,), "columns")
+        if weight.role.startswith(strength):
+            yield weight.view.parameter_name, (weight.view,)
 
 
-def _single_terms(roles: Roles, attention: Sequence[AttentionRole], role: str) -> Iterator[Term]:
-    for part in attention:
-        yield Term(role, _label(part), (getattr(part, role),), "rows")
-    for weight in roles.loose:
-        if weight.role == role:
-            yield Term(role, weight.view.parameter_name, (weight.view,), "rows")
+def _apart(
+    label: str, views: Mapping[str, WeightView | None]
+) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
+    for name, view in views.items():
+        if view is not None:
+            yield f"{label}.{name}", (view,)
 
 
-def _embedding_terms(roles: Roles) -> Iterator[Term]:
-    for table in roles.embeddings:
-        if table.kind == "token":
-            yield Term("embedding", table.path or "token", (table.weight,), "rows")
-
-
-def _label(role: AttentionRole) -> str:
-    suffix = ".cross" if role.kind == "cross" else ""
-    return f"{role.stack}.{role.layer}{suffix}"
-
-
-def _counted_once(terms: Sequence[Term], notes: list[str]) -> list[Term]:
+def _counted_once(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
     """Leave out what an earlier term of the same kind holds already: one weight in two roles is
     penalised once."""
     seen: dict[tuple[object, ...], str] = {}
     kept: list[Term] = []
+    notes: list[str] = []
     for term in terms:
-        group = "single" if term.strength in SINGLE_ROLES else term.strength
+        own = f"{term.strength} of {term.label}"
+        group = "single" if term.strength in _SINGLE_ROLES else term.strength
         fresh: list[WeightView] = []
         for view in term.views:
-            first = seen.setdefault((group, *view.key), f"{term.strength} of {term.label}")
-            repeated = (
-                any(view.key == other.key for other in fresh)
-                or first != f"{term.strength} of {term.label}"
-            )
-            if repeated:
-                notes.append(
-                    f"{view.parameter_name}: also {term.strength} of {term.label}, counted once as"
-                    f" {first}"
-                )
-            else:
-                fresh.append(view)
+            key = (group, *view.key)
+            if key in seen:
+                notes.append(f"{view.parameter_name}: also {own}, counted once as {seen[key]}")
+                continue
+            seen[key] = own
+            fresh.append(view)
         if fresh:
-            kept.append(Term(term.strength, term.label, joined_views(fresh), term.side))
-    return kept
+            kept.append(replace(term, views=joined_views(fresh)))
+    return kept, notes
 
 
 def _check(terms: Sequence[Term]) -> None:
     offenders: list[str] = []
+    uneven: list[str] = []
     for term in terms:
+        if len({view.shape[1] for view in term.views}) > 1:
+            uneven.append(f"{term.label}: {', '.join(str(view.shape) for view in term.views)}")
         for view in term.views:
             try:
                 check_weights([view.tensor()])
             except (ConfigError, ShapeError) as error:
                 offenders.append(f"{view.parameter_name}: {error}")
+    if uneven:
+        raise ShapeError(
+            "attention_mode='joint' stacks query, key, value and output along outputs, which needs"
+            " one input width; use attention_mode='separate':\n" + listed(uneven)
+        )
     if offenders:
         raise ConfigError(
             "these weights cannot be penalised:\n" + listed(list(dict.fromkeys(offenders)))
         )
+
+
+def _lines(term: Term) -> list[str]:
+    return [f"{view.parameter_name}: {term.strength} of {term.label}" for view in term.views]
+
+
+def _gradient(view: WeightView) -> Tensor | None:
+    """Return the part of ``.grad`` that belongs to a view, in its orientation; None for a frozen
+    parameter."""
+    parameter = view.parameter
+    if not parameter.requires_grad:
+        return None
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad.squeeze(0) if parameter.ndim == 3 else parameter.grad
+    gradient = gradient.t() if view.transposed else gradient
+    return gradient if view.rows is None else gradient[view.rows[0] : view.rows[1]]

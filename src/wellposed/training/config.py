@@ -59,8 +59,9 @@ class PenaltyOptions(CheckedOptions):
     """Strength on value weights alone."""
     embedding: Strength = 0.0
     """Strength on token embeddings."""
-    form: Literal["gram_squared", "gram", "qr"] = "gram_squared"
-    """Which distance to orthogonality."""
+    form: Literal["paper", "gram_squared", "gram", "qr"] = "paper"
+    """Which distance to orthogonality; paper: the square for attention and feedforward (Zhang et al.),
+    the norm for query, key, value and embedding (McGrath)."""
     feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
     """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared
     norms."""
