@@ -13,8 +13,8 @@ from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.presets import mcgrath2024
-from wellposed.training.loop.build import build_penalty
 from wellposed.training.config import PenaltyOptions, RunConfig
+from wellposed.training.loop.build import build_penalty
 
 
 def test_sampled_layers_are_unbiased() -> None:
