@@ -90,6 +90,7 @@ def test_the_dictionary_holds_plain_values_alone() -> None:
         "dtype": "float32",
         "cross_check": "not run",
         "reason": "of no use",
+        "weights": "",
         "notes": ["a note", "another"],
     }
     assert [layer["path"] for layer in layers] == ["bodyguard", "c"]

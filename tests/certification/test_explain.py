@@ -12,6 +12,7 @@ from tests.support import families
 from torch import nn
 
 from wellposed.certification import certify
+from wellposed.nn import InvertibleResidual
 
 GELU = 1.128905
 
@@ -52,6 +53,15 @@ def test_a_total_of_use_says_nothing():
     assert certificate.reason == ""
     assert certificate.table().splitlines()[-1].startswith(f"{certificate.total:.4g}")
     assert certify(nn.MultiheadAttention(8, 2, batch_first=True), seq_len=4).reason == ""
+
+
+def test_a_total_that_no_kind_of_part_makes_is_said_to_be_of_no_use():
+    identity = nn.Linear(4, 4)
+    nn.init.eye_(identity.weight)
+    deep = nn.Sequential(*[InvertibleResidual(identity) for _ in range(11)])
+    certificate = certify(deep, seq_len=2)
+    assert certificate.total == pytest.approx(2**11, rel=1e-4)
+    assert certificate.reason.startswith("of no use at 2.05e+03: no kind of part alone")
 
 
 def test_the_parts_named_are_those_that_help_most():

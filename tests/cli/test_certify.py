@@ -135,6 +135,23 @@ def test_a_layer_without_a_bound_is_named(
     assert "mask causal, tokens with |x_i| <= 9" in capsys.readouterr().out
 
 
+def test_a_total_of_no_use_says_so_first_and_costs_no_attack(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "text_classification", "--data", str(run_folder.parent / "train.tsv")]
+    words += ["--max-length", "6", *SHORT, "--variant", "l2_tied", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    first = text.splitlines()[0]
+    assert first.startswith("of no use: L = ")
+    assert len(first) <= 100
+    assert "contribute" in text
+    assert "certified accuracy" not in text
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["certificate.json"]
+
+
 def test_lengths_of_the_data_are_checked(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,4 +7,6 @@ from wellposed.attack._inputs import PatchGrid as PatchGrid
 from wellposed.attack._inputs import patch_grid as patch_grid
 from wellposed.attack._inputs import reads_pairs as reads_pairs
 from wellposed.attack._lower_bound import LowerBound as LowerBound
+from wellposed.attack._lower_bound import activation_dtype as activation_dtype
+from wellposed.attack._lower_bound import in_dtype as in_dtype
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound

@@ -4,6 +4,7 @@ most."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -346,8 +347,31 @@ def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: 
                 f" {module!r}"
             )
         return module
-    copied = copy.deepcopy(module).to(dtype).eval()
+    copied = in_dtype(module, dtype).eval()
     return copied.requires_grad_(keep_gradients)
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy in another dtype that computes the same map: RMSNorm takes its eps from the
+    dtype where it was given none."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        if isinstance(part, nn.RMSNorm) and part.eps is None:
+            part.eps = rms_norm_eps(module)
+    return copied.to(dtype)
+
+
+def rms_norm_eps(module: nn.Module) -> float:
+    """Return the eps of an RMSNorm inside ``module`` that was given none: the unit of its
+    activations, of float32 in half precision."""
+    return torch.finfo(torch.promote_types(activation_dtype(module), torch.float32)).eps
+
+
+def activation_dtype(module: nn.Module) -> torch.dtype:
+    """Return the widest floating dtype of the weights; where there are none, float64, as any input
+    may be."""
+    found = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
+    return functools.reduce(torch.promote_types, found) if found else torch.float64
 
 
 def _device_of(target: Any) -> torch.device:

@@ -8,16 +8,23 @@ that live elsewhere. `deviation` names it.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from wellposed.nn import OrthogonalLinear
 
 _ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
-_LIBRARIES = ("torch.nn.modules.", "wellposed.")
+# What these compute is plain from their weights alone, so that a rule may read them by itself.
+_PLAIN_PARTS = (
+    nn.Linear, NonDynamicallyQuantizableLinear, OrthogonalLinear, nn.Embedding, nn.Identity, nn.Dropout,
+    nn.ModuleList, nn.ModuleDict,
+)  # fmt: skip
 _PARAMETRIZE = "torch.nn.utils.parametrize"
 # What transformers leaves in its models once hidden states were asked for; returns nothing.
 _RECORDERS = "transformers.utils.output_capturing"
@@ -85,11 +92,12 @@ def first_deviation(module: nn.Module) -> str | None:
     return next((reason for part in parts if (reason := deviation(part)) is not None), None)
 
 
-def unknown_class(module: nn.Module) -> str | None:
+def unknown_class(module: nn.Module, *known: type[nn.Module]) -> str | None:
     """Say that a part which a rule reads by itself is of a class whose `forward` that rule cannot
     know."""
     kind = class_called(module)
-    if kind.__module__.startswith(_LIBRARIES):
+    drops = isinstance(module, nn.Dropout) and module.training and module.p > 0
+    if kind in (*_PLAIN_PARTS, *known) and not drops:
         return None
     name = f"{kind.__module__}.{kind.__qualname__}"
     return f"{name}, a class whose weights do not say what it computes{advice(module)}"
@@ -114,6 +122,7 @@ def parts_not_reached(
     """Yield the parts of ``module`` that a rule did not hand on, so that it must have read them by
     itself."""
     for name, child in module._modules.items():
+        child = child if child is None else without_compiler(child)
         # What makes a parametrised weight is called whenever the weight is read, so the value read
         # is the one used.
         if (
@@ -154,16 +163,28 @@ def _replaced(module: nn.Module) -> str | None:
     if kind.__call__ is not nn.Module.__call__:
         return "__call__"
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-    forward = inspect.unwrap(vars(owner)["forward"])
-    if owner is nn.Module or (forward.__module__, forward.__qualname__) == (
-        owner.__module__,
-        f"{owner.__qualname__}.forward",
-    ):
+    home, name = home_of(vars(owner)["forward"])
+    if owner is nn.Module or (home, name) == (owner.__module__, f"{owner.__qualname__}.forward"):
         return None
-    return (
-        f"class's forward ({forward.__module__}.{forward.__qualname__} stands in"
-        f" {owner.__qualname__})"
-    )
+    return f"class's forward ({home}.{name} stands in {owner.__qualname__})"
+
+
+def home_of(function: Any) -> tuple[str, str]:
+    """Return the module a function was written in and its name there, behind wrappers of torch and
+    transformers alone.
+
+    Both are read from its code: `functools.wraps` lends a replacement the names of what it replaces.
+    """
+    while (home := _written_in(function)).startswith(("torch.", "transformers.")):
+        if not hasattr(function, "__wrapped__"):
+            break
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    return home, code.co_qualname if code else type(function).__qualname__
+
+
+def _written_in(function: Any) -> str:
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def _unusual_tensors(module: nn.Module) -> str | None:

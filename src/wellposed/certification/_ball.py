@@ -124,7 +124,7 @@ def _ball_weights(module: BallAttention | BallCrossAttention) -> AttentionWeight
     """Weights as of dot-product attention: the queries carry ``t sqrt d``, the output ``w`` of
     their head."""
     weights = AttentionWeights.of(
-        module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.num_heads
+        module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.head_dim
     )
     dtype = module.mix_logit.dtype
     # Both scales are made in float32 at least and rounded once.

@@ -141,10 +141,15 @@ def _identity(module: nn.Module, site: Site) -> LayerBound:
     return LayerBound(1.0, "identity", "exact", out_radius=site.radius)
 
 
+_IN_PLACE = "inplace=True also changes the tensor that a residual around it adds; build it with inplace=False"
+
+
 @register_rule(nn.Dropout)
 def _dropout(module: nn.Dropout, site: Site) -> LayerBound:
     if not module.training or module.p == 0.0:
         return LayerBound(1.0, "identity in eval mode", "exact", out_radius=site.radius)
+    if module.inplace:
+        return site.refuse(_IN_PLACE)
     scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
     return LayerBound(
         scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, site.radius)
@@ -163,10 +168,7 @@ def slope_rule(
     def _activation(module: nn.Module, site: Site) -> LayerBound:
         largest = slope(module) if callable(slope) else slope
         if getattr(module, "inplace", False) and not (largest <= 1 and zero_at_zero):
-            return site.refuse(
-                "inplace=True also changes the tensor that a residual around it adds; build it with"
-                " inplace=False"
-            )
+            return site.refuse(_IN_PLACE)
         radius = times(largest, site.radius) if zero_at_zero else math.inf
         return LayerBound(largest, "largest slope", "exact", out_radius=radius)
 
@@ -247,6 +249,8 @@ def norm_bound(
     gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     bound = layer_norm_bound(gain, eps, width, norm=site.norm, centred=centred)
+    if math.isinf(bound):
+        return site.refuse("with eps=0 it divides by 0 at a constant token; build it with eps > 0")
     # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
     radius = (
         min(gain * math.sqrt(width), times(gain / math.sqrt(eps) if eps else math.inf, site.radius))

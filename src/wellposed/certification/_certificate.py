@@ -3,13 +3,17 @@ trusted."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed
 from wellposed.linalg import Norm
@@ -17,6 +21,7 @@ from wellposed.text_table import aligned
 
 Label = Literal["exact", "certified", "empirical", "uncertified"]
 _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
+_NOT_RUN = "not run: "
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that are plain values.
@@ -32,6 +37,7 @@ _PLAIN = (
     "dtype",
     "cross_check",
     "reason",
+    "weights",
 )
 
 
@@ -110,6 +116,14 @@ class Certificate:
     """Where the total is of no use: which parts make it so, what it would be without them, and what
     to change."""
 
+    weights: str = ""
+    """SHA-256 of the weights and buffers that were certified; empty where there is no bound."""
+    module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    """The module that was certified, while it lives; copies of the certificate have none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "module": None}
+
     @property
     def uncertified(self) -> tuple[CertifiedLayer, ...]:
         """The innermost modules without a bound."""
@@ -127,6 +141,29 @@ class Certificate:
             (layer for layer in leaves(self.layers) if layer.lipschitz > 1),
             key=lambda layer: -layer.lipschitz,
         )
+
+    def require_weights_of(self, module: nn.Module) -> None:
+        """Refuse a module whose weights are not the certified ones; cost: one SHA-256 of them.
+
+        Raises:
+            ConfigError: they are others, so this certificate says nothing of the module.
+        """
+        if self.weights not in ("", weights_digest(module)):
+            raise ConfigError(
+                f"the certificate is of other weights (SHA-256 {self.weights[:12]}...) than those of"
+                f" this {type(module).__name__}; certify it again, or load the weights that were"
+                " certified"
+            )
+
+    def _say_if_changed(self) -> None:
+        module = None if self.module is None else self.module()
+        if module is not None and self.weights not in ("", weights_digest(module)):
+            warnings.warn(
+                f"radius: a certificate is a snapshot, and this {type(module).__name__} is not what"
+                " was certified: its weights have changed since; the radius is right for logits of"
+                " the certified weights alone, for those of the module certify it again",
+                stacklevel=3,
+            )
 
     def require(self) -> Certificate:
         """Return this certificate if it has a bound.
@@ -186,13 +223,17 @@ class Certificate:
             ConfigError: a certificate on a ball without ``largest_token`` (>= 0), or without
                 ``width`` (>= 1) for ``norm="inf"``.
 
-        Cost: O(classes) per row, O(classes^2) once for the head. Says nothing about rounding of the
-        forward pass.
+        A `UserWarning` says that the module's weights have changed since it was certified: the radius
+        is right for logits of the certified weights.
+
+        Cost: O(classes) per row, O(classes^2) once for the head, a SHA-256 of the module's weights.
+        Says nothing about rounding of the forward pass.
         """
         if logits.ndim < 1 or logits.shape[-1] < 2:
             raise ShapeError(
                 f"radius: expected logits (..., classes >= 2), received {tuple(logits.shape)}"
             )
+        self._say_if_changed()
         inputs = logits.shape[:-1]
         if labels is not None and labels.shape != inputs:
             raise ShapeError(
@@ -317,8 +358,9 @@ class Certificate:
         rows.append(
             (_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope())
         )
-        table = aligned(rows, "l")
-        return f"{table}\n{self.reason}" if self.reason else table
+        not_run = self.cross_check.startswith(_NOT_RUN) and math.isfinite(self.total)
+        tried = "not tried out: " + self.cross_check.removeprefix(_NOT_RUN) if not_run else ""
+        return "\n".join(filter(None, (aligned(rows, "l"), tried, self.reason)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""
@@ -338,6 +380,20 @@ class Certificate:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Return the SHA-256 of a module's state: names, dtypes, shapes and bytes of what it saves."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_sparse):
+            plain = tensor.detach().cpu().contiguous()
+            # By address: without numpy torch hands out no bytes.
+            digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+    return digest.hexdigest()
 
 
 def _per_input(name: str, value: float | Tensor, inputs: torch.Size) -> Tensor:

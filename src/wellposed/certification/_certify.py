@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import math
+import weakref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from wellposed.attack import patch_grid, reads_pairs
+from wellposed.attack import activation_dtype, patch_grid, reads_pairs
 from wellposed.certification._as_called import without_compiler
-from wellposed.certification._certificate import Certificate, CertifiedLayer
+from wellposed.certification._certificate import Certificate, CertifiedLayer, weights_digest
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._explain import explain
 from wellposed.certification._rules import Shared, Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
+
+_NO_PREFIX = (
+    "without past_key_values: keys and values that a caller puts in need not lie in any ball (B13)"
+)
 
 
 @torch.no_grad()
@@ -99,7 +105,7 @@ def certify(
         )
     module = without_compiler(module)
     _refuse_non_finite(module)
-    shared = Shared(norm, seq_len, min_tokens, dtype=_widest(module))
+    shared = Shared(norm, seq_len, min_tokens, dtype=activation_dtype(module))
     with undisturbed(module):
         start = Site("", math.inf if radius is None else float(radius), shared, mask)
         bound = bound_of(module, start)
@@ -130,10 +136,12 @@ def certify(
                     radius,
                     count,
                     causal,
-                    _widest(module),
+                    activation_dtype(module),
                 )
             )
     dtype, notes = _dtype_of(module)
+    if "past_key_values" in inspect.signature(module.forward).parameters:
+        notes = (*notes, _NO_PREFIX)
     return Certificate(
         total=bound.lipschitz,
         layers=_without_root(rows),
@@ -149,6 +157,8 @@ def certify(
         head=shared.head,
         cross_check=tried,
         reason=reason,
+        weights=weights_digest(module) if math.isfinite(bound.lipschitz) else "",
+        module=weakref.ref(module),
     )
 
 
@@ -168,6 +178,7 @@ def _refuse_non_finite(module: nn.Module) -> None:
         f" {parameter.numel()} entries"
         for name, parameter in module.named_parameters()
         if not parameter.is_meta
+        and not is_lazy(parameter)
         and not (bool(torch.isfinite(parameter.sum())) or bool(torch.isfinite(parameter).all()))
     ]
     if bad:
@@ -176,13 +187,6 @@ def _refuse_non_finite(module: nn.Module) -> None:
             + listed(bad)
             + "\nload an earlier checkpoint, or look for the step at which training diverged"
         )
-
-
-def _widest(module: nn.Module) -> torch.dtype:
-    """The dtype of the activations: the widest of the weights; where there are none, float64, as
-    any input may be."""
-    found = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
-    return functools.reduce(torch.promote_types, found) if found else torch.float64
 
 
 def _dtype_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:

@@ -23,7 +23,7 @@ from wellposed.certification._heads import (
     row_mass,
     weights_of,
 )
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._rules import Refused, Site, register_rule
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention, InverseDAttention
 
@@ -110,18 +110,25 @@ def _all_heads(
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """LayerNorm on queries or keys: ``max |gamma|`` and ``eps``."""
+    """LayerNorm on queries or keys: ``max |gamma|``, ``eps`` and the 2-norm of its bias."""
 
     gain: float
     eps: float
+    shift: float = 0.0
 
     @classmethod
-    def of(cls, module: nn.LayerNorm) -> HeadNorm:
-        """Read a LayerNorm over the head dimension."""
-        return cls(
-            1.0 if module.weight is None else float(module.weight.detach().abs().max()),
-            float(module.eps),
-        )
+    def of(cls, module: nn.Module | None, head_dim: int, site: Site) -> HeadNorm:
+        """Read a LayerNorm over the head dimension, and no other norm."""
+        form = (nn.LayerNorm, (head_dim,))
+        if (type(module), getattr(module, "normalized_shape", ())) != form or module.eps <= 0:
+            raise Refused(
+                f"its norms of queries and keys are not both LayerNorm({head_dim}) with eps > 0, for"
+                f" which alone a bound is proved: one is {module}"
+            )
+        site.reads(module)
+        gain = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
+        shift = 0.0 if module.bias is None else float(module.bias.detach().double().norm())
+        return cls(gain, float(module.eps), shift)
 
 
 def qk_norm_ball_bound(
@@ -137,11 +144,11 @@ def qk_norm_ball_bound(
     """Bound with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k
     l_q + s_q l_k))``.
 
-    As B6: ``s = sqrt(d) max|gamma|`` bounds the normalised vector and ``l = |W| max|gamma| / sqrt
-    eps`` its slope.
+    As B6: ``s = sqrt(d) max|gamma| + |bias|`` bounds the normalised vector and ``l = |W| max|gamma|
+    / sqrt eps`` its slope.
     """
     root = math.sqrt(weights.head_dim)
-    size_q, size_k = query_norm.gain * root, key_norm.gain * root
+    size_q, size_k = (norm.gain * root + norm.shift for norm in (query_norm, key_norm))
     slope_q = norms(weights.query) * query_norm.gain / math.sqrt(query_norm.eps)
     slope_k = norms(weights.key) * key_norm.gain / math.sqrt(key_norm.eps)
     query, key = radius / root * size_k * slope_q, radius / root * size_q * slope_k
@@ -159,10 +166,11 @@ def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
     weights = weights_of(module, site)
     q_norm, k_norm = module.q_norm, module.k_norm
     bound: Callable[..., Bound]
-    if q_norm is None or k_norm is None:
+    if q_norm is None and k_norm is None:
         bound = partial(dot_product_ball_bound, weights)
     else:
-        bound = partial(qk_norm_ball_bound, weights, HeadNorm.of(q_norm), HeadNorm.of(k_norm))
+        norms_of = [HeadNorm.of(norm, module.head_dim, site) for norm in (q_norm, k_norm)]
+        bound = partial(qk_norm_ball_bound, weights, *norms_of)
     return on_the_ball(bound, weights, site, module.embed_dim)
 
 

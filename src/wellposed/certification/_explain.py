@@ -52,13 +52,16 @@ def explain(
     while left > USELESS and len(calm) < _KINDS and groups.keys() - calm:
         found = {kind: without(frozenset([*calm, kind])) for kind in groups if kind not in calm}
         kind = min(found, key=lambda name: found[name])
-        if not found[kind] < left:
+        if not found[kind] < 0.99 * left:
             break
         left = found[kind]
         calm.append(kind)
         told.append(_contribution(kind, groups[kind], left, first=len(calm) == 1))
     if not calm:
-        return ""
+        return (
+            f"of no use at {total:.3g}: no kind of part alone makes it so, each layer adds its own;"
+            " fewer layers or smaller branches make it smaller, see ConvexResidual"
+        )
     return f"of no use at {total:.3g}: {', '.join(told)}; {_advice(groups[calm[0]])}"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wellposed.certification._bounds import LayerBound, times
-from wellposed.certification._rules import Site
+from wellposed.certification._rules import Refused, Site
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, least
 from wellposed.nn.attention.heads import HeadProjections
 
@@ -85,9 +85,16 @@ class AttentionWeights:
 
     @classmethod
     def of(
-        cls, query: Affine, key: Affine, value: Affine, output: Affine, heads: int
+        cls, query: Affine, key: Affine, value: Affine, output: Affine, head_dim: int
     ) -> AttentionWeights:
-        """Cut four projections into heads."""
+        """Cut four projections into heads of this width, however many there are."""
+        widths = [part.weight.shape[0] for part in (query, key, value)]
+        if len({*widths, output.weight.shape[1]}) > 1 or widths[0] % head_dim:
+            raise Refused(
+                f"queries, keys and values are {widths} wide and its output reads"
+                f" {output.weight.shape[1]}, which is not the same number of heads of {head_dim}"
+            )
+        heads = widths[0] // head_dim
         (q, bq), (k, bk), (v, bv) = (
             split_columns(projection, heads) for projection in (query, key, value)
         )
@@ -118,7 +125,7 @@ def weights_of(module: HeadProjections, site: Site) -> AttentionWeights:
     """The weights of a module, with the norms that they have already needed in this certificate."""
     projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     return site.remember(
-        module, "AttentionWeights", lambda: AttentionWeights.of(*projections, module.num_heads)
+        module, "AttentionWeights", lambda: AttentionWeights.of(*projections, module.head_dim)
     )
 
 

@@ -9,7 +9,6 @@ to the logits of a head: theory note B13.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from wellposed.certification._as_called import class_called, is_class
+from wellposed.certification._as_called import class_called, home_of, is_class
 from wellposed.certification._blocks import (
     GELU_TANH,
     SILU,
@@ -34,7 +33,7 @@ from wellposed.certification._blocks import (
 from wellposed.certification._bounds import LayerBound, product_of
 from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
 from wellposed.certification._heads import TRAINING_DROPOUT, Affine, AttentionWeights
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._rules import Refused, Site, register_rule
 from wellposed.certification._transformer import named, one_token
 from wellposed.linalg import MaskKind
 
@@ -49,6 +48,7 @@ _OWN_ACTIVATIONS = {
     "NewGELUActivation": GELU_TANH, "FastGELUActivation": GELU_TANH, "AccurateGELUActivation": GELU_TANH,
     "QuickGELUActivation": SILU, "SiLUActivation": SILU, "LinearActivation": 1.0,
 }  # fmt: skip
+_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _GELUS = ("GELUActivation", "GELUTanh")
 _GATES = {*_OWN_ACTIVATIONS, *_GELUS, "ReLU", "GELU", "SiLU", "Mish", "Tanh"}
 
@@ -86,7 +86,6 @@ def attention(
     site: Site,
     projections: Callable[[], tuple[Affine, Affine, Affine, Affine]],
     *rest: str,
-    heads: int,
     dropout: float,
     causal: bool = False,
     position_bias: bool = False,
@@ -100,16 +99,16 @@ def attention(
     module: Any = owner.get_submodule(path)
 
     def read_weights() -> AttentionWeights:
-        weights = AttentionWeights.of(*projections(), heads)
+        # What the call cuts by: whole heads may have been pruned.
+        head_dim = next(getattr(module, name) for name in _HEAD_DIMS if hasattr(module, name))
+        weights = AttentionWeights.of(*projections(), head_dim)
         stretch = float(module.scaling) * math.sqrt(weights.head_dim)
         return replace(
             weights, query=weights.query * stretch, query_bias=weights.query_bias * stretch
         )
 
-    def found() -> LayerBound:
-        reason = _other_attention(module)
-        if reason is not None:
-            return site.refuse(reason)
+    def bounded() -> LayerBound:
+        _refuse_other_attention(module)
         if module.training and dropout > 0:
             return site.refuse(TRAINING_DROPOUT)
         weights = site.remember(module, "AttentionWeights", read_weights)
@@ -119,6 +118,12 @@ def attention(
         mask: MaskKind = "any" if position_bias else site.given_mask or "any"
         bound = functools.partial(dot_product_ball_bound, weights, rotary=rotary)
         return on_the_ball(bound, weights, replace(site, given_mask=mask), weights.query.shape[1])
+
+    def found() -> LayerBound:
+        try:
+            return bounded()
+        except Refused as error:
+            return site.refuse(str(error))
 
     mixed = site.record(module, path, found())
     after = site.at_radius(mixed.out_radius).chain(named(owner, *rest))
@@ -151,25 +156,31 @@ def picked_token(owner: nn.Module, body: str, site: Site) -> list[LayerBound]:
     return [hidden, site.record(owner, "pool", one_token(site.at_radius(hidden.out_radius)))]
 
 
-def _other_attention(module: Any) -> str | None:
-    """Say that the attention of a call is not the one of transformers that bounds are proved
-    for."""
+def _refuse_other_attention(module: Any) -> None:
+    """Refuse a call whose attention is not the one of transformers that bounds are proved for."""
     kind = module.config._attn_implementation
     if kind not in _IMPLEMENTATIONS:
-        return (
+        raise Refused(
             f"its attention runs as attn_implementation={kind!r}, and a bound is proved for eager"
             " and sdpa alone; load the model with attn_implementation='sdpa'"
         )
     source = sys.modules[class_called(module).__module__]
     run = source.ALL_ATTENTION_FUNCTIONS.get_interface(kind, source.eager_attention_forward)
-    run = inspect.unwrap(run)
-    expected = _IMPLEMENTATIONS[kind] or (source.__name__, "eager_attention_forward")
-    if (run.__module__, run.__qualname__) != expected:
-        return (
-            f"{run.__module__}.{run.__qualname__} stands where transformers runs {kind} attention;"
-            " put its own back"
+    expected = {
+        f"{kind} attention": (
+            run,
+            _IMPLEMENTATIONS[kind] or (source.__name__, "eager_attention_forward"),
         )
-    return None
+    }
+    for name in ("apply_rotary_pos_emb", "rotate_half", "repeat_kv"):
+        if hasattr(source, name):
+            expected[name] = (getattr(source, name), (source.__name__, name))
+    for what, (function, home) in expected.items():
+        if home_of(function) != home:
+            raise Refused(
+                f"{'.'.join(home_of(function))} stands where transformers runs {what}; put its own"
+                " back"
+            )
 
 
 def gated_feedforward(

@@ -44,7 +44,7 @@ def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBou
             projections = (heads.query, heads.key, heads.value, output.dense)
             return attention(
                 module, "attention.self", at, lambda: projections, "attention.output.dropout",
-                heads=heads.num_attention_heads, dropout=heads.dropout.p, causal=heads.is_causal,
+                dropout=heads.dropout.p, causal=heads.is_causal,
             )  # fmt: skip
 
         def fed(at: Site) -> LayerBound:
@@ -66,7 +66,8 @@ def register_bert(family: str, prefix: str, head: Callable[[Any, Site], LayerBou
         embeddings = read(module, "embeddings", f"{prefix}Embeddings", site)
         read(module, "encoder", f"{prefix}Encoder", site)
         if module.pooler is not None:
-            read(module, "pooler", f"{prefix}Pooler", site)
+            # Beside the map: the last hidden state does not pass it.
+            site.reads(read(module, "pooler", f"{prefix}Pooler", site).activation)
         inside = shifted(site, embeddings.position_embeddings, embeddings.token_type_embeddings)
         layers = (f"encoder.layer.{index}" for index in range(len(module.encoder.layer)))
         return inside.chain(named(module, "embeddings.LayerNorm", "embeddings.dropout", *layers))
@@ -116,7 +117,6 @@ def _distilbert_block(module: Any, site: Site) -> LayerBound:
             "attention",
             at,
             lambda: projections,
-            heads=heads.n_heads,
             dropout=heads.dropout.p,
         )
 
@@ -163,7 +163,6 @@ def register_bart(family: str, prefix: str, positions: str, *norms: str) -> None
                 "self_attn",
                 at,
                 lambda: projections,
-                heads=heads.num_heads,
                 dropout=heads.dropout,
             )
 

@@ -19,7 +19,7 @@ from wellposed.certification._hf import (
     read,
     shifted,
 )
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._rules import Refused, Site, register_rule
 from wellposed.certification._transformer import named, normed, of_one_vector
 
 GPT2 = f"{MODELS}.gpt2.modeling_gpt2"
@@ -37,7 +37,13 @@ def _gpt2_block(module: Any, site: Site) -> LayerBound:
         return site.refuse("with cross-attention it maps two sequences")
 
     def projections() -> tuple[Slice, Slice, Slice, Slice]:
-        query, key, value = slices(heads.c_attn.weight.mT, heads.c_attn.bias, [heads.embed_dim] * 3)
+        rows = heads.c_attn.weight.shape[1]
+        if rows != 3 * heads.split_size:
+            raise Refused(
+                f"its c_attn makes {rows} numbers of a token, and its call cuts them by split_size ="
+                f" {heads.split_size}; set split_size to a third of what pruning has left"
+            )
+        query, key, value = slices(heads.c_attn.weight.mT, heads.c_attn.bias, [rows // 3] * 3)
         return query, key, value, Slice(heads.c_proj.weight.mT, heads.c_proj.bias)
 
     for path in ("c_attn", "c_proj"):
@@ -46,7 +52,7 @@ def _gpt2_block(module: Any, site: Site) -> LayerBound:
     def mixed(at: Site) -> LayerBound:
         return attention(
             module, "attn", at, projections, "attn.resid_dropout",
-            heads=heads.num_heads, dropout=heads.attn_dropout.p, causal=True,
+            dropout=heads.attn_dropout.p, causal=True,
         )  # fmt: skip
 
     def fed(at: Site) -> LayerBound:
@@ -137,7 +143,7 @@ def _rotary_layer(
     def mixed(at: Site) -> LayerBound:
         return attention(
             module, "self_attn", at, projections, *rest,
-            heads=heads.config.num_attention_heads, dropout=heads.attention_dropout, causal=True, rotary=True,
+            dropout=heads.attention_dropout, causal=True, rotary=True,
         )  # fmt: skip
 
     return normed(

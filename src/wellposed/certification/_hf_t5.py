@@ -35,7 +35,7 @@ def _block(module: Any, site: Site) -> LayerBound:
         projections = (heads.q, heads.k, heads.v, heads.o)
         return attention(
             module, "layer.0.SelfAttention", at, lambda: projections, "layer.0.dropout",
-            heads=heads.n_heads, dropout=heads.dropout, position_bias=True,
+            dropout=heads.dropout, position_bias=True,
         )  # fmt: skip
 
     def fed(at: Site) -> LayerBound:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from wellposed.certification._blocks import linear_bound
 from wellposed.certification._bounds import LayerBound
 from wellposed.certification._hf import (
@@ -30,7 +32,7 @@ def _layer(module: Any, site: Site) -> LayerBound:
         projections = (heads.q_proj, heads.k_proj, heads.v_proj, heads.o_proj)
         return attention(
             module, "attention", at, lambda: projections, "dropout",
-            heads=heads.num_attention_heads, dropout=heads.attention_dropout,
+            dropout=heads.attention_dropout,
         )  # fmt: skip
 
     def fed(at: Site) -> LayerBound:
@@ -46,8 +48,10 @@ def _model(module: Any, site: Site) -> LayerBound:
     embeddings = read(module, "embeddings", "ViTEmbeddings", site)
     patches = read(module, "embeddings.patch_embeddings", "ViTPatchEmbeddings", site)
     if module.pooler is not None:
-        read(module, "pooler", "ViTPooler", site)
+        # Beside the map: the last hidden state does not pass it.
+        site.reads(read(module, "pooler", "ViTPooler", site).activation)
     cut = patches.projection
+    site.reads(cut, nn.Conv2d)
     if (cut.stride, cut.padding, cut.dilation, cut.groups) != (cut.kernel_size, (0, 0), (1, 1), 1):
         return site.refuse(
             "its patches overlap or leave pixels out, so they are no tokens of their own"

@@ -15,6 +15,7 @@ from wellposed.certification._as_called import (
     advice,
     class_called,
     deviation,
+    first_deviation,
     is_class,
     parts_not_reached,
     unknown_class,
@@ -186,10 +187,12 @@ class Site:
         none."""
         return self.shared.dtype
 
-    def reads(self, module: nn.Module) -> None:
-        """Say that the rule itself knows what ``module``, a part of any class, computes; hooks are
-        still refused."""
-        self.shared.vouched.add(id(module))
+    def reads(self, module: nn.Module, *kinds: type[nn.Module]) -> None:
+        """Say that the rule itself knows what ``module`` computes, where it is of one of ``kinds``;
+        hooks are still refused."""
+        part = without_compiler(module)
+        if not kinds or class_called(part) in kinds:
+            self.shared.vouched.add(id(part))
 
     def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:
         """Replace this certificate's rows by those of another route, and return its bound under the
@@ -205,7 +208,7 @@ class Site:
         """Tell the certificate the last linear map, whose row differences sharpen
         `Certificate.radius`."""
         if self.path == "":
-            self.shared.head = (weight.detach(), body.lipschitz)
+            self.shared.head = (weight.detach().clone(), body.lipschitz)
 
     def refuse(self, reason: str) -> LayerBound:
         """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with
@@ -224,6 +227,10 @@ class Site:
 
 
 _RADIUS = "a 2-norm that no input token exceeds"
+
+
+class Refused(Exception):  # noqa: N818 (an answer, no fault)
+    """Raised by what a rule calls where there is no bound; its text is the reason."""
 
 
 Rule = Callable[[nn.Module, Site], LayerBound]
@@ -371,13 +378,13 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     return bound
 
 
-def refuse_deviations(module: nn.Module, caller: str) -> None:
-    """Raise `NotLipschitzError` where a call of the module or of a part differs from its class; all
-    are named."""
+def refuse_deviations(module: nn.Module, caller: str, *known: type[nn.Module]) -> None:
+    """Raise `NotLipschitzError` where a call of the module or of a part differs from its class, or
+    where that is not ``known``; all are named."""
     offenders = [
         f"{path or '(the module itself)'}: {reason}"
         for path, part in [("", module), *parts_not_reached(module, ())]
-        if (reason := deviation(part) or unknown_class(part)) is not None
+        if (reason := deviation(part) or unknown_class(part, *known)) is not None
     ]
     if offenders:
         raise NotLipschitzError(
@@ -396,15 +403,20 @@ def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
         return site.refuse(differs)
     try:
         bound = rule(module, site)
+    except Refused as error:
+        bound = site.refuse(str(error))
+    except ConfigError:
+        raise
     except Exception as error:
         # A rule may stumble over a part that is not what it should be: without values, or of
         # another class.
-        differs = _differing_part(module, site, reached[before:])
+        differs = first_deviation(module)
         if differs is None and isinstance(error, AttributeError):
             differs = (
                 f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own"
                 " part back"
             )
+        differs = differs or _differing_part(module, site, reached[before:])
         if differs is None:
             raise
         return site.refuse(differs)

@@ -47,7 +47,7 @@ def _multihead(module: nn.MultiheadAttention, site: Site) -> LayerBound:
 
 def _weights(module: nn.MultiheadAttention) -> AttentionWeights:
     query, key, value = slices(module.in_proj_weight, module.in_proj_bias, [module.embed_dim] * 3)
-    return AttentionWeights.of(query, key, value, module.out_proj, module.num_heads)
+    return AttentionWeights.of(query, key, value, module.out_proj, module.head_dim)
 
 
 @register_rule(nn.TransformerEncoderLayer)

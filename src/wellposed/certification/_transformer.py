@@ -38,6 +38,7 @@ def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float
     A residual of another class takes part by a method ``coefficients() -> (a, b)`` beside its
     ``forward``.
     """
+    site.reads(residual, PlainResidual, ReZeroResidual)
     if type(residual) is PlainResidual:
         return 1.0, 1.0
     if type(residual) is ReZeroResidual:
@@ -71,6 +72,7 @@ def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
         return site.refuse(
             f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm"
         )
+    site.reads(norm, NoNorm)
     return sublayer(
         site,
         lambda inner: inner.chain([(name, getattr(module, name)), ("dropout", module.dropout)]),

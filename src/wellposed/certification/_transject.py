@@ -15,8 +15,10 @@ from wellposed.certification._rules import Site, refuse_deviations, register_rul
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import (
+    ExpertMixture,
     GramAttention,
     GramSpectrum,
+    InjectiveResidual,
     LearnedSpectrum,
     OrthogonalFeedForward,
     TransJectBlock,
@@ -27,6 +29,12 @@ _PADDING = (
     "outputs of the stack at padded positions are left out: real tokens move sigma or gates, and"
     " these move the output of a padded token, however large it is"
 )
+
+
+_PARTS = (
+    GramSpectrum, LearnedSpectrum, TransJectBlock, ExpertMixture, GramAttention, OrthogonalFeedForward,
+    InjectiveResidual,
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -59,7 +67,7 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
     >>> [(round(low, 3), round(high, 3)) for low, high in token_distance_bounds(stack)]
     [(0.562, 1.563), (0.316, 2.441)]
     """
-    refuse_deviations(stack, "token_distance_bounds")
+    refuse_deviations(stack, "token_distance_bounds", Stack, *_PARTS)
     lower = upper = 1.0
     bounds: list[tuple[float, float]] = []
     for layer in stack.layers:
@@ -135,6 +143,7 @@ def _stack(module: Stack, site: Site) -> LayerBound:
     reason = _refusal(module, site)
     if reason is not None:
         return site.refuse(reason)
+    _read_parts(module, site)
     spread = _spectrum_spread(module)
     tokens = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
     state = _State()
@@ -149,6 +158,11 @@ def _stack(module: Stack, site: Site) -> LayerBound:
     _note_padding(module, site)
     form = _form(module, spread)
     return LayerBound(_value(state, site) * (1 + 1e-9), form, out_radius=state.growth * site.radius)
+
+
+def _read_parts(module: Stack, site: Site) -> None:
+    for part in module.modules():
+        site.reads(part, *_PARTS)
 
 
 def _note_padding(module: Stack, site: Site) -> None:

@@ -91,6 +91,11 @@ def run(words: Sequence[str]) -> int:
         min_tokens=options.min_tokens,
     )
     certificate = ask(radius=options.radius)
+    # Where a total has a reason it is of no use, and nothing that costs time is worth it.
+    useless = bool(certificate.reason)
+    if useless:
+        skipped = "" if radii else "; no attack and no words (--radii asks for them)"
+        print(f"of no use: L = {certificate.total:.3g}, see why below{skipped}")
     print(certificate.table())
     print(f"tried out: {certificate.cross_check}")
     _print_losses(certificate)
@@ -100,7 +105,7 @@ def run(words: Sequence[str]) -> int:
         text = json.dumps(certificate.to_dict(), indent=2) + "\n"
         with replace_files(options.out) as there:
             (there / "certificate.json").write_text(text, encoding="utf-8")
-    task = _certified_task(model, options)
+    task = None if useless and not radii else _certified_task(model, options)
     if task is not None:
         _accuracy(model, task, certificate, radii, options)
     if options.out is not None:

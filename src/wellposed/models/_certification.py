@@ -88,13 +88,20 @@ def input_vectors(
 
 @register_rule(TransJectModel)
 def _transject(module: TransJectModel, site: Site) -> LayerBound:
-    """Map X^0, which is this model's ``inputs_embeds``, to X^L."""
+    """Map X^0, which is this model's ``inputs_embeds``, to X^L; the embeddings stand before that."""
+    for part in module.embeddings.modules():
+        site.reads(part)
     return site.child(module.stack, "stack")
 
 
 @register_rule(WellposedModel)
 def _body(module: WellposedModel, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
+    site.reads(module.embeddings, Embeddings)
+    # Tokens stand before the map; positions are read as they are called.
+    for part in (module.embeddings.token, module.embeddings.position):
+        if part is not None:
+            site.reads(part)
     embedded = site.record(
         module.embeddings,
         "embeddings",

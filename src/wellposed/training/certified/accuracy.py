@@ -3,7 +3,6 @@ input, and attacked."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.attack import perturbation_size, steepest_direction
+from wellposed.attack import in_dtype, perturbation_size, steepest_direction
 from wellposed.certification import Certificate
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.linalg import Norm
@@ -149,14 +148,16 @@ def certified_accuracy(
         seed: of the random starts.
 
     Raises:
-        ConfigError: radii out of order or negative, fewer than one step or restart.
+        ConfigError: radii out of order or negative, fewer than one step or restart, or a certificate of
+            other weights.
         DataError: no examples, or labels that are not one class each.
         ShapeError: inputs longer or shorter than the certificate covers.
 
     Cost: ``len(radii) x attack_steps x restarts`` forward and backward passes over the data.
     """
     _check(radii, attack_steps, restarts)
-    target = copy.deepcopy(model).double().eval().requires_grad_(False)
+    certificate.require_weights_of(model)
+    target = in_dtype(model, torch.float64).eval().requires_grad_(False)
     embedded = [_embed(target, batch) for batch in batches]
     if not embedded:
         raise DataError("certified accuracy: no examples were given; expected at least one batch")

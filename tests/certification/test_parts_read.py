@@ -1,0 +1,241 @@
+"""A part that a rule reads by itself has the exact class and form that the rule is proved for; else
+it is named."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from tests.support import hugging_face as hf
+from tests.support.sample import awake
+from torch import Tensor, nn
+from transformers.models.bert import modeling_bert
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.llama import modeling_llama
+
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import (
+    AttentionWeights,
+    LayerBound,
+    certify,
+    dot_product_ball_bound,
+    register_rule,
+)
+from wellposed.nn import DotProductAttention, InvertibleResidual
+
+
+def _with_norms(**options: object) -> DotProductAttention:
+    torch.manual_seed(0)
+    module = DotProductAttention(8, 2, qk_norm=True, **options).double().eval()
+    module.requires_grad_(False)
+    return module
+
+
+def _attacked(module: nn.Module, norm: object = "tok", width: int = 8) -> float:
+    """Largest attack / certificate on the unit ball; 0 where it is refused."""
+    certificate = certify(module, seq_len=6, norm=norm, radius=1.0, cross_check=False)
+    if math.isinf(certificate.total):
+        assert all(layer.reason for layer in certificate.uncertified)
+        return 0.0
+    found = lipschitz_lower_bound(
+        module, (6, width), norm=norm, radius=1.0, restarts=8, steps=60, seed=1
+    )
+    return found.ratio(certificate)
+
+
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_the_bias_of_a_norm_of_queries_and_keys_counts(norm) -> None:
+    module = _with_norms(eps=1e-2)
+    plain = certify(module, seq_len=6, radius=1.0, norm=norm, cross_check=False).total
+    for name in ("q_norm", "k_norm"):
+        biased = nn.LayerNorm(4, eps=1e-2).double()
+        biased.bias.data.copy_(30 * torch.randn(4))
+        biased.weight.data.copy_(0.1 * torch.ones(4))
+        setattr(module, name, biased)
+    module.requires_grad_(False)
+    assert 0.05 < _attacked(module, norm) <= 1
+    assert certify(module, seq_len=6, radius=1.0, norm=norm, cross_check=False).total != plain
+
+
+OTHERS = {
+    "BatchNorm2d": nn.BatchNorm2d(2),
+    "RMSNorm without eps": nn.RMSNorm(4),
+    "two dimensions": nn.LayerNorm((6, 4)),
+    "eps 0": nn.LayerNorm(4, eps=0.0),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_another_norm_of_queries_is_refused_in_words(other: nn.Module | None) -> None:
+    module = _with_norms()
+    module.q_norm = other
+    row = certify(module, seq_len=6, radius=1.0).uncertified[0]
+    assert "LayerNorm(4) with eps > 0" in row.reason
+
+
+def test_an_unknown_class_of_ours_is_not_read_as_what_it_replaces() -> None:
+    module = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True).eval()
+    module.self_attn.out_proj = nn.Bilinear(8, 8, 8)
+    assert certify(module, seq_len=4).uncertified[0].path == "self_attn"
+
+
+def test_a_wrapper_that_lends_its_name_is_seen() -> None:
+    """`functools.wraps` copies the names of what it wraps on whatever runs in its place."""
+    original = nn.Linear.forward
+
+    @functools.wraps(original)
+    def louder(self: nn.Linear, x: Tensor) -> Tensor:
+        return 1.76 * original(self, x)
+
+    nn.Linear.forward = louder
+    try:
+        certificate = certify(nn.Sequential(nn.Linear(4, 4)), seq_len=2, cross_check=False)
+    finally:
+        nn.Linear.forward = original
+    assert "class's forward" in certificate.uncertified[0].reason
+
+
+def test_wrappers_of_torch_are_looked_through() -> None:
+    class Guarded(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    @register_rule(Guarded)
+    def rule(module: Guarded, site) -> LayerBound:
+        return LayerBound(site.operator_norm(module.weight), "as Linear")
+
+    assert math.isfinite(certify(Guarded(4, 4), seq_len=2).total)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_in_place_at_the_head_of_a_branch(inplace: bool) -> None:
+
+    branch = nn.Sequential(nn.Dropout(0.9, inplace=inplace), nn.Linear(4, 4))
+    with torch.no_grad():
+        branch[1].weight.copy_(0.04 * torch.eye(4))
+    block = InvertibleResidual(branch).train()
+    certificate = certify(block, seq_len=2)
+    assert math.isinf(certificate.total) == inplace
+    if inplace:
+        assert "inplace=False" in certificate.uncertified[0].reason
+        assert math.isfinite(certify(block.eval(), seq_len=2).total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_in_float64_keeps_the_eps_of_a_norm_that_has_none(dtype: torch.dtype) -> None:
+    norm = nn.RMSNorm(4).to(dtype)
+    certificate = certify(norm, seq_len=2)
+    assert certificate.total == pytest.approx(torch.finfo(torch.float32).eps ** -0.5)
+    start = torch.full((1, 2, 4), 1e-9, dtype=torch.float64)
+    found = lipschitz_lower_bound(norm, (2, 4), start=start, restarts=1, steps=5)
+    assert found.ratio(certificate) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_a_compiled_part_is_what_it_was(name: str) -> None:
+    module = DotProductAttention(8, 2).eval()
+    plain = certify(module, seq_len=4, radius=1.0)
+    setattr(module, name, torch.compile(getattr(module, name), backend="eager"))
+    assert certify(module, seq_len=4, radius=1.0).total == plain.total
+
+
+def test_a_norm_without_eps_gives_its_reason() -> None:
+    for norm in (nn.LayerNorm(4, eps=0.0), nn.RMSNorm(4, eps=0.0)):
+        (row,) = certify(nn.Sequential(norm), seq_len=2).uncertified
+        assert "eps > 0" in row.reason
+    flat = nn.LayerNorm(4, eps=0.0)
+    nn.init.zeros_(flat.weight)
+    assert certify(flat, seq_len=2).total == 0
+
+
+def test_a_lazy_layer_is_refused_in_words() -> None:
+    (row,) = certify(nn.Sequential(nn.LazyLinear(3)), seq_len=2).uncertified
+    assert "LazyLinear" in row.reason
+
+
+# What transformers reads from shapes, from modules of its own, and from its callers.
+
+
+def _pruned_bert_layer(kept: int) -> nn.Module:
+    layer = awake(modeling_bert.BertModel(hf.bert_config(12, num_attention_heads=4))).encoder.layer[
+        0
+    ]
+    heads, rows = layer.attention.self, 3 * kept
+    for name in ("query", "key", "value"):
+        setattr(heads, name, _rows_of(getattr(heads, name), rows))
+    layer.attention.output.dense = _columns_of(layer.attention.output.dense, rows)
+    return layer.double().eval()
+
+
+def _rows_of(linear: nn.Linear, rows: int) -> nn.Linear:
+    part = nn.Linear(linear.in_features, rows)
+    part.load_state_dict({"weight": linear.weight[:rows], "bias": linear.bias[:rows]})
+    return part
+
+
+def _columns_of(linear: nn.Linear, columns: int) -> nn.Linear:
+    part = nn.Linear(columns, linear.out_features, bias=linear.bias is not None)
+    weights = {"weight": linear.weight[:, :columns], "bias": linear.bias}
+    part.load_state_dict({name: value for name, value in weights.items() if value is not None})
+    return part
+
+
+def test_heads_are_counted_from_rows_not_from_the_configuration() -> None:
+    layer = _pruned_bert_layer(kept=2)
+    assert layer.attention.self.num_attention_heads == 4
+    found = certify(layer, seq_len=4, radius=1.0)
+    heads, output = layer.attention.self, layer.attention.output.dense
+    weights = AttentionWeights.of(heads.query, heads.key, heads.value, output, 3)
+    assert weights.query.shape == (2, 12, 3)
+    (row,) = [row for row in found.layers if row.path == "attention.self"]
+    assert row.lipschitz == float(dot_product_ball_bound(weights, radius=1.0, seq_len=4).value)
+
+
+def test_queries_without_their_keys_are_refused() -> None:
+    layer = awake(modeling_llama.LlamaModel(hf.llama_config(16, num_attention_heads=4))).layers[0]
+    attention = layer.self_attn
+    attention.q_proj.weight = nn.Parameter(attention.q_proj.weight[:12].detach())
+    attention.o_proj.weight = nn.Parameter(attention.o_proj.weight[:, :12].detach())
+    (row,) = certify(layer, seq_len=4).uncertified
+    assert row.path == "self_attn"
+    assert "not the same number of heads of 4" in row.reason
+
+
+def test_a_pruned_gpt2_is_read_as_it_is_cut() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    block = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(12, num_attention_heads=4))).h[0]
+    whole = copy.deepcopy(block)
+    heads = block.attn
+    fused, output = Conv1D(18, 12), Conv1D(12, 6)
+    with torch.no_grad():
+        parts = heads.c_attn.weight.split(12, dim=1)
+        fused.weight.copy_(torch.cat([part[:, :6] for part in parts], dim=1))
+        fused.bias.copy_(torch.cat([part[:6] for part in heads.c_attn.bias.split(12)]))
+        output.weight.copy_(heads.c_proj.weight[:6])
+    heads.c_attn, heads.c_proj, heads.split_size, heads.num_heads = fused, output, 6, 2
+    assert certify(block, seq_len=4).total < certify(whole, seq_len=4).total
+    heads.split_size = 12
+    (row,) = certify(block, seq_len=4).uncertified
+    assert "split_size" in row.reason
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "repeat_kv"])
+def test_a_replaced_function_of_transformers_is_noticed(name: str, monkeypatch) -> None:
+    original = getattr(modeling_llama, name)
+    layer = awake(modeling_llama.LlamaModel(hf.llama_config(8))).layers[0]
+    assert math.isfinite(certify(layer, seq_len=4, cross_check=False).total)
+    monkeypatch.setattr(modeling_llama, name, functools.wraps(original)(lambda *x: original(*x)))
+    (row,) = certify(layer, seq_len=4, cross_check=False).uncertified
+    assert f"transformers runs {name}" in row.reason
+
+
+def test_a_certificate_says_that_it_leaves_out_prefixes() -> None:
+    model = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(8)))
+    assert "without past_key_values" in certify(model, seq_len=4).table()
+    assert "past_key_values" not in certify(nn.Linear(4, 4), seq_len=4).table()

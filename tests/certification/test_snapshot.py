@@ -1,0 +1,99 @@
+"""A certificate is of the weights it was made of, and says so where they are others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import Certificate, certify
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.training.certified_accuracy import certified_accuracy
+
+
+def _classifier() -> WellposedForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
+    config = WellposedConfig(
+        **sizes, intermediate_size=16, attention="l2_tied", num_labels=3, max_position_embeddings=8
+    )
+    return WellposedForSequenceClassification(config).eval()
+
+
+def _scaled(model: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(factor)
+
+
+def test_the_radius_is_that_of_the_weights_at_the_time() -> None:
+    model = _classifier()
+    best = copy.deepcopy(model)
+    certificate = certify(model, seq_len=4)
+    logits = best(inputs_embeds=torch.randn(2, 4, 8)).logits
+    right = certificate.radius(logits)
+    _scaled(model, 1e-3)  # as weight decay does, say
+    with pytest.warns(UserWarning, match="its weights have changed since"):
+        assert torch.equal(certificate.radius(logits), right)
+
+
+@pytest.mark.parametrize("how", ["step", "data", "buffer"])
+def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model.register_buffer("scale", torch.ones(1))
+    certificate, logits = certify(model, seq_len=2), torch.randn(1, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        certificate.radius(logits)
+        model.train().eval()
+        certificate.radius(logits)
+        pickle.loads(pickle.dumps(certificate)).radius(logits)
+    if how == "step":
+        model(torch.ones(1, 2, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    elif how == "data":
+        model[0].weight.data[0, 0] += 1e-3
+    else:
+        model.scale.zero_()
+    with pytest.warns(UserWarning, match="certify it again"):
+        certificate.radius(logits)
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([0, 1]),
+    }
+
+
+def test_certified_accuracy_refuses_the_certificate_of_other_weights() -> None:
+    model = _classifier()
+    certificate = certify(model, seq_len=4)
+    certified_accuracy(copy.deepcopy(model), [_batch()], certificate, attack_steps=1)
+    _scaled(model, 2.0)
+    with pytest.raises(ConfigError, match="other weights"):
+        certified_accuracy(model, [_batch()], certificate, attack_steps=1)
+
+
+def test_the_digest_is_kept_with_the_certificate() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    digest = certify(first, seq_len=2).weights
+    assert digest == certify(copy.deepcopy(first), seq_len=3).weights
+    assert digest != certify(second, seq_len=2).weights
+    assert certify(first, seq_len=2).to_dict()["weights"] == digest
+    assert Certificate(1.0, (), "exact", 2, 1, 1, "", "", "").weights == ""
+
+
+def test_a_cross_check_that_could_not_run_stands_in_the_table() -> None:
+    linear = nn.Linear(4, 4)
+    assert "not tried out" not in certify(linear, seq_len=2).table()
+    assert (
+        "not tried out: cross_check=False" in certify(linear, seq_len=2, cross_check=False).table()
+    )
