@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
-from wellposed.training.certified_accuracy import certified_accuracy
+from wellposed.training.certified.accuracy import certified_accuracy
 
 
 def _classifier() -> WellposedForSequenceClassification:
