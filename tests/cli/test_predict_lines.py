@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,3 +55,49 @@ def test_a_cut_gzip_is_one_line(
         message = capsys.readouterr().err
         assert "the gzip data is damaged or cut short" in message
         assert message.count("\n") == 1
+
+
+def test_a_table_is_read_by_the_column_of_the_training(
+    small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, table, out = tmp_path / "a.txt", tmp_path / "a.csv", tmp_path / "labels"
+    plain.write_text("a good film, x\na bad film\n")
+    table.write_text('id,Text,other\n1,"a good film, x",b\n2,a bad film,c\n')
+    labels = []
+    for file in (plain, table):
+        assert main(["predict", str(small_run), "--input", str(file), "--output", str(out)]) == 0
+        labels.append(out.read_text())
+    assert labels[0] == labels[1]
+    assert "a.csv: text 'Text'" in capsys.readouterr().err
+    table.write_text("id,tweet\n1,a good film\n")
+    assert main(["predict", str(small_run), "--input", str(table)]) == 1
+    assert "give --text-column NAME" in capsys.readouterr().err
+    words = ["predict", str(small_run), "--input", str(table), "--text-column", "tweet"]
+    assert main([*words, "--output", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 1
+
+
+def test_a_tokenizer_of_negative_length_is_one_line(
+    small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(small_run / "final", tmp_path / "model"))
+    (folder / "manifest.json").unlink()
+    config = folder / "tokenizer_config.json"
+    for value in (-5, "many", None):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": value}))
+        code = main(["predict", str(folder), "--text", "a film"])
+        said = capsys.readouterr().err
+        assert (code, said.count("\n")) == ((0, 0) if value is None else (1, 1)), said
+        assert value is None or "model_max_length = " in said
+
+
+def test_errors_advise_options_as_they_are_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.csv").write_text("tweet,stance\n" + "a text,pro\nmore,con\n" * 20)
+    words = ["train", "text_classification", "--data", str(tmp_path / "a.csv")]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert "give --label-column stance --text-column tweet, or give --header no" in said
+    assert main(["train", "text_classification", "--help"]) == 0
+    assert "--label-column" in capsys.readouterr().out

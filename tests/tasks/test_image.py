@@ -84,6 +84,13 @@ def test_the_binary_version_of_cifar(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+def test_the_pickles_of_cifar_are_refused_unopened(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    for data in (tmp_path, tmp_path / "data_batch_1"):
+        with pytest.raises(DataError, match=r"data_batch_1: .* pickles.*take the binary version"):
+            build(data)
+
+
 def test_npz_files_of_python_objects_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", x=np.array([{}], dtype=object), y=np.array([0]))
     with pytest.raises(DataError, match="without unpickling"):

@@ -211,6 +211,40 @@ def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> Non
         _ = build().tokenizer
 
 
+def test_images_of_the_hub_are_those_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    root = class_folders(tmp_path / "pets")
+    columns: dict[str, list[Any]] = {"image": [], "label": []}
+    for number, name in enumerate(("cat", "dog")):
+        paths = sorted(p for p in (root / name).rglob("*") if p.suffix in (".png", ".jpg"))
+        columns["image"] += list(map(str, paths))
+        columns["label"] += [number] * len(paths)
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    rows = datasets.Dataset.from_dict(columns, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": rows})
+    config = f"config:{image_config(tmp_path / 'vit')}"
+    hub, folder = build("hf:pets", processor=config), build(root, processor=config)
+    assert hub.labels == folder.labels
+    for split in SPLITS:
+        assert torch.equal(pixels(hub, split), pixels(folder, split))
+    assert len(build("hf:pets", processor=config, limit_train=30).dataset("train")) == 30
+    unnamed = rows.rename_column("image", "picture")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": unnamed})
+    with pytest.raises(DataError, match=r"expected a column of images.*it has picture, label"):
+        build("hf:pets")
+    columns["image"][3] = str(root / "cat" / "broken.png")
+    (root / "cat" / "broken.png").write_bytes(b"no image")
+    broken = datasets.Dataset.from_dict(columns, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": broken})
+    with pytest.raises(DataError, match=r"hf:pets \(train\):4: cannot be decoded"):
+        build("hf:pets")
+
+
 @pytest.mark.data
 def test_the_subset_of_cifar_has_its_own_pixels(shared_data: Path) -> None:
     task = build(shared_data / "cifar10_subset", limit_train=200)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -47,6 +49,8 @@ COMMANDS: dict[str, str] = {
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",
 }
 """Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""
+TYPED = ("train", "compare", "predict")
+"""The commands whose errors advise options of tasks."""
 TOGETHER = ("train", "compare")
 """The commands that several processes of a launcher do together."""
 NEWLINE_AND_TAB = "\n\t"
@@ -83,7 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = None if debug else _describe(error, words)
         if said is None:
             raise
-        print(f"wellposed: {printable(said, keep=NEWLINE_AND_TAB)}", file=sys.stderr)
+        print(
+            f"wellposed: {printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)}",
+            file=sys.stderr,
+        )
         wrong_usage = isinstance(error, (ConfigError, ImportError))
         return EXIT_USAGE if wrong_usage else EXIT_FAILED
 
@@ -153,6 +160,26 @@ def _describe(error: Exception, words: Sequence[str]) -> str | None:
             f" machine ({str(error).partition(chr(10))[0] or 'no more can be had'})"
         )
     return None
+
+
+def _as_typed(message: str, command: str) -> str:
+    """Return ``message`` with the options of tasks that it names as the command line takes them.
+
+    >>> _as_typed("give label_column=topic, or header='no'", "train")
+    'give --label-column topic, or --header no'
+    """
+    tasks = sys.modules.get("wellposed.tasks")  # an error of theirs comes after their import
+    if tasks is None or command not in TYPED:
+        return message
+    specs = [tasks.TASKS.get(name) for name in tasks.TASKS]
+    names = {field.name for spec in specs for field in fields(spec.options)}
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        plain = value if " " in value else value.strip("'")
+        return f"--{name.replace('_', '-')} {plain}" if name in names else match[0]
+
+    return re.sub(r"(?<![\w.(])([a-z][a-z_]*)=('[^']*'|[\w.,:/*\[\]-]*[\w*\]])", option, message)
 
 
 def usage() -> str:

@@ -41,7 +41,7 @@ from wellposed.training.config import (
 COMMON = frozenset(
     {
         *("variant", "variants", "seeds", "out", "resume", "certify"),
-        *("data", "src", "tgt", "model"),
+        *("data", "src", "tgt", "columns", "label_column", "text_column", "model"),
         *("steps", "epochs", "batch_size", "learning_rate", "seed"),
         *("model.hidden_size", "model.num_hidden_layers"),
     }

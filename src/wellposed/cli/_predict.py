@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from wellposed.cli.model_argument import ModelName, parse_with_model
 from wellposed.cli.parser import ImportedFiles
-from wellposed.cli.prediction.lines import LineSource, line_writer
+from wellposed.cli.prediction.lines import LineSource, column_lines, line_writer
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.images import IMAGE_SUFFIXES
 
@@ -37,6 +37,9 @@ class PredictArguments:
     """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads
     standard input. For a
     model of images: an image, a folder of them, or a file with the path of one on each line."""
+    text_column: str = ""
+    """Column of --input FILE.csv (tsv, jsonl, json, parquet) that a classifier reads; as in
+    training where not given."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
     max_new_tokens: int | None = None
@@ -94,7 +97,7 @@ def run(words: Sequence[str]) -> int:
     else:
         from wellposed.cli.prediction.labels import label_lines
 
-        lines = label_lines(model, tokenizer, _lines(options), options.batch_size)
+        lines = label_lines(model, tokenizer, _lines(options, tokenizer), options.batch_size)
     return _write(lines, options)
 
 
@@ -201,9 +204,17 @@ def _text(options: PredictArguments) -> str:
     return text
 
 
-def _lines(options: PredictArguments) -> list[str]:
-    with LineSource(text=options.text, path=options.input) as source:
+def _lines(options: PredictArguments, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    from wellposed.tasks.text.pretrained import PAIRS
+
+    path = options.input
+    if path is not None and path.is_file():
+        pairs = bool(tokenizer.init_kwargs.get(PAIRS))
+        found = column_lines(path, options.model, options.text_column, pairs=pairs)
+        if found is not None:
+            return found
+    with LineSource(text=options.text, path=path) as source:
         lines = list(source)
-    if options.input is not None and not any(map(str.strip, lines)):
+    if path is not None and not any(map(str.strip, lines)):
         raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
     return lines

@@ -92,9 +92,7 @@ def load_model_or_draw(name: str) -> PreTrainedModel:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved beside the model."""
-    from transformers import AutoTokenizer
-
-    from wellposed.models import load_pretrained
+    from wellposed.tasks.text.pretrained import load_tokenizer as load
 
     folder = _verified(name, weights=False)
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
@@ -103,7 +101,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f" {', '.join(TOKENIZER_FILES)}; save it beside the model with"
             f" tokenizer.save_pretrained({folder!r})"
         )
-    return load_pretrained(AutoTokenizer, folder)
+    return load(folder)
 
 
 def load_image_processor(name: str) -> Any:

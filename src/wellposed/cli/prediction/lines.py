@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from wellposed.errors import DataError, nearest_names
 from wellposed.tasks.data.files import bounded_lines
+from wellposed.tasks.data.labelled import TableOptions, join_text, read_texts
 from wellposed.training.folder.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -90,6 +91,32 @@ class LineSource:
                             f"{self.name}: the gzip data is damaged or cut short ({error}); copy"
                             " the file again"
                         ) from None
+
+
+def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> list[str] | None:
+    """Return the texts of a file of columns, those of a pair with a tab between, and say which
+    column they are; None for a file of lines.
+
+    Args:
+        path: the file.
+        model: what was named as the model; a run folder says which columns it was trained on.
+        text_column: the column to read instead.
+        pairs: whether the model compares pairs.
+    """
+    from wellposed.cli._arguments import read_config
+
+    config = Path(model) / "config.toml"
+    trained = read_config(config).task_options if config.is_file() else {}
+    kept: dict[str, Any] = {n: trained[n] for n in ("text_column", "header") if n in trained}
+    options = TableOptions(**(kept | ({"text_column": text_column} if text_column else {})))
+    found = read_texts(path, options)
+    if found is None:
+        return None
+    rows, what = found
+    print(what, file=sys.stderr)
+    if pairs and rows and len(rows[0]) == 2:
+        return ["\t".join(part.replace("\t", " ") for part in row) for row in rows]
+    return [join_text(row) for row in rows]
 
 
 @contextmanager

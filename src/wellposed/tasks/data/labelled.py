@@ -182,12 +182,27 @@ def join_text(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else " ".join(part for part in parts if part.strip())
 
 
-def text_rows(table: Table, options: TableOptions) -> list[tuple[str, ...]]:
-    """Return the parts of the text of each row of a table that need not have labels."""
-    text = _named(table.names, options)[1]
-    if text is None:
-        raise _no_column(table, {"text": options.text_column})
-    return list(zip(*(table.strings(table.names[place]) for place in text), strict=True))
+def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]], str] | None:
+    """Return the parts of the text of each row of a table that need not have labels, and what was
+    read; None for a file that is no table, and a tsv whose first line names no text column."""
+
+    def has_header(first: Sequence[str]) -> bool:
+        named = _named(first, options)
+        return options.header == "yes" or bool(named[1] and not _numbers(options.text_column))
+
+    if not is_named(path, *TABLE_SUFFIXES):
+        return None
+    table, _ = read_table(path, quoting=options.quoting, has_header=has_header)
+    if table.first and is_named(path, ".tsv"):
+        return None
+    text = _named(table.first or table.names, options)[1]
+    if text is None or max(text) >= len(table.names):
+        raise _no_column(
+            replace(table, names=table.first or table.names), {"text": options.text_column}
+        )
+    names = [table.names[place] for place in text]
+    what = f"{path}: text {' + '.join(map(repr, names))}"
+    return list(zip(*map(table.strings, names), strict=True)), what
 
 
 def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tuple[int, ...]]:
@@ -305,22 +320,24 @@ def _typed(name: str) -> str:
 
 
 def _refuse_unseen_header(table: Table) -> None:
-    """Refuse a first row that looks like a header of unknown names: its value is empty, or alone in
-    being seen once in its column."""
-    kept = {number: list(table.column(number)) for number in range(len(table.first))}
-    for number, values in kept.items():
-        counts = Counter(values)
-        others = [count for value, count in counts.items() if value != values[0]]
-        if values and counts[values[0]] == 1 and others and min(others) > 1:
-            text = max(
-                (place for place in kept if place != number),
-                key=lambda place: sum(map(len, kept[place])),
-            )
-            raise DataError(
-                f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
-                f" {values[0]!r}: {list(table.first)}; give label_column={_typed(values[0])}"
-                f" text_column={_typed(table.first[text])}, or give header='no'"
-            )
+    """Refuse a first row that looks like a header of unknown names: in a column of values that all
+    repeat themselves it is the one that does not."""
+    columns = [list(table.column(number)) for number in range(len(table.first))]
+    size = [sum(map(len, values)) for values in columns]
+    labels = []
+    for number, values in enumerate(columns):
+        counts = Counter(values[1:])
+        if counts and values[0] not in counts and min(counts.values()) > 1:
+            labels.append((len(counts), size[number], number))
+    if labels:
+        label = min(labels)[-1]
+        text = max((each for each in range(len(columns)) if each != label), key=size.__getitem__)
+        names = [_typed(table.first[number]) for number in (label, text)]
+        raise DataError(
+            f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
+            f" {table.first[label]!r}: {list(table.first)}; give label_column={names[0]}"
+            f" text_column={names[1]}, or give header='no'"
+        )
 
 
 def _no_column(table: Table, missing: dict[str, str]) -> DataError:

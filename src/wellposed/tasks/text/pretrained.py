@@ -17,6 +17,29 @@ PAIRS = "text_pairs"
 TOKEN_TYPES = "token_type_ids"
 
 
+def load_tokenizer(name: str) -> Any:
+    """Return the Hugging Face tokenizer of a folder or a name of the hub.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or says that a text has fewer tokens than one.
+        ConfigError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
+    from wellposed.models import load_pretrained
+
+    tokenizer = load_pretrained(AutoTokenizer, name)
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float) or not longest >= 1:
+        raise CheckpointError(
+            f"{name}: model_max_length = {longest!r}, expected a number of tokens, 1 or more;"
+            " correct its tokenizer_config.json"
+        )
+    return tokenizer
+
+
 class PretrainedEncoder(TextEncoder):
     """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every
     text."""
@@ -24,13 +47,7 @@ class PretrainedEncoder(TextEncoder):
     def __init__(self, name: str) -> None:
         self.kind = f"hf:{name}"
         try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
-        from wellposed.models import load_pretrained
-
-        try:
-            self._tokenizer: Any = load_pretrained(AutoTokenizer, name)
+            self._tokenizer: Any = load_tokenizer(name)
         except CheckpointError as error:
             raise ConfigError(
                 f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
