@@ -38,10 +38,9 @@ class TextClassificationOptions(CheckedOptions):
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
     label_column: str = AUTO
-    """Name of the label column, or its number from 0 in a file without a header."""
+    """Name of the label column, or its number from 0 without a header."""
     text_column: str = AUTO
-    """Name of the text column, or its number from 0 in a file without a header; several, between
-    commas, are joined; two are a pair for a Hugging Face tokenizer."""
+    """Name or number of the text column; several between commas are joined (two: a pair, for hf:)."""
     class_names: str = AUTO
     """Names of the labels in their order, between commas; auto reads classes.txt beside the train
     file."""
