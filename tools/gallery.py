@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.charts import draw, where
-from wellposed.measurement.figures import INK
+from wellposed.drawing import INK
 from wellposed_studies.frontier.curves import curves_panel
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from wellposed.measurement.figures import COLOURS, add_grid, figure_style, new_figure, note_image
+from wellposed.drawing import COLOURS, add_grid, figure_style, new_figure, note_image
 
 _FEW_POWERS = 50
 _LEGEND_LINE = 0.16

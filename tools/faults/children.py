@@ -56,7 +56,7 @@ def import_everything() -> None:
 
     import wellposed.certification
     import wellposed.compare.compare
-    import wellposed.measurement.figures
+    import wellposed.drawing
     import wellposed.models
     import wellposed.penalize
     import wellposed.recipes.reproduce

@@ -228,7 +228,7 @@ class Measurement:
         """
         from wellposed.measurement.figures import save_measurement_figure
 
-        return save_measurement_figure(self, Path(path))
+        return save_measurement_figure(self.rows, Path(path))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Path:

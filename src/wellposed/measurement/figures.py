@@ -1,36 +1,23 @@
-"""Heat maps and spectra drawn with matplotlib, as files or as inline SVG that follows the page's
-text colour.
-
-Free of torch and of pyplot's global state: a figure here is an object, never the current one.
-"""
+"""Heat maps and spectra of measured weights; free of torch."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wellposed.errors import ConfigError, missing_extra
+from wellposed.drawing import add_grid, figure_style, new_figure
+from wellposed.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
-    from wellposed.measurement._measurement import Measurement
-
-# Text and axes are drawn in this colour, which inline SVG replaces by currentColor.
-INK = "#0a0b0c"
 COLOUR_MAP = "viridis"
-# Okabe and Ito (2008): told apart with any kind of colour vision; grey is last, and black is left
-# out for dark pages.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 SPECTRUM_POINTS = 48
 # `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
 ROLE_ORDER = (
@@ -44,98 +31,6 @@ ROLE_ORDER = (
     "token_embedding",
     "position_embedding",
 )
-
-
-_IMAGES: ContextVar[dict[str, Any] | None] = ContextVar("drawn_images", default=None)
-
-
-@contextmanager
-def drawn_images() -> Iterator[dict[str, Any]]:
-    """Yield a dictionary that each figure drawn for a page or a file goes to as well.
-
-    It holds pixels, (height, width, 3) uint8, by the prefix of the figure or the stem of its file.
-    """
-    images: dict[str, Any] = {}
-    token = _IMAGES.set(images)
-    try:
-        yield images
-    finally:
-        _IMAGES.reset(token)
-
-
-def note_image(name: str, figure: Figure) -> None:
-    """Give ``figure`` to `drawn_images`, where that is open."""
-    if (images := _IMAGES.get()) is None:
-        return
-    import numpy as np
-    from matplotlib.image import imread
-
-    out = io.BytesIO()
-    figure.savefig(out, format="png", facecolor="white", dpi=100)
-    out.seek(0)
-    images[name] = np.round(imread(out)[..., :3] * 255).astype(np.uint8)
-
-
-@contextmanager
-def figure_style() -> Iterator[None]:
-    """Set matplotlib's parameters for the time of drawing and saving one of our figures."""
-    matplotlib = _matplotlib()
-    style: dict[str, Any] = {
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.labelsize": 9,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlesize": 10,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "font.size": 9,
-        "legend.frameon": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "wellposed",
-        "text.color": INK,
-        "text.parse_math": False,  # a dollar sign in a variant's name is a dollar sign
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style, "backend": "agg"}):
-        yield
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of the given size in inches that no window knows about."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def add_grid(axes: Axes) -> None:
-    """Draw thin grey lines behind a plot, which dark and light pages both show."""
-    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
-
-
-def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
-    """Return ``figure`` as an ``<svg>`` element to put in a page: no ids shared with other figures,
-    no date.
-
-    Text and axes take the colour of the surrounding text; ``label`` is what a screen reader says.
-    """
-    from html import escape
-
-    note_image(prefix, figure)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    markup = out.getvalue()
-    markup = markup[markup.index("<svg") :]
-    markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
-    markup = re.sub(r'\bid="', f'id="{prefix}-', markup)
-    markup = re.sub(r'href="#', f'href="#{prefix}-', markup)
-    markup = re.sub(r"url\(#", f"url(#{prefix}-", markup)
-    markup = markup.replace(INK, "currentColor")
-    width = float(figure.get_size_inches()[0]) * 96
-    style = f"width:100%;max-width:{width:.0f}px;height:auto"
-    opening = f'<svg role="img" aria-label="{escape(label, quote=True)}" style="{style}"'
-    return re.sub(r"<svg", lambda _: opening, markup, count=1).strip()
 
 
 class HeatMap(NamedTuple):
@@ -292,7 +187,7 @@ def draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
     add_grid(axes)
 
 
-def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
+def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw err_orth as a heat map and one panel of spectra per role; what was not measured is left
     out."""
     if path.suffix not in (".svg", ".png"):
@@ -300,9 +195,9 @@ def save_measurement_figure(measurement: Measurement, path: Path) -> Path:
             f"{path}: a figure is written as .svg or .png, received suffix {path.suffix!r}"
         )
     with figure_style():
-        error = error_shown(measurement.rows)
-        heat = heat_map(measurement.rows, error.name)
-        roles = spectra_by_role(measurement.rows)
+        error = error_shown(rows)
+        heat = heat_map(rows, error.name)
+        roles = spectra_by_role(rows)
         tall = 1.2 + 0.32 * max(len(heat.layers), 1)
         lines = math.ceil(len(roles) / 3)
         wide = max(9, 2.4 + 0.4 * len(heat.roles))
@@ -406,11 +301,3 @@ def _role_key(name: str) -> tuple[bool, int, list[str | int]]:
         order,
         [int(part) if part.isdecimal() else part for part in parts],
     )
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise missing_extra("matplotlib", "report", "figures") from error
-    return mpl

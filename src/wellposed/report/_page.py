@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed.drawing import COLOURS
 from wellposed.errors import missing_extra
-from wellposed.measurement.figures import COLOURS
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, compare_runs
 from wellposed.report._artefacts import find_artefacts, overview
