@@ -65,6 +65,18 @@ def test_the_terminal_gets_no_escape_code_of_a_notice(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
+def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "char_lm", "--steps", "2", "--seq-len", "16", "--limit-chars", "2000"]
+    words += ["--model.hidden-size", "8", "--eval-batches", "1"]
+    assert main([*words, "--quiet", "--out", str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*words, "--out", str(tmp_path / "b")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("step 2/2 valid")]) == 1
+
+
 def test_a_negative_length_of_texts_is_one_line(
     foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

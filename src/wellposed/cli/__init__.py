@@ -121,6 +121,7 @@ def _notices() -> Iterator[None]:
     """Show on standard error what the verbs say of what they did, as ``logging.INFO``."""
     logger, handler = logging.getLogger("wellposed"), logging.StreamHandler(sys.stderr)
     handler.format = lambda record: printable(record.getMessage(), keep=NEWLINE_AND_TAB)
+    handler.addFilter(_is_notice)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if is_first() else logging.WARNING)
@@ -129,6 +130,11 @@ def _notices() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def _is_notice(record: logging.LogRecord) -> bool:
+    # A training shows its progress itself, unless --quiet.
+    return record.name != "wellposed.training" or record.levelno >= logging.WARNING
 
 
 def _refuse_several_processes(command: str) -> None:

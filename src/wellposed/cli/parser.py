@@ -4,6 +4,7 @@ a screen first."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ def parse_words(
         parsed = tyro.cli(
             arguments, args=words, default=default, prog=prog, description=description
         )
+    if getattr(getattr(parsed, "command", parsed), "quiet", False):
+        logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
     return typing.cast(Arguments, parsed)
 
 
