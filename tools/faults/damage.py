@@ -1,160 +1,158 @@
-"""Every file that a command reads, damaged in many ways; then every command that reads it.
+"""Every file that a command reads, damaged; odd values in files, in data and on the command line.
 
 Right is an error of our own that names the file, or exactly the answer of the undamaged folder.
-Where nothing in the folder can tell a changed digit from a true one (no manifest), only a foreign
-exception, a hang or a crash is a fault.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tools.faults import damages
-from tools.faults.children import Answer, command, each_in_children
-from tools.faults.outcome import Fault, Row, chosen
-from tools.faults.toys import Toys, copied, make_folders
+from tools.faults.harness import Answer, Row, run
+from tools.faults.toys import Toys, copied, labelled_rows
 
-LONGEST_MESSAGE = 20_000
-Verbs = dict[str, list[str]]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A folder, the files of it that may be damaged, and who reads them."""
-
-    name: str
-    folder: Path
-    files: tuple[str, ...]
-    verbs: Callable[[Path, str], Verbs]
-    """From the folder and the damaged file to commands."""
-    guarded: bool = True
-    """Whether something in the folder tells what its files were."""
-    prepare: Callable[[Path], None] = lambda _: None
+VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, -5, 1.5, 1e300, 10**30, float("nan"), float("inf")),
+    *("", "x", " ", "\n", "a\nb\tc", "\ud800", "\x1b[31mred", "\u202egpj", "=1+1", "../../x"),
+    *([], {}, [None], {"a": "b"}),
+)
+"""Values that readers trip over: types, ranges, text that is no text, text that acts."""
+RAW_VALUES = (b"1e999", b"9" * 5000, b"-0", b"0x10", b"\xff\xfe", b"[" * 5000)
+"""Spellings that no writer of JSON makes."""
+WORDS = ("", "nan", "inf", "-1", "1e999", "9" * 5000, "\udcff", "a\nb", "\x1b[31m", "x:nan", "x,")
+"""What is put behind an option."""
+UNGUARDED = ("compare.json", "certified.json")
+"""Files that no manifest describes."""
+TOKENIZERS = ("words", "bytes", "bpe")
+Damage = Callable[[bytes, random.Random], bytes | None]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One damaged file."""
-
-    subject: Subject
-    file: str
-    damage: str
-    manifests: bool
-    seed: int
-
-    def __str__(self) -> str:
-        without = "" if self.manifests else ", no manifests"
-        return f"{self.subject.name}/{self.file} {self.damage}{without} (seed {self.seed})"
+def _flip(data: bytes, draw: random.Random) -> bytes | None:
+    place = draw.randrange(max(1, len(data)))
+    return data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :]
 
 
-def run(toys: Toys, count: int, seed: int, only: str = "", jobs: int = 1) -> Iterator[Row]:
-    """Damage ``count`` files of all kinds of folder, or ``only`` of some; return a row for each."""
-    everything = [subject for subject in subjects(toys) if chosen(subject.name, only)]
-    make_folders(toys, [subject.folder.name for subject in everything])
-    cases = list(_cases(everything, count, seed))
-    rows = {
-        subject.name: Row("damage", f"files of {subject.name}", unit="damaged files")
-        for subject in everything
-    }
-    for case in cases:
-        rows[case.subject.name].tried += 1
-    whole: dict[tuple[str, str], Answer] = {}
-    work = partial(_one, cases, toys.root / "damaged", whole)
-    for fault in each_in_children(
-        len(cases), work, lambda index: str(cases[index]), seconds=60, jobs=jobs
+def _zeroed(data: bytes, draw: random.Random) -> bytes:
+    start, size = draw.randrange(max(1, len(data))), draw.choice((16, 512, 4096))
+    return data[:start] + bytes(len(data[start : start + size])) + data[start + size :]
+
+
+def _spliced(piece: bytes, data: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(data) + 1)
+    return data[:place] + piece + data[place:]
+
+
+def odd_value(data: bytes, draw: random.Random) -> bytes | None:
+    """Put an odd value in the place of a random one of a JSON file, or of a line of one."""
+    if draw.random() < 0.3:
+        found = list(re.finditer(rb"\d+", data[:100_000]))
+        number = draw.choice(found) if found else None
+        raw = draw.choice(RAW_VALUES)
+        return data[: number.start()] + raw + data[number.end() :] if number else None
+    lines = data.split(b"\n")
+    row = draw.randrange(len(lines))
+    head, tail = b"\n".join(lines[:row]), b"\n".join(lines[row + 1 :])
+    for text, before, after in ((data, b"", b""), (lines[row], head, tail)):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        changed = json.dumps(_replaced(value, draw)).encode()
+        return b"\n".join(part for part in (before, changed, after) if part)
+    return None
+
+
+def _replaced(value: Any, draw: random.Random) -> Any:
+    if not isinstance(value, (dict, list)) or not value or draw.random() < 0.1:
+        return draw.choice(VALUES)
+    key = draw.choice(list(value) if isinstance(value, dict) else list(range(len(value))))
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    if draw.random() < 0.15:
+        del changed[key]
+    else:
+        changed[key] = _replaced(value[key], draw)
+    return changed
+
+
+DAMAGES: dict[str, Damage] = {
+    "one bit": _flip,
+    "cut": lambda data, draw: data[: draw.randrange(max(1, len(data)))],
+    "a zeroed block": _zeroed,
+    "emptied": lambda _, __: b"",
+    "twice": lambda data, _: data + data,
+    "noise": lambda data, draw: draw.randbytes(max(8, min(len(data), 4096))),
+    "not UTF-8": partial(_spliced, b"\xff\xfe\xed\xa0\x80"),
+    "deep": partial(_spliced, b'{"a":' * 100_000),
+    "an odd value": odd_value,
+    "deleted": lambda _, __: None,
+}
+
+
+def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
+    """Damage ``count`` files of finished and unfinished folders and run every reader of each."""
+    finished, compared = toys.finished("classifier"), toys.finished("compare")
+    for what, folder, share, prepare in (
+        ("a finished run", finished, 0.6, lambda _: None),
+        ("an unfinished run", finished, 0.25, _unfinish),
+        ("a comparison", compared, 0.15, lambda _: None),
     ):
-        rows[fault.case.split("/")[0]].add(fault)
-    yield from rows.values()
+        row = Row("damage", f"files of {what}", "damaged files")
+        place = toys.root / "damaged" / "it"
+        draw = random.Random(f"{seed}/{what}")
+        prepare(copied(folder, place))
+        skipped = (".lock", ".html", ".txt", ".svg")
+        files = sorted(
+            str(path.relative_to(place))
+            for path in place.rglob("*")
+            if path.is_file() and path.suffix not in skipped
+        )
+        readers = _readers(toys, place, what)
+        before = {}
+        for verb, words in readers.items():
+            prepare(copied(folder, place))
+            before[verb] = _answer(words, place, toys)
+        for _ in range(round(count * share)):
+            row.tried += 1
+            file, name = draw.choice(files), draw.choice(list(DAMAGES))
+            verb = draw.choice(list(readers))
+            prepare(copied(folder, place))
+            guarded = Path(file).name not in UNGUARDED and draw.random() < 0.6
+            if not guarded:
+                for manifest in place.rglob("manifest.json"):
+                    manifest.unlink()
+            path = place / file
+            if not path.exists():
+                continue
+            changed = DAMAGES[name](path.read_bytes(), draw)
+            path.unlink() if changed is None else path.write_bytes(changed)
+            after = _answer(readers[verb], place, toys)
+            case = f"{what}: {file}, {name}, {'' if guarded else 'no manifests, '}{verb}"
+            if kind := after.fault() or _judged(file, guarded, before[verb], after):
+                row.add(kind, case, after.said[-600:])
+        yield row
 
 
-def subjects(toys: Toys) -> list[Subject]:
-    """Return every folder that is damaged."""
-    root = toys.root
-    final = (
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "manifest.json",
-    )
-    records = (
-        "config.toml",
-        "env.json",
-        "metrics.jsonl",
-        "result.json",
-        "measure-initial.json",
-        "measure-final.json",
-        "manifest.json",
-    )
-    checkpoint = (
-        "model.safetensors",
-        "optimizer.safetensors",
-        "random_states_0.safetensors",
-        "trainer_state.json",
-        "manifest.json",
-        "config.json",
-    )
-    steps = [f"checkpoint-{step}/{name}" for step in (3, 6) for name in checkpoint]
-    runs = [
-        f"{variant}/seed-0/{name}"
-        for variant in ("post_ln", "rezero")
-        for name in ("result.json", "config.toml")
-    ]
-    return [
-        Subject(
-            "a finished run",
-            root / "classifier",
-            (*records, "certified.json", *(f"final/{name}" for name in final)),
-            partial(_run_verbs, toys),
-        ),
-        Subject(
-            "an unfinished run",
-            root / "classifier",
-            ("env.json", "config.toml", "metrics.jsonl", *steps),
-            lambda folder, _: {"resume": toys.classify(folder)},
-            prepare=_unfinish,
-        ),
-        Subject(
-            "a comparison",
-            root / "compare",
-            ("compare.json", *runs),
-            lambda folder, _: {"report": _report(folder), "compare": toys.compare(folder)},
-        ),
-        Subject(
-            "a reproduction",
-            root / "reproduce",
-            ("kim2021-figure-2.json", "kim2021-figure-2.csv", "kim2021-figure-2.svg"),
-            lambda folder, _: {"report": _report(folder)},
-            guarded=False,
-        ),
-    ]
-
-
-def _report(folder: Path) -> list[str]:
-    return ["report", str(folder), "--out", str(folder.parent / "page.html")]
-
-
-def _run_verbs(toys: Toys, folder: Path, file: str) -> Verbs:
-    verbs: Verbs = {
-        "measure": ["measure", str(folder)],
-        "certify": ["certify", str(folder), "--examples", "0"],
-        "predict": ["predict", str(folder), "--text", "a good film x"],
-        "report": _report(folder),
+def _readers(toys: Toys, folder: Path, what: str) -> dict[str, list[str]]:
+    report = {"report": ["report", str(folder), "--out", str(folder.parent / "page.html")]}
+    if what == "an unfinished run":
+        return {"resume": toys.classify(folder)}
+    if what == "a comparison":
+        return {**report, "compare": toys.compare(folder)}
+    return {
+        **report,
         "resume": toys.classify(folder),
+        "measure": ["measure", str(folder)],
+        "certify": toys.certify(folder, 0),
+        "predict": ["predict", str(folder), "--text", "a good film x"],
     }
-    if file == "config.toml":
-        verbs["certify"][-1] = "2"
-        return verbs
-    if file.startswith("final/"):
-        return {name: verbs[name] for name in ("measure", "certify", "predict")}
-    return {name: verbs[name] for name in ("report", "resume")}
 
 
 def _unfinish(folder: Path) -> None:
@@ -163,95 +161,90 @@ def _unfinish(folder: Path) -> None:
     shutil.rmtree(folder / "final")
 
 
-def _cases(everything: list[Subject], count: int, seed: int) -> Iterator[Case]:
-    """Yield every file with every damage, in random order and again with other places until there
-    are enough."""
-    draw = random.Random(seed)
-    pairs = [
-        (subject, file, damage)
-        for subject in everything
-        for file in subject.files
-        for damage in damages.DAMAGES
-    ]
-    made = 0
-    while True:
-        draw.shuffle(pairs)
-        for subject, file, damage in pairs:
-            if made == count:
-                return
-            made += 1
-            kept = not subject.guarded or "manifest" in file or draw.random() < 0.6
-            yield Case(subject, file, damage, kept, draw.randrange(1 << 30))
+def _answer(words: list[str], folder: Path, toys: Toys) -> Answer:
+    """Run a command; weights that it wrote are part of what it said, times and bytes are not."""
+    said = run(words, toys.root / "damage.log")
+    weights = folder / "final" / "model.safetensors"
+    trained = words[0] == "train" and said.status == 0 and weights.is_file()
+    text = re.sub(r"^.*(bytes|seconds|tokens/s| s\b).*$", "", said.said, flags=re.MULTILINE)
+    return Answer(said.status, text + (weights.read_bytes().hex() if trained else ""))
 
 
-def _one(
-    cases: list[Case], place: Path, whole: dict[tuple[str, str], Answer], index: int
-) -> list[Fault]:
-    """Damage one file, run the commands that read it, and compare."""
-    case = cases[index]
-    folder = place / str(os.getpid()) / "it"
-    faults = []
-    for verb in case.subject.verbs(folder, case.file):
-        before = whole.get((case.subject.name, verb + str(case.file == "config.toml")))
-        if before is None:
-            copied(case.subject.folder, folder)
-            case.subject.prepare(folder)
-            before = _answer(case.subject.verbs(folder, case.file)[verb], folder)
-            whole[case.subject.name, verb + str(case.file == "config.toml")] = before
-            if before.foreign or before.status:
-                return [
-                    Fault(
-                        "foreign",
-                        str(case),
-                        f"{verb} fails undamaged: {before.foreign or before.err}",
-                    )
-                ]
-        copied(case.subject.folder, folder)
-        case.subject.prepare(folder)
-        if not case.manifests:
-            for manifest in folder.rglob("manifest.json"):
-                if not manifest.parent.name.startswith("checkpoint-"):
-                    manifest.unlink()
-        if not damages.apply(case.damage, folder / case.file, random.Random(case.seed)):
-            continue
-        after = _answer(case.subject.verbs(folder, case.file)[verb], folder)
-        kind = _judge(case, before, after)
-        if kind:
-            said = (
-                after.foreign
-                or f"exit status {after.status}: {after.err.strip() or after.out.strip()}"
-            )
-            faults.append(Fault(kind, str(case), f"{verb}: {said}"))
-    return faults
-
-
-def _judge(case: Case, before: Answer, after: Answer) -> str | None:
-    if after.foreign or "Traceback" in after.err or after.status not in (0, 1, 2):
-        return "foreign"
+def _judged(file: str, guarded: bool, before: Answer, after: Answer) -> str | None:
+    path = Path(file)
     if after.status:
-        named = Path(case.file).name in after.err or Path(case.file).parent.name in after.err
-        other = case.file.endswith("manifest.json") or not case.manifests
-        return None if (named or other) and len(after.err) < LONGEST_MESSAGE else "unclear"
-    unguarded = not case.manifests or not case.subject.guarded or case.file in _UNGUARDED
-    said = Path(case.file).parent.name in after.err or "Not counted" in after.out
-    return None if unguarded or said or after.out == before.out else "wrong"
+        named = path.name in after.said or path.parent.name in after.said
+        return None if named or not guarded or path.name == "manifest.json" else "unclear"
+    return None if not guarded or after.said == before.said else "wrong"
 
 
-_UNGUARDED = ("compare.json", "certified.json")
-"""Files that no manifest describes; those of a run in progress are checked by what comes out."""
+def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
+    """Put odd values into data, model folders and behind every option of ``train``."""
+    draw, place = random.Random(seed), toys.root / "values"
+    place.mkdir(exist_ok=True)
+    row = Row("values", "cells of labelled data")
+    for number in range(round(count * 0.4)):
+        path = place / f"train.{draw.choice(('jsonl', 'json', 'csv', 'tsv', 'parquet'))}"
+        path.write_bytes(_table(path.suffix, draw))
+        tokenizer = ["--tokenizer", draw.choice(TOKENIZERS)]
+        out = ["--out", str(place / f"run-{number}"), "--steps", "1"]
+        words = [*toys.classify(place), "--data", str(path), *tokenizer, *out]
+        _meet(row, words, f"{path.name} {path.read_bytes()[:80]!r}", toys)
+    yield row
+    row = Row("values", "entries of a model's JSON files")
+    for _ in range(round(count * 0.4)):
+        folder = copied(toys.finished("classifier"), place / "run")
+        for manifest in folder.rglob("manifest.json"):
+            manifest.unlink()
+        file = draw.choice(sorted((folder / "final").glob("*.json")))
+        file.write_bytes(odd_value(file.read_bytes(), draw) or b"")
+        verb = draw.choice(
+            (["measure"], ["certify", "--examples", "0"], ["predict", "--text", "a"])
+        )
+        _meet(row, [verb[0], str(folder), *verb[1:]], f"{file.name}, {verb[0]}", toys)
+    yield row
+    row = Row("values", "options on the command line")
+    listed = run(["train", "text_classification", "--help-all"], toys.root / "help.log").said
+    options = sorted(set(re.findall(r"--[a-z][\w.-]+", listed)) - {"--help", "--help-all"})
+    for number in range(round(count * 0.2)):
+        option, word = draw.choice(options), draw.choice(WORDS)
+        out = place / f"words-{number}"
+        words = [*toys.classify(out, "--steps", "1"), option, os.fsdecode(os.fsencode(word))]
+        _meet(row, words, f"{option} {word[:20]!r}", toys)
+    yield row
 
 
-def _answer(words: list[str], folder: Path) -> Answer:
-    """Run a command; a page or a model that it wrote is part of what it said."""
-    page = folder.parent / "page.html"
-    page.unlink(missing_ok=True)
-    said = command(words)
-    out = said.out.replace("\r", "\n")
-    if page.exists():
-        out += page.read_text(encoding="utf-8", errors="replace")
-    if words[0] == "train" and said.status == 0:
-        weights = folder / "final" / "model.safetensors"
-        out += weights.read_bytes().hex() if weights.is_file() else "no weights"
-    if words[0] == "train":
-        out = re.sub(r"^\w*bytes.*$", "", out, flags=re.MULTILINE)
-    return Answer(said.status, out, said.err, said.foreign)
+def _meet(row: Row, words: list[str], case: str, toys: Toys) -> None:
+    row.tried += 1
+    answer = run(words, toys.root / "values.log")
+    if kind := answer.fault():
+        row.add(kind, case, answer.said[-600:])
+
+
+def _table(suffix: str, draw: random.Random) -> bytes:
+    """Return labelled rows in the form of ``suffix``, with an odd value in one of the cells."""
+    rows: list[dict[str, Any]] = [{"label": a, "text": b} for a, b in labelled_rows()]
+    column, value = draw.choice(("label", "text")), draw.choice(VALUES)
+    odd = draw.randrange(len(rows))
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        cells = [row[column].encode() for row in rows]
+        cells[odd] = draw.choice((b"\xff\xfe", b"", b"\xed\xa0\x80", b"9" * 5000, b"a\nb"))
+        columns = {name: [row[name].encode() for row in rows] for name in ("label", "text")}
+        arrays = [pyarrow.array(each) for each in {**columns, column: cells}.values()]
+        as_text = [
+            pyarrow.Array.from_buffers(pyarrow.string(), len(a), a.buffers()) for a in arrays
+        ]
+        out = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table(as_text, names=list(columns)), out)
+        return out.getvalue()
+    rows[odd][column] = value
+    if suffix == ".json":
+        return json.dumps(rows).encode()
+    if suffix == ".jsonl":
+        return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    mark = "," if suffix == ".csv" else "\t"
+    lines = ["label" + mark + "text"] + [f"{row['label']}{mark}{row['text']}" for row in rows]
+    return "\n".join(lines).encode("utf-8", "surrogatepass")

@@ -1,335 +1,42 @@
-"""Folders and files made to do harm: links in circles, pipes in the place of files, bombs, code,
-pickles, odd names.
+"""Folders and files made to do harm: special files, links, code, pickles, bombs, odd names.
 
 Right is an error of our own in seconds and within the memory given, or the answer of a harmless
-folder; and no code of a folder runs.
+folder; no code of a folder runs, and no file outside it is touched.
 """
 
 from __future__ import annotations
 
-import io
+import gzip
 import json
 import os
 import pickle
 import shutil
 import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tools.faults.children import command, each_in_children
-from tools.faults.outcome import Fault, Row, chosen
-from tools.faults.toys import Toys, copied, make_folders
+from tools.faults.harness import Row, run
+from tools.faults.toys import Toys, copied
 
 SECONDS = 20.0
-LONGEST_MESSAGE = 20_000
 BOMB_BYTES = 4 << 30
-ODD_NAMES = (
-    "a\nb",
-    "a\tb",
-    "a\x1b[31mb",
-    "\udcff\udcfe",
-    "a" * 255,
-    "-rf",
-    "--out",
-    "a b",
-    "='x",
-    "$(x)",
-    "\u202egpj",
-    "..x",
-    "~",
+ODD_NAMES = ("a\nb", "a\x1b[31mb", "\udcff\udcfe", "a" * 255, "-rf", "='x", "$(x)", "\u202egpj")
+FILES = (
+    *("config.toml", "result.json", "metrics.jsonl", "env.json", "manifest.json", "run.lock"),
+    *("certified.json", "measure-final.json", "final/config.json", "final/model.safetensors"),
+    *("final/tokenizer.json", "final/tokenizer_config.json", "final", "checkpoint-6"),
 )
-READERS = ("measure", "certify", "predict", "report", "resume")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A folder that is changed by ``harm``, and the commands that then meet it."""
-
-    name: str
-    harm: Callable[[Path], None]
-    verbs: tuple[str, ...] = READERS
-    words: Callable[[Path], list[str]] | None = None
-    """A command of its own, in the place of verbs on the run folder."""
-
-
-def run(toys: Toys, only: str = "") -> Iterator[Row]:
-    """Meet every case with every command that reads it."""
-    make_folders(toys, ["classifier"])
-    for title, cases in families(toys).items():
-        if not chosen(title, only):
-            continue
-        tries = [
-            (case, verb) for case in cases for verb in (case.verbs if case.words is None else ("",))
-        ]
-        row = Row("hostile", title, len(tries), "commands")
-        place = toys.root / "hostile"
-        for number in range(
-            len(tries)
-        ):  # in a child each, since one may leave little memory to the next
-            work, name = partial(_one, toys, place, tries[number:]), partial(_name, tries[number:])
-            row.add(*each_in_children(1, work, name, seconds=SECONDS))
-        yield row
-    shutil.rmtree(toys.root / "hostile", ignore_errors=True)
-
-
-def families(toys: Toys) -> dict[str, list[Case]]:
-    """Return every case by its kind."""
-    return {
-        "special files in the place of a file": _special_files(),
-        "links, access and odd names": [*_links(), *_names(toys)],
-        "code and pickles in a model folder": _code(),
-        "bombs": _bombs(toys),
-        "headers that promise too much": _headers(),
-    }
-
-
-def _name(tries: list[tuple[Case, str]], index: int) -> str:
-    case, verb = tries[index]
-    return f"{case.name}: {verb}" if verb else case.name
-
-
-def _one(toys: Toys, place: Path, tries: list[tuple[Case, str]], index: int) -> list[Fault]:
-    case, verb = tries[index]
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
-    folder = copied(toys.root / "classifier", place / "run")
-    for manifest in folder.rglob("manifest.json"):
-        if manifest.parent.name in ("run", "final"):
-            manifest.unlink()
-    case.harm(folder)
-    said = command(case.words(folder) if case.words else _words(toys, folder, verb))
-    name = _name(tries, index)
-    if said.foreign.startswith("MemoryError"):
-        return [Fault("crashed", name, said.foreign)]
-    if said.foreign or "Traceback" in said.err or said.status not in (0, 1, 2):
-        return [
-            Fault("foreign", name, said.foreign or f"exit status {said.status}: {said.err[-500:]}")
-        ]
-    if (folder / "it-ran").exists():
-        return [Fault("wrong", name, "code of the folder ran")]
-    if said.status and (len(said.err) > LONGEST_MESSAGE or "\x1b" in said.err):
-        return [
-            Fault("unclear", name, f"a message of {len(said.err)} characters: {said.err[:200]!r}")
-        ]
-    return []
-
-
-def _words(toys: Toys, folder: Path, verb: str) -> list[str]:
-    return {
-        "measure": ["measure", str(folder)],
-        "certify": ["certify", str(folder), "--examples", "0"],
-        "predict": ["predict", str(folder), "--text", "a good film x"],
-        "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
-        "resume": toys.classify(folder),
-    }[verb]
-
-
-def _replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def harm(folder: Path) -> None:
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        make(path)
-
-    return harm
-
-
-def _special_files() -> list[Case]:
-    files = {
-        "config.toml": READERS,
-        "result.json": ("report", "resume"),
-        "metrics.jsonl": ("report", "resume"),
-        "env.json": ("report", "resume"),
-        "measure-final.json": ("report",),
-        "certified.json": ("report",),
-        "manifest.json": ("report", "resume", "measure"),
-        "final/manifest.json": ("measure", "predict"),
-        "final/config.json": ("measure", "predict"),
-        "final/model.safetensors": ("measure", "certify"),
-        "final/tokenizer.json": ("predict",),
-        "final/tokenizer_config.json": ("predict",),
-        "final": ("measure", "resume"),
-        "checkpoint-6": ("resume",),
-        "run.lock": ("resume",),
-    }
-    kinds: dict[str, Callable[[Path], object]] = {
-        "a pipe": os.mkfifo,
-        "a folder": lambda path: path.mkdir(),
-        "a link to itself": lambda path: path.symlink_to(path),
-        "a link to nothing": lambda path: path.symlink_to("nowhere/at-all"),
-        "an endless device": lambda path: path.symlink_to("/dev/zero"),
-        "an empty device": lambda path: path.symlink_to("/dev/null"),
-    }
-    return [
-        Case(f"{name} is {kind}", _replaced(name, make), verbs)
-        for name, verbs in files.items()
-        for kind, make in kinds.items()
-    ]
-
-
-def _links() -> list[Case]:
-    def circle(folder: Path) -> None:
-        (folder / "below").mkdir()
-        (folder / "below" / "up").symlink_to(folder)
-        (folder / "final" / "again").symlink_to(folder / "final")
-
-    def deep(folder: Path) -> None:
-        path = folder.parent / "deep"
-        for _ in range(400):
-            path = path / "d"
-        path.mkdir(parents=True)
-
-    def many(folder: Path) -> None:
-        for number in range(3000):
-            (folder.parent / f"empty-{number}").mkdir()
-
-    return [
-        Case("a circle of links", circle),
-        Case(
-            "four hundred folders deep",
-            deep,
-            words=lambda f: ["report", str(f.parent), "--out", str(f / "p.html")],
-        ),
-        Case(
-            "three thousand folders",
-            many,
-            words=lambda f: ["report", str(f.parent), "--out", str(f / "p.html")],
-        ),
-        Case(
-            "the page is a folder",
-            lambda _: None,
-            words=lambda f: ["report", str(f), "--out", str(f)],
-        ),
-        Case(
-            "the page below a file",
-            lambda _: None,
-            words=lambda f: ["report", str(f), "--out", str(f / "env.json/p.html")],
-        ),
-        Case(
-            "--out below a file",
-            lambda _: None,
-            words=lambda f: ["measure", str(f), "--out", str(f / "env.json" / "m")],
-        ),
-        Case(
-            "--out is a file",
-            lambda _: None,
-            words=lambda f: ["certify", str(f), "--examples", "0", "--out", str(f / "env.json")],
-        ),
-        Case(
-            "--output is a folder",
-            lambda _: None,
-            words=lambda f: ["predict", str(f), "--text", "a", "--output", str(f)],
-        ),
-        Case(
-            "--input is a pipe",
-            lambda f: os.mkfifo(f / "p"),
-            words=lambda f: ["predict", str(f), "--input", str(f / "p")],
-        ),
-        Case(
-            "data is a pipe",
-            lambda f: os.mkfifo(f / "train.tsv"),
-            words=lambda f: [
-                "train",
-                "text_classification",
-                "--data",
-                str(f / "train.tsv"),
-                "--out",
-                str(f.parent / "new"),
-            ],
-        ),
-        Case(
-            "data is an endless device",
-            lambda _: None,
-            words=lambda f: [
-                "train",
-                "char_lm",
-                "--data",
-                "/dev/zero",
-                "--out",
-                str(f.parent / "new"),
-            ],
-        ),
-        Case(
-            "--config is an endless device",
-            lambda _: None,
-            words=lambda f: [
-                "train",
-                "char_lm",
-                "--config",
-                "/dev/zero",
-                "--out",
-                str(f.parent / "new"),
-            ],
-        ),
-        Case(
-            "--import of a folder",
-            lambda _: None,
-            words=lambda f: ["measure", str(f), "--import", str(f)],
-        ),
-        Case(
-            "a name longer than the system takes",
-            lambda _: None,
-            words=lambda _: ["measure", "x" * 5000],
-        ),
-        Case(
-            "--out longer than the system takes",
-            lambda _: None,
-            words=lambda f: ["report", str(f), "--out", "x" * 5000],
-        ),
-    ]
-
-
-def _names(toys: Toys) -> list[Case]:
-    def renamed(name: str) -> Callable[[Path], None]:
-        return lambda folder: folder.rename(folder.with_name(name)) and None
-
-    verbs = ("measure", "report", "resume")
-    runs = [
-        Case(
-            f"a run named {name[:20]!r}: {verb}",
-            renamed(name),
-            words=partial(_words_of, toys, name, verb),
-        )
-        for name in ODD_NAMES
-        for verb in verbs
-    ]
-    return runs + [
-        Case(
-            f"lines from a file named {name[:20]!r}",
-            partial(_lines, name),
-            words=partial(_predicted, name),
-        )
-        for name in ODD_NAMES
-    ]
-
-
-def _words_of(toys: Toys, name: str, verb: str, folder: Path) -> list[str]:
-    return _words(toys, folder.with_name(name), verb)
-
-
-def _lines(name: str, folder: Path) -> None:
-    (folder / name).write_text("a good film x\n")
-
-
-def _predicted(name: str, folder: Path) -> list[str]:
-    return [
-        "predict",
-        str(folder),
-        "--input",
-        str(folder / name),
-        "--output",
-        str(folder / f"{name[:200]}.out"),
-    ]
-
-
-def _edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to nothing": lambda path: path.symlink_to("nowhere/at-all"),
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to a file of the user": lambda path: path.symlink_to(_treasure(path)),
+}
+VERBS = ("measure", "certify", "predict", "report", "resume")
+Harm = Callable[[Path], object]
 
 
 class _Runs:
@@ -342,318 +49,183 @@ class _Runs:
         return (open, (self.path, "w"))
 
 
-def _code() -> list[Case]:
-    def auto_map(folder: Path, file: str, **values: object) -> None:
-        (folder / "final" / "code.py").write_text(
-            f"open({str(folder / 'it-ran')!r}, 'w').close()\nclass C: pass\n"
-        )
-        _edit(folder / "final" / file, **values)
-
-    def pickled(name: str) -> Callable[[Path], None]:
-        def harm(folder: Path) -> None:
-            (folder / "final" / "model.safetensors").unlink()
-            (folder / "final" / name).write_bytes(pickle.dumps(_Runs(str(folder / "it-ran"))))
-
-        return harm
-
-    models = ("measure", "certify", "predict")
-    return [
-        Case(
-            "auto_map in config.json",
-            partial(
-                auto_map,
-                file="config.json",
-                auto_map={"AutoConfig": "code.C", "AutoModel": "code.C"},
-                model_type="unheard_of",
-            ),
-            models,
-        ),
-        Case(
-            "auto_map beside a known model",
-            partial(
-                auto_map,
-                file="config.json",
-                auto_map={"AutoModelForSequenceClassification": "code.C"},
-            ),
-            models,
-        ),
-        Case(
-            "auto_map in tokenizer_config.json",
-            partial(
-                auto_map,
-                file="tokenizer_config.json",
-                auto_map={"AutoTokenizer": [None, "code.C"]},
-                tokenizer_class="C",
-            ),
-            models,
-        ),
-        Case(
-            "auto_map of another repository",
-            partial(
-                auto_map,
-                file="config.json",
-                auto_map={"AutoConfig": "me/else--code.C"},
-                model_type="unheard_of",
-            ),
-            models,
-        ),
-        Case("a pickle named model.safetensors", pickled("model.safetensors"), models),
-        Case("a pickle named pytorch_model.bin", pickled("pytorch_model.bin"), models),
-        Case(
-            "a pickle named optimizer.safetensors",
-            lambda f: _unfinished(f, "optimizer.safetensors"),
-            ("resume",),
-        ),
-        Case(
-            "a pickle named trainer_state.json",
-            lambda f: _unfinished(f, "trainer_state.json"),
-            ("resume",),
-        ),
-        Case("imports in config.toml", _imports, ("measure", "resume", "report")),
-        Case(
-            "a class name with a path",
-            lambda f: _edit(f / "final/config.json", architectures=["../../x", 7]),
-            models,
-        ),
-        Case(
-            "a model type that is a list",
-            lambda f: _edit(f / "final/config.json", model_type=["x"]),
-            models,
-        ),
-        Case(
-            "sizes beyond any memory",
-            lambda f: _edit(f / "final/config.json", hidden_size=1 << 40),
-            models,
-        ),
-        Case(
-            "10^9 layers", lambda f: _edit(f / "final/config.json", num_hidden_layers=10**9), models
-        ),
-        Case("a negative width", lambda f: _edit(f / "final/config.json", hidden_size=-8), models),
-        Case(
-            "labels that are no labels",
-            lambda f: _edit(f / "final/config.json", id2label={"x": [1]}),
-            models,
-        ),
-        Case(
-            "a vocabulary of 10^9",
-            lambda f: _edit(f / "final/config.json", vocab_size=10**9),
-            models,
-        ),
-    ]
-
-
-def _unfinished(folder: Path, name: str) -> None:
-    (folder / "result.json").unlink()
-    shutil.rmtree(folder / "final")
-    for checkpoint in folder.glob("checkpoint-*"):
-        (checkpoint / name).write_bytes(pickle.dumps(_Runs(str(folder / "it-ran"))))
-        _true_manifest(checkpoint)
-
-
-def _true_manifest(folder: Path) -> None:
-    """Make the manifest of a checkpoint describe what is there now, as whoever means harm would."""
-    from hashlib import sha256
-
-    files = {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"
+def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
+    """Meet every case with every command that reads it; nothing is drawn at random."""
+    del count, seed
+    special = {
+        f"{name} is {kind}": partial(_in_place_of, name, make)
+        for name in FILES
+        for kind, make in SPECIAL.items()
     }
-    entries = {
-        name: {"bytes": len(data), "sha256": sha256(data).hexdigest()}
-        for name, data in files.items()
+    groups: dict[str, dict[str, Harm]] = {
+        "special files and links": {**special, "a circle of links": _circle},
+        "code and pickles": _code(),
+        "sizes beyond any memory": _sizes(),
     }
-    _edit(folder / "manifest.json", files=entries)
+    for title, cases in groups.items():
+        row = Row("hostile", title)
+        for name, harm in cases.items():
+            for verb in VERBS:
+                folder = _harmed(toys, harm)
+                _meet(row, folder, _words(toys, folder, verb), f"{name}: {verb}", toys)
+        yield row
+    row = Row("hostile", "odd names and places to write to")
+    for name in ODD_NAMES:
+        for verb in VERBS:
+            folder = _harmed(toys, lambda _: None).rename(toys.root / "hostile" / name)
+            _meet(row, folder, _words(toys, folder, verb), f"{name[:20]!r}: {verb}", toys)
+    for name, words in _places(toys).items():
+        folder = _harmed(toys, lambda folder: os.mkfifo(folder / "pipe"))
+        _meet(row, folder, words(folder), name, toys)
+    yield row
+    row = Row("hostile", "packed data that grows without end")
+    for task, head, piece in (
+        ("text_classification", b"label\ttext\n" + b"pos\ta\nneg\tb\n" * 99, b"pos\t" + b"a" * 999),
+        ("char_lm", b"", b"the north wind "),
+    ):
+        folder = _harmed(toys, lambda folder, h=head, p=piece: _bomb(folder / "train.tsv.gz", h, p))
+        words = ["train", task, "--data", str(folder / "train.tsv.gz"), "--steps", "1"]
+        _meet(row, folder, [*words, "--out", str(folder / "new")], f"{task} in gzip", toys)
+    yield row
+    shutil.rmtree(toys.root / "hostile", ignore_errors=True)
 
 
-def _imports(folder: Path) -> None:
-    code = folder / "code.py"
-    code.write_text(f"open({str(folder / 'it-ran')!r}, 'w').close()\n")
-    with (folder / "config.toml").open("a") as file:
-        file.write(f'\n[imports]\n"{code}" = "{"0" * 64}"\n')
+def _harmed(toys: Toys, harm: Harm) -> Path:
+    """Return a copy of a run without manifests, which ``harm`` has changed."""
+    shutil.rmtree(toys.root / "hostile", ignore_errors=True)
+    folder = copied(toys.finished("classifier"), toys.root / "hostile" / "run")
+    for manifest in folder.rglob("manifest.json"):
+        if manifest.parent.name in ("run", "final"):
+            manifest.unlink()
+    _treasure(folder / "x").write_text("dear to the user")
+    harm(folder)
+    return folder
 
 
-def _bombs(toys: Toys) -> list[Case]:
-    def table(folder: Path, name: str = "train.tsv.gz") -> None:
-        head = b"label\ttext\n" + b"pos\ta film\nneg\ta film\n" * 200
-        _gzip_bomb(folder / name, head, b"pos\t" + b"a" * 1000 + b"\n")
+def _treasure(path: Path) -> Path:
+    """Return a file of the user that lies outside the run folder."""
+    return next(p for p in path.parents if p.name == "hostile") / "treasure.txt"
 
-    def trained(task: str, name: str) -> Callable[[Path], list[str]]:
-        return lambda f: [
-            "train",
-            task,
-            "--data",
-            str(f / name),
-            "--out",
-            str(f.parent / "new"),
-            "--steps",
-            "1",
-            "--quiet",
-        ]
 
-    def image(folder: Path) -> None:
-        (folder / "bomb.png").write_bytes(_png(60_000, 60_000))
+def _meet(row: Row, folder: Path, words: list[str], case: str, toys: Toys) -> None:
+    row.tried += 1
+    answer = run(words, toys.root / "hostile.log", SECONDS)
+    if kind := answer.fault():
+        row.add(kind, case, answer.said[-600:])
+    if any(folder.parent.rglob("it-ran")):
+        row.add("wrong", case, "code of the folder ran")
+    if _treasure(folder / "x").read_text() != "dear to the user":
+        row.add("lost", case, "a file outside the folder was changed")
 
-    def decompressed_header(folder: Path) -> None:
-        _safetensors(
-            folder / "final/model.safetensors",
-            {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
-            1 << 20,
+
+def _words(toys: Toys, folder: Path, verb: str) -> list[str]:
+    return {
+        "measure": ["measure", str(folder)],
+        "certify": toys.certify(folder, 0),
+        "predict": ["predict", str(folder), "--text", "a good film x"],
+        "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
+        "resume": toys.classify(folder),
+    }[verb]
+
+
+def _in_place_of(name: str, make: Harm, folder: Path) -> None:
+    path = folder / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    make(path)
+
+
+def _circle(folder: Path) -> None:
+    (folder / "up").symlink_to(folder)
+    (folder / "final" / "again").symlink_to(folder / "final")
+
+
+def _edit(folder: Path, file: str, **values: object) -> None:
+    path = folder / "final" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _code() -> dict[str, Harm]:
+    def auto_map(folder: Path, file: str = "config.json", **values: object) -> None:
+        text = f"open({str(folder / 'it-ran')!r}, 'w').close()\nclass C: pass\n"
+        (folder / "final" / "code.py").write_text(text)
+        _edit(folder, file, **values)
+
+    def pickled(folder: Path, name: str) -> None:
+        (folder / name).write_bytes(pickle.dumps(_Runs(str(folder / "it-ran"))))
+
+    def imports(folder: Path) -> None:
+        code = folder / "code.py"
+        code.write_text(f"open({str(folder / 'it-ran')!r}, 'w').close()\n")
+        with (folder / "config.toml").open("a") as file:
+            file.write(f'\n[imports]\n"{code}" = "{"0" * 64}"\n')
+
+    new_type = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.C"}}
+    classifier = {"AutoModelForSequenceClassification": "code.C"}
+    tokenizer = {"auto_map": {"AutoTokenizer": [None, "code.C"]}, "tokenizer_class": "C"}
+    return {
+        "auto_map of a new model type": partial(auto_map, **new_type),
+        "auto_map beside a known model": partial(auto_map, auto_map=classifier),
+        "auto_map of a tokenizer": partial(auto_map, file="tokenizer_config.json", **tokenizer),
+        "a pickle as weights": partial(pickled, name="final/model.safetensors"),
+        "a pickle as pytorch_model.bin": partial(pickled, name="final/pytorch_model.bin"),
+        "a pickle as the optimizer": partial(pickled, name="checkpoint-6/optimizer.safetensors"),
+        "imports in config.toml": imports,
+    }
+
+
+def _sizes() -> dict[str, Harm]:
+    cases: dict[str, Harm] = {
+        f"{name} = {value}": partial(_edit, file="config.json", **{name: value})
+        for name, value in (
+            ("hidden_size", 1 << 40),
+            ("num_hidden_layers", 10**9),
+            ("vocab_size", 10**9),
+            ("num_labels", 100_000_000),
+            ("hidden_size", -8),
+            ("id2label", {"x": [1]}),
+            ("architectures", ["../../x", 7]),
+            ("model_type", ["x"]),
         )
-
-    return [
-        Case("a table in gzip", table, words=trained("text_classification", "train.tsv.gz")),
-        Case(
-            "a text in gzip",
-            lambda f: _gzip_bomb(f / "a.txt.gz", b"", b"the north wind "),
-            words=trained("char_lm", "a.txt.gz"),
-        ),
-        Case(
-            "zeros in gzip",
-            lambda f: _gzip_bomb(f / "z.txt.gz", b"", b"\0"),
-            words=trained("char_lm", "z.txt.gz"),
-        ),
-        Case(
-            "lines to predict in gzip",
-            lambda f: _gzip_bomb(f / "l.gz", b"a\n", b"a" * 1000),
-            words=lambda f: ["predict", str(f), "--input", str(f / "l.gz")],
-        ),
-        Case(
-            "images in npz",
-            lambda f: _npz_bomb(f / "train.npz"),
-            words=trained("image", "train.npz"),
-        ),
-        Case(
-            "word vectors in gzip",
-            lambda f: _gzip_bomb(f / "v.gz", b"the 1 2\n", b"x" * 1000),
-            words=lambda f: [
-                "train",
-                "dialogue",
-                "--data",
-                str(toys.text),
-                "--word-vectors",
-                str(f / "v.gz"),
-                "--out",
-                str(f.parent / "new"),
-            ],
-        ),
-        Case(
-            "a picture of 3.6 thousand million points",
-            image,
-            words=lambda f: ["predict", str(f), "--input", str(f / "bomb.png")],
-        ),
-        Case("a header of a megabyte of spaces", decompressed_header, ("measure", "predict")),
-        Case("a configuration of 50 MB", lambda f: _long(f / "config.toml", b"# x\n"), READERS),
-        Case("a result of 200 MB", lambda f: _long(f / "result.json", b" "), ("report", "resume")),
-        Case(
-            "metrics of one line of 200 MB",
-            lambda f: _long(f / "metrics.jsonl", b"9"),
-            ("report", "resume"),
-        ),
-        Case(
-            "a tokenizer of 50 MB", lambda f: _long(f / "final/tokenizer.json", b" "), ("predict",)
-        ),
-        Case(
-            "a template that repeats",
-            lambda f: _edit(
-                f / "final/tokenizer_config.json",
-                chat_template="{% for i in range(9999999) %}x{% endfor %}",
-            ),
-            ("predict",),
-        ),
-    ]
-
-
-def _gzip_bomb(path: Path, head: bytes, repeated: bytes) -> None:
-    """Write gzip data that unpacks to `BOMB_BYTES`."""
-    piece = repeated * ((1 << 20) // len(repeated))
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    with path.open("wb") as file:
-        file.write(packer.compress(head))
-        block = zlib.compressobj(9, zlib.DEFLATED, -15)
-        packed = block.compress(piece) + block.flush(zlib.Z_FULL_FLUSH)
-        file.write(packer.flush(zlib.Z_FULL_FLUSH))
-        for _ in range(BOMB_BYTES // len(piece)):
-            file.write(packed)
-        file.write(b"\x03\x00" + bytes(8))
-
-
-def _npz_bomb(path: Path) -> None:
-    header = io.BytesIO()
-    import numpy as np
-
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "|u1", "fortran_order": False, "shape": (BOMB_BYTES // 784, 28, 28)}
-    )
-    labels = io.BytesIO()
-    np.save(labels, np.zeros(BOMB_BYTES // 784, np.int64))
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        with archive.open("x.npy", "w", force_zip64=True) as file:
-            file.write(header.getvalue())
-            for _ in range(64):
-                file.write(bytes(1 << 20))
-        archive.writestr("y.npy", labels.getvalue())
-
-
-def _png(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(1 << 20)))
-        + chunk(b"IEND", b"")
-    )
-
-
-def _long(path: Path, piece: bytes) -> None:
-    size = (50 << 20) if path.suffix == ".toml" or path.name == "tokenizer.json" else (200 << 20)
-    with path.open("ab") as file:
-        file.write(piece * (size // len(piece)))
-
-
-def _headers() -> list[Case]:
+    }
     huge = {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}
-    return [
-        Case(
-            f"weights: {what}",
-            partial(_bad_weights, header=header, length=length),
-            ("measure", "predict"),
-        )
-        for what, header, length in (
-            ("four tebibytes promised", {"x": huge}, None),
-            ("a header longer than the file", {}, 1 << 62),
-            ("a header of no length", {}, 0),
-            (
-                "offsets out of order",
-                {"x": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}},
-                None,
-            ),
-            (
-                "a shape of 10,000 sizes",
-                {"x": {"dtype": "F32", "shape": [1] * 10_000, "data_offsets": [0, 4]}},
-                None,
-            ),
-            (
-                "a negative shape",
-                {"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
-                None,
-            ),
-            ("an unknown type", {"x": {"dtype": "F3", "shape": [1], "data_offsets": [0, 4]}}, None),
-            ("no format", {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, None),
-            ("metadata that are numbers", {"__metadata__": {"format": 7}}, None),
-        )
+    for what, header, length in (
+        ("four tebibytes promised", {"x": huge}, None),
+        ("a header longer than the file", {}, 1 << 62),
+        ("a negative shape", {"x": {**huge, "shape": [-1], "data_offsets": [0, 4]}}, None),
+        ("offsets out of order", {"x": {**huge, "shape": [1], "data_offsets": [8, 4]}}, None),
+    ):
+        text = json.dumps(header).encode()
+        data = struct.pack("<Q", len(text) if length is None else length) + text + bytes(4)
+        cases[f"weights: {what}"] = lambda folder, data=data: (
+            folder / "final/model.safetensors"
+        ).write_bytes(data)
+    for name, piece, size in (("config.toml", b"# x\n", 50), ("result.json", b" ", 200)):
+        cases[f"{name} of {size} MB"] = lambda folder, name=name, piece=piece, size=size: (
+            folder / name
+        ).write_bytes((folder / name).read_bytes() + piece * ((size << 20) // len(piece)))
+    return cases
+
+
+def _places(toys: Toys) -> dict[str, Callable[[Path], list[str]]]:
+    predict: Callable[[Path, Path], list[str]] = lambda folder, out: [  # noqa: E731
+        *("predict", str(folder), "--input", str(toys.root / "lines.txt"), "--output", str(out))
     ]
+    return {
+        "the page is a folder": lambda f: ["report", str(f), "--out", str(f)],
+        "the page below a file": lambda f: ["report", str(f), "--out", str(f / "env.json/p.html")],
+        "--out is a file": lambda f: ["measure", str(f), "--out", str(f / "env.json")],
+        "--out is longer than any name": lambda f: ["report", str(f), "--out", "x" * 5000],
+        "--output is a folder": lambda f: predict(f, f),
+        "--output is the input": lambda f: predict(f, toys.root / "lines.txt"),
+        "--input is a pipe": lambda f: ["predict", str(f), "--input", str(f / "pipe")],
+        "--data is a pipe": lambda f: ["train", "char_lm", "--data", str(f / "pipe")],
+        "--data is an endless device": lambda _: ["train", "char_lm", "--data", "/dev/zero"],
+        "--config is an endless device": lambda _: ["train", "char_lm", "--config", "/dev/zero"],
+        "--import of a folder": lambda f: ["measure", str(f), "--import", str(f)],
+    }
 
 
-def _bad_weights(folder: Path, header: dict[str, object], length: int | None) -> None:
-    _safetensors(folder / "final" / "model.safetensors", header, 0, length)
-
-
-def _safetensors(
-    path: Path, header: dict[str, object], spaces: int, length: int | None = None
-) -> None:
-    text = json.dumps(header).encode() + b" " * spaces
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(4))
+def _bomb(path: Path, head: bytes, piece: bytes) -> None:
+    """Write gzip data, a member a mebibyte, that unpacks to `BOMB_BYTES`."""
+    block = gzip.compress((piece + b"\n") * ((1 << 20) // (len(piece) + 1)))
+    path.write_bytes(gzip.compress(head) + block * (BOMB_BYTES >> 20))

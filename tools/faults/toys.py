@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import gzip
-import importlib
 import json
 import random
+import shlex
 import shutil
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.faults.children import fork, wait
+from tools.faults.harness import run
 
-STEPS = 12
-_TINY = (
-    *("--batch-size", "4", "--model.hidden-size", "16", "--model.num-hidden-layers", "1"),
-    *("--model.num-attention-heads", "2", "--eval-batches", "2", "--log-every", "4"),
-    *("--checkpoint-every", "3", "--keep-checkpoints", "2", "--quiet"),
+TINY = shlex.split(
+    "--batch-size 4 --model.hidden-size 16 --model.num-hidden-layers 1 --log-every 4 --quiet"
+    " --model.num-attention-heads 2 --eval-batches 2 --checkpoint-every 3 --keep-checkpoints 2"
 )
-_UNTIMED = (
-    "seconds",
-    "tokens_per_second",
-    "date",
-    "train_seconds",
-    "peak_memory_bytes",
-    "command",
-    "git_hash",
-    "sha256",
+LANGUAGE_MODEL = shlex.split(
+    "--steps 12 --eval-every 4 --learning-rate 0.03 --schedule constant --model.dropout 0.2"
+    " --penalty.attention 1e-3 --penalty.every 2 --constrain.where *.q_proj"
 )
+CLASSIFIER = shlex.split(
+    "--max-length 6 --steps 6 --eval-every 3 --variant l2_contractive --model.norm none"
+)
+UNTIMED = {
+    *("seconds", "tokens_per_second", "date", "train_seconds", "peak_memory_bytes", "command"),
+    *("git_hash", "sha256"),
+}
 
 
 class BrokenToyError(Exception):
@@ -44,172 +39,61 @@ class Toys:
 
     root: Path
 
-    @property
-    def text(self) -> Path:
-        """A plain text for language models."""
-        return self.root / "data" / "text.txt"
-
-    @property
-    def table(self) -> Path:
-        """Labelled lines."""
-        return self.root / "data" / "train.tsv"
-
     def train(self, out: Path, *more: str) -> list[str]:
         """Return the words that train a language model with dropout, a penalty and a constraint."""
-        words = [
-            "train",
-            "char_lm",
-            "--data",
-            str(self.text),
-            "--seq-len",
-            "16",
-            *_TINY,
-            "--steps",
-            str(STEPS),
-        ]
-        words += [
-            "--eval-every",
-            "4",
-            "--learning-rate",
-            "0.03",
-            "--schedule",
-            "constant",
-            "--model.dropout",
-            "0.2",
-        ]
-        words += [
-            "--penalty.attention",
-            "1e-3",
-            "--penalty.every",
-            "2",
-            "--constrain.where",
-            "*.q_proj",
-        ]
-        return [*words, "--out", str(out), "--resume", "auto", *more]
+        data = ["--data", str(self.root / "text.txt"), "--seq-len", "16"]
+        return ["train", "char_lm", *data, *TINY, *LANGUAGE_MODEL, *_to(out), *more]
 
     def classify(self, out: Path, *more: str) -> list[str]:
         """Return the words that train a classifier which can be certified."""
-        words = [
-            "train",
-            "text_classification",
-            "--data",
-            str(self.table),
-            "--max-length",
-            "6",
-            *_TINY,
-        ]
-        words += [
-            "--steps",
-            "6",
-            "--eval-every",
-            "3",
-            "--variant",
-            "l2_contractive",
-            "--model.norm",
-            "none",
-        ]
-        return [*words, "--out", str(out), "--resume", "auto", *more]
+        data = ["--data", str(self.root / "train.tsv")]
+        return ["train", "text_classification", *data, *TINY, *CLASSIFIER, *_to(out), *more]
 
-    def compare(self, out: Path, *more: str) -> list[str]:
+    def compare(self, out: Path) -> list[str]:
         """Return the words that compare two variants."""
-        words = [
-            "compare",
-            "char_lm",
-            "--data",
-            str(self.text),
-            "--seq-len",
-            "16",
-            *_TINY,
-            "--steps",
-            "6",
-        ]
-        words += [
-            "--eval-every",
-            "3",
-            "--variants",
-            "post_ln,rezero",
-            "--out",
-            str(out),
-            "--resume",
-            "auto",
-        ]
-        return [*words, *more]
+        data = ["--data", str(self.root / "text.txt"), "--seq-len", "16", "--steps", "6"]
+        more = ["--eval-every", "3", "--variants", "post_ln,rezero", "--seeds", "1"]
+        return ["compare", "char_lm", *data, *TINY, *more, *_to(out)]
 
-    def reproduce(self, out: Path) -> list[str]:
-        """Return the words that make a figure without training."""
-        return ["reproduce", "kim2021/figure-2", "--scale", "toy", "--quiet", "--out", str(out)]
+    def certify(self, folder: Path, examples: int = 3) -> list[str]:
+        """Return the words that certify a classifier."""
+        return ["certify", str(folder), "--examples", str(examples), "--attack-steps", "1"]
+
+    def finished(self, name: str) -> Path:
+        """Return a finished folder, made on first use."""
+        folder = self.root / name
+        if not folder.exists():
+            self.make(self.classify(folder) if name == "classifier" else self.compare(folder))
+            if name == "classifier":
+                self.make(self.certify(folder))
+        return folder
+
+    def make(self, words: list[str]) -> None:
+        """Run a command that must succeed."""
+        answer = run(words, self.root / "make.log", 300)
+        if answer.status != 0:
+            raise BrokenToyError(f"{' '.join(words[:2])}: {answer.status}: {answer.said[-2000:]}")
+
+
+def _to(out: Path) -> list[str]:
+    return ["--out", str(out), "--resume", "auto"]
 
 
 def write_data(root: Path) -> Toys:
     """Write the data of every toy."""
-    toys = Toys(root)
-    (root / "data").mkdir(parents=True)
     draw = random.Random(5)
-    toys.text.write_text(
-        " ".join(draw.choices(["north", "wind", "and", "the", "sun", "were", "disputing"], k=600))
-    )
-    rows = [
-        (label, f"a {word} film {draw.choice('xyz')}")
-        for label, word in (("pos", "good"), ("neg", "bad"))
-    ] * 30
-    toys.table.write_text("label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows))
-    (root / "data" / "lines.txt").write_text("".join(f"{text}\n" for _, text in rows))
-    return toys
+    words = draw.choices(["north", "wind", "and", "the", "sun", "were", "disputing"], k=600)
+    (root / "text.txt").write_text(" ".join(words))
+    rows = labelled_rows()
+    (root / "train.tsv").write_text("label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows))
+    (root / "lines.txt").write_text("".join(f"{text}\n" for _, text in rows))
+    return Toys(root)
 
 
-def make(words: Sequence[str], log: Path) -> None:
-    """Run a command in a child, which must succeed; then import here what it imported, for the
-    children to come."""
-    imported = log.with_suffix(".imported")
-
-    def work() -> int:
-        from wellposed.cli import main
-
-        status = main(words)
-        imported.write_text("\n".join(sys.modules))
-        return status
-
-    status = wait(fork(work, log), 300)
-    if status != 0:
-        raise BrokenToyError(
-            f"{' '.join(words[:2])}: exit status {status}:"
-            f" {log.read_text(errors='replace')[-2000:]}"
-        )
-    for name in imported.read_text().split("\n"):
-        if name not in sys.modules and not name.startswith("__"):
-            with suppress(
-                Exception
-            ):  # some exist only under the name that another module gave them
-                importlib.import_module(name)
-
-
-def make_folders(toys: Toys, names: Sequence[str]) -> None:
-    """Make those finished folders of these names below the root that are not there yet."""
-    root, log = toys.root, toys.root / "make.log"
-    commands: dict[str, list[list[str]]] = {
-        "classifier": [
-            toys.classify(root / "classifier"),
-            ["certify", str(root / "classifier"), "--examples", "3", "--attack-steps", "1"],
-        ],
-        "compare": [toys.compare(root / "compare")],
-        "reproduce": [toys.reproduce(root / "reproduce")],
-    }
-    for name in names:
-        for words in [] if (root / name).exists() else commands[name]:
-            make(words, log)
-
-
-def in_child(work: Callable[[], Any], log: Path) -> Any:
-    """Return what ``work`` returns, computed in a child; it must be JSON."""
-    answer = log.with_suffix(".answer")
-
-    def write() -> int:
-        answer.write_text(json.dumps(work()))
-        return 0
-
-    if wait(fork(write, log), 300) != 0:
-        raise BrokenToyError(log.read_text(errors="replace")[-2000:])
-    return json.loads(answer.read_text())
+def labelled_rows() -> list[tuple[str, str]]:
+    """Return sixty labelled texts."""
+    kinds = (("pos", "good"), ("neg", "bad"))
+    return [(label, f"a {word} film {n % 3}") for n in range(30) for label, word in kinds]
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -221,29 +105,35 @@ def copied(folder: Path, to: Path) -> Path:
 def timeless(value: Any) -> Any:
     """Return JSON values without what may differ between two runs of the same thing."""
     if isinstance(value, dict):
-        return {name: timeless(each) for name, each in value.items() if name not in _UNTIMED}
+        return {name: timeless(each) for name, each in value.items() if name not in UNTIMED}
     return [timeless(each) for each in value] if isinstance(value, list) else value
 
 
-def json_of(path: Path) -> Any:
-    """Return a JSON file or the rows of a ``.jsonl`` file, without times."""
-    data = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        return [timeless(json.loads(line)) for line in data.splitlines()]
-    return timeless(json.loads(data))
+def leaves(out: Path) -> dict[str, Any]:
+    """Return every file with a good name, without times; JSON that is not whole raises.
 
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of every file below a folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+    Of the checkpoints of a run that is the last: one asked to stop has saved another on its way.
+    """
+    found: dict[str, Any] = {}
+    last = {
+        run: max(run.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+        for run in {path.parent for path in out.rglob("checkpoint-*")}
     }
-
-
-def gzipped(path: Path) -> Path:
-    """Write a gzip copy beside a file and return it."""
-    packed = path.with_name(path.name + ".gz")
-    packed.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
-    return packed
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        name = path.relative_to(out)
+        old = any(
+            run in path.parents
+            and kept not in path.parents
+            and path.parent.name.startswith("checkpoint-")
+            for run, kept in last.items()
+        )
+        if old or path.name.startswith(".tmp-") or path.suffix in (".lock", ".toml", ".html"):
+            continue
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            found[str(name)] = timeless(json.loads(data))
+        elif path.suffix == ".jsonl":
+            found[str(name)] = [timeless(json.loads(line)) for line in data.splitlines()]
+        else:
+            found[str(name)] = data
+    return found
