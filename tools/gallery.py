@@ -226,18 +226,12 @@ def page() -> str:
 def main() -> int:
     """Write the page and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="pictures; all where none is named"
-    )
-    parser.add_argument(
-        "--drawn", action="store_true", help="only the pictures that are drawn from committed rows"
-    )
+    parser.add_argument("names", nargs="*", help="pictures; all where none is named")
+    parser.add_argument("--drawn", action="store_true", help="only those of committed rows")
     words = parser.parse_args()
-    if unknown := set(words.names) - {entry.name for entry in ENTRIES}:
-        parser.error(
-            f"no picture {', '.join(sorted(unknown))}; there are"
-            f" {', '.join(entry.name for entry in ENTRIES)}"
-        )
+    names = {entry.name for entry in ENTRIES}
+    if unknown := set(words.names) - names:
+        parser.error(f"no picture {', '.join(unknown)}; there are {', '.join(sorted(names))}")
     PAGE.write_text(page(), "utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
     for entry in ENTRIES:

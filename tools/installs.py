@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TORCH = SETTINGS["project"]["dependencies"][0]
 START_LIMIT = 0.2
-DOCTOR_LIMIT = 10.0
 
 CORE = """
 import torch, wellposed as wp
@@ -67,15 +64,8 @@ from wellposed.cli import main
 words = "train listops --steps 2 --eval-every 2 --quiet --out run --model.hidden-size 8 --model.num-hidden-layers 1"
 assert main([*words.split(), "--model.num-attention-heads", "2"]) == 0
 """
-REPORT = """
-import wellposed as wp
-from wellposed.charts import Panel
-import matplotlib, jinja2, wellposed.report
-"""
-LIGHTNING = """
-import wellposed.integrations as adapters
-adapters.LightningConditionCallback
-"""
+REPORT = "import matplotlib, jinja2, wellposed.charts, wellposed.report"
+LIGHTNING = "import wellposed.integrations as adapters; adapters.LightningConditionCallback"
 CHECKS = {
     "core": [CORE],
     "sdist": [CORE],
@@ -139,19 +129,8 @@ def environment(python: str, folder: Path, lends: Path | None = None) -> Path:
 
 def install(interpreter: Path, folder: Path, *what: str) -> None:
     pins = ["--constraint", ROOT / "constraints.txt"]
-    ran(
-        [
-            interpreter,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "--quiet",
-            *pins,
-            *what,
-        ],
-        folder,
-    )
+    pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    ran([*pip, *pins, *what], folder)
 
 
 def built(folder: Path) -> tuple[Path, Path]:
@@ -169,35 +148,19 @@ def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> 
     home = folder / name
     interpreter = environment(python, home, lends)
     extra = "" if name in {"core", "sdist"} else f"[{name}]"
-    start = time.perf_counter()
     install(interpreter, folder, f"wellposed{extra} @ {artefact.as_uri()}")
-    seconds = time.perf_counter() - start
     ran([interpreter, "-m", "pip", "check"], home)
-    ran(
-        [interpreter, "-m", "compileall", "-q", *home.glob("lib/python*/site-packages/wellposed")],
-        home,
-    )
+    [package] = home.glob("lib/python*/site-packages/wellposed")
+    ran([interpreter, "-m", "compileall", "-q", package], home)
     for check in CHECKS[name]:
         ran([interpreter, "-W", "ignore", "-c", check], home)
     added = statistics.median(float(ran([interpreter, "-c", START], home)) for _ in range(5))
     if added > START_LIMIT:
-        raise InstallError(
-            f"`import wellposed` adds {added:.2f} s to torch, expected at most {START_LIMIT} s"
-        )
-    line = f"installed in {seconds:.0f} s, import adds {added:.3f} s"
-    if name in {"train", "all"}:
-        # Processor time: a busy machine says nothing about the command.
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ran([home / "bin" / "wellposed", "doctor"], home)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        doctor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        if doctor > DOCTOR_LIMIT:
-            raise InstallError(
-                f"`wellposed doctor` took {doctor:.1f} s, expected at most {DOCTOR_LIMIT} s"
-            )
-        line += f", doctor {doctor:.1f} s"
+        raise InstallError(f"`import wellposed` adds {added:.2f} s to torch, not {START_LIMIT} s")
+    ran([home / "bin" / "wellposed", "doctor"], home)
     count = len(list(home.glob("lib/python*/site-packages/*.dist-info")))
-    return f"{line}, {count} packages beside torch's, {len(CHECKS[name])} checks ran"
+    checks = len(CHECKS[name])
+    return f"import adds {added:.3f} s, {count} packages beside torch's, {checks} checks ran"
 
 
 def tried_without_torch(python: str, wheel: Path, folder: Path) -> str:
@@ -219,42 +182,31 @@ def tried_without_torch(python: str, wheel: Path, folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try every environment, write a line for each, and return 0 if all worked, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--python", nargs="+", default=[sys.executable], help="interpreters to install for"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="what to install"
-    )
+    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--no-torch", action="store_true", help="only what needs no torch")
-    parser.add_argument("--folder", type=Path, help="where to work instead of a temporary folder")
     chosen = parser.parse_args(arguments)
     failed = 0
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel, sdist = built(folder)
         sys.stdout.write(f"built {wheel.name} ({wheel.stat().st_size // 1024} KiB), {sdist.name}\n")
         for position, python in enumerate(chosen.python):
             place = folder / str(position)
             place.mkdir()
-            version = ran(
-                [python, "-c", "import platform; print(platform.python_version())"], place
-            ).strip()
             if chosen.no_torch:
-                sys.stdout.write(
-                    f"python {version:<8} {tried_without_torch(python, wheel, place)}\n"
-                )
+                sys.stdout.write(f"{python}: {tried_without_torch(python, wheel, place)}\n")
                 continue
             torch = environment(python, place / "torch")
             install(torch, place, TORCH)
             for extra in chosen.only:
+                artefact = sdist if extra == "sdist" else wheel
                 try:
-                    line = tried(
-                        python, extra, sdist if extra == "sdist" else wheel, place, place / "torch"
-                    )
+                    line = tried(python, extra, artefact, place, place / "torch")
                 except InstallError as error:
                     failed += 1
                     line = f"FAILED: {error}"
-                sys.stdout.write(f"python {version:<8} {extra:<10} {line}\n")
+                sys.stdout.write(f"{python} {extra:<10} {line}\n")
                 sys.stdout.flush()
                 shutil.rmtree(place / extra, ignore_errors=True)
             shutil.rmtree(place)

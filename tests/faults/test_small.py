@@ -1,44 +1,69 @@
-"""The harness of faults at its smallest: nothing is found in the package, and what is planted is
-found."""
+"""The harness of faults at its smallest: nothing is found in the package, what is planted is found."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tools.faults.harness import Answer, fork, wait
+from tools.faults.kills import differences
 
-FAMILIES = {"kills", "damage", "full disk", "two writers", "clock", "fuzz", "hostile"}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the harness forks and reads /proc"),
+]
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="the harness forks and reads /proc"
-)
 def test_every_family_at_its_smallest(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("small.py")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
+    rows, page = tmp_path / "rows.json", tmp_path / "page.md"
+    options = ["--count", "8", "--rows", str(rows), "--page", str(page)]
+    command = [sys.executable, "-m", "tools.faults", *options]
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "toys")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["faults"] == []
-    assert {name.partition(":")[0] for name in found["tried"]} == FAMILIES
-    assert all(found["tried"].values()), found["tried"]
-    assert found["limits"] == ["hung", "crashed", "crashed"]
-    assert found["fuzz"] == ["KeyError", "ValueError"]
-    assert found["kills"] == ["wrong", "wrong"]
-    tried = sum(found["tried"].values())
-    assert f"In all {tried:,} tries, 0 faults." in found["page"]
+    found = json.loads(rows.read_text())
+    assert set(found) == {"kills", "writers", "damage", "values", "hostile"}
+    tried = {row["what"]: row["tried"] for family in found.values() for row in family["rows"]}
+    assert sum(tried.values()) > 100
+    assert f"In all {sum(tried.values()):,} tries, 0 faults." in page.read_text()
+
+
+def _raise() -> int:
+    raise ValueError("foreign")
+
+
+def _say(text: str, status: int) -> int:
+    os.write(2, text.encode())
+    return status
+
+
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        (lambda: time.sleep(60), "hung"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "crashed"),
+        (lambda: len(bytearray(8 << 30)), "crashed"),
+        (_raise, "crashed"),
+        (lambda: _say("Traceback (most recent call last)", 1), "foreign"),
+        (lambda: _say("\x1b[31m", 2), "unclear"),
+        (lambda: _say("no such file", 2), None),
+    ],
+)
+def test_what_is_planted_is_found(tmp_path: Path, work: Callable[[], int], kind: str) -> None:
+    child = fork(work, tmp_path / "log", memory=1 << 30)
+    answer = Answer(wait(child, 2), (tmp_path / "log").read_text())
+    assert answer.fault() == kind
+
+
+def test_a_file_that_is_not_what_an_undisturbed_command_leaves_is_named() -> None:
+    whole = {"a": b"1", "b": [1]}
+    assert differences(whole, {"a": b"1", "b": [1]}) == []
+    assert differences(whole, {"a": b"2", "c": []}) == ["a", "b", "c"]

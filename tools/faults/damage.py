@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -162,20 +163,25 @@ def _unfinish(folder: Path) -> None:
 
 
 def _answer(words: list[str], folder: Path, toys: Toys) -> Answer:
-    """Run a command; weights that it wrote are part of what it said, times and bytes are not."""
+    """Run a command; its text is without times and bytes, and ends in a digest of its weights."""
     said = run(words, toys.root / "damage.log")
     weights = folder / "final" / "model.safetensors"
     trained = words[0] == "train" and said.status == 0 and weights.is_file()
     text = re.sub(r"^.*(bytes|seconds|tokens/s| s\b).*$", "", said.said, flags=re.MULTILINE)
-    return Answer(said.status, text + (weights.read_bytes().hex() if trained else ""))
+    digest = sha256(weights.read_bytes()).hexdigest() if trained else "none"
+    return Answer(said.status, f"{text}\nweights: {digest}")
 
 
 def _judged(file: str, guarded: bool, before: Answer, after: Answer) -> str | None:
     path = Path(file)
+    named = path.name in after.said or path.parent.name in after.said
     if after.status:
-        named = path.name in after.said or path.parent.name in after.said
         return None if named or not guarded or path.name == "manifest.json" else "unclear"
-    return None if not guarded or after.said == before.said else "wrong"
+    (text, _, weights), (text_before, _, weights_before) = (
+        answer.said.rpartition("\nweights: ") for answer in (after, before)
+    )
+    same = weights == weights_before and (weights != "none" or named or text == text_before)
+    return None if same or not guarded else "wrong"
 
 
 def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:

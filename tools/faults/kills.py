@@ -152,6 +152,10 @@ def _finish(job: Job, out: Path, whole: dict[str, Any], row: Row, case: str, toy
     if again.status != 0:
         row.add("lost", case, f"the next start: {again.status}: {again.said[-600:]}")
         return
-    found = leaves(out)
-    if different := [name for name in {**whole, **found} if whole.get(name) != found.get(name)]:
+    if different := differences(whole, leaves(out)):
         row.add("wrong", case, f"different from undisturbed: {', '.join(different)}")
+
+
+def differences(whole: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return the names of files that are not the same on both sides."""
+    return [name for name in {**whole, **found} if whole.get(name) != found.get(name)]

@@ -27,6 +27,8 @@ UNTIMED = {
     *("seconds", "tokens_per_second", "date", "train_seconds", "peak_memory_bytes", "command"),
     *("git_hash", "sha256"),
 }
+SAID_ANEW = (".lock", ".toml", ".html")
+"""Files that say when and how a command was started last."""
 
 
 class BrokenToyError(Exception):
@@ -127,11 +129,17 @@ def leaves(out: Path) -> dict[str, Any]:
             and path.parent.name.startswith("checkpoint-")
             for run, kept in last.items()
         )
-        if old or path.name.startswith(".tmp-") or path.suffix in (".lock", ".toml", ".html"):
+        if (
+            old
+            or path.name.startswith(".tmp-")
+            or path.suffix in SAID_ANEW
+            or path.name == "env.json"
+        ):
             continue
         data = path.read_bytes()
         if path.suffix == ".json":
-            found[str(name)] = timeless(json.loads(data))
+            value = timeless(json.loads(data))
+            found[str(name)] = sorted(value["files"]) if path.name == "manifest.json" else value
         elif path.suffix == ".jsonl":
             found[str(name)] = [timeless(json.loads(line)) for line in data.splitlines()]
         else:
