@@ -14,7 +14,7 @@ HEAD = """# Speed, measured
 Made by `python -m benchmarks` from `benchmarks/results/*.json`; do not edit. Each value is the median over rounds in
 which all sides take turns in one process, with the spread of the middle 80 % of rounds (all of them where there are
 few). **Bold** misses its goal. Load is the machine's load average when the row was measured: on a busy machine read
-ratios, not seconds. Earlier rows, written by hand, are in [RESULTS.md](RESULTS.md)."""
+ratios, not seconds. Earlier rows, written by hand, are in [HISTORY.md](HISTORY.md)."""
 
 
 def against(row: Json) -> str:

@@ -15,7 +15,7 @@ def ptb_mini() -> RunConfig:
     """Penn Treebank characters, pre-LN, 3 layers of width 128: 1.145 nats on test after 14 minutes
     of one CPU core.
 
-    The data file is given with ``--data``; the row is in ``benchmarks/RESULTS.md``.
+    The data file is given with ``--data``; the row is in ``benchmarks/HISTORY.md``.
     """
     return RunConfig(
         task="char_lm",
@@ -42,7 +42,7 @@ def multi30k_mini() -> RunConfig:
 
     On test_2016_flickr with beam 4, the mean of the last three evaluations being better on valid
     than the last. The data folder is given with ``--data``; the row is in
-    ``benchmarks/RESULTS.md``.
+    ``benchmarks/HISTORY.md``.
     """
     return RunConfig(
         task="translation",

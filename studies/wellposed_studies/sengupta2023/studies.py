@@ -28,7 +28,7 @@ _MEDIUM: Mapping[str, Any] = {
 # seed that no table
 # reports, among rates a factor of three apart: around 1e-2 for the Transformers and 1e-1 for
 # TransJect, whose weights turn and whose embedding has entries of size one. Measured by
-# benchmarks/sengupta2023_rates.py; every rate tried is in benchmarks/RESULTS.md.
+# benchmarks/sengupta2023_rates.py; every rate tried is in benchmarks/HISTORY.md.
 _MINI_RATES = {
     "imdb": (3e-3, 1e-2, 3e-2, 1e-1, 1e-1),
     "ag_news": (3e-3, 1e-2, 1e-2, 3e-1, 1e-1),
