@@ -14,7 +14,7 @@ from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.dialogues import Dialogue, load_dialogues, read_synonyms, repeated
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
-from wellposed.tasks.metrics.names import SENTENCE_METRIC, VECTOR_METRICS
+from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS
 from wellposed.tasks.task import TASKS, TaskSpec
 
 if TYPE_CHECKING:

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ShapeError
-from wellposed.tasks.metrics.names import SENTENCE_METRIC, VECTOR_METRICS
+from wellposed.tasks.metrics.bleu import corpus_bleu
+from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l
 
 if TYPE_CHECKING:
     from wellposed.tasks.metrics.embedding import WordVectors
 
+OVERLAP_METRICS = ("bleu_1", "bleu_4", "meteor", "rouge_l", "cider")
+"""The measures of generated replies that need no file."""
+VECTOR_METRICS = ("embedding_average", "vector_extrema", "greedy_matching")
+"""Need word vectors."""
+SENTENCE_METRIC = "sentence_cosine"
+"""Needs a sentence encoder."""
+DIALOGUE_METRICS = (*OVERLAP_METRICS, SENTENCE_METRIC, *VECTOR_METRICS)
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 
@@ -115,11 +123,6 @@ def _overlap(
     wanted: list[list[str]],
     synonyms: Mapping[str, str] | None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    from wellposed.tasks.metrics.bleu import corpus_bleu
-    from wellposed.tasks.metrics.cider import cider
-    from wellposed.tasks.metrics.meteor import meteor
-    from wellposed.tasks.metrics.rouge import rouge_l
-
     count = len(references)
     pairs = list(zip(said, wanted, strict=True))
     bleu = {
@@ -133,14 +136,14 @@ def _overlap(
         "cider": sum(cider(said, wanted)) / count,
         "cider_d": sum(cider(said, wanted, variant="cider_d")) / count,
     }
-    modules = "exact, Porter stem" + (", synonyms of the user" if synonyms else "")
+    modules = "exact, Porter stem" + (", synonyms of the user" if synonyms else "; no WordNet")
     details = {
         **{
             f"bleu_{order}": f"{signature}|max_ngram_order:{order}"
             for order, (_, signature) in bleu.items()
         },
-        "meteor": f"Banerjee & Lavie 2005; {modules}",
-        "rouge_l": "beta 1.2",
+        "meteor": f"nltk, Banerjee & Lavie 2005; {modules}",
+        "rouge_l": "rouge-score, beta 1.2",
         "cider": "Vedantam et al. 2015; stemmed, one reference",
     }
     return scores, details

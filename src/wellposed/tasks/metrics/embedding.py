@@ -16,7 +16,6 @@ import numpy as np
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.files import bounded_lines, missing_file
-from wellposed.tasks.metrics.names import VECTOR_METRICS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,9 +76,11 @@ def embedding_scores(
     >>> {name: round(value, 4) for name, value in found.scores.items()}, found.unknown_words
     ({'embedding_average': 0.7071, 'vector_extrema': 0.7071, 'greedy_matching': 0.75}, {'sir': 1})
     """
-    measures: dict[str, Callable[[Vectors, Vectors], float]] = dict(
-        zip(VECTOR_METRICS, (_average, _extrema, _greedy), strict=True)
-    )
+    measures: dict[str, Callable[[Vectors, Vectors], float]] = {
+        "embedding_average": lambda first, second: _cosine(first.sum(0), second.sum(0)),
+        "vector_extrema": lambda first, second: _cosine(_extreme(first), _extreme(second)),
+        "greedy_matching": _greedy,
+    }
     totals = dict.fromkeys(measures, 0.0)
     unknown: Counter[str] = Counter()
     words = bare = 0
@@ -96,14 +97,6 @@ def embedding_scores(
     return EmbeddingScores(
         {name: total / count for name, total in totals.items()}, dict(unknown), words, bare
     )
-
-
-def _average(first: Vectors, second: Vectors) -> float:
-    return _cosine(first.sum(0), second.sum(0))
-
-
-def _extrema(first: Vectors, second: Vectors) -> float:
-    return _cosine(_extreme(first), _extreme(second))
 
 
 def _extreme(vectors: Vectors) -> Vectors:
@@ -170,12 +163,10 @@ def read_word_vectors(path: Path) -> WordVectors:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) as the file is read, as a file of vectors may be larger than memory."""
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, expected a file")
     if not path.is_file():
-        raise (
-            DataError(f"{path}: is a folder, expected a file")
-            if path.is_dir()
-            else missing_file(path)
-        )
+        raise missing_file(path)
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         number = 0
         try:

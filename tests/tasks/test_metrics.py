@@ -1,4 +1,4 @@
-"""Metrics of generated replies against values worked by hand (in the comments), brute force, and
+"""Metrics of generated text against values worked by hand (in the comments), brute force, and
 their properties."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,37 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, DataError, ShapeError
-from wellposed.tasks.metrics.cider import cider
-from wellposed.tasks.metrics.dialogue import dialogue_scores, words_of
+from wellposed.tasks.metrics.bleu import score_texts
+from wellposed.tasks.metrics.dialogue import (
+    DIALOGUE_METRICS,
+    VECTOR_METRICS,
+    dialogue_scores,
+    words_of,
+)
 from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores, read_word_vectors
-from wellposed.tasks.metrics.meteor import align, meteor
-from wellposed.tasks.metrics.names import DIALOGUE_METRICS, VECTOR_METRICS
-from wellposed.tasks.metrics.rouge import longest_common_subsequence, rouge_l
+from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l
 from wellposed.tasks.metrics.sentence import hf_sentence_encoder, sentence_cosine
-from wellposed.tasks.metrics.stem import porter_stem
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
-
-# Every example printed in Porter (1980), rule by rule, run through all five steps.
-_PRINTED = """
-caresses caress ponies poni ties ti caress caress cats cat feed feed agreed agre plastered plaster bled bled motoring
-motor sing sing conflated conflat troubled troubl sized size hopping hop tanned tan falling fall hissing hiss fizzed
-fizz failing fail filing file happy happi sky sky relational relat conditional condit rational ration valenci valenc
-hesitanci hesit digitizer digit conformabli conform radicalli radic differentli differ vileli vile analogousli analog
-vietnamization vietnam predication predic operator oper feudalism feudal decisiveness decis hopefulness hope callousness
-callous formaliti formal sensitiviti sensit sensibiliti sensibl triplicate triplic formative form formalize formal
-electriciti electr electrical electr hopeful hope goodness good revival reviv allowance allow inference infer airliner
-airlin gyroscopic gyroscop adjustable adjust defensible defens irritant irrit replacement replac adjustment adjust
-dependent depend adoption adopt homologou homolog communism commun activate activ angulariti angular homologous homolog
-effective effect bowdlerize bowdler probate probat rate rate cease ceas controll control roll roll generalizations gener
-oscillators oscil
-"""
-PORTER = _PRINTED.split()
-
-
-@pytest.mark.parametrize(("word", "stem"), list(zip(PORTER[::2], PORTER[1::2], strict=True)))
-def test_the_stems_of_porters_paper(word: str, stem: str) -> None:
-    assert porter_stem(word) == stem
 
 
 def test_words_keep_inner_apostrophes_and_split_punctuation() -> None:
@@ -52,14 +34,9 @@ def test_words_keep_inner_apostrophes_and_split_punctuation() -> None:
     assert words_of("  ") == []
 
 
-# METEOR ---------------------------------------------------------------------------------------------------------------
-
-
 def test_meteor_by_hand() -> None:
-    # All 6 words match: P = R = F = 1. The two "the" can be linked in two ways: with [on the mat]
-    # and [the cat] kept together, 3 x 1 + 3 x 2 + 1 x 2 = 11 links cross, in 3 chunks; first to
-    # first, 8 cross, in 6 chunks, so that
-    # one is taken: penalty 0.5 (6/6)^3.
+    # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
+    # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
     first = words_of("the cat sat on the mat")
     assert meteor(words_of("on the mat sat the cat"), first) == pytest.approx(0.5, abs=1e-12)
     # P = 6/7, R = 1, F = (60/7) / (61/7); [the cat] [sat on the mat]: penalty 0.5 (2/6)^3 = 1/54.
@@ -86,46 +63,10 @@ def test_meteor_matches_synonyms_only_where_they_are_given() -> None:
     )
 
 
-def test_meteor_takes_forms_before_stems() -> None:
-    # "cat" must take the form "cat", so that "cats" is left for "cats" too: two exact links, not
-    # one and a stem.
-    assert align(["cats", "cat"], ["cat", "cats"]) == {0: 1, 1: 0}
-
-
-def _crossings(links: tuple[tuple[int, int], ...]) -> int:
-    return sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(links, 2))
-
-
-def _best_by_brute_force(hypothesis: list[str], reference: list[str]) -> tuple[int, int]:
-    """Return (matches, crossings) over all one-to-one alignments of equal words."""
-    best = (0, 0)
-    for size in range(1, min(len(hypothesis), len(reference)) + 1):
-        for left in itertools.combinations(range(len(hypothesis)), size):
-            for right in itertools.permutations(range(len(reference)), size):
-                links = tuple(zip(left, right, strict=True))
-                if all(hypothesis[a] == reference[b] for a, b in links):
-                    best = max(best, (size, -_crossings(links)))
-    return best[0], -best[1]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from("abc"), max_size=5), st.lists(st.sampled_from("abc"), max_size=5))
-def test_alignments_have_the_most_matches_and_the_fewest_crossings(
-    hypothesis: list[str], reference: list[str]
-) -> None:
-    links = align(hypothesis, reference)
-    assert len(set(links.values())) == len(links)
-    found = len(links), _crossings(tuple(links.items()))
-    assert found == _best_by_brute_force(hypothesis, reference)
-
-
 @given(WORDS)
 @settings(max_examples=30, deadline=None)
 def test_meteor_of_a_sentence_with_itself_is_its_greatest_value(words: list[str]) -> None:
     assert meteor(words, words) == pytest.approx(1 - 0.5 / len(words) ** 3 if words else 0.0)
-
-
-# ROUGE-L --------------------------------------------------------------------------------------------------------------
 
 
 def test_rouge_l_by_hand() -> None:
@@ -149,21 +90,14 @@ def test_rouge_l_refuses_a_beta_that_is_no_weight() -> None:
 def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subsequence(
     first: list[str], second: list[str]
 ) -> None:
-    subsequences = {
-        pick for n in range(len(first) + 1) for pick in itertools.combinations(first, n)
-    }
-    shared = [
-        pick
-        for n in range(len(second) + 1)
-        for pick in itertools.combinations(second, n)
-        if pick in subsequences
+    picks = [
+        {pick for n in range(len(words) + 1) for pick in itertools.combinations(words, n)}
+        for words in (first, second)
     ]
-    assert longest_common_subsequence(first, second) == max(map(len, shared))
+    longest = max(map(len, picks[0] & picks[1]))
+    assert rouge_l(first, second, beta=math.inf) == pytest.approx(longest / max(1, len(second)))
     assert rouge_l(first, second, beta=1.0) == pytest.approx(rouge_l(second, first, beta=1.0))
     assert rouge_l(first, first) == pytest.approx(1.0 if first else 0.0)
-
-
-# CIDEr ----------------------------------------------------------------------------------------------------------------
 
 
 def test_cider_by_hand() -> None:
@@ -308,9 +242,6 @@ def test_files_that_cannot_be_read_are_data_errors(tmp_path: Path) -> None:
         read_word_vectors(tmp_path)
 
 
-# Sentence encoder -----------------------------------------------------------------------------------------------------
-
-
 def test_sentence_cosine_by_hand() -> None:
     # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
     rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
@@ -341,9 +272,6 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
     assert sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         hf_sentence_encoder(str(tmp_path / "none"))
-
-
-# Together -------------------------------------------------------------------------------------------------------------
 
 
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without() -> None:
@@ -377,3 +305,45 @@ def test_empty_replies_score_zero_everywhere() -> None:
     assert found.details["empty_hypotheses"] == 2
     with pytest.raises(ShapeError, match="0 hypotheses"):
         dialogue_scores([], [])
+
+
+HYPOTHESES = ["the cat sat on the mat today", "a dog ran across the green field"]
+REFERENCES = ["the cat sat on a mat today .", "a dog ran across the field"]
+
+
+def bleu(hypotheses: list[str], references: list[str]) -> float:
+    """Return 100 exp(min(0, 1 - r/c)) prod_n p_n^(1/4), with clipped counts over the corpus."""
+    precisions = []
+    for n in range(1, 5):
+        matched = total = 0
+        for hypothesis, reference in zip(hypotheses, references, strict=True):
+            grams = [
+                Counter(zip(*(words.split()[i:] for i in range(n)), strict=False))
+                for words in (hypothesis, reference)
+            ]
+            matched += sum((grams[0] & grams[1]).values())
+            total += sum(grams[0].values())
+        precisions.append(matched / total)
+    c, r = (sum(len(text.split()) for text in texts) for texts in (hypotheses, references))
+    return 100 * math.exp(min(0.0, 1 - r / c)) * math.prod(precisions) ** 0.25
+
+
+def test_bleu_is_that_of_the_paper() -> None:
+    assert score_texts(HYPOTHESES, REFERENCES).scores["bleu"] == pytest.approx(
+        bleu(HYPOTHESES, REFERENCES), abs=1e-9
+    )
+
+
+def test_signatures_say_what_was_counted() -> None:
+    scored = score_texts(HYPOTHESES, REFERENCES, bleu_tokens="char")
+    assert "tok:char" in scored.signatures["bleu"]
+    assert "nc:6" in scored.signatures["chrf"]
+    assert score_texts(REFERENCES, REFERENCES).scores == pytest.approx(
+        {"bleu": 100.0, "chrf": 100.0}
+    )
+
+
+@pytest.mark.parametrize(("hypotheses", "references"), [(["a"], []), ([], [])])
+def test_texts_without_partners_are_refused(hypotheses: list[str], references: list[str]) -> None:
+    with pytest.raises(DataError, match="expected as many"):
+        score_texts(hypotheses, references)

@@ -1,0 +1,193 @@
+"""Measures of generated replies that compare words: METEOR, ROUGE-L and CIDEr, of nltk and
+rouge-score; no download."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal, TypeAlias
+
+from wellposed.errors import ConfigError, ShapeError, missing_extra
+
+ORDERS = (1, 2, 3, 4)
+SIGMA = 6.0
+_PLAIN = re.compile(r"[a-z]{3,}")
+
+Gram: TypeAlias = "tuple[str, ...]"
+Weights: TypeAlias = "dict[Gram, float]"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def porter_stem(word: str) -> str:
+    """Return the stem of a lower-case English word by the five steps of Porter (1980), of nltk.
+
+    Words that are not three or more of the letters a to z are their own stem.
+
+    Raises:
+        ConfigError: nltk is not installed.
+
+    >>> [porter_stem(word) for word in ("relational", "hopping", "cats", "cat", "42")]
+    ['relat', 'hop', 'cat', 'cat', '42']
+    """
+    return _stemmer().stem(word) if _PLAIN.fullmatch(word) else word
+
+
+@functools.cache
+def _stemmer() -> Any:
+    try:
+        from nltk.stem.porter import PorterStemmer
+    except ImportError as error:
+        raise missing_extra("nltk", "train", "METEOR and CIDEr") from error
+    return PorterStemmer(PorterStemmer.ORIGINAL_ALGORITHM)
+
+
+def meteor(
+    hypothesis: Sequence[str],
+    reference: Sequence[str],
+    *,
+    synonyms: Mapping[str, str] | None = None,
+) -> float:
+    """Return ``F (1 - penalty)`` with ``F = 10 P R / (R + 9 P)`` and ``penalty = 0.5 (chunks /
+    matches)^3``.
+
+    Status: exact, by nltk. Source: Banerjee & Lavie (2005, "METEOR: an automatic metric for MT
+    evaluation"), with the modules exact, Porter stem and, where given, synonyms (the name of its
+    group by word) in place of WordNet, which would have to be downloaded: values are lower than
+    with it. nltk links a word that occurs twice to its last place, where the paper looks for the
+    fewest crossings. This is not METEOR 1.5 (other weights, paraphrase tables).
+
+    Takes lower-case words. Equal sentences of n words score 1 - 0.5 / n^3; no match, or an empty
+    sentence, scores 0.
+
+    >>> words = "the cat sat on the mat".split()
+    >>> meteor(words, words) == 1 - 0.5 / 6**3
+    True
+    >>> round(meteor("the cats sat".split(), "the cat was sitting".split()), 4)
+    0.4808
+    """
+    _stemmer()
+    from nltk.translate.meteor_score import single_meteor_score
+
+    names = synonyms or {}
+    groups: dict[str, list[str]] = {}
+    for word, group in names.items():
+        groups.setdefault(group, [group]).append(word)
+
+    def synsets(word: str) -> list[Any]:
+        alike = groups.get(names.get(word, word), [])
+        lemmas = [SimpleNamespace(name=functools.partial(str, each)) for each in alike]
+        return [SimpleNamespace(lemmas=lambda: lemmas)]
+
+    tools: dict[str, Any] = {
+        "stemmer": SimpleNamespace(stem=porter_stem),
+        "wordnet": SimpleNamespace(synsets=synsets),
+    }
+    return float(single_meteor_score(reference, hypothesis, preprocess=str, **tools))
+
+
+@functools.cache
+def _rouge_scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise missing_extra("rouge-score", "train", "ROUGE-L") from error
+    return RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
+
+
+def rouge_l(hypothesis: Sequence[str], reference: Sequence[str], *, beta: float = 1.2) -> float:
+    """Return ``(1 + beta^2) R P / (R + beta^2 P)`` with ``P = LCS / |hypothesis|`` and ``R = LCS /
+    |reference|``.
+
+    Status: exact, in [0, 1]; P and R are rouge-score's. Source: Lin (2004, "ROUGE", eq. 2-4), who
+    leaves beta open; 1.2 is that of the evaluation suite (Sharma et al. 2017) with which Zhang et
+    al. (2021) made their Table 4. Infinity gives recall alone. Words hold no white space.
+
+    >>> round(rouge_l("police kill the gunman".split(), "police killed the gunman".split(), beta=1.0), 4)
+    0.75
+    """
+    if not beta > 0:
+        raise ConfigError(f"rouge_l: beta = {beta!r}, expected a positive number")
+    found = _rouge_scorer().score(" ".join(reference), " ".join(hypothesis))["rougeL"]
+    precision, recall = found.precision, found.recall
+    if beta == math.inf or not recall:
+        return float(recall)
+    return (1 + beta**2) * recall * precision / (recall + beta**2 * precision)
+
+
+def cider(
+    hypotheses: Sequence[Sequence[str]],
+    references: Sequence[Sequence[str]],
+    *,
+    variant: Literal["cider", "cider_d"] = "cider",
+) -> list[float]:
+    """Return per pair the mean over n = 1..4 of the cosine of tf-idf weighted n-gram counts.
+
+    The weight of an n-gram is its count times ``log(pairs / max(1, references that hold it))``.
+    ``"cider"`` is eq. 1-3 of Vedantam et al. (2015): words are stemmed (Porter), the cosine is
+    plain, values are in [0, 1]. ``"cider_d"`` is their CIDEr-D, which the coco-caption code and the
+    suite of Sharma et al. (2017) print as "CIDEr": no stemming, the hypothesis' weights clipped to
+    the reference's in the product, times ``exp(-(difference in length)^2 / (2 6^2))``, times 10.
+
+    Status: exact. One reference a hypothesis, both as words. The references also fix the weights,
+    so a value belongs
+    to a set: the same pair scores differently in another one, and a set of one pair scores 0, as
+    every weight is 0. Orders n for which a sentence has no n-gram of positive weight count as 0, as
+    in the authors' code.
+
+    >>> said = ["a cat sat on the mat".split(), "he can swim very well".split()]
+    >>> cider(said, said), cider(said, said, variant="cider_d")
+    ([1.0, 1.0], [10.0, 10.0])
+    """
+    if len(hypotheses) != len(references):
+        raise ShapeError(
+            f"cider: {len(hypotheses)} hypotheses and {len(references)} references; expected as"
+            " many"
+        )
+    stemmed = variant == "cider"
+    said = [_grams(words, stem=stemmed) for words in hypotheses]
+    wanted = [_grams(words, stem=stemmed) for words in references]
+    documents = Counter(gram for counts in wanted for gram in counts)
+    scores = []
+    for hypothesis, reference, first, second in zip(
+        said, wanted, hypotheses, references, strict=True
+    ):
+        pair = (
+            _weigh(hypothesis, documents, len(references)),
+            _weigh(reference, documents, len(references)),
+        )
+        if stemmed:
+            scores.append(_mean_cosine(*pair, clip=False))
+        else:
+            fit = math.exp(-((len(first) - len(second)) ** 2) / (2 * SIGMA**2))
+            scores.append(10 * fit * _mean_cosine(*pair, clip=True))
+    return scores
+
+
+def _grams(words: Sequence[str], *, stem: bool) -> Counter[Gram]:
+    words = [porter_stem(word) for word in words] if stem else list(words)
+    return Counter(tuple(words[i : i + n]) for n in ORDERS for i in range(len(words) - n + 1))
+
+
+def _weigh(counts: Counter[Gram], documents: Counter[Gram], total: int) -> dict[int, Weights]:
+    weights: dict[int, Weights] = {n: {} for n in ORDERS}
+    for gram, count in counts.items():
+        weights[len(gram)][gram] = count * math.log(total / max(1, documents[gram]))
+    return weights
+
+
+def _mean_cosine(
+    hypothesis: dict[int, Weights], reference: dict[int, Weights], *, clip: bool
+) -> float:
+    return math.fsum(_cosine(hypothesis[n], reference[n], clip=clip) for n in ORDERS) / len(ORDERS)
+
+
+def _cosine(hypothesis: Weights, reference: Weights, *, clip: bool) -> float:
+    norms = math.hypot(*hypothesis.values()) * math.hypot(*reference.values())
+    if norms == 0:
+        return 0.0
+    pairs = [(weight, reference[gram]) for gram, weight in hypothesis.items() if gram in reference]
+    return min(1.0, math.fsum((min(pair) if clip else pair[0]) * pair[1] for pair in pairs) / norms)
