@@ -72,7 +72,8 @@ def meteor(
     _stemmer()
     from nltk.translate.meteor_score import single_meteor_score
 
-    names = synonyms or {}
+    # nltk asks for the synonyms of stems, as words are left by the module before.
+    names = {porter_stem(word): porter_stem(group) for word, group in (synonyms or {}).items()}
     groups: dict[str, list[str]] = {}
     for word, group in names.items():
         groups.setdefault(group, [group]).append(word)
