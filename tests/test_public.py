@@ -66,6 +66,7 @@ def test_a_public_name_is_what_its_package_publishes_and_defines(name: str, pack
 def test_python_gives_the_objects_that_type_checkers_see(package: str) -> None:
     module, seen = importlib.import_module(package), seen_by_type_checkers(package)
     assert seen.keys() <= set(dir(module))
+    assert set(module.__getattr__("__all__")) <= seen.keys()
     for name, home in seen.items():
         inside = f"{home}.{name}" if home == package else home
         assert getattr(module, name) is (

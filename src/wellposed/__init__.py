@@ -62,4 +62,28 @@ if TYPE_CHECKING:
     from wellposed.roles import Roles as Roles
     from wellposed.roles import find_roles as find_roles
 else:
-    __getattr__, __dir__ = import_on_first_use(__name__)
+    __getattr__, __dir__ = import_on_first_use(
+        __name__,
+        {
+            "": (
+                "attack certification constrain errors functional initialize integrations "
+                "linalg measurement models nn penalize presets recipes report roles tasks "
+                "training"
+            ),
+            "attack": "lipschitz_lower_bound",
+            "certification": "Certificate certify register_rule",
+            "constrain": "constrain_ orthogonal parameter_groups",
+            "errors": (
+                "CheckpointError ConfigError ConvergenceError DataError "
+                "NotContractiveError NotLipschitzError RoleNotFoundError ShapeError "
+                "WellposedError"
+            ),
+            "initialize": (
+                "dt_fixup_ remove_norms_ signal_propagation step_change t_fixup_ "
+                "tie_queries_and_keys_"
+            ),
+            "measurement": "Measurement Monitor measure",
+            "penalize": "OrthogonalityPenalty",
+            "roles": "Roles find_roles",
+        },
+    )

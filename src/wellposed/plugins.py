@@ -3,10 +3,8 @@ installed packages."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,8 +19,8 @@ def import_file(path: Path) -> None:
     """Run the Python file ``path`` once in this process, so that the names it registers can be
     used.
 
-    Its path and SHA-256 go to the user's own list of imported files, below ``XDG_STATE_HOME`` or
-    ``~/.local/state``. Only what is on that list is ever run again because a run folder names it.
+    Its path and SHA-256 go into the configuration of runs that this process starts. No folder has a
+    file run by naming it: `import_again` only asks for it.
 
     Args:
         path: a file that registers tasks, variants, attentions or model families, as a file of this
@@ -57,7 +55,6 @@ def import_file(path: Path) -> None:
             f"--import {path}: {kind}{error}; --debug shows where in the file"
         ) from error
     _imported[str(path)] = digest
-    _remember(_line(str(path), digest))
 
 
 def imported_files() -> dict[str, str]:
@@ -66,39 +63,33 @@ def imported_files() -> dict[str, str]:
 
 
 def import_again(files: Mapping[str, str], *, where: str) -> None:
-    """Import the files that a run was made with, unless this process has them already.
+    """Refuse a run whose files this process has not imported; a folder runs no code of its own
+    accord.
 
     Args:
         files: path and SHA-256 of each, as `imported_files` returned them.
         where: the run, for an error.
 
     Raises:
-        ConfigError: a file that is gone, has changed, or was never imported by this user: a folder
-            runs no code of its own accord. All are named, with the option that imports them.
+        ConfigError: files that are missing, moved or changed meanwhile, or not asked for; all are
+            named, with the option that imports them.
     """
-    remembered = _list().read_text(encoding="utf-8").splitlines() if _list().is_file() else []
     problems = []
     for name, digest in files.items():
-        if name in _imported:
-            continue
         path = Path(name)
+        if name in _imported or digest in _imported.values():
+            continue
         if not path.is_file():
-            problems.append(
-                f"{name}: no such file; where it is somewhere else now, give --import with its new"
-                " place"
-            )
+            problems.append(f"{name}: no such file; give --import with its new place")
         elif sha256(path.read_bytes()).hexdigest() != digest:
-            problems.append(
-                f"{name}: has changed since; to run it as it is now, give --import {name}"
-            )
-        elif _line(name, digest) not in remembered:
-            problems.append(
-                f"{name}: you have not imported it before; if you trust it, give --import {name}"
-            )
+            problems.append(f"{name}: has changed; to run it as it is now, give --import {name}")
         else:
-            import_file(path)
+            problems.append(f"{name}: if you trust it, give --import {name}")
     if problems:
-        raise ConfigError(f"{where} was made with code from outside wellposed:\n{listed(problems)}")
+        raise ConfigError(
+            f"{where} was made with code from outside wellposed, which a folder cannot ask for (in"
+            f" Python: wellposed.plugins.import_file):\n{listed(problems)}"
+        )
 
 
 def load_entry_points(group: str) -> None:
@@ -120,24 +111,3 @@ def load_entry_points(group: str) -> None:
                 f"entry point {entry.name} = {entry.value} of {package} in {group}:"
                 f" {type(error).__name__}: {error}; repair or remove that package"
             ) from error
-
-
-def _list() -> Path:
-    return (
-        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        / "wellposed"
-        / "imports"
-    )
-
-
-def _line(path: str, digest: str) -> str:
-    return f"{digest}  {path}"
-
-
-def _remember(line: str) -> None:
-    with suppress(OSError):  # a home that cannot be written: --import is then given every time
-        _list().parent.mkdir(parents=True, exist_ok=True)
-        with _list().open("a+", encoding="utf-8") as file:
-            file.seek(0)
-            if line not in file.read().splitlines():
-                file.write(line + "\n")

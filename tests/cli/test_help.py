@@ -105,7 +105,7 @@ def test_the_command_without_its_script(module: str) -> None:
         (["train", "--steps", "3"], "expected a task first"),
         (["compare", "char_lm", "--variants", "post_nl"], "nearest: post_ln"),
         (["compare", "char_lm", "--variants", "post_ln,post_ln"], "named twice"),
-        (["compare", "char_lm", "--seeds", "0"], "expected at least 1"),
+        (["compare", "char_lm", "--seeds", "0"], "seeds = 0, expected an integer >= 1"),
         (["train", "char_lm", "--preset", "ptb-mni"], "nearest: ptb-mini"),
         (["train", "listops", "--preset", "ptb-mini"], "is a configuration of task 'char_lm'"),
         (["predict", "somewhere"], "give the text with --text"),

@@ -17,7 +17,7 @@ import pytest
 
 from wellposed.cli import main
 from wellposed.errors import ConfigError
-from wellposed.plugins import import_again
+from wellposed.plugins import import_again, import_file
 
 PLUGIN = '''
 from dataclasses import dataclass, replace
@@ -55,25 +55,15 @@ def mine(base):
     """My attention."""
     return replace(base, model=replace(base.model, attention="mine"))
 '''
-TINY = [
-    "--steps",
-    "2",
-    "--eval-every",
-    "2",
-    "--batch-size",
-    "8",
-    "--model.hidden-size",
-    "8",
-    "--quiet",
-]
-TINY += ["--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"]
+TINY = ["--steps", "2", "--eval-every", "2", "--batch-size", "8", "--quiet"]
+TINY += ["--model.hidden-size", "8", "--model.num-hidden-layers", "1"]
+TINY += ["--model.num-attention-heads", "2"]
 
 
-def wellposed(home: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a fresh process with its own list of imported files."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(home)}
+def wellposed(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a fresh process."""
     command = [sys.executable, "-m", "wellposed", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8"
     )
     (folder / "my.py").write_text(PLUGIN, encoding="utf-8")
-    words = [
-        "compare",
-        "films",
-        "--variants",
-        "post_ln,mine",
-        "--import",
-        folder / "my.py",
-        "--out",
-        folder / "runs",
-    ]
-    done = wellposed(folder / "home", *words, *TINY)
+    words = ["compare", "films", "--seeds", "1", "--variants", "post_ln,mine"]
+    words += ["--import", str(folder / "my.py"), "--out", str(folder / "runs")]
+    done = wellposed(*words, *TINY)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -114,40 +96,33 @@ def test_a_run_records_what_it_imported(folder: Path) -> None:
     assert config["imports"] == {str(file.resolve()): sha256(file.read_bytes()).hexdigest()}
 
 
-def test_a_fresh_process_imports_it_again_and_labels_lines(folder: Path) -> None:
-    done = wellposed(
-        folder / "home", "predict", folder / "runs" / "mine" / "seed-0", "--text", "a good film x"
-    )
+def test_a_folder_runs_no_code_until_its_file_is_named(folder: Path) -> None:
+    run, file = folder / "runs" / "mine" / "seed-0", folder.resolve() / "my.py"
+    words = ("predict", run, "--text", "a good film x")
+    done = wellposed(*words)
+    assert done.returncode == 2
+    assert f"{file}: if you trust it, give --import {file}" in done.stderr
+    done = wellposed(*words, "--import", file)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\t")[0] in ("pos", "neg")
 
 
-def test_a_folder_from_elsewhere_runs_no_code(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert main(["predict", str(folder / "runs" / "mine" / "seed-0"), "--text", "a good film"]) == 2
-    message = capsys.readouterr().err
-    assert f"if you trust it, give --import {folder.resolve() / 'my.py'}" in message
-    assert "attention" not in message
-    assert "wellposed_import" not in " ".join(sys.modules)
-
-
-def test_a_file_that_changed_or_went_is_not_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "home"))
+def test_a_file_that_changed_or_went_is_named(tmp_path: Path) -> None:
     file = tmp_path / "changed.py"
-    shutil.copy(folder / "my.py", file)
+    file.write_text("raise RuntimeError", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         import_again({str(file): "0" * 64, str(tmp_path / "gone.py"): "0" * 64}, where="runs/a")
     message = str(caught.value)
-    assert message.startswith("runs/a was made with code from outside wellposed:")
-    assert f"{file}: has changed since" in message
-    assert f"{tmp_path / 'gone.py'}: no such file" in message
+    assert message.startswith("runs/a was made with code from outside wellposed")
+    assert f"{file}: has changed; to run it as it is now, give --import {file}" in message
+    assert f"{tmp_path / 'gone.py'}: no such file; give --import with its new place" in message
+
+
+def test_a_file_that_moved_is_the_same_file(tmp_path: Path) -> None:
+    file = tmp_path / "moved.py"
+    file.write_text("MOVED = True", encoding="utf-8")
+    import_file(file)
+    import_again({"/gone/mine.py": sha256(file.read_bytes()).hexdigest()}, where="runs/a")
 
 
 @pytest.mark.parametrize(
@@ -163,19 +138,16 @@ def test_a_file_that_changed_or_went_is_not_run(
 )
 def test_a_file_that_fails_is_one_line(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     source: str,
     says: str,
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = tmp_path / "my.py"
     file.write_text(source, encoding="utf-8")
     assert main(["train", "listops", "--import", str(file)]) == 2
     message = capsys.readouterr().err
     assert f"--import {file}: {says}" in message
     assert message.count("\n") == 1
-    assert not (tmp_path / "wellposed").exists()
 
 
 def test_an_installed_package_brings_its_names_by_entry_points(

@@ -165,11 +165,11 @@ def test_several_texts_per_line(folder: Path) -> None:
     ("words", "says"),
     [
         (["--temperature", "0.5"], "--temperature has no effect on this model"),
-        (["--n-best", "2"], "--n-best 2: expected at most --beams 1"),
-        (["--gnmt"], "greedy search (--beams 1) compares no lengths"),
-        (["--beams", "2", "--n-best", "2", "--long", "split"], "leave --n-best at 1"),
-        (["--batch-size", "0"], "must be at least 1"),
-        (["--beams", "0"], "expected at least 1 each"),
+        (["--n-best", "2"], "n_best = 2, expected at most beams = 1"),
+        (["--gnmt"], "greedy search (beams = 1) compares no lengths"),
+        (["--beams", "2", "--n-best", "2", "--long", "split"], "leave n_best at 1"),
+        (["--batch-size", "0"], "batch_size = 0, expected an integer >= 1"),
+        (["--beams", "0"], "beams = 0, expected an integer >= 1"),
     ],
 )
 def test_options_without_effect_are_refused(

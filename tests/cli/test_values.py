@@ -77,16 +77,6 @@ def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(
     assert len([line for line in said if line.startswith("step 2/2 valid")]) == 1
 
 
-def test_a_negative_length_of_texts_is_one_line(
-    foreign: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edit(foreign / "tokenizer_config.json", model_max_length=-5)
-    assert main(["predict", str(foreign), "--text", "a good film x"]) == 1
-    said = capsys.readouterr().err
-    assert "model_max_length = -5 in its tokenizer_config.json, expected at least 1" in said
-    assert said.count("\n") == 1
-
-
 def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> None:
     import transformers
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from wellposed.cli.first_look import first_look
 from wellposed.errors import (
@@ -71,10 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout, TextIOWrapper
     ):  # a name that is no text, or that the terminal cannot show, is escaped
         sys.stdout.reconfigure(errors="backslashreplace")
-    debug = "--debug" in words
+    flags: dict[str, Any] = {"debug": False}
     try:
+        flags, words = first_look(words, flags=["debug"])
         with _notices():
-            return _dispatch([word for word in words if word != "--debug"])
+            return _dispatch(words)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except Exception as error:
-        said = None if debug else _describe(error, words)
+        said = None if flags["debug"] else _describe(error, words)
         if said is None:
             raise
         print(
@@ -111,7 +113,7 @@ def _dispatch(words: list[str]) -> int:
         raise unknown_name("command", words[0], COMMANDS)
     if words[0] not in TOGETHER:
         _refuse_several_processes(words[0])
-    for file in first_look(words, many=["import"])["import"]:
+    for file in first_look(words, many=["import"])[0]["import"]:
         import_file(Path(file))
     return importlib.import_module(f"wellposed.cli._{words[0]}").run(words[1:])
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from wellposed.cli._start import READ_BY, start_config
+from wellposed.cli.first_look import first_look
 from wellposed.cli.parser import (
     HELP,
     HELP_ALL,
@@ -97,31 +98,32 @@ def task_usage(command: str) -> str:
 
 
 def base_config(task: str, words: Sequence[str]) -> RunConfig:
-    """Return the configuration named by ``--preset`` and ``--config`` among the words, else the
+    """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
     defaults."""
-    config_file, preset = option_value(words, "--config"), option_value(words, "--preset")
-    start = option_value(words, "--from")
-    if start and (config_file or preset):
-        raise ConfigError("--from and --config or --preset both name a model; give one of them")
-    if start:
-        return start_config(
-            task,
-            start,
-            from_scratch=any(word.startswith("--from-scratch") for word in words),
-            given=[name for name in READ_BY if option_value(words, f"--{name}")],
-        )
-    if config_file and preset:
-        raise ConfigError("--config and --preset both name a configuration; give one of them")
-    if preset:
+    names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
+    said, _ = first_look(words, names, ["from-scratch"])
+    sources = [name for name in names[:3] if said[name]]
+    if len(sources) > 1:
+        raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
+    base = RunConfig(task=task)
+    if said["from"]:
+        given = [name for name in READ_BY if said[name]]
+        base = start_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
+    elif said["preset"]:
         from wellposed.compare.named import NAMED
 
-        found = NAMED.get(preset)()
-        return _of_task(found, task, f"preset {preset!r}")
-    if config_file:
-        config = _of_task(read_config(Path(config_file)), task, config_file)
-        import_again(config.imports, where=config_file)
-        return config
-    return RunConfig(task=task)
+        base = _of_task(NAMED.get(said["preset"])(), task, f"preset {said['preset']!r}")
+    elif said["config"]:
+        base = _of_task(read_config(Path(said["config"])), task, said["config"])
+        import_again(base.imports, where=said["config"])
+    if said["steps"] is None:
+        return base
+    if said["epochs"] not in (None, "None"):
+        raise ConfigError(
+            f"--steps {said['steps']} and --epochs {said['epochs']} both say how long to train;"
+            " give one of them"
+        )
+    return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -138,7 +140,11 @@ def parse(
 ) -> tuple[RunConfig, Any]:
     """Parse the options of a task, a run and a command; return the configuration and the ``extra``
     options."""
-    base = _as_long_as_asked(base, words)
+    strangers, _ = first_look(words, strangers=[name[2:] for name in OTHER_SPELLINGS])
+    for name, value in strangers.items():
+        if value is not None:
+            meant = OTHER_SPELLINGS[f"--{name}"]
+            raise ConfigError(f"{command} {base.task}: no option --{name}; did you mean {meant}?")
     options = TASKS.get(base.task).options
     arguments = dataclasses.make_dataclass(
         "Arguments",
@@ -164,11 +170,6 @@ def parse(
         constrain=base.constrain,
         start=StartArguments(**dataclasses.asdict(base.start)),
     )
-    for word in words:
-        if (meant := OTHER_SPELLINGS.get(word.partition("=")[0])) is not None:
-            raise ConfigError(
-                f"{command} {base.task}: no option {word.partition('=')[0]}; did you mean {meant}?"
-            )
     parsed: Any = parse_words(
         arguments,
         words,
@@ -202,18 +203,6 @@ def parse(
     return run, parsed.command
 
 
-def _as_long_as_asked(base: RunConfig, words: Sequence[str]) -> RunConfig:
-    """Return ``base`` without its epochs where the words name a number of steps."""
-    steps, epochs = option_value(words, "--steps"), option_value(words, "--epochs")
-    if steps is None:
-        return base
-    if epochs not in (None, "None"):
-        raise ConfigError(
-            f"--steps {steps} and --epochs {epochs} both say how long to train; give one of them"
-        )
-    return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
-
-
 def command_words(command: str, words: Sequence[str]) -> list[str]:
     """Return the exact command, as reports print it."""
     return ["wellposed", command, *words]
@@ -237,26 +226,6 @@ def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:
             f"{where} is a configuration of task {config.task!r}, the command names {task!r}"
         )
     return config
-
-
-def without_option(words: Sequence[str], flag: str) -> list[str]:
-    """Return the words without ``flag`` and its value.
-
-    >>> without_option(["listops", "--resume", "never", "--seed=1", "--resume=auto"], "--resume")
-    ['listops', '--seed=1']
-    """
-    pairs = zip(["", *words], words, strict=False)
-    return [word for before, word in pairs if flag not in (before, word.partition("=")[0])]
-
-
-def option_value(words: Sequence[str], flag: str) -> str | None:
-    """Return the value given to ``flag`` among the words, before the other options are parsed."""
-    for position, word in enumerate(words):
-        if word == flag and position + 1 < len(words):
-            return words[position + 1]
-        if word.startswith(flag + "="):
-            return word.partition("=")[2]
-    return None
 
 
 def _print_config(run: RunConfig) -> NoReturn:

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.cli.model_argument import ModelName, parse_with_model
-from wellposed.cli.parser import ImportedFiles
+from wellposed.cli.parser import ModelArguments, parse_with_model
 from wellposed.errors import ConfigError
+from wellposed.options import Count, Positive, Size
 from wellposed.text_table import aligned
 from wellposed.training.folder.durable_files import replace_files
 
@@ -29,45 +29,39 @@ _LOSSES = 6
 
 
 @dataclass(frozen=True)
-class CertifyArguments:
+class CertifyArguments(ModelArguments):
     """Certified Lipschitz bound of every layer; for a run that classifies or continues texts,
     certified accuracy."""
 
-    model: ModelName
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
-    as --from MODEL."""
-    seq_len: int | None = None
+    seq_len: Size | None = None
     """The bound covers at most this many tokens; the model's positions, or the patches of an image,
     where not given."""
-    min_tokens: int = 1
+    min_tokens: Size = 1
     """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by
     sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
     """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
-    radius: float | None = None
+    radius: Positive | None = None
     """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention
     needs it."""
     data: str | None = None
     """Data of the run's task, where it is no longer where the run found it."""
     split: Literal["valid", "test"] = "test"
     """Split on which certified accuracy is measured."""
-    examples: int = 256
+    examples: Count = 256
     """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0
     leaves it out."""
     radii: str | None = None
     """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not
     given."""
-    attack_steps: int = 20
+    attack_steps: Count = 20
     """Gradient steps of the attack for each size."""
-    restarts: int = 1
+    restarts: Size = 1
     """Starts of the attack for each size."""
-    batch_size: int = 32
+    batch_size: Size = 32
     """Examples in one batch."""
     out: Path | None = None
     """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
-    imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it and it has moved, changed or come
-    from elsewhere."""
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
 

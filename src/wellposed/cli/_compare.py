@@ -15,10 +15,11 @@ from wellposed.cli._arguments import (
     parse,
     split_task,
     task_usage,
-    without_option,
 )
+from wellposed.cli.first_look import first_look
 from wellposed.cli.tracking import TrackerNames, report_images, tracking
 from wellposed.compare.variants import VARIANTS, summary
+from wellposed.options import CheckedOptions, Count, Size
 from wellposed.training.loop.processes import is_first
 
 if TYPE_CHECKING:
@@ -29,21 +30,21 @@ VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
 
 @dataclass(frozen=True)
-class CompareArguments:
+class CompareArguments(CheckedOptions):
     """Options of the command itself."""
 
     variants: str | None = None
     """Comma-separated variants, name:value for one with a number; others are compared with the
     first. Where not given: post_ln,pre_ln; with --from plain,key:1e-2."""
-    seeds: int = 3
+    seeds: Size = 3
     """Seeds per variant, from --seed on; 1 tests nothing."""
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
-    jobs: int = 1
+    jobs: Size = 1
     """Runs that train at the same time, each in a process of its own."""
     resume: str = "never"
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
-    certify: int = 0
+    certify: Count = 0
     """Certified and attacked accuracy on so many test examples."""
     track: TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
@@ -88,7 +89,7 @@ def run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         runs, cancelled = ComparisonRuns((), ()), True
     if is_first() and cancelled:
-        again = shlex.join(["wellposed", "compare", *without_option(words, "--resume")])
+        again = shlex.join(["wellposed", "compare", *first_look(words, ["resume"])[1]])
         print(f"interrupted; go on with: {again} --resume auto", file=sys.stderr)
     if not is_first() or cancelled:
         return 130 if cancelled else int(bool(runs.failed))

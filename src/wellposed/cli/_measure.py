@@ -6,25 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.cli.model_argument import ModelName, parse_with_model
-from wellposed.cli.parser import ImportedFiles
+from wellposed.cli.parser import ModelArguments, parse_with_model
 
 
 @dataclass(frozen=True)
-class MeasureArguments:
+class MeasureArguments(ModelArguments):
     """Orthogonality error, singular values, condition number and stable rank of every weight, by
     role and layer."""
 
-    model: ModelName
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
-    as --from MODEL."""
     text: str | None = None
     """Also run the model on this text: activation norms and attention entropy."""
     image: Path | None = None
     """The same for a model of images: run it on this one."""
-    imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it and it has moved, changed or come
-    from elsewhere."""
     out: Path | None = None
     """Folder for measurement.csv, measurement.json and measurement.svg."""
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wellposed.cli.model_argument import ModelName, parse_with_model
-from wellposed.cli.parser import ImportedFiles
+from wellposed.cli.parser import ModelArguments, parse_with_model
 from wellposed.cli.prediction.lines import LineSource, column_lines, line_writer
 from wellposed.errors import ConfigError, DataError
+from wellposed.options import Seed, Size, Strength
 from wellposed.tasks.data.images import IMAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -24,13 +24,10 @@ TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
 
 
 @dataclass(frozen=True)
-class PredictArguments:
+class PredictArguments(ModelArguments):
     """Continue a text with a language model, label each line with a classifier, translate it, or
     label images."""
 
-    model: ModelName
-    """A run folder, a saved Hugging Face model with its tokenizer, or a hub name; also as --from
-    MODEL."""
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
@@ -42,36 +39,46 @@ class PredictArguments:
     training where not given."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Size | None = None
     """Most tokens to add. A language model adds 200 where not given, and past its positions goes on
     from the last half of them; a translation has at most 2 x source + 10."""
-    temperature: float = 0.8
+    temperature: Strength = 0.8
     """Sampling temperature of a language model; 0 takes the most probable token."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling."""
-    batch_size: int = 32
+    batch_size: Size = 32
     """Lines or images that are labelled or translated at a time."""
-    beams: int = 4
+    beams: Size = 4
     """Beams of a translation; 1 is greedy."""
     length_penalty: float = 1.0
     """Exponent a: beams score log p / length^a."""
     gnmt: bool = False
     """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
-    n_best: int = 1
+    n_best: Size = 1
     """Translations per line; above 1 an output line is: line number, rank, score, text, between
     tabs."""
-    imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it and it has moved, changed or come
-    from elsewhere."""
     long: Literal["refuse", "truncate", "split"] = "refuse"
     """What happens to lines longer than the positions of a translation model: an error, their
     start, or in parts."""
+
+    def problems(self) -> list[str]:
+        """Return a line where no text is named, or two; and for options that exclude each other."""
+        found = []
+        if (self.text is None) == (self.input is None):
+            found.append("give the text with --text, or a file with --input (exactly one of them)")
+        if self.n_best > self.beams:
+            found.append(f"n_best = {self.n_best}, expected at most beams = {self.beams}")
+        if self.beams == 1 and (self.gnmt or self.length_penalty != 1.0):
+            found.append("length_penalty and gnmt: greedy search (beams = 1) compares no lengths")
+        if self.n_best > 1 and self.long == "split":
+            found.append("long = split joins the best text of each part; leave n_best at 1")
+        return found
 
 
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
     options = parse_with_model(PredictArguments, "predict", words)
-    _check(options)
+    _refuse_missing_input(options)
 
     from wellposed.cli.load import load_model, load_tokenizer
     from wellposed.models import reads_images
@@ -134,27 +141,22 @@ def _refuse_images(model: PreTrainedModel, options: PredictArguments) -> None:
         )
 
 
-def _check(options: PredictArguments) -> None:
-    if (options.text is None) == (options.input is None):
-        raise ConfigError(
-            "wellposed predict: give the text with --text, or a file with --input (exactly one of"
-            " them)"
-        )
-    if options.batch_size < 1 or (options.max_new_tokens or 1) < 1:
-        raise ConfigError("wellposed predict: --batch-size and --max-new-tokens must be at least 1")
-    if options.input is not None and str(options.input) != "-" and not options.input.exists():
-        raise DataError(f"{options.input}: no such file")
+def _refuse_missing_input(options: PredictArguments) -> None:
     given, output = options.input, options.output
-    if given and output and given.exists() and output.exists() and given.samefile(output):
+    if given is None or str(given) == "-":
+        return
+    if not given.exists():
+        raise DataError(f"{given}: no such file")
+    if output and output.exists() and given.samefile(output):
         raise ConfigError(
-            f"wellposed predict: --output {options.output} is the file that --input names, which it"
-            " would replace; name another one"
+            f"wellposed predict: --output {output} is the file that --input names, which it would"
+            " replace; name another one"
         )
 
 
 def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:
     """Refuse options that would have no effect on this kind of model."""
-    defaults = PredictArguments(model="")
+    defaults = PredictArguments(text="")
     changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
@@ -169,10 +171,6 @@ def _translate(
     from wellposed.cli.prediction.translation import Translator, build_decoding, translate_lines
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
-    if options.n_best > 1 and options.long == "split":
-        raise ConfigError(
-            "wellposed predict: --long split joins the best text of each part; leave --n-best at 1"
-        )
     decoding = build_decoding(
         beams=options.beams,
         length_penalty=options.length_penalty,

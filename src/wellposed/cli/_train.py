@@ -10,11 +10,11 @@ from pathlib import Path
 from wellposed.cli._arguments import (
     base_config,
     command_words,
-    option_value,
     parse,
     split_task,
     task_usage,
 )
+from wellposed.cli.first_look import first_look
 from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.compare.variants import VARIANTS, apply_variant
 from wellposed.training.loop.processes import is_first, is_one_of_several
@@ -50,7 +50,7 @@ def run(words: Sequence[str]) -> int:
         print(task_usage("train"))
         return 0
     base = base_config(task, rest)
-    named = option_value(rest, "--variant")
+    named = first_look(rest, ["variant"])[0]["variant"]
     if named:
         base = apply_variant(named, base)
     config, options = parse("train", base, rest, TrainArguments, _description())

@@ -16,8 +16,8 @@ def first_look(
     *,
     many: Iterable[str] = (),
     strangers: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Return what some options say: the last value or None, and whether a flag is given.
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what some options say, the last value or None, whether a flag is given, and the rest.
 
     Args:
         words: what followed the command's name; all other options are passed over.
@@ -30,7 +30,7 @@ def first_look(
         ConfigError: an option without its value.
 
     >>> first_look(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
-    {'from': 'x', 'out': None, 'fast': True}
+    ({'from': 'x', 'out': None, 'fast': True}, ['--steps', '3'])
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in values:
@@ -45,6 +45,7 @@ def first_look(
     for name in strangers:
         parser.add_argument(f"--{name}", dest=name, nargs="?", const="")
     try:
-        return vars(parser.parse_known_args(list(words))[0])
+        found, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}, a value after it") from None
+    return vars(found), rest

@@ -14,7 +14,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from wellposed.options import refused_together
+from wellposed.errors import ConfigError
+from wellposed.options import CheckedOptions, refused_together
 
 Arguments = TypeVar("Arguments")
 ImportedFiles: TypeAlias = Annotated[
@@ -75,6 +76,40 @@ def parse_words(
     if getattr(getattr(parsed, "command", parsed), "quiet", False):
         logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
     return typing.cast(Arguments, parsed)
+
+
+@dataclass(frozen=True)
+class ModelArguments(CheckedOptions):
+    """The model that a command reads, and code of the user's own that it needs."""
+
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional] = ""
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
+    as --from MODEL."""
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="MODEL")] = ""
+    """The same."""
+    imports: ImportedFiles = ()
+    """Run this Python file first, where the run was made with it: no folder runs code of its own
+    accord."""
+
+
+Model = TypeVar("Model", bound=ModelArguments)
+
+
+def parse_with_model(
+    arguments: type[Model], command: str, words: Sequence[str], description: str | None = None
+) -> Model:
+    """Return the options of a command that reads a model, which is then in ``model``.
+
+    Raises:
+        ConfigError: no model is named, or two.
+    """
+    parsed = parse_words(arguments, words, prog=f"wellposed {command}", description=description)
+    if bool(parsed.model) == bool(parsed.source):
+        raise ConfigError(
+            f"wellposed {command}: give a model, as the first word or with --from: a folder, a"
+            " config.json or a hub name"
+        )
+    return dataclasses.replace(parsed, model=parsed.model or parsed.source, source="")
 
 
 def only(

@@ -17,4 +17,12 @@ if TYPE_CHECKING:
         LightningConditionCallback as LightningConditionCallback,
     )
 else:  # a Trainer user need not have Lightning, nor the other way round
-    __getattr__, __dir__ = import_on_first_use(__name__)
+    __getattr__, __dir__ = import_on_first_use(
+        __name__,
+        {
+            "_attention_interface": "register_attention set_attention_",
+            "_condition": "ConditionMetrics",
+            "_hf_trainer": "ConditionCallback penalized_loss",
+            "_lightning": "LightningConditionCallback",
+        },
+    )

@@ -30,4 +30,16 @@ if TYPE_CHECKING:
     from wellposed.measurement._token_distances import DistanceMetric as DistanceMetric
     from wellposed.measurement._token_distances import token_distances as token_distances
 else:  # a report reads a measurement without torch
-    __getattr__, __dir__ = import_on_first_use(__name__)
+    __getattr__, __dir__ = import_on_first_use(
+        __name__,
+        {
+            "_activation_factor": "ActivationFactor activation_factor",
+            "_correlations": "Correlation correlate correlations",
+            "_entropy": "EntropyEstimator differential_entropy layer_entropy",
+            "_isomap": "IsomapPoints isomap",
+            "_measure": "measure",
+            "_monitor": "Monitor",
+            "_states": "hidden_states",
+            "_token_distances": "DistanceMetric token_distances",
+        },
+    )

@@ -30,4 +30,20 @@ if TYPE_CHECKING:
     from wellposed.training.loop.tracking import Tracking as Tracking
     from wellposed.training.loop.train import train as train
 else:
-    __getattr__, __dir__ = import_on_first_use(__name__)
+    __getattr__, __dir__ = import_on_first_use(
+        __name__,
+        {
+            "config": (
+                "ConstrainOptions ModelOptions PenaltyOptions RunConfig TrainOptions "
+                "config_difference"
+            ),
+            "folder.manifest": "verify_final verify_run_file",
+            "folder.metrics": "read_metrics",
+            "folder.result": "RunResult read_result result_schema",
+            "folder.run_folder": "read_config",
+            "folder.save": "load_run_model",
+            "loop.schedules": "SCHEDULES learning_rate",
+            "loop.tracking": "Tracking",
+            "loop.train": "train",
+        },
+    )

@@ -74,11 +74,6 @@ class _Inputs:
         from wellposed.models import text_positions
 
         longest = int(self.tokenizer.model_max_length)
-        if longest < 1:
-            raise CheckpointError(
-                f"{self.tokenizer.name_or_path}: model_max_length = {longest} in its"
-                " tokenizer_config.json, expected at least 1"
-            )
         return min(text_positions(self.model.config) or sys.maxsize, longest)
 
     def encode(self, rows: Sequence[str], start: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.cli.prediction.lines import LineProgress, LineSource, line_writer
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import DataError, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -188,25 +188,9 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
 def build_decoding(
     *, beams: int, length_penalty: float, gnmt: bool, n_best: int, max_new_tokens: int | None
 ) -> Any:
-    """Return the search that the options of the command describe.
-
-    Raises:
-        ConfigError: beams or texts below 1, more texts than beams, a length penalty without beams.
-    """
+    """Return the search that the options of the command describe."""
     from wellposed.tasks.kinds.generate import Decoding
 
-    problems = []
-    if beams < 1 or n_best < 1:
-        problems.append(f"--beams {beams} and --n-best {n_best}: expected at least 1 each")
-    if n_best > beams:
-        problems.append(f"--n-best {n_best}: expected at most --beams {beams}; raise --beams")
-    if beams == 1 and (gnmt or length_penalty != 1.0):
-        problems.append(
-            "--length-penalty and --gnmt: greedy search (--beams 1) compares no lengths; raise"
-            " --beams"
-        )
-    if problems:
-        raise ConfigError("wellposed predict:\n" + listed(problems))
     penalty = length_penalty
     if gnmt:
         from wellposed.models import GNMTLengthPenalty
