@@ -107,7 +107,7 @@ def test_gain_scales_the_isometry_and_fit_moves_least() -> None:
     handle = constrain_(model, optimizer, where=NAMES, gain="fit")
     row = handle.report.rows[0]
     values = torch.linalg.svdvals(before)
-    assert row.gain == pytest.approx(float(values.mean()), rel=1e-6)
+    assert row.gain == float(f"{float(values.mean()):.3g}")
     assert row.moved_frobenius < float((values - 1).norm() / values.norm())
     train(model, optimizer, 50)
     assert isometry_error(model.square.weight / row.gain) <= 1e-5

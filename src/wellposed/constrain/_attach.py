@@ -11,8 +11,10 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from wellposed.call_checks import known_keywords, say_moves
 from wellposed.constrain._bounded import ColumnWeight, SpectralWeight
 from wellposed.constrain._handle import Constraint, decay_error, handles_of, owns
 from wellposed.constrain._options import Set, check_options
@@ -36,6 +38,7 @@ _KEPT = {
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
 
+@known_keywords
 def constrain_(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -44,7 +47,7 @@ def constrain_(
     roles: str | Sequence[str] | None = None,
     to: Set = "orthogonal",
     bound: float = 1.0,
-    gain: float | Literal["fit"] = 1.0,
+    gain: float | Literal["fit"] | None = None,
     adapters: bool = False,
     weight_decay: Literal["refuse", "ignore"] = "refuse",
     embeddings: Literal["refuse", "fit"] = "refuse",
@@ -64,8 +67,8 @@ def constrain_(
     in every dtype (`wellposed.linalg.cap_spectral_norm_`); never by power iteration. Columns, up to
     the rounding u of their entries; nothing is claimed of ``|W|_2``, which may be ``bound`` times
     the root of their number. A weight that is edited between steps (``load_state_dict``, ``copy_``,
-    ``.data``) is back in its set after the next step. `certify` measures the weights as they are
-    and knows nothing of this handle.
+    ``.data``) is back in its set after the next step in which it has a gradient; one without is left as
+    it is. `certify` measures the weights as they are and knows nothing of this handle.
 
     The weights stay plain parameters. Hooks on the optimizer retract them after its step. A square
     orthogonal weight
@@ -81,7 +84,9 @@ def constrain_(
 
     Attaching moves each weight to the nearest of the set (polar factor, singular values capped,
     columns divided by their lengths) and reports how far; weights already inside are not touched,
-    so a resumed run goes on from the same weights.
+    so a resumed run goes on from the same weights. One line is logged (INFO), and a warning where a
+    weight moves by more than a tenth of its norm. The dtype of an orthogonal weight may not change
+    while it is held: call `remove`, turn the model, and constrain it again.
 
     Args:
         model: any module; DistributedDataParallel and ``torch.compile`` wrappers are looked
@@ -103,7 +108,10 @@ def constrain_(
         bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length;
         above 0.
         gain: of ``"orthogonal"`` the common singular value, above 0, or ``"fit"`` for each weight's
-            mean singular value, which moves it least.
+            mean singular value to three digits, which moves it least. By default ``"fit"`` for a
+            pretrained model of Hugging Face (one that knows where it was loaded from), 1 else. On
+            MiniLM-L6 the largest moves are .67 of the norm of the queries (.70 with 1), .65 of the
+            values (.73), .49 of feed-forward in (.70).
         adapters: hold the trainable factors of the adapters (LoRA and kin) on the chosen weights,
             instead of the frozen weights below them.
         weight_decay: ``"refuse"`` raises when an orthogonal or column weight has decay;
@@ -128,9 +136,11 @@ def constrain_(
         ShapeError: a chosen parameter is no matrix, or is an embedding with more vectors than
         dimensions.
         ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen,
-            quantised, parametrised, constrained already, float16 on a CPU, or decayed; a part of a
+            quantised, parametrised, not initialised yet (``nn.LazyLinear``), constrained already,
+            float16 on a CPU, or decayed; a misspelt keyword; what is no model; a part of a
             sharded weight; a zero column or factor that has no direction; an optimizer without
             steps; an option of another set.
+            Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed.
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
         not finite.
 
@@ -157,7 +167,9 @@ def constrain_(
     (True, 0.0)
     """
     check_options(to=to, bound=bound, gain=gain, weight_decay=weight_decay, embeddings=embeddings)
-    model = unwrap_model(model)
+    model = unwrap_model(model, "constrain_")
+    if gain is None:
+        gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     optimizers = _optimizers(optimizer)
     tables = {
         id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
@@ -179,7 +191,7 @@ def constrain_(
             weights.append(ColumnWeight(place, owner, bound, also))
         else:
             is_frame = embeddings == "fit" and id(place.parameter) in tables
-            own_gain = _frame_gain(place) if is_frame else gain
+            own_gain = "fit" if is_frame else gain
             weights.append(OrthogonalWeight(place, owner, own_gain, also, is_frame=is_frame))
     with torch.no_grad():
         report = ConstraintReport(
@@ -190,7 +202,7 @@ def constrain_(
         sys.stdout.write(report.table() + "\n")
     else:
         handle.attach()
-        logger.info("constrain_: %d weights\n%s", len(weights), report.table())
+        say_moves(logger, report.summary(to), report.moved)
     return handle
 
 
@@ -251,13 +263,6 @@ def _merge_tied(
     return list(merged.values())
 
 
-def _frame_gain(found: Candidate) -> float:
-    """Return the mean singular value, rounded, so that a resumed run finds the very number it began
-    with."""
-    assert found.parameter is not None  # _check raised for it
-    return float(f"{float(torch.linalg.svdvals(read(found.parameter).float()).mean()):.3g}")
-
-
 def _check(
     chosen: Sequence[Chosen], optimizers: list[Optimizer], to: Set, *, refused: frozenset[int]
 ) -> list[Optimizer]:
@@ -284,7 +289,7 @@ def _check(
 
 def _shape_problem(candidate: Candidate, refused: frozenset[int]) -> str | None:
     parameter = candidate.parameter
-    if parameter is None:
+    if parameter is None or is_lazy(parameter):
         return None
     shape = tuple(parameter.shape)
     if len(shape) != 2 or 0 in shape:
@@ -323,6 +328,8 @@ def _problem(
 
 
 def _storage_problem(parameter: nn.Parameter) -> str | None:
+    if is_lazy(parameter):
+        return "not initialised; run the model once on a batch before (lazy modules take their sizes from it)"
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
         kind = f"{type(parameter).__name__} of {parameter.dtype}"
         return f"{kind}, quantised or not floating; expected float32, float64, bfloat16 or float16"

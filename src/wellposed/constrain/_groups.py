@@ -51,7 +51,7 @@ def parameter_groups(
         raise ConfigError(
             f"parameter_groups: weight_decay must be at least 0, received {weight_decay!r}"
         )
-    model = unwrap_model(model)
+    model = unwrap_model(model, "parameter_groups")
     held = (
         []
         if where is None and not roles

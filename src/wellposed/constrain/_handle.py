@@ -186,6 +186,17 @@ class Constraint:
         offenders = [] if self._ignore_decay else decayed
         if offenders:
             raise decay_error(offenders)
+        cast = [
+            f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}"
+            for w in ready
+            if w.stored_dtype not in (None, w.parameter.dtype)
+        ]
+        if cast:
+            raise ConfigError(
+                "constrain_: these weights were turned to another dtype while they were held; call"
+                " remove(), turn the model, build its optimizer and call constrain_ again:\n"
+                + listed(cast)
+            )
         sparse = [
             w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse
         ]

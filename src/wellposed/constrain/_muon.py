@@ -66,7 +66,7 @@ class MuonAndAdamW(Optimizer):
         where: Where | None = None,
         roles: str | Sequence[str] | None = None,
     ) -> None:
-        model = unwrap_model(model)
+        model = unwrap_model(model, "MuonAndAdamW")
         held = _chosen(model, where, roles)
         kept = {id(parameter) for parameter in _chosen(model, adamw, None)}
         kept |= {

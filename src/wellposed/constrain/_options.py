@@ -11,15 +11,17 @@ Set: TypeAlias = Literal["orthogonal", "spectral", "columns"]
 
 
 def check_options(
-    *, to: str, bound: float, gain: float | str, weight_decay: str, embeddings: str
+    *, to: str, bound: float, gain: float | str | None, weight_decay: str, embeddings: str
 ) -> None:
     """Raise for values out of range, and for an option that the set does not read."""
     if to not in get_args(Set):
         raise unknown_name("set (to=)", str(to), get_args(Set))
-    if not 0.0 < float(bound) < math.inf:
+    if not _is_size(bound):
         raise ConfigError(f"constrain_: bound must be above 0 and finite, received {bound!r}")
-    if gain != "fit" and not float(gain) > 0.0:
-        raise ConfigError(f"constrain_: gain must be above 0 or 'fit', received {gain!r}")
+    if not (gain is None or gain == "fit" or _is_size(gain)):
+        raise ConfigError(
+            f"constrain_: gain must be above 0 and finite, or 'fit', received {gain!r}"
+        )
     if weight_decay not in ("refuse", "ignore"):
         raise ConfigError(
             f"constrain_: weight_decay must be 'refuse' or 'ignore', received {weight_decay!r}"
@@ -35,7 +37,7 @@ def check_options(
         )
     if to != "orthogonal":
         given = {
-            "gain": gain != 1.0,
+            "gain": gain not in (None, 1.0),
             "weight_decay": weight_decay != "refuse",
             "embeddings": embeddings != "refuse",
         }
@@ -45,3 +47,7 @@ def check_options(
                 f"constrain_: {', '.join(foreign)} belongs to to='orthogonal', received with"
                 f" to={to!r}; its number is bound="
             )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0.0 < value < math.inf

@@ -36,6 +36,22 @@ class ConstraintReport:
     rows: tuple[ConstrainedWeight, ...]
     dry_run: bool = False
 
+    @property
+    def moved(self) -> dict[str, float]:
+        """``|W' - W|_F / |W|_F`` of each weight by its name."""
+        return {row.path: row.moved_frobenius for row in self.rows}
+
+    def summary(self, to: str = "orthogonal") -> str:
+        """Return what was held in which set as one line.
+
+        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.25, 0.5, 0.25, 0.9, 1e-7)
+        >>> ConstraintReport((row,)).summary()
+        'constrain_: 1 weights in the set orthogonal of size 1.25'
+        """
+        sizes = sorted({row.gain for row in self.rows})
+        size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
+        return f"constrain_: {len(self.rows)} weights in the set {to} of size {size}"
+
     def table(self) -> str:
         """Return the report as aligned text, one weight to a line.
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from wellposed.call_checks import require_module
 from wellposed.constrain._parts import Part, Parts
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
 from wellposed.roles import ROLE_NAMES
@@ -79,9 +80,10 @@ class Candidate:
         )
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module, call: str) -> nn.Module:
     """Return the module inside DistributedDataParallel and ``torch.compile`` wrappers, so that
     names are the user's."""
+    require_module(call, model)
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -106,7 +108,10 @@ def select_weights(
     (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one. With ``adapters`` the
     trainable factors of an adapter come in place of the weight below it.
     """
-    wanted = [roles] if isinstance(roles, str) else list(roles or ())
+    wanted = [roles] if isinstance(roles, str) else roles or ()
+    if not (isinstance(wanted, Iterable) and all(isinstance(role, str) for role in wanted)):
+        raise ConfigError(f"roles={roles!r}: expected names of roles, as in ('query', 'key')")
+    wanted = list(wanted)
     if where is None and not wanted:
         raise ConfigError(
             "which weights: expected where= (names, patterns, types, a function) or roles="

@@ -53,8 +53,9 @@ class OrthogonalWeight(Weight):
         *,
         is_frame: bool = False,
     ) -> None:
-        self._fits = gain == "fit"
         super().__init__(place, optimizer, 1.0 if gain == "fit" else gain, also)
+        self._fits = gain == "fit"
+        self._fit()
         # An embedding steps by its own gradient, and the retraction alone takes out the normal
         # part: a projected gradient is not zero for a token outside the batch, and Adam would make
         # it as long a step as any.
@@ -65,6 +66,7 @@ class OrthogonalWeight(Weight):
         self.square = (
             self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
         )
+        self.stored_dtype = self.parameter.dtype
         self.dtype = compute_dtype(self.parameter)
         self.is_half = self.dtype != self.parameter.dtype
         kind = type(optimizer)
@@ -99,6 +101,11 @@ class OrthogonalWeight(Weight):
             return None
         return (*storage_key(self), self.square)
 
+    def _fit(self) -> None:
+        """Take the mean singular value, to three digits so that a weight fitted before is not moved again."""
+        if self._fits:
+            self.gain = float(f"{nearest_orthogonal(read(self.value), gain='fit').gain:.3g}")
+
     def error(self) -> float:
         """Measure ``max |W^T W / gain^2 - I|`` of the weight as stored, in float64."""
         return float(isometry_error(read(self.value), gain=self.gain))
@@ -108,12 +115,10 @@ class OrthogonalWeight(Weight):
         whole = read(self.value)
         wide = whole.to(torch.float64) if whole.device.type != "mps" else whole.to(torch.float32)
         tolerance = TOLERANCES[whole.dtype]
-        before = float("inf") if self._fits else float(isometry_error(whole, gain=self.gain))
+        before = float(isometry_error(whole, gain=self.gain))
         nearest = None
         if before > tolerance or self.is_half:
-            nearest = nearest_orthogonal(wide, gain="fit" if self._fits else self.gain)
-            self.gain = nearest.gain
-            before = float(isometry_error(whole, gain=self.gain))
+            nearest = nearest_orthogonal(wide, gain=self.gain)
         moves = nearest is not None and before > tolerance
         stored = nearest.weight.to(whole.dtype) if nearest is not None and moves else whole
         if self.is_frame and whole.shape[0] > whole.shape[1]:
@@ -311,6 +316,8 @@ class OrthogonalWeight(Weight):
     def claim_state(self) -> bool:
         """Mark the moments of a square weight as Lie coordinates; return whether they were not, and
         so restarted."""
+        if self._is_fresh and self._fits and self.error() > TOLERANCES[self.parameter.dtype]:
+            self._fit()  # a checkpoint was loaded since, of weights fitted to others
         state = self.optimizer.state.get(self.parameter)
         if self.master is None:
             # torch's version of a tensor does not count what goes through ``.data``, so the entries

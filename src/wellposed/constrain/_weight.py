@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,8 @@ class Weight(ABC):
 
     decays = False
     """Whether weight decay keeps the matrix in the set."""
+    stored_dtype: torch.dtype | None = None
+    """The dtype that copies were made for; None where any dtype will do."""
     is_steered: bool
     """Whether the gradient is put into coordinates of the set before the optimizer steps."""
 

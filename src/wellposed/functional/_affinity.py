@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ShapeError
+from wellposed.functional.as_dot_product import broadcasts
 
 Estimator = Literal["exact", "probes"]
 _CHUNK = 1 << 25  # elements of A held at once by the exact form
@@ -80,6 +81,7 @@ def affinity_penalty(
     (0.0, 3.0)
     """
     _check(query, key, estimator, num_probes)
+    _check_masks(query, attn_mask, key_padding_mask)
     lead = query.shape[:-2]
     query, key, attn_mask, key_padding_mask = _four_dimensional(
         query, key, attn_mask, key_padding_mask
@@ -372,6 +374,23 @@ def _check(query: Tensor, key: Tensor, estimator: str, num_probes: int) -> None:
     if query.dtype == torch.float16 and query.device.type == "cpu":
         raise ConfigError(
             "affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there"
+        )
+
+
+def _check_masks(query: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> None:
+    *lead, tokens, _ = query.shape
+    if attn_mask is not None and not broadcasts(attn_mask.shape, (*lead, tokens, tokens)):
+        raise ShapeError(
+            f"affinity_penalty: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to"
+            f" {(*lead, tokens, tokens)}"
+        )
+    expected = (lead[0] if lead else 1, tokens)
+    if padding is not None and (
+        padding.dtype != torch.bool or padding.numel() != math.prod(expected)
+    ):
+        raise ShapeError(
+            f"affinity_penalty: key_padding_mask is {padding.dtype} {tuple(padding.shape)}, expected"
+            f" torch.bool {expected}, True = padding"
         )
 
 

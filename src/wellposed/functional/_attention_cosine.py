@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, ShapeError
-from wellposed.functional.as_dot_product import normalized_vectors
+from wellposed.errors import ConfigError
+from wellposed.functional.as_dot_product import check_attention_inputs, normalized_vectors
 
 
 def cosine_attention(
@@ -66,11 +66,7 @@ def cosine_attention(
         )
     if not isinstance(tau, Tensor) and not tau > 0:
         raise ConfigError(f"cosine_attention: tau is {tau}; expected a positive temperature")
-    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
-        raise ShapeError(
-            f"cosine_attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value"
-            f" {tuple(value.shape)}; expected (..., queries, d), (..., keys, d), (..., keys, e)"
-        )
+    check_attention_inputs("cosine_attention", (query, key, value), attn_mask=attn_mask)
     query, key, value = (normalized_vectors(tokens, eps) for tokens in (query, key, value))
     # A learnt temperature must stay a tensor, while the fused kernel takes a number.
     scale = 1.0 if isinstance(tau, Tensor) else tau

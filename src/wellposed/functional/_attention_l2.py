@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, ShapeError, listed
-from wellposed.functional.as_dot_product import common_shift, l2_vectors
+from wellposed.errors import ConfigError
+from wellposed.functional.as_dot_product import check_attention_inputs, common_shift, l2_vectors
 
 
 def l2_attention(
@@ -73,7 +73,9 @@ def l2_attention(
     tensor([[0., 0.],
             [3., 4.]])
     """
-    _check_shapes(query, key, value, key_padding_mask)
+    check_attention_inputs(
+        "l2_attention", (query, key, value), attn_mask=attn_mask, key_padding_mask=key_padding_mask
+    )
     _check_options(scale, attn_mask, is_causal)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
@@ -126,35 +128,6 @@ def _align_padding(padding: Tensor, lead: int) -> Tensor:
         if lead == 0
         else padding.reshape(padding.shape[0], *(1,) * (lead - 1), padding.shape[-1])
     )
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-    """Collect every misfit of the arguments in one message."""
-    if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise ShapeError(
-            "l2_attention: query, key, value must be (..., tokens, head_dim); received "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
-        )
-    problems: list[str] = []
-    if query.shape[-1] != key.shape[-1]:
-        problems.append(
-            f"query width {query.shape[-1]} and key width {key.shape[-1]} differ; expected one"
-            " head_dim"
-        )
-    if key.shape[-2] != value.shape[-2]:
-        problems.append(
-            f"{key.shape[-2]} keys and {value.shape[-2]} values; expected one value for every key"
-        )
-    if padding is not None:
-        lead = query.shape[: 1 if query.dim() > 2 else 0]
-        expected = (*lead, key.shape[-2])
-        if padding.dtype is not torch.bool or tuple(padding.shape) != expected:
-            problems.append(
-                f"key_padding_mask is {padding.dtype} {tuple(padding.shape)}; expected torch.bool"
-                f" {expected}, True = padding"
-            )
-    if problems:
-        raise ShapeError("l2_attention:\n" + listed(problems))
 
 
 def _check_options(scale: float | None, attn_mask: Tensor | None, is_causal: bool) -> None:

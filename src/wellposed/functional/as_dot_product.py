@@ -3,9 +3,13 @@ with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from wellposed.errors import ShapeError, listed
 
 # Fused kernels want head widths that are a multiple of this, and one width for queries, keys and
 # values.
@@ -19,6 +23,58 @@ _FLOAT16_UNIT = 256.0
 _PADDED = -1e30
 _PADDED_FLOAT16 = -65504.0
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+def check_attention_inputs(
+    call: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    *,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> None:
+    """Raise one `ShapeError` with every misfit of query, key, value and masks."""
+    query, key, value = tensors
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if min(map(len, shapes)) < 2 or not all(tensor.is_floating_point() for tensor in tensors):
+        kinds = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
+        raise ShapeError(
+            f"{call}: query, key, value must be floating (..., tokens, head_dim); received {kinds}"
+        )
+    keys = key.shape[-2]
+    problems: list[str] = []
+    if query.shape[-1] != key.shape[-1]:
+        problems.append(
+            f"query width {query.shape[-1]} and key width {key.shape[-1]} differ; expected one"
+            " head_dim"
+        )
+    if keys != value.shape[-2]:
+        problems.append(
+            f"{keys} keys and {value.shape[-2]} values; expected one value for every key"
+        )
+    if not all(broadcasts(one[:-2], other[:-2]) for one in shapes for other in shapes):
+        problems.append(f"the leading dimensions of {shapes} do not broadcast")
+    rows = (query.shape[-2], keys)
+    if attn_mask is not None and not all(
+        broadcasts(attn_mask.shape, (*shape[:-2], *rows)) for shape in shapes
+    ):
+        problems.append(
+            f"attn_mask is {tuple(attn_mask.shape)}; expected (..., queries, keys) {rows}"
+        )
+    if key_padding_mask is not None:
+        expected = (*query.shape[: 1 if query.dim() > 2 else 0], keys)
+        if key_padding_mask.dtype is not torch.bool or tuple(key_padding_mask.shape) != expected:
+            problems.append(
+                f"key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)};"
+                f" expected torch.bool {expected}, True = padding"
+            )
+    if problems:
+        raise ShapeError(f"{call}:\n" + listed(problems))
+
+
+def broadcasts(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two shapes broadcast."""
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    return all(one == other or 1 in (one, other) for one, other in pairs)
 
 
 def normalized_vectors(tokens: Tensor, eps: float) -> Tensor:

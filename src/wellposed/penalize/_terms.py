@@ -82,6 +82,8 @@ def forms_of(
     form: str | Mapping[str, str] | None, strengths: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the form of each strength, and those for which none was asked, in which it is the paper's."""
+    if not (form is None or isinstance(form, (str, Mapping))):
+        raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
     given = dict.fromkeys(strengths, form) if isinstance(form, str) else dict(form or {})
     for strength, name in given.items():
         if name not in FORMS:
