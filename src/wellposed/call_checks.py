@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from wellposed.errors import ConfigError, listed, unknown_name
+from wellposed.errors import ConfigError, unknown_name
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -67,15 +67,15 @@ def moved_line(did: str, moved: Mapping[str, float]) -> str:
 
 
 def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
-    """Log what a verb did to weights as one line, and warn of those that moved by more than `FAR`."""
-    logger.info("%s", moved_line(did, moved))
-    far = [f"{name}: {part:.2g}" for name, part in moved.items() if part > FAR]
-    if far:
-        logger.warning(
-            "%s: %d of %d weights moved by more than a tenth of their norm; what a pretrained model"
-            " computes with them is lost:\n%s",
-            did.partition(":")[0],
-            len(far),
-            len(moved),
-            listed(far),
-        )
+    """Log what a verb did to weights as one line, a warning where one moved by more than `FAR` of its norm."""
+    far = sum(part > FAR for part in moved.values())
+    lost = (
+        f"; {far} of {len(moved)} by more than a tenth, so what a pretrained model computes with them"
+        " is lost"
+    )
+    logger.log(
+        logging.WARNING if far else logging.INFO,
+        "%s%s",
+        moved_line(did, moved),
+        lost if far else "",
+    )

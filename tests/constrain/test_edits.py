@@ -12,8 +12,10 @@ from tests.support.constrained import isometry_error
 from torch import Tensor, nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
+from wellposed.errors import ConfigError
 from wellposed.linalg import isometry_error as fast_error
 
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}
 EDITS: dict[str, Callable[[nn.Linear], object]] = {
     "data.mul_": lambda layer: layer.weight.data.mul_(1.5),
     "one entry of data": lambda layer: layer.weight.data[0, 0].add_(0.01),
@@ -51,9 +53,48 @@ def test_an_edit_is_noticed_at_the_next_step(
     with torch.no_grad():
         EDITS[edit](first)
     step()
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}[dtype]
-    assert max(isometry_error(weight) for weight in model.parameters()) <= tolerance
-    assert handle.error().worst <= tolerance
+    assert max(isometry_error(weight) for weight in model.parameters()) <= TOLERANCE[dtype]
+    assert handle.error().worst <= TOLERANCE[dtype]
+
+
+def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    handle = constrain_(model, optimizer, where=nn.Linear)
+    model[0].weight.data.mul_(1.5)
+    for has_gradient in (False, True):
+        model[0].weight.grad = torch.randn(8, 8) if has_gradient else None
+        model[1].weight.grad = torch.randn(8, 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConstraintWarning)
+            optimizer.step()
+        assert (handle.error().worst <= 1e-5) == has_gradient
+    assert "next step in which it has a gradient" in " ".join(str(constrain_.__doc__).split())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(8, 8), (12, 8)], ids=str)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_weight_turned_to_another_dtype_is_named(
+    steps: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(shape[1], shape[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    handle = constrain_(model, optimizer, where="0")
+    for turn in [torch.float32] * steps + [dtype]:
+        model.to(turn).zero_grad()
+        model(torch.randn(2, shape[1], dtype=turn)).sum().backward()
+        if turn == dtype:
+            with pytest.raises(
+                ConfigError, match=r"(?s)remove\(\).*0\.weight: held as torch.float32, now"
+            ):
+                optimizer.step()
+        else:
+            optimizer.step()
+    handle.remove()
+    handle = constrain_(model, optimizer, where="0")
+    optimizer.step()
+    assert handle.error().worst <= TOLERANCE[dtype]
 
 
 def test_a_weight_left_alone_is_not_measured_anew() -> None:

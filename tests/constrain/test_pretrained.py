@@ -3,6 +3,7 @@ orthogonal."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,34 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
     again = torch.optim.AdamW(loaded.parameters(), lr=1e-2, weight_decay=0.0)
     report = constrain_(loaded, again, where=list(handle.paths)).report
     assert max(row.moved_frobenius for row in report.rows) == 0.0
+
+
+def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_bert().save_pretrained(tmp_path)
+    moved = {}
+    for gain in (None, 1.0):
+        model = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        with caplog.at_level(logging.INFO):
+            handle = constrain_(model, optimizer, roles="key", gain=gain)
+        row = handle.report.rows[0]
+        moved[gain] = row.moved_frobenius
+        said = caplog.records[-1]
+        assert said.levelname == "WARNING"
+        assert "constrain_: 2 weights in the set orthogonal of size" in said.getMessage()
+        assert f"{row.gain:.3g}" in said.getMessage()
+        assert "2 of 2 by more than a tenth" in said.getMessage()
+        with caplog.at_level(logging.INFO):
+            handle.remove()
+            constrain_(model, optimizer, roles="key", gain=gain)
+        assert caplog.records[-1].levelname == "INFO"
+        assert caplog.records[-1].getMessage().endswith("none moved")
+    assert 0.1 < moved[None] < 0.8 * moved[1.0]
+    fresh = tiny_bert()
+    rows = constrain_(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), roles="key").report.rows
+    assert {row.gain for row in rows} == {1.0}
 
 
 def test_gpt2_conv1d_weights_are_matrices_too() -> None:

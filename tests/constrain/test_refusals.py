@@ -4,6 +4,7 @@ changed."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tests.support.constrained import NAMES, WIDTH, Mixed, sgd
 from torch import nn
 
-from wellposed.constrain import constrain_
+from wellposed.constrain import MuonAndAdamW, constrain_, parameter_groups
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 
 
@@ -51,6 +52,39 @@ class TestWhere:
 
 
 class TestErrors:
+    def test_arguments_that_are_no_model_no_keyword_no_number(self) -> None:
+        model = Mixed()
+        optimizer = sgd(model)
+        bad: dict[str, Callable[[], object]] = {
+            r"keyword of constrain_ 'whre'; nearest: where": lambda: constrain_(
+                model, optimizer, whre="square"
+            ),
+            r"constrain_: expected a model .*received str; load it": lambda: constrain_(
+                "bert", optimizer, "square"
+            ),
+            r"parameter_groups: expected a model": lambda: parameter_groups("bert", 0.1),
+            r"MuonAndAdamW: expected a model": lambda: MuonAndAdamW("bert"),
+            r"bound must be above 0 and finite, received 'a'": lambda: constrain_(
+                model, optimizer, "square", to="spectral", bound="a"
+            ),
+            r"or 'fit', received 'best'": lambda: constrain_(
+                model, optimizer, "square", gain="best"
+            ),
+            r"or 'fit', received inf": lambda: constrain_(
+                model, optimizer, "square", gain=float("inf")
+            ),
+            r"roles=3: expected names of roles": lambda: constrain_(model, optimizer, roles=3),
+        }
+        for message, call in bad.items():
+            with pytest.raises(ConfigError, match=message):
+                call()
+
+    @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
+    def test_a_lazy_layer_is_named(self, to: str) -> None:
+        model = nn.Sequential(nn.LazyLinear(4))
+        with pytest.raises(ConfigError, match=r"0\.weight: not initialised; run the model once"):
+            constrain_(model, sgd(model), "0", to=to)
+
     def test_shapes_are_all_named(self) -> None:
         model = nn.ModuleDict(
             {"norm": nn.LayerNorm(4), "conv": nn.Conv1d(4, 4, 3), "fine": nn.Linear(4, 4)}

@@ -3,13 +3,20 @@ refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from wellposed.errors import ConfigError
 from wellposed.options import checked_hints, fits
-from wellposed.training import PenaltyOptions, RunConfig, TrainOptions, config_difference
+from wellposed.training import (
+    ConstrainOptions,
+    PenaltyOptions,
+    RunConfig,
+    TrainOptions,
+    config_difference,
+)
 
 
 def test_all_problems_of_a_section_are_in_one_error() -> None:
@@ -56,3 +63,21 @@ def test_a_valid_configuration_survives_the_way_through_plain_values() -> None:
     again = RunConfig.from_dict(config.to_dict())
     assert again == config
     assert config_difference(config, again) == []
+
+
+def test_recorded_runs_keep_their_penalty_and_their_gain() -> None:
+    """Run folders of 0.2 name the form, and hold pretrained weights at gain 1 without saying so."""
+    squares = {"attention": 1e-6, "form": "gram_squared"}
+    recorded = RunConfig.from_dict({"task": "listops", "penalty": squares})
+    assert (
+        config_difference(recorded, RunConfig("listops", penalty=PenaltyOptions(attention=1e-6)))
+        == []
+    )
+    keys = RunConfig.from_dict({"task": "listops", "penalty": {**squares, "key": 1e-2}})
+    assert keys.penalty.form == "gram_squared"
+    assert config_difference(keys, replace(keys, penalty=replace(keys.penalty, form="paper")))
+    for start, gain in (({"model": "folder"}, "one"), ({}, "auto")):
+        values = {"task": "listops", "start": start, "constrain": {"where": "query"}}
+        assert RunConfig.from_dict(values).constrain.gain == gain
+    with pytest.raises(ConfigError, match="gain = 'fit' with to = 'spectral'"):
+        ConstrainOptions("query", to="spectral", gain="fit")

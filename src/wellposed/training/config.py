@@ -102,6 +102,9 @@ class ConstrainOptions(CheckedOptions):
     """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
     bound: Positive = 1.0
     """Size of the sets spectral and columns, above 0."""
+    gain: Literal["auto", "one", "fit"] = "auto"
+    """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it least,
+    or auto: fit for a pretrained model of --from, one else."""
 
     def problems(self) -> list[str]:
         """Return a line for an empty pattern, and for each option that nothing would read."""
@@ -117,6 +120,8 @@ class ConstrainOptions(CheckedOptions):
             )
         if self.embeddings == "fit" and self.to != "orthogonal":
             problems.append(f"embeddings = 'fit' with to = {self.to!r}, expected to = orthogonal")
+        if self.gain == "fit" and self.to != "orthogonal":
+            problems.append(f"gain = 'fit' with to = {self.to!r}, expected to = orthogonal")
         if self.bound != 1.0 and self.to == "orthogonal":
             problems.append(f"bound = {self.bound!r} with to = orthogonal, which has none")
         return problems
@@ -364,7 +369,7 @@ class RunConfig:
                 f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
                 "write the file again with `wellposed train TASK --print-config`"
             )
-        return build_options(cls, values, where=where)
+        return build_options(cls, _with_former_gain(values), where=where)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -385,12 +390,31 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
     """Return one line ``section.field: old -> new`` per field in which two runs differ."""
-    before, after = flat_options(old.to_dict()), flat_options(new.to_dict())
+    before, after = _meaning(old), _meaning(new)
     return [
         f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     ]
+
+
+def _with_former_gain(values: dict[str, Any]) -> dict[str, Any]:
+    """Give constraints on a pretrained model that were recorded without a gain the one they had, 1."""
+    held, start = values.get("constrain"), values.get("start")
+    is_old = isinstance(held, Mapping) and held.get("where") and "gain" not in held
+    if is_old and isinstance(start, Mapping) and start.get("model"):
+        return {**values, "constrain": {**held, "gain": "one"}}
+    return values
+
+
+def _meaning(config: RunConfig) -> dict[str, Any]:
+    """Return the options, with forms that mean the same named alike."""
+    values, penalty = flat_options(config.to_dict()), config.penalty
+    if penalty.form == "gram_squared" and not any(
+        (penalty.query, penalty.key, penalty.value, penalty.embedding)
+    ):
+        values["penalty.form"] = "paper"
+    return values
 
 
 def _without_none(values: Any) -> Any:

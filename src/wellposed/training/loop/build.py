@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -194,6 +194,9 @@ def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.
     return [candidate.parameter for candidate in found if candidate.parameter is not None]
 
 
+_GAINS: dict[str, Literal["fit"] | float | None] = {"auto": None, "one": 1.0, "fit": "fit"}
+
+
 def build_constraint(
     options: ConstrainOptions, model: nn.Module, optimizer: Optimizer
 ) -> Constraint | None:
@@ -216,6 +219,7 @@ def build_constraint(
             options.patterns,
             to=options.to,
             bound=options.bound,
+            gain=_GAINS[options.gain],
             embeddings=options.embeddings,
         )
     except ShapeError as error:
