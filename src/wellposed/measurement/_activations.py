@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.measurement._attention_statistics import AttentionStatistics
+from wellposed.functional import attention_entropy, softmax_sensitivity
 from wellposed.measurement._measurement import PER_HEAD
-from wellposed.roles import AttentionRole, Roles
+from wellposed.roles import AttentionRole, FeedForwardRole, Roles
 from wellposed.roles.layer_paths import shared_segments
 from wellposed.watch import (
     AttentionCall,
@@ -100,38 +100,35 @@ def _notes(
 
 
 def _places(roles: Roles) -> list[_Place]:
+    """Return every layer, its attention and its feed-forward module, each once.
+
+    A layer is what attention and feed-forward network of one number have in common in their paths.
+    """
     found: dict[str, _Place] = {}
+
+    def note(path: str, role: AttentionRole | FeedForwardRole, kind: str) -> None:
+        found.setdefault(path, _Place(path, role.stack, role.layer, kind))
+
+    def note_attention(role: AttentionRole) -> None:
+        note(role.path, role, "attention" if role.kind == "self" else "cross_attention")
+
     for network in roles.feedforward:
-        partners = [
-            role
-            for role in roles.attention
-            if (role.stack, role.layer) == (network.stack, network.layer)
-        ]
-        if not partners:
-            found[network.path] = _Place(network.path, network.stack, network.layer, "feedforward")
-            continue
-        nearest = max(partners, key=lambda role: len(shared_segments(role.path, network.path)))
-        layer = ".".join(shared_segments(nearest.path, network.path))
-        together = [
-            role
-            for role in partners
-            if shared_segments(role.path, network.path)
-            == shared_segments(nearest.path, network.path)
-        ]
-        for role in together:
-            found.setdefault(role.path, _attention_place(role))
+        beside: dict[str, list[AttentionRole]] = {}
+        for role in roles.attention:
+            if (role.stack, role.layer) == (network.stack, network.layer):
+                beside.setdefault(".".join(shared_segments(role.path, network.path)), []).append(
+                    role
+                )
+        layer = max(beside, key=len, default=None)
+        for role in beside.get(layer or "", []):
+            note_attention(role)
         if network.path != layer:
-            found[network.path] = _Place(network.path, network.stack, network.layer, "feedforward")
-        found[layer] = _Place(layer, network.stack, network.layer, "layer")
+            note(network.path, network, "feedforward")
+        if layer is not None:
+            found[layer] = _Place(layer, network.stack, network.layer, "layer")
     for role in roles.attention:
-        found.setdefault(role.path, _attention_place(role))
+        note_attention(role)
     return list(found.values())
-
-
-def _attention_place(role: AttentionRole) -> _Place:
-    return _Place(
-        role.path, role.stack, role.layer, "attention" if role.kind == "self" else "cross_attention"
-    )
 
 
 def _note_norms(model: nn.Module, place: _Place, real: Tensor | None, norms: list[Tensor]) -> Any:
@@ -151,3 +148,52 @@ def _note_norms(model: nn.Module, place: _Place, real: Tensor | None, norms: lis
         )
 
     return module.register_forward_hook(hook)
+
+
+class AttentionStatistics:
+    """Entropy and sensitivity of every query, err_orth of every example, by head of one module."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[Tensor]] = {name: [] for name in PER_HEAD}
+        self.masked = 0
+
+    def add(self, probabilities: Tensor, real: Tensor | None) -> None:
+        """Add weights ``(batch, heads, queries, keys)``; ``real`` (batch, queries) leaves out
+        padded queries."""
+        attends = probabilities.isfinite().all(-1).all(1)
+        keep = real if real is not None and real.shape == attends.shape else attends | True
+        self.masked += int((keep & ~attends).sum())
+        keep = keep & attends
+        if keep.any():
+            entropy, sensitivity = (
+                attention_entropy(probabilities),
+                softmax_sensitivity(probabilities),
+            )
+            by_query = [each.transpose(1, 2)[keep] for each in (entropy, sensitivity)]
+            errors = _orthogonality_errors(probabilities, keep)
+            for name, values in zip(PER_HEAD, (*by_query, errors), strict=True):
+                self.found[name].append(values.double().cpu())
+
+    def per_head(self) -> dict[str, list[float]] | None:
+        """Return the means per head by the names of a row, or None where no attention was seen."""
+        if not all(self.found.values()):
+            return None
+        return {name: torch.cat(values).mean(0).tolist() for name, values in self.found.items()}
+
+
+def _orthogonality_errors(probabilities: Tensor, keep: Tensor) -> Tensor:
+    """Return ``max |(A A^T)_ij|`` over queries i != j marked in ``keep`` (batch, queries), per
+    example that has any, and head.
+
+    McGrath (2024, eq. 3). One example at a time, so that one more N x N matrix per head is held,
+    not a batch of them.
+    """
+    errors: list[Tensor] = []
+    with torch.autocast(probabilities.device.type, enabled=False):
+        for matrices, real in zip(probabilities, keep, strict=True):
+            if real.any():
+                rows = matrices[:, real].to(torch.promote_types(matrices.dtype, torch.float32))
+                gram = rows @ rows.mT
+                gram.diagonal(dim1=-2, dim2=-1).zero_()
+                errors.append(gram.abs().amax((-2, -1)))
+    return torch.stack(errors)

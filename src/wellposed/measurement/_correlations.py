@@ -68,7 +68,7 @@ def correlate(
                 f"correlate: {name} = {values}; expected finite values that are not all equal"
             )
     found: Any = stats.pearsonr(x, y)
-    ranked: Any = stats.pearsonr(stats.rankdata(x), stats.rankdata(y))
+    ranked: Any = stats.spearmanr(x, y)
     return Correlation(
         *names, float(found.statistic), float(found.pvalue), float(ranked.statistic), len(x)
     )

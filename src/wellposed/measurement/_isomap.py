@@ -15,7 +15,7 @@ from wellposed.errors import ConfigError, ShapeError, missing_extra
 from wellposed.measurement._measurement import write_csv
 from wellposed.measurement._states import States, checked_mask, read_states, refuse_non_finite
 
-COLUMNS = ("layer", "position", "token", "chosen", "x", "y")
+COLUMNS: tuple[str, ...] = ("layer", "position", "token", "chosen", "x", "y")
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,7 @@ def isomap(
             f"isomap: received {len(tokens)} tokens; expected at least three, for a plane to show"
             " anything"
         )
-    if (
-        isinstance(neighbors, bool)
-        or not isinstance(neighbors, int)
-        or not 1 <= neighbors < len(tokens)
-    ):
+    if type(neighbors) is not int or not 1 <= neighbors < len(tokens):
         raise ConfigError(
             f"isomap: neighbors = {neighbors!r}, expected a whole number from 1 to"
             f" {len(tokens) - 1} with {len(tokens)} tokens"
@@ -106,14 +102,7 @@ def isomap(
         plane = _turned(plane - plane.mean(0), before)
         residual.append(_residual(torch.as_tensor(fitted.dist_matrix_), plane))
         rows += [
-            {
-                "layer": layer,
-                "position": index,
-                "token": token,
-                "chosen": token in chosen,
-                "x": x,
-                "y": y,
-            }
+            dict(zip(COLUMNS, (layer, index, token, token in chosen, x, y), strict=True))
             for index, (token, (x, y)) in enumerate(zip(tokens, plane.tolist(), strict=True))
         ]
         before = plane

@@ -36,6 +36,21 @@ WEIGHT_COLUMNS = (
 )
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
+_SHOWN = {
+    "err_orth (best scale)": "scale_free_orthogonality_error",
+    "err_orth (raw)": "orthogonality_error",
+    "sigma max": "sigma_max",
+    "sigma min": "sigma_min",
+    "condition": "condition_number",
+    "stable rank": "stable_rank",
+}
+"""Heading of the table -> entry of a row."""
+_SHOWN_OF_MODULES = {
+    "mean norm": "mean_norm",
+    "max norm": "max_norm",
+    "attention entropy (nats)*": "attention_entropy",
+    "affinity err_orth*": "affinity_orthogonality_error",
+}
 ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm", *PER_HEAD)
 
 
@@ -95,68 +110,34 @@ class Measurement:
         rows = []
         for row in self.rows:
             base = before[_identity(row)]
-            rows.append(
-                {
-                    **row,
-                    "orthogonality_error_ratio": (
-                        row["orthogonality_error"] / base if base > 0 else None
-                    ),
-                }
-            )
+            ratio = row["orthogonality_error"] / base if base > 0 else None
+            rows.append({**row, "orthogonality_error_ratio": ratio})
         return Measurement(rows=rows, activations=self.activations, notes=self.notes)
 
     def table(self) -> str:
         """Return the weights, then the activations, as text for a terminal."""
-        columns = [
-            "weight",
-            "shape",
-            "err_orth (best scale)",
-            "err_orth (raw)",
-            "sigma max",
-            "sigma min",
-            "condition",
-            "stable rank",
-        ]
-        keys = [
-            "scale_free_orthogonality_error",
-            "orthogonality_error",
-            "sigma_max",
-            "sigma_min",
-            "condition_number",
-            "stable_rank",
-        ]
+        shown = dict(_SHOWN)
         if any("orthogonality_error_ratio" in row for row in self.rows):
-            columns.append("err_orth / initial")
-            keys.append("orthogonality_error_ratio")
+            shown["err_orth / initial"] = "orthogonality_error_ratio"
         body = [
             [
                 name,
                 f"{row.get('rows')} x {row.get('cols')}",
-                *(format_number(row.get(key)) for key in keys),
+                *(format_number(row.get(key)) for key in shown.values()),
             ]
             for name, row in zip(row_names(self.rows), self.rows, strict=True)
         ]
-        parts = [text_table("Weights", columns, body)]
+        parts = [text_table("Weights", ["weight", "shape", *shown], body)]
         if self.activations:
-            columns = [
-                "module",
-                "kind",
-                "mean norm",
-                "max norm",
-                "attention entropy (nats)*",
-                "affinity err_orth*",
-            ]
             body = [
                 [
                     str(row["path"]),
                     str(row["kind"]),
-                    format_number(row.get("mean_norm")),
-                    format_number(row.get("max_norm")),
-                    format_number(mean_of(row.get("attention_entropy"))),
-                    format_number(mean_of(row.get("affinity_orthogonality_error"))),
+                    *(format_number(_mean(row.get(key))) for key in _SHOWN_OF_MODULES.values()),
                 ]
                 for row in self.activations
             ]
+            columns = ["module", "kind", *_SHOWN_OF_MODULES]
             parts.append(text_table("Activations (* mean of heads)", columns, body, left=2))
         parts.extend(f"note: {note}" for note in self.notes)
         return "\n\n".join(parts)
@@ -252,25 +233,20 @@ def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def mean_of(values: Sequence[float] | None) -> float | None:
-    """Return the mean of ``values``, or ``None`` where there is none."""
-    return math.fsum(values) / len(values) if values else None
+def _mean(value: Any) -> Any:
+    """Return the mean of one value per head, and other values as they are."""
+    return math.fsum(value) / len(value) if isinstance(value, list) and value else value
 
 
 def _cell(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return " ".join(repr(item) for item in value)
-    if isinstance(value, str) and value.startswith(FORMULA_STARTS) and not _is_number(value):
-        return f"'{value}"
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
     return value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:

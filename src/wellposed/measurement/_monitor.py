@@ -46,7 +46,7 @@ class Monitor:
 
     @known_keywords
     def __init__(self, model: nn.Module, every: int = 100, *, spectra: bool = False) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if type(every) is not int or every < 1:
             raise ConfigError(f"every is {every!r}; expected a positive whole number of steps")
         self.every = every
         self.spectra = spectra

@@ -14,8 +14,7 @@ from wellposed.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
+    from matplotlib.figure import SubFigure
 
 COLOUR_MAP = "viridis"
 SPECTRUM_POINTS = 48
@@ -76,115 +75,11 @@ def error_shown(rows: Iterable[Mapping[str, Any]]) -> ErrorShown:
     return ErrorShown("orthogonality_error", "max off-diagonal of |W Wᵀ|")
 
 
-def shared_log_norm(maps: Sequence[HeatMap]) -> Normalize:
-    """Return one logarithmic colour scale for all maps, so that their colours can be compared."""
-    from matplotlib.colors import LogNorm
-
-    values = [
-        v
-        for m in maps
-        for line in m.values
-        for v in line
-        if v is not None and v > 0 and math.isfinite(v)
-    ]
-    low, high = (min(values), max(values)) if values else (1e-3, 1.0)
-    if high < low * 1.01:
-        low, high = low / 2, high * 2
-    return LogNorm(low, high)
-
-
-def draw_heat_map(axes: Axes, heat: HeatMap, norm: Normalize, title: str) -> Any:
-    """Draw one layers x roles map with the number in every cell; None where no weight belongs to a
-    layer."""
-    import matplotlib as mpl
-    import numpy as np
-
-    if not heat.values:
-        axes.set_axis_off()
-        axes.set_title(f"{title}: no weight belongs to a layer", loc="left")
-        return None
-    values = np.array(
-        [
-            [np.nan if v is None else max(v, float(norm.vmin or 0)) for v in line]
-            for line in heat.values
-        ]
-    )
-    colours = mpl.colormaps[COLOUR_MAP].resampled(64)
-    mesh = axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=colours, edgecolors="none")
-    axes.set_xticks(
-        [i + 0.5 for i in range(len(heat.roles))],
-        [short_role(name) for name in heat.roles],
-        rotation=35,
-        ha="right",
-    )
-    axes.set_yticks([i + 0.5 for i in range(len(heat.layers))], heat.layers)
-    axes.tick_params(length=0)
-    axes.invert_yaxis()
-    axes.set_title(title, loc="left")
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    for i, line in enumerate(heat.values):
-        for j, value in enumerate(line):
-            if value is not None:
-                red, green, blue, _ = colours(norm(values[i, j]))
-                ink = "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else "#000000"
-                axes.text(
-                    j + 0.5,
-                    i + 0.5,
-                    short_number(value),
-                    ha="center",
-                    va="center",
-                    fontsize=7.5,
-                    color=ink,
-                )
-    return mesh
-
-
-def add_colour_bar(figure: Figure, mesh: Any, axes: Any, label: str) -> None:
-    """Add a colour bar whose numbers are written plainly."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    low, high = float(mesh.norm.vmin), float(mesh.norm.vmax)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 100 else (1,)
-    ticks = [step * 10.0**k for k in decades for step in steps if low <= step * 10.0**k <= high]
-    bar = figure.colorbar(mesh, ax=axes, shrink=0.8, pad=0.02)
-    bar.solids.set_rasterized(False)  # type: ignore[union-attr]  # a page that forbids images must show it
-    bar.ax.yaxis.set_major_locator(FixedLocator(ticks if len(ticks) > 1 else [low, high]))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.set_label(label)
-
-
 class Spectrum(NamedTuple):
     """Singular values of one weight, and where it lies: 0 for the first layer, 1 for the last."""
 
     values: Sequence[float]
     depth: float
-
-
-def draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
-    """Draw singular values, largest first, against their share of the width; the colour tells the
-    depth."""
-    import matplotlib as mpl
-    import numpy as np
-
-    colours = mpl.colormaps[COLOUR_MAP]
-    for values, depth in curves:
-        ordered = np.sort(np.asarray(values, dtype=float))[::-1]
-        picks = np.unique(np.linspace(0, len(ordered) - 1, SPECTRUM_POINTS).round().astype(int))
-        share = (picks + 0.5) / len(ordered)
-        axes.plot(
-            share,
-            ordered[picks],
-            color=colours(0.28 + 0.57 * depth),
-            linewidth=1.5,
-        )
-    axes.set_xlim(0, 1)
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, loc="left")
-    add_grid(axes)
 
 
 def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
@@ -198,36 +93,77 @@ def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Pa
         error = error_shown(rows)
         heat = heat_map(rows, error.name)
         roles = spectra_by_role(rows)
-        tall = 1.2 + 0.32 * max(len(heat.layers), 1)
-        lines = math.ceil(len(roles) / 3)
-        wide = max(9, 2.4 + 0.4 * len(heat.roles))
-        figure = new_figure(wide, tall + 2.3 * lines)
-        parts = figure.subfigures(
-            2 if roles else 1, 1, height_ratios=[tall, 2.3 * lines] if roles else [1], squeeze=False
-        )
-        axes = parts[0, 0].subplots()
-        norm = shared_log_norm([heat])
-        mesh = draw_heat_map(axes, heat, norm, f"Orthogonality error, {error.formula}")
-        if mesh is not None:
-            add_colour_bar(parts[0, 0], mesh, axes, "err_orth")
+        tall, lines = 1.2 + 0.32 * max(len(heat.layers), 1), math.ceil(len(roles) / 3)
+        figure = new_figure(max(9, 2.4 + 0.4 * len(heat.roles)), tall + 2.3 * lines)
+        heights = [tall, 2.3 * lines] if roles else [tall]
+        parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat)
+        _draw_heat_map(parts[0], heat, f"Orthogonality error, {error.formula}")
         if roles:
-            panels = list(parts[1, 0].subplots(lines, 3, squeeze=False).flat)
+            panels = list(parts[1].subplots(lines, 3, squeeze=False).flat)
             for axes, (name, curves) in zip(panels, roles.items(), strict=False):
-                draw_spectra(axes, curves, short_role(name))
+                _draw_spectra(axes, curves, short_role(name))
             for axes in panels[len(roles) :]:
                 axes.set_visible(False)
-            parts[1, 0].supxlabel(
-                "share of singular values (colour: layer, dark first)", fontsize=9
-            )
-            parts[1, 0].supylabel("singular value", fontsize=9)
+            parts[1].supxlabel("share of singular values (colour: layer, dark first)", fontsize=9)
+            parts[1].supylabel("singular value", fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(
-            path,
-            facecolor="white",
-            metadata={"Date": None} if path.suffix == ".svg" else None,
-            dpi=150,
-        )
+        undated = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, facecolor="white", metadata=undated, dpi=150)
     return path
+
+
+def _draw_heat_map(part: SubFigure, heat: HeatMap, title: str) -> None:
+    """Draw one layers x roles map with the number in every cell."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    axes = part.subplots()
+    if not heat.values:
+        axes.set_axis_off()
+        axes.set_title(f"{title}: no weight belongs to a layer", loc="left")
+        return
+    axes.set_title(title, loc="left")
+    numbers = [[math.nan if value is None else value for value in line] for line in heat.values]
+    values = np.array(numbers)
+    drawn = values[np.isfinite(values) & (values > 0)]
+    low, high = (drawn.min(), drawn.max()) if len(drawn) else (1e-3, 1.0)
+    if high <= 1.01 * low:
+        low, high = low / 2, high * 2
+    norm, shown = LogNorm(low, high), np.ma.masked_invalid(values.clip(min=low))
+    mesh = axes.pcolormesh(shown, norm=norm, cmap=COLOUR_MAP)
+    names = [short_role(name) for name in heat.roles]
+    axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=35, ha="right")
+    axes.set_yticks(np.arange(len(heat.layers)) + 0.5, heat.layers)
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            ink = "white" if norm(value) < 0.6 else "black"
+            where = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink}
+            axes.text(j + 0.5, i + 0.5, short_number(value), **where)
+    ticks = np.geomspace(low, high, 5)
+    bar = part.colorbar(mesh, ax=axes, shrink=0.8, pad=0.02, ticks=ticks, format="%.2g")
+    bar.minorticks_off()
+    bar.set_label("err_orth")
+
+
+def _draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
+    """Draw singular values, largest first, against their share of the width; the colour tells the
+    depth."""
+    import matplotlib as mpl
+    import numpy as np
+
+    colours = mpl.colormaps[COLOUR_MAP]
+    for values, depth in curves:
+        ordered = np.sort(np.asarray(values, dtype=float))[::-1]
+        picks = np.unique(np.linspace(0, len(ordered) - 1, SPECTRUM_POINTS).round().astype(int))
+        share, colour = (picks + 0.5) / len(ordered), colours(0.28 + 0.57 * depth)
+        axes.plot(share, ordered[picks], color=colour, linewidth=1.5)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    add_grid(axes)
 
 
 def spectra_by_role(

@@ -39,53 +39,48 @@ class ScaledDotProductCall:
     scale: float | None
 
     @classmethod
-    def read(
-        cls, role: AttentionRole, query: Tensor, key: Tensor, value: Any, *rest: Any, **named: Any
+    def read(  # noqa: PLR0917 (torch's own order)
+        cls,
+        role: AttentionRole,
+        query: Tensor,
+        key: Tensor,
+        value: Any,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
     ) -> ScaledDotProductCall | None:
         """Read the arguments of a call; None where they cannot be divided into the heads of
         ``role``."""
-        del value
-        named = (
-            dict(
-                zip(
-                    ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
-                    rest,
-                    strict=False,
-                )
-            )
-            | named
-        )
-        mask = named.get("attn_mask")
+        del value, dropout_p
         if query.ndim != 4:
             if any(math.prod(item.shape[:-2]) % role.num_heads for item in (query, key)):
                 return None
-            if mask is not None:
-                mask = _by_head(mask.expand(*query.shape[:-2], *mask.shape[-2:]), role.num_heads)
+            if attn_mask is not None:
+                by_query = attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:])
+                attn_mask = _by_head(by_query, role.num_heads)
             query, key = (_by_head(item, role.num_heads) for item in (query, key))
-        return cls(query, key, mask, bool(named.get("is_causal", False)), named.get("scale"))
+        return cls(query, key, attn_mask, is_causal, scale)
 
     @property
     def attends_to_itself(self) -> bool:
         return self.query.shape[-2] == self.key.shape[-2]
 
     def weights(self) -> Tensor:
-        query, key = (
-            t.detach().to(torch.promote_types(t.dtype, torch.float32))
-            for t in (self.query, self.key)
-        )
+        query, key = _widened(self.query.detach()), _widened(self.key.detach())
         if key.shape[-3] != query.shape[-3]:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        logits = (
-            query @ key.mT * (1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale)
-        )
+        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
+        logits = query @ key.mT * scale
         if self.is_causal:
             ahead = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
             logits = logits.masked_fill(ahead, -math.inf)
         if self.attn_mask is not None:
-            mask = self.attn_mask
-            logits = (
-                logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-            )
+            if self.attn_mask.dtype == torch.bool:
+                logits = logits.masked_fill(~self.attn_mask, -math.inf)
+            else:
+                logits = logits + self.attn_mask
         return logits.softmax(-1)
 
 
@@ -114,8 +109,7 @@ class SoftmaxCall:
         return self.logits.shape[-1] == self.logits.shape[-2]
 
     def weights(self) -> Tensor:
-        logits = self.logits.detach()
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        return _widened(self.logits.detach()).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -143,17 +137,15 @@ class MultiheadCall:
         return self.arguments[0] is self.arguments[1]
 
     def weights(self) -> Tensor:
-        named = {
-            **self.named,
-            "training": False,
-            "need_weights": True,
-            "average_attn_weights": False,
-        }
+        asked = {"training": False, "need_weights": True, "average_attn_weights": False}
         with torch.no_grad():
-            weights = F.multi_head_attention_forward(*self.arguments, **named)[1]
+            weights = F.multi_head_attention_forward(*self.arguments, **{**self.named, **asked})[1]
         assert weights is not None
-        weights = weights if weights.ndim == 4 else weights[None]
-        return weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return _widened(weights if weights.ndim == 4 else weights[None])
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _by_head(matrices: Tensor, num_heads: int) -> Tensor:

@@ -55,38 +55,35 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         ConfigError: the batch is none of the three, or the model fails on it; what it was called
             with is listed, with the nearest names of misspelt keywords.
     """
-    device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    arguments: Sequence[Any] = ()
-    keywords: Mapping[str, Any] = {}
     if isinstance(batch, Mapping):
-        keywords = {str(name): _moved(value, device) for name, value in batch.items()}
-    elif isinstance(batch, Tensor):
-        arguments = [_moved(batch, device)]
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        arguments = [_moved(value, device) for value in batch]
+        names, values = [str(name) for name in batch], list(batch.values())
+    elif isinstance(batch, (Tensor, Sequence)) and not isinstance(batch, str):
+        names, values = [], [batch] if isinstance(batch, Tensor) else list(batch)
     else:
         raise ConfigError(
             f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword"
             " arguments or a sequence of positional ones"
         )
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    values = [value.to(device) if isinstance(value, Tensor) else value for value in values]
+    arguments, keywords = ((), dict(zip(names, values, strict=True))) if names else (values, {})
     try:
         return model(*arguments, **keywords)
     except (WellposedError, torch.OutOfMemoryError):
         raise
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         taken = inspect.signature(model.forward).parameters
-        received = [_described("argument", value) for value in arguments]
-        for name, value in keywords.items():
-            near = "" if name in taken else f"; nearest of forward: {nearest_names(name, taken)[0]}"
-            received.append(_described(name, value) + near)
+        received = [_described(name, value) for name, value in keywords.items()]
+        received += [_described("argument", value) for value in arguments]
+        misspelt = [
+            f"{name} is no argument of forward; nearest: {', '.join(nearest_names(name, taken))}"
+            for name in keywords
+            if name not in taken
+        ]
         raise ConfigError(
             f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}; it was"
-            f" called with\n{listed(received)}"
+            f" called with\n{listed(received + misspelt)}"
         ) from error
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
 
 def _described(name: str, value: Any) -> str:
@@ -100,13 +97,9 @@ def first_tensor(value: Any) -> Tensor | None:
     sequences."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() and value.ndim >= 2 else None
-    parts = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    parts = value if isinstance(value, (tuple, list)) else ()
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 

@@ -1,17 +1,17 @@
-"""The activation factor of sengupta2023: how much the layers of a model stretch the distances
-between tokens."""
+"""Distances between the tokens of a sequence, layer by layer, and how much layers stretch them: the
+activation factor of sengupta2023."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError, ConvergenceError
+from wellposed.errors import ConfigError, ConvergenceError, unknown_name
 from wellposed.measurement._states import (
     States,
     checked_mask,
@@ -19,8 +19,10 @@ from wellposed.measurement._states import (
     refuse_non_finite,
     sequences,
 )
-from wellposed.measurement._token_distances import DistanceMetric, between, check_metric, paired
 
+DistanceMetric = Literal["euclidean", "cosine", "dot"]
+METRICS = ("euclidean", "cosine", "dot")
+_BY_LAYER = ("mean", "median", "smallest", "largest", "standard_error")
 _BLOCK = 512  # tokens whose distances to all others are held at once
 
 
@@ -58,11 +60,7 @@ class ActivationFactor:
             {
                 "layer": index + 1,
                 "metric": self.metric,
-                "mean": self.mean[index],
-                "median": self.median[index],
-                "smallest": self.smallest[index],
-                "largest": self.largest[index],
-                "standard_error": self.standard_error[index],
+                **{name: getattr(self, name)[index] for name in _BY_LAYER},
                 "status": self.status,
             }
             for index in range(len(self.mean))
@@ -112,7 +110,7 @@ def activation_factor(
     >>> [round(factor, 4) for factor in activation_factor([x, 2 * x, x + 1]).mean]
     [2.0, 1.0]
     """
-    check_metric(metric)
+    _check_metric(metric)
     if pairs is not None and (not isinstance(pairs, int) or pairs < 1):
         raise ConfigError(
             f"activation_factor: pairs = {pairs!r}, expected a whole number of at least 1, or None"
@@ -157,6 +155,48 @@ def activation_factor(
     )
 
 
+def token_distances(
+    states: States, *, metric: DistanceMetric = "euclidean", attention_mask: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return ``|x_i^l - x_j^l|`` for all tokens i, j of each sequence and every layer l.
+
+    Status: exact to float64 rounding. Source: Sengupta et al. (2023), Figure 4 compares them over
+    layers.
+
+    Args:
+        states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with
+        ``hidden_states``.
+        metric: ``"euclidean"``; ``"cosine"``, the distance ``1 - cos``; ``"dot"``, the product
+        ``x_i . x_j``.
+        attention_mask: (batch, tokens), 1 for real tokens; the rest become NaN.
+
+    Returns:
+        L + 1 tensors (batch, tokens, tokens), float64.
+
+    Raises:
+        ConfigError: unknown metric, or no hidden states. ShapeError: states or mask do not fit.
+
+    Cost: ``(L + 1) batch tokens^2 width``, and as much memory without the width: for a few
+    sequences, to look at. For a mean over a corpus use `activation_factor`, which holds one block
+    of one sequence at a time.
+
+    >>> still, moved = token_distances([torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[0.0], [3.0]]])])
+    >>> moved[0].tolist()
+    [[0.0, 3.0], [3.0, 0.0]]
+    """
+    _check_metric(metric)
+    found = read_states(states)
+    real = checked_mask(attention_mask, found[0])
+    both = real.unsqueeze(1) & real.unsqueeze(2)
+    wide = torch.float32 if real.device.type == "mps" else torch.float64
+    return tuple(
+        torch.stack([_between(item, item, metric) for item in state.to(wide)]).masked_fill(
+            ~both, torch.nan
+        )
+        for state in found
+    )
+
+
 class _Tally:
     """Sum, extremes and number of the ratios of one sequence, for every layer."""
 
@@ -196,7 +236,7 @@ def _all_pairs(sequence: Sequence[Tensor], metric: DistanceMetric) -> Iterator[l
         above = torch.ones(
             stop - start, tokens - start, dtype=torch.bool, device=sequence[0].device
         ).triu(1)
-        yield [between(state[start:stop], state[start:], metric)[above] for state in sequence]
+        yield [_between(state[start:stop], state[start:], metric)[above] for state in sequence]
 
 
 def _drawn_pairs(
@@ -208,4 +248,37 @@ def _drawn_pairs(
     first = torch.randint(tokens, (pairs,), generator=generator)
     second = (first + torch.randint(1, tokens, (pairs,), generator=generator)) % tokens
     first, second = first.to(sequence[0].device), second.to(sequence[0].device)
-    yield [paired(state[first], state[second], metric) for state in sequence]
+    yield [_paired(state[first], state[second], metric) for state in sequence]
+
+
+def _check_metric(metric: str) -> None:
+    if metric not in METRICS:
+        raise unknown_name("metric", str(metric), METRICS)
+
+
+def _between(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
+    """Return the (n, m) distances of the rows of two matrices."""
+    if metric == "dot":
+        return first @ second.mT
+    # Differences, not products of norms: near tokens keep their digits, equal ones are exactly 0.
+    exact = "donot_use_mm_for_euclid_dist"
+    if metric == "euclidean":
+        return torch.cdist(first, second, compute_mode=exact)
+    return (
+        torch.cdist(_unit(first), _unit(second), compute_mode=exact).square() / 2
+    )  # 1 - u.v = |u - v|^2 / 2
+
+
+def _paired(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
+    """Return the distance of each row of one matrix to the same row of another."""
+    if metric == "dot":
+        return (first * second).sum(-1)
+    if metric == "euclidean":
+        return torch.linalg.vector_norm(first - second, dim=-1)
+    return (_unit(first) - _unit(second)).square().sum(-1) / 2
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / torch.linalg.vector_norm(
+        rows, dim=-1, keepdim=True
+    )  # NaN for a zero vector, which has no angle
