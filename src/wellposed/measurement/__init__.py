@@ -33,13 +33,12 @@ else:  # a report reads a measurement without torch
     __getattr__, __dir__ = import_on_first_use(
         __name__,
         {
-            "_activation_factor": "ActivationFactor activation_factor",
             "_correlations": "Correlation correlate correlations",
+            "_distances": "ActivationFactor DistanceMetric activation_factor token_distances",
             "_entropy": "EntropyEstimator differential_entropy layer_entropy",
             "_isomap": "IsomapPoints isomap",
             "_measure": "measure",
             "_monitor": "Monitor",
             "_states": "hidden_states",
-            "_token_distances": "DistanceMetric token_distances",
         },
     )
