@@ -23,8 +23,7 @@ from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
-from wellposed.training.loop.build import build_run_model
-from wellposed.training.loop.optimizer import build_optimizer, set_learning_rate
+from wellposed.training.loop.build import build_optimizer, build_run_model, set_learning_rate
 from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run
 from wellposed.training.loop.steps import take_step

@@ -11,7 +11,7 @@ from tests.support.bert import make_checkpoint, make_table
 
 from wellposed.cli import main
 from wellposed.training import RunConfig, TrainOptions, train
-from wellposed.training.loop.epochs import counted_in_steps
+from wellposed.training.loop.schedules import counted_in_steps
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from typing import Any
 
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.plugins import import_file, imported_files
-from wellposed.training.loop.processes import is_one_of_several
-from wellposed.training.loop.signals import Cancelled, StopRequest
+from wellposed.training.loop.processes import Cancelled, StopRequest, is_one_of_several
 
 PATIENCE = 30.0
 """Seconds in which processes end after an error here, before they are ended."""

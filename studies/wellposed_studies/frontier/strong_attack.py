@@ -54,7 +54,7 @@ def certified_share(folder: Path, task: Task, *, share: float, examples: int) ->
         curve = certified_accuracy(
             model, batches, certificate, radii=[share], in_tokens=True, attack_steps=1
         )
-        return curve.rows[0].certified
+        return curve.certified[0]
 
     return _kept(folder, "certified-share.json", {"share": share, "examples": examples}, measure)
 
@@ -88,15 +88,15 @@ def _attack(folder: Path, task: Task, radius: float, attack: Attack) -> Attacked
         return Attacked(0, 0)
     dataset = task.dataset("test")
     batch = task.collate([dataset[member] for _, member in least])
-    (row,) = certified_accuracy(
+    curve = certified_accuracy(
         model,
         [batch],
         certificate,
         radii=[radius],
         attack_steps=attack.steps,
         restarts=attack.restarts,
-    ).rows
-    return Attacked(len(least), round((1 - row.attacked) * len(least)))
+    )
+    return Attacked(len(least), round((1 - curve.attacked[0]) * len(least)))
 
 
 def _read(path: Path) -> dict[str, Any]:

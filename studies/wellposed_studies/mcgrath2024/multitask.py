@@ -17,7 +17,7 @@ from wellposed.errors import ConvergenceError
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.training.loop.batches import to_device
-from wellposed.training.loop.optimizer import decay_groups, set_learning_rate
+from wellposed.training.loop.build import decay_groups, set_learning_rate
 from wellposed_studies.mcgrath2024.encoders import (
     EncodedSets,
     MultiTaskModel,

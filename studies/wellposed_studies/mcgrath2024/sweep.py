@@ -29,7 +29,7 @@ from wellposed.errors import (
 from wellposed.finite_json import from_json, to_json
 from wellposed.tasks.data.minbert import MinBertSet, read_minbert
 from wellposed.training.folder.durable_files import is_litter, replace_file
-from wellposed.training.loop.signals import Cancelled, StopRequest
+from wellposed.training.loop.processes import Cancelled, StopRequest
 from wellposed_studies.mcgrath2024.grid import FURTHER_PLACES, PLACES, STRENGTHS, Cell
 from wellposed_studies.mcgrath2024.multitask_options import MultiTaskOptions
 from wellposed_studies.mcgrath2024.trial_files import Record, read_record, write_record

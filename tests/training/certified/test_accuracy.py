@@ -58,11 +58,10 @@ def make_batches(
 
 
 def assert_sound(curve: CertifiedAccuracy) -> None:
-    assert all(row.attacked >= row.certified for row in curve.rows)
-    for column in ("certified", "attacked"):
-        values = [getattr(row, column) for row in curve.rows]
+    assert all(seen >= sure for sure, seen in zip(curve.certified, curve.attacked, strict=True))
+    for values in (curve.certified, curve.attacked):
         assert values == sorted(values, reverse=True)
-    assert curve.rows[0].certified == curve.rows[0].attacked == curve.clean == 9 / 12
+    assert curve.certified[0] == curve.attacked[0] == curve.clean == 9 / 12
 
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
@@ -75,8 +74,8 @@ def test_accuracy_under_attack_is_never_below_certified_accuracy(
         model, make_batches(model), certify(model, seq_len=10, norm=norm), attack_steps=6
     )
     assert_sound(curve)
-    assert curve.rows[1].certified > 0.4
-    assert curve.rows[-1].attacked < curve.clean
+    assert curve.certified[1] > 0.4
+    assert curve.attacked[-1] < curve.clean
 
 
 def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
@@ -100,30 +99,21 @@ def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
         attack_steps=25,
         restarts=2,
     )
-    assert [(row.certified, row.attacked) for row in curve.rows] == [
-        (1.0, 1.0),
-        (1.0, 1.0),
-        (0.0, 0.0),
-    ]
+    assert curve.certified == curve.attacked == [1.0, 1.0, 0.0]
 
 
 def test_dot_product_is_certified_inside_its_ball_only() -> None:
     model = make_model("dot_product")
     batches = make_batches(model)
-    assert (
-        certified_accuracy(
-            model, batches, certify(model, seq_len=10), radii=[0.0, 1e-9], attack_steps=1
-        )
-        .rows[1]
-        .certified
-        == 0.0
-    )
+    everywhere = certify(model, seq_len=10)
+    curve = certified_accuracy(model, batches, everywhere, radii=[0.0, 1e-9], attack_steps=1)
+    assert curve.certified[1] == 0.0
     largest = embedding_radius(model)
     inside = certify(model, seq_len=10, radius=largest + 0.001)
     curve = certified_accuracy(model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5)
     assert_sound(curve)
-    assert curve.rows[1].certified > 0
-    assert curve.rows[2].certified == 0.0
+    assert curve.certified[1] > 0
+    assert curve.certified[2] == 0.0
     assert "no radius reaches out of the ball" in curve.table()
 
 
@@ -147,8 +137,8 @@ def test_no_radius_leaves_the_ball(norm: Norm) -> None:
     room = ((ball - largest) / (8**0.5 if norm == "inf" else 1)).clamp_min(0)
     between = sorted({float(f"{size:.6g}") * 0.999 for size in room.tolist() if size > 1e-6})
     curve = certified_accuracy(model, batches, certificate, radii=[0.0, *between], attack_steps=1)
-    expected = [float((room > row.radius).double().mean()) for row in curve.rows[1:]]
-    assert [row.certified for row in curve.rows[1:]] == pytest.approx(expected)
+    expected = [float((room > radius).double().mean()) for radius in curve.radii[1:]]
+    assert curve.certified[1:] == pytest.approx(expected)
     assert f"{int((largest > ball).sum())} of 12 inputs lie outside the ball" in curve.table()
 
 
@@ -173,7 +163,7 @@ def test_without_a_bound_nothing_is_certified_and_one_line_says_why() -> None:
     curve = certified_accuracy(
         model, make_batches(model), certify(model, seq_len=10), radii=[0.0, 1e-12]
     )
-    assert [row.certified for row in curve.rows] == [curve.clean, 0.0]
+    assert curve.certified == [curve.clean, 0.0]
     (note,) = curve.notes
     assert (
         note == "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
@@ -189,7 +179,7 @@ def test_files_hold_the_rows(tmp_path: Path) -> None:
     curve.to_csv(tmp_path / "curve.csv")
     with (tmp_path / "curve.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["certified"]) for row in rows] == [row.certified for row in curve.rows]
+    assert [float(row["certified"]) for row in rows] == curve.certified
     curve.plot(tmp_path / "curve.svg")
     assert "under attack" in (tmp_path / "curve.svg").read_text()
     assert "certified" in curve.table()
@@ -253,10 +243,7 @@ def test_radii_in_tokens_are_multiples_of_the_median_token_norm() -> None:
         [input_vectors(model, b["input_ids"])[b["attention_mask"].bool()] for b in batches]
     ).norm(dim=-1)
     assert curve.median_token == pytest.approx(float(sizes.detach().double().median()), rel=1e-6)
-    assert [row.radius for row in curve.rows] == pytest.approx(
-        [share * curve.median_token for share in shares]
+    assert curve.radii == pytest.approx([share * curve.median_token for share in shares])
+    assert (
+        certified_accuracy(model, batches, certificate, radii=curve.radii, attack_steps=3) == curve
     )
-    direct = certified_accuracy(
-        model, batches, certificate, radii=[r.radius for r in curve.rows], attack_steps=3
-    )
-    assert direct.rows == curve.rows

@@ -59,13 +59,10 @@ def test_shares_are_those_of_the_predictions_one_by_one(heads: int) -> None:
     )
     assert curve.predictions == len(right) == 4 * (TOKENS - 1) + 3
     assert curve.examples == 5
-    for row in curve.rows:
-        held = [
-            ok and (radius > row.radius or row.radius == 0)
-            for ok, radius in zip(right, radii, strict=True)
-        ]
-        assert row.certified == pytest.approx(sum(held) / len(held))
-        assert row.certified <= row.attacked
+    for size, sure, seen in zip(sizes, curve.certified, curve.attacked, strict=True):
+        held = [ok and (r > size or size == 0) for ok, r in zip(right, radii, strict=True)]
+        assert sure == pytest.approx(sum(held) / len(held))
+        assert sure <= seen
 
 
 def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:

@@ -20,7 +20,7 @@ from wellposed.training import load_run_model, read_config
 from wellposed.training.certified.nearest_words import nearest_words
 from wellposed.training.certified.record import NAME, TOKEN_SHARES, CertifiedRun, read_certified
 from wellposed.training.certified.run import best_certificate, certify_run, certify_runs
-from wellposed.training.loop.margin import certified_logits
+from wellposed.training.loop.step import certified_logits
 
 TINY = [
     "--model.hidden-size",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wellposed.models import build_model, load_saved_model
-from wellposed.training.folder.remote_code import MODULE, name_our_classes
+from wellposed.training.folder.save import MODULE, name_our_classes
 
 KINDS = [
     ("wellposed", "causal_lm"),

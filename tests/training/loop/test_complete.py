@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -15,9 +16,10 @@ import torch
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.training import read_metrics, result_schema
 from wellposed.training.config import ConstrainOptions
+from wellposed.training.folder.averaging import WeightHistory, mean_tensors
 from wellposed.training.folder.tensors import decode
-from wellposed.training.loop.average import WeightHistory, choose_weights, mean_tensors
-from wellposed.training.loop.evaluate import Evaluation
+from wellposed.training.loop import finish
+from wellposed.training.loop.state import Evaluation, TrainerState
 
 
 def final(out: Path) -> dict[str, torch.Tensor]:
@@ -51,29 +53,31 @@ def linear(value: float) -> torch.nn.Linear:
     ("higher", "value", "used"), [(False, 0.9, True), (False, 1.1, False), (True, 1.1, True)]
 )
 def test_the_mean_is_used_only_where_valid_is_better(
-    tmp_path: Path, higher: bool, value: float, used: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, higher: bool, value: float, used: bool
 ) -> None:
     history, model = WeightHistory(tmp_path, 2), linear(9.0)
     for step, weight in ((1, 8.0), (2, 3.0), (3, 5.0)):
         history.add(step, linear(weight))
     seen = []
 
-    def evaluate() -> Evaluation:
+    def evaluate(run: Any, split: str) -> Evaluation:
         seen.append(model.weight.item())
         return Evaluation({"score": value}, 4)
 
-    report, found = choose_weights(
-        history,
-        model,
-        best=1.0,
-        best_step=2,
-        evaluate=evaluate,
-        metric="score",
-        higher_is_better=higher,
+    monkeypatch.setattr(finish, "evaluate", evaluate)
+    quiet: Any = Mock()
+    run: Any = SimpleNamespace(
+        history=history,
+        model=model,
+        state=TrainerState(best_step=2, best_value=1.0),
+        task=SimpleNamespace(headline="score", higher_is_better=higher),
+        accelerator=quiet,
+        progress=quiet,
     )
+    report = finish.choose_mean_weights(run)["weights"]
     assert seen == [4.0]
     assert model.weight.item() == (4.0 if used else 9.0)
-    assert (found is not None) is used
+    assert run.state.best_examples == (4 if used else 0)
     assert report == {
         "used": "average" if used else "best", "best_step": 2, "averaged_steps": [2, 3], "chosen_by": "score,valid",
         "best": 1.0, "average": value,
@@ -124,7 +128,7 @@ def test_averaging_survives_an_interruption(
     asked = iter(range(1000))
     with monkeypatch.context() as patch:
         patch.setattr(
-            "wellposed.training.loop.signals.StopRequest.requested",
+            "wellposed.training.loop.processes.StopRequest.requested",
             property(lambda _: next(asked) >= 9, lambda *_: None),
             raising=False,
         )

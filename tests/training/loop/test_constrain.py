@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from wellposed.errors import ConfigError
 from wellposed.report import build_report
 from wellposed.training import ConstrainOptions, RunConfig, read_metrics, result_schema
-from wellposed.training.loop.optimizer import decay_groups
+from wellposed.training.loop.build import decay_groups
 
 WEIGHTS = ("blocks.0.inner.weight", "blocks.1.inner.weight")
 FILES = (

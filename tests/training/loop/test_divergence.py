@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wellposed.training.loop.divergence import find_blame
+from wellposed.training.loop.divergence import first_nonfinite_module
 
 
 class Attention(nn.Module):
@@ -50,7 +50,7 @@ def tower() -> Tower:
 
 def blame(model: nn.Module, x: Tensor | None = None, **extra: Tensor) -> Any:
     x = torch.randn(2, 5, 4) if x is None else x
-    return find_blame(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
+    return first_nonfinite_module(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
 
 
 def test_a_healthy_model_is_not_blamed(tower: Tower) -> None:
@@ -104,7 +104,9 @@ def test_a_backward_pass_that_breaks() -> None:
 
 def test_finite_gradients_whose_norm_overflows() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    found = find_blame(model, lambda: {"(the loss)": 1e25 * model(torch.ones(2, 4)).sum()})
+    found = first_nonfinite_module(
+        model, lambda: {"(the loss)": 1e25 * model(torch.ones(2, 4)).sum()}
+    )
     assert found is not None
     assert found.layer in ("0", "1")
     assert (

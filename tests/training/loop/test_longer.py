@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from wellposed.errors import ConfigError
 from wellposed.tasks import build_task
 from wellposed.training import RunConfig, TrainOptions, read_config, read_metrics
-from wellposed.training.loop.epochs import counted_in_steps, with_warmup_begun
+from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 
 
 def logged(out: Path) -> list[tuple[int, float]]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from wellposed.errors import CheckpointError, DataError
 from wellposed.training import read_metrics, read_result, result_schema
 from wellposed.training.folder import durable_files
-from wellposed.training.loop.signals import StopRequest
+from wellposed.training.loop.processes import StopRequest
 
 TIMING = ("seconds", "tokens_per_second")
 

@@ -22,8 +22,7 @@ from wellposed.training import (
     train,
 )
 from wellposed.training.loop import machine, run
-from wellposed.training.loop.failures import one_line_failures
-from wellposed.training.loop.machine import build_accelerator
+from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.run import Run
 from wellposed.training.loop.state import LARGEST_SCALE, STEPS_TO_DOUBLE, TrainerState
 

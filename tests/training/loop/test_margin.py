@@ -13,7 +13,7 @@ from wellposed.models import (
     WellposedForSequenceClassification,
 )
 from wellposed.training import TrainOptions
-from wellposed.training.loop.margin import certified_logits, hinge_sum, rows_of
+from wellposed.training.loop.step import certified_logits, hinge_sum, rows_of
 
 
 def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:

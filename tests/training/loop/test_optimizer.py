@@ -16,7 +16,7 @@ from torch import nn
 from wellposed.constrain import MuonAndAdamW
 from wellposed.errors import ConfigError
 from wellposed.training import ConstrainOptions, TrainOptions
-from wellposed.training.loop.optimizer import build_optimizer
+from wellposed.training.loop.build import build_optimizer
 
 FILES = (
     "checkpoint-12/model.safetensors",

@@ -22,7 +22,7 @@ from wellposed.training import (
     result_schema,
     train,
 )
-from wellposed.training.loop.signals import StopRequest
+from wellposed.training.loop.processes import StopRequest
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 SHORT = TrainOptions(

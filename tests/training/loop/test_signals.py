@@ -18,7 +18,7 @@ from tests.support import stub_task
 
 from wellposed.training import result_schema
 from wellposed.training.folder import checkpoints
-from wellposed.training.loop.signals import StopRequest
+from wellposed.training.loop.processes import StopRequest
 
 SCRIPT = Path(stub_task.__file__)
 

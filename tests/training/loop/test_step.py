@@ -13,7 +13,7 @@ from torch import nn
 
 from wellposed.training import TrainOptions
 from wellposed.training.loop.batches import Batch, MicroBatches
-from wellposed.training.loop.optimizer import build_optimizer, decay_groups
+from wellposed.training.loop.build import build_optimizer, decay_groups
 from wellposed.training.loop.step import compute_gradients
 
 

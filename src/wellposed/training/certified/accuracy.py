@@ -4,8 +4,8 @@ input, and attacked."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,16 @@ _MOST_ENTRIES = 2**24
 
 
 @dataclass(frozen=True)
-class AccuracyAtRadius:
-    """One row: perturbations of the embedded input with ``|delta| <= radius``."""
-
-    radius: float
-    certified: float
-    """Share of examples that no perturbation of this size can make wrong."""
-    attacked: float
-    """Share of examples that stay right under the attack: never below ``certified``."""
-
-
-@dataclass(frozen=True)
 class CertifiedAccuracy:
     """The curve: for every radius, certified accuracy <= true robust accuracy <= accuracy under
     attack."""
 
-    rows: tuple[AccuracyAtRadius, ...]
+    radii: list[float]
+    """Sizes r of perturbations ``|delta| <= r`` of the embedded input, increasing."""
+    certified: list[float]
+    """Share of examples that no perturbation of each size can make wrong."""
+    attacked: list[float]
+    """Share of examples that stay right under the attack: never below ``certified``."""
     examples: int
     norm: str
     lipschitz: float
@@ -71,40 +65,37 @@ class CertifiedAccuracy:
         token norm."""
         texts = f"{self.predictions} next tokens of {self.examples} texts"
         counted = texts if self.predictions else f"{self.examples} examples"
-        lines = [
-            (
+        return "\n".join(
+            [
                 f"{counted}, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm"
                 f" {self.norm}, median certified radius {self.median_radius:.4g} ="
-                f" {self.in_tokens(self.median_radius):.3g} of a token"
-            ),
-            (
-                f"{'radius':>10}  {'of a token':>10}  {'certified':>9}  {'attacked':>9}  "
-                f" ({self.attack})"
-            ),
-        ]
-        lines += [
-            f"{row.radius:>10.4g}  {self.in_tokens(row.radius):>10.3g}  {row.certified:>9.4f} "
-            f" {row.attacked:>9.4f}"
-            for row in self.rows
-        ]
-        scale = (
-            f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median),"
-            f" {self.largest_token:.4g} at most"
+                f" {self.in_tokens(self.median_radius):.3g} of a token",
+                f"    radius  of a token  certified   attacked   ({self.attack})",
+                *(
+                    f"{r:>10.4g}  {self.in_tokens(r):>10.3g}  {sure:>9.4f}  {seen:>9.4f}"
+                    for r, sure, seen in self._points()
+                ),
+                *self.notes,
+                f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median),"
+                f" {self.largest_token:.4g} at most",
+            ]
         )
-        return "\n".join([*lines, *self.notes, scale])
+
+    def _points(self) -> Iterator[tuple[float, float, float]]:
+        return zip(self.radii, self.certified, self.attacked, strict=True)
 
     def to_csv(self, path: Path) -> None:
         """Write one line per radius."""
-        write_csv(path, ["radius", "certified", "attacked"], [asdict(row) for row in self.rows])
+        names = ["radius", "certified", "attacked"]
+        write_csv(path, names, [dict(zip(names, each, strict=True)) for each in self._points()])
 
     def plot(self, path: Path) -> None:
         """Draw both curves over the radius, as SVG."""
         from wellposed.charts import Panel, Series, draw
 
-        radii = [row.radius for row in self.rows]
         series = [
-            Series("under attack (PGD)", radii, [row.attacked for row in self.rows], "dashed"),
-            Series("certified", radii, [row.certified for row in self.rows]),
+            Series("under attack (PGD)", self.radii, self.attacked, "dashed"),
+            Series("certified", self.radii, self.certified),
         ]
         title = f"accuracy against |delta| <= r, norm {self.norm}"
         draw([Panel(title, "r (embedding space)", "accuracy", series, x_scale="symlog")], path)
@@ -176,11 +167,10 @@ def certified_accuracy(
         [attack.smallest_break(batch, sizes)[batch.is_counted] for batch in embedded]
     )
     correct = torch.cat([batch.correct[batch.is_counted] for batch in embedded])
-    held = {size: correct & ((certified > size) | (size == 0)) for size in sizes}
     return CertifiedAccuracy(
-        tuple(
-            AccuracyAtRadius(size, _share(held[size]), _share(broken_at > size)) for size in sizes
-        ),
+        list(sizes),
+        [_share(correct & ((certified > size) | (size == 0))) for size in sizes],
+        [_share(broken_at > size) for size in sizes],
         examples=len(largest),
         norm=str(certificate.norm),
         lipschitz=certificate.total,
@@ -200,15 +190,9 @@ def _share(flags: Tensor) -> float:
 
 def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
     if not math.isfinite(certificate.total):
-        where = ", ".join(
-            layer.path or "the module itself" for layer in certificate.uncertified[:3]
-        )
-        return (
-            (
-                f"no bound ({where or 'the product overflows'}), so nothing is certified at any"
-                " radius above 0"
-            ),
-        )
+        paths = [layer.path or "the module itself" for layer in certificate.uncertified[:3]]
+        why = ", ".join(paths) or "the product overflows"
+        return (f"no bound ({why}), so nothing is certified at any radius above 0",)
     if certificate.ball == math.inf:
         return ()
     ball = f"the ball |x_i| <= {certificate.ball:g}"
@@ -268,9 +252,8 @@ def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -
     """Return logits (batch, labels, classes): of one label, or of the token after each position but
     the last."""
     given: dict[str, Tensor] = {}
-    for name, part, kept in zip(
-        _SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False
-    ):
+    parts = zip(_SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False)
+    for name, part, kept in parts:
         given |= {f"inputs_embeds{name}": part, f"attention_mask{name}": kept}
     logits = model(**given).logits
     return logits[:, None] if logits.ndim == 2 else logits[:, :-1]
@@ -290,45 +273,35 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
             "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of"
             f" input_ids, received {labels.dtype} {tuple(labels.shape)}"
         )
-    masks = [batch[f"attention_mask{name}"] for name in _SIDES if f"input_ids{name}" in batch]
-    texts = [
-        input_vectors(model, batch[f"input_ids{name}"], mask)
-        for name, mask in zip(_SIDES, masks, strict=False)
-    ]
-    vectors, mask, sides = (
-        torch.cat(texts, dim=1),
-        torch.cat(masks, dim=1),
-        tuple(text.shape[1] for text in texts),
-    )
+    names = [name for name in _SIDES if f"input_ids{name}" in batch]
+    masks = [batch[f"attention_mask{name}"] for name in names]
+    pairs = zip(names, masks, strict=True)
+    texts = [input_vectors(model, batch[f"input_ids{name}"], mask) for name, mask in pairs]
+    vectors, mask = torch.cat(texts, dim=1), torch.cat(masks, dim=1)
+    sides = tuple(text.shape[1] for text in texts)
     logits = _scores(model, vectors, mask, sides)
-    return _EmbeddedBatch(
-        vectors, mask, labels[:, 1:] if is_text else labels[:, None], logits, sides
-    )
+    labels = labels[:, 1:] if is_text else labels[:, None]
+    return _EmbeddedBatch(vectors, mask, labels, logits, sides)
 
 
 def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
     """Return one radius for each label that counts."""
     chosen = batch.is_counted
-    largest, *lengths = (
-        value[:, None].expand(chosen.shape)[chosen]
-        for value in (
-            batch.sizes.amax(-1),
-            *(side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)),
-        )
-    )
+    sides = [side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)]
+    of_examples = (batch.sizes.amax(-1), *sides)
+    largest, *lengths = (each[:, None].expand(chosen.shape)[chosen] for each in of_examples)
     width = batch.vectors.shape[-1]
     rows = max(1, _MOST_ENTRIES // (batch.logits.shape[-1] * width))
 
     def radii(length: Tensor) -> Tensor:
         given = (batch.logits[chosen], batch.labels[chosen], length, largest)
-        return torch.cat(
-            [
-                certificate.radius(logits, labels, tokens=tokens, largest_token=token, width=width)
-                for logits, labels, tokens, token in zip(
-                    *(part.split(rows) for part in given), strict=True
-                )
-            ]
-        )
+        found = []
+        for logits, labels, tokens, token in zip(
+            *(part.split(rows) for part in given), strict=True
+        ):
+            asked = {"tokens": tokens, "largest_token": token, "width": width}
+            found.append(certificate.radius(logits, labels, **asked))
+        return torch.cat(found)
 
     # Every text of an example has to be as long as the certificate asks.
     return torch.stack([radii(length) for length in lengths]).amin(0)
@@ -402,11 +375,8 @@ def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
 
 
 def _check(radii: Sequence[float] | None, steps: int, restarts: int) -> None:
-    problems = [
-        f"{name}: expected at least 1, received {value}"
-        for name, value in (("attack_steps", steps), ("restarts", restarts))
-        if value < 1
-    ]
+    counts = {"attack_steps": steps, "restarts": restarts}
+    problems = [f"{n}: expected at least 1, received {v}" for n, v in counts.items() if v < 1]
     if radii is not None and (
         not radii or list(radii) != sorted(set(radii)) or not 0 <= radii[0] <= radii[-1] < math.inf
     ):

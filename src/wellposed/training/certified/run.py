@@ -103,23 +103,13 @@ def certify_run(
             f" a text; the run holds a {type(model).__name__}"
         )
     batches = first_batches(task, "test", examples)
-    longest = max(
-        ids.shape[-1]
-        for batch in batches
-        for name, ids in batch.items()
-        if name.startswith("input_ids")
-    )
-    curve = certified_accuracy(
-        model,
-        batches,
-        best_certificate(model, longest),
-        radii=shares,
-        in_tokens=True,
-        attack_steps=attack_steps,
-    )
-    return keep(
-        folder, curve, shares, key(folder, task, examples=examples, attack_steps=attack_steps)
-    )
+    names = ("input_ids", "input_ids_pair")
+    longest = max(batch[name].shape[-1] for batch in batches for name in names if name in batch)
+    found = best_certificate(model, longest)
+    asked = {"radii": shares, "in_tokens": True, "attack_steps": attack_steps}
+    curve = certified_accuracy(model, batches, found, **asked)
+    made_by = key(folder, task, examples=examples, attack_steps=attack_steps)
+    return keep(folder, curve, shares, made_by)
 
 
 def certify_runs(
@@ -138,9 +128,8 @@ def certify_runs(
         wanted = key(folder, task, examples=examples, attack_steps=attack_steps)
         if known is None or known.made_by != wanted or known.shares != list(shares):
             announce(f"certified accuracy of {folder}")
-            known = certify_run(
-                folder, task, examples=examples, attack_steps=attack_steps, shares=shares
-            )
+            how = {"examples": examples, "attack_steps": attack_steps}
+            known = certify_run(folder, task, shares=shares, **how)
         found.append(known)
     return found
 
@@ -188,8 +177,8 @@ def keep(
         median_token=curve.median_token,
         median_radius=curve.median_radius,
         shares=list(shares),
-        certified=[row.certified for row in curve.rows],
-        attacked=[row.attacked for row in curve.rows],
+        certified=curve.certified,
+        attacked=curve.attacked,
         made_by=dict(made_by),
     )
     write_certified(folder, run)

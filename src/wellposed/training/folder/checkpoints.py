@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,7 @@ def take_snapshot(
     }
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
-        files["config.json"] = (
-            config.to_json_string().encode()
-        )  # makes the folder loadable by from_pretrained
+        files["config.json"] = config.to_json_string().encode()  # for from_pretrained
     return Snapshot(state.step, files)
 
 
@@ -100,21 +100,20 @@ def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
         "step": snapshot.step,
         "files": manifest.describe(snapshot.files),
     }
-    try:
-        with durable_files.replace_folder(folder) as temporary:
-            for name, data in snapshot.files.items():
-                durable_files.write_synced(temporary / name, data)
-            durable_files.write_synced(temporary / manifest.NAME, to_json(listed, indent=2))
-    except OSError as error:
-        size = sum(map(len, snapshot.files.values()))
-        older = newest_complete(run_folder)[0]
-        kept = f"{older.name} is intact" if older else "there is no earlier one"
-        raise CheckpointError(
-            f"{folder}: cannot write the checkpoint of {size / 1e6:.3g} MB:"
-            f" {error.strerror or error}; {kept}; free space on the disk, then continue with"
-            " --resume auto"
-        ) from error
+    what = f"the checkpoint of {sum(map(len, snapshot.files.values())) / 1e6:.3g} MB"
+    with (
+        durable_files.full_disk_in_a_line(folder, what, partial(_kept, run_folder)),
+        durable_files.replace_folder(folder) as temporary,
+    ):
+        for name, data in snapshot.files.items():
+            durable_files.write_synced(temporary / name, data)
+        durable_files.write_synced(temporary / manifest.NAME, to_json(listed, indent=2))
     return folder
+
+
+def _kept(run_folder: Path) -> str:
+    older = newest_complete(run_folder)[0]
+    return f"{older.name} is intact" if older else "there is no earlier one"
 
 
 def verify(folder: Path) -> None:
@@ -134,21 +133,26 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         CheckpointError: the weights are missing, cut or altered, or belong to another model.
     """
     _refuse(manifest.problems(folder, needed=(MODEL,), only=(MODEL,)))
-    try:
+    with _misfits(folder):
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
-    except (OSError, *_MISFITS) as error:
-        raise CheckpointError(
-            f"{folder / MODEL}: the weights do not fit this run: {error}"
-        ) from error
 
 
 def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(
-            "; ".join(problems)
-            + "; the checkpoint cannot be used: remove it, or continue with --resume auto, which "
-            "takes the newest complete one"
-        )
+    manifest.refuse(
+        problems,
+        "the checkpoint cannot be used: remove it, or continue with --resume auto, which takes the"
+        " newest complete one",
+    )
+
+
+@contextmanager
+def _misfits(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, *_MISFITS) as error:
+        raise CheckpointError(f"{folder}: the checkpoint does not fit this run: {error}") from error
 
 
 def all_checkpoints(run_folder: Path) -> list[Path]:
@@ -161,12 +165,9 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
 
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
-    match = NAME.match(folder.name)
-    if match is None:
-        raise CheckpointError(
-            f"{folder}: not a checkpoint; expected a folder named checkpoint-<step>"
-        )
-    return int(match[1])
+    if match := NAME.match(folder.name):
+        return int(match[1])
+    raise CheckpointError(f"{folder}: not a checkpoint; expected a folder named checkpoint-<step>")
 
 
 def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -197,7 +198,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: a file cannot be read, or belongs to another model.
     """
-    try:
+    with _misfits(folder):
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
         if optimizer is not None:
             load_optimizer_tensors(optimizer, *decode((folder / OPTIMIZER).read_bytes()))
@@ -205,10 +206,6 @@ def load_checkpoint(
         if rank is not None and random_file.is_file():
             load_random_tensors(*decode(random_file.read_bytes()))
         values = {"processes": random_count(folder), **from_json((folder / STATE).read_bytes())}
-    except CheckpointError:
-        raise
-    except (OSError, *_MISFITS) as error:
-        raise CheckpointError(f"{folder}: the checkpoint does not fit this run: {error}") from error
     return TrainerState.from_dict(values, where=str(folder / STATE))
 
 
@@ -241,9 +238,8 @@ def processes_at_start(run_folder: Path) -> int | None:
     before the first."""
     for folder in reversed(all_checkpoints(run_folder)):
         try:
-            return int(
-                from_json((folder / STATE).read_bytes()).get("processes", random_count(folder))
-            )
+            state = from_json((folder / STATE).read_bytes())
+            return int(state.get("processes", random_count(folder)))
         except (OSError, ValueError, AttributeError, TypeError):
             continue
     return None

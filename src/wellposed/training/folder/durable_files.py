@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import escape
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import IO
 
+from wellposed.errors import CheckpointError
 from wellposed.regular_file import refuse_special
 
 TEMPORARY = ".tmp-"
@@ -108,7 +109,7 @@ def _lives(process: int) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:
+    except OSError:  # it is of another user
         pass
     return True
 
@@ -147,6 +148,20 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     sync_folder(folder.parent)
 
 
+@contextmanager
+def full_disk_in_a_line(
+    path: Path, what: str, kept: Callable[[], str] = lambda: "checkpoints are intact"
+) -> Iterator[None]:
+    """Turn what the system says of ``path`` into a `CheckpointError` that tells what to do next."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot write {what}: {error.strerror or error}; {kept()}; free space on the disk,"
+            " then continue with --resume auto"
+        ) from error
+
+
 def is_litter(path: Path) -> bool:
     """Return whether ``path`` is a temporary name of this module."""
     return path.name.startswith(TEMPORARY)
@@ -164,8 +179,5 @@ def remove_litter(folder: Path) -> None:
 
 def digest(path: Path) -> str:
     """Return the SHA-256 of the file ``path``."""
-    hasher = sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return file_digest(file, "sha256").hexdigest()

@@ -15,22 +15,15 @@ from wellposed.training.folder import durable_files
 
 NAME = "manifest.json"
 FORMAT = 1
-RECORDS = (
-    "config.toml",
-    "env.json",
-    "metrics.jsonl",
-    "result.json",
-    "measure-initial.json",
-    "measure-final.json",
-)
+MEASURED = ("measure-initial.json", "measure-final.json")
+RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", *MEASURED)
 """Files of a run folder that its own manifest describes, once the run has ended."""
 
 
 def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return size and digest of each file, from its bytes."""
-    return {
-        name: _entry(len(data), sha256(data).hexdigest()) for name, data in sorted(files.items())
-    }
+    each = sorted(files.items())
+    return {name: _entry(len(data), sha256(data).hexdigest()) for name, data in each}
 
 
 def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None) -> None:
@@ -43,9 +36,8 @@ def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | N
         if path.is_file()
     }
     entries |= describe(coming or {})
-    durable_files.replace_file(
-        folder / NAME, to_json({"format": FORMAT, "files": entries}, indent=2)
-    )
+    text = to_json({"format": FORMAT, "files": entries}, indent=2)
+    durable_files.replace_file(folder / NAME, text)
 
 
 def remove(folder: Path) -> None:
@@ -67,15 +59,10 @@ def problems(
     path = folder / NAME
     try:
         manifest = from_json(path.read_bytes())
-        entries = {
-            name: (int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in manifest["files"].items()
-        }
-        bad = (
-            manifest["format"] != FORMAT
-            or not set(needed) <= set(entries)
-            or any(os.sep in name for name in entries)
-        )
+        files = manifest["files"].items()
+        entries = {name: (int(each["bytes"]), str(each["sha256"])) for name, each in files}
+        known = manifest["format"] == FORMAT and set(needed) <= set(entries)
+        bad = not known or any(os.sep in name for name in entries)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{path}: unreadable manifest ({type(error).__name__}: {error})"]
     if bad:
@@ -93,7 +80,7 @@ def verify_run_file(path: Path) -> None:
     Raises:
         CheckpointError: the file is missing, cut or altered.
     """
-    _refuse(
+    refuse(
         problems(path.parent, only=(path.name,)) if (path.parent / NAME).is_file() else [],
         f"restore it; if you changed it yourself, remove {path.parent / NAME}",
     )
@@ -119,14 +106,15 @@ def verify_final(folder: Path, *, weights: bool = True) -> None:
         return
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     small = None if weights else [name for name in names if not name.endswith(".safetensors")]
-    _refuse(
+    refuse(
         problems(folder, only=small),
         "the saved model cannot be trusted: copy the folder again from where it was whole, or"
         f" remove {folder} and finish the run again with --resume auto",
     )
 
 
-def _refuse(found: Collection[str], advice: str) -> None:
+def refuse(found: Collection[str], advice: str) -> None:
+    """Raise one `CheckpointError` of all that was found, if anything was."""
     if found:
         raise CheckpointError(f"{'; '.join(found)}; {advice}")
 
@@ -134,12 +122,9 @@ def _refuse(found: Collection[str], advice: str) -> None:
 def _problem(path: Path, size: int, digest: str) -> str | None:
     if not path.is_file():
         return f"{path}: missing"
-    if path.stat().st_size != size:
-        there = path.stat().st_size
-        return (
-            f"{path}: {there} bytes, expected {size}"
-            f" ({'cut short' if there < size else 'added to'})"
-        )
+    if (there := path.stat().st_size) != size:
+        how = "cut short" if there < size else "added to"
+        return f"{path}: {there} bytes, expected {size} ({how})"
     found = durable_files.digest(path)
     return None if found == digest else f"{path}: SHA-256 is {found}, expected {digest} (altered)"
 

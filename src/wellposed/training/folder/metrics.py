@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from wellposed.errors import CheckpointError
@@ -35,15 +34,10 @@ class MetricsFile:
         Raises:
             CheckpointError: the disk is full or cannot be written.
         """
-        try:
-            if self._file is not None:
+        if self._file is not None:
+            with durable_files.full_disk_in_a_line(self.path, "a row"):
                 self._file.write(to_json(row))
                 self._file.flush()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot add a row: {error.strerror or error}; checkpoints are intact;"
-                " free space on the disk, then continue with --resume auto"
-            ) from error
         self.rows += 1
 
     def sync(self) -> int:
@@ -56,12 +50,7 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 

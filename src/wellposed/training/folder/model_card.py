@@ -15,8 +15,8 @@ from torch import nn
 from wellposed.config_record import recorded
 from wellposed.errors import WellposedError
 from wellposed.training.config import RunConfig
-from wellposed.training.folder.remote_code import is_ours
-from wellposed.training.loop.evaluate import Evaluation
+from wellposed.training.folder.save import is_ours
+from wellposed.training.loop.state import Evaluation
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +19,7 @@ from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files, manifest
 from wellposed.training.folder.run_folder import RESULT, now
 from wellposed.training.loop.divergence import Divergence
-from wellposed.training.loop.evaluate import Evaluation
-from wellposed.training.loop.state import TrainerState
+from wellposed.training.loop.state import Evaluation, TrainerState
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -96,17 +96,22 @@ def write_result(result: RunResult) -> RunResult:
     return result
 
 
+def made_in(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``result.json`` holds of the environment, and the date."""
+    kept = {name: environment[name] for name in ("git_hash", "command")}
+    return {**kept, "versions": environment["packages"], "date": now()}
+
+
 def describe_result(
-    *,
     status: Status,
     config: RunConfig,
     task: Task,
     state: TrainerState,
+    *,
     evaluations: Mapping[str, Evaluation],
-    environment: Mapping[str, Any],
-    parameters: int,
     message: str = "",
     divergence: Divergence | None = None,
+    parameters: int = 0,
 ) -> dict[str, Any]:
     """Return the content of ``result.json``; keys that lm-eval also has carry its names."""
     results = {
@@ -114,11 +119,7 @@ def describe_result(
         for split, evaluation in evaluations.items()
         for metric, value in evaluation.metrics.items()
     }
-    metrics = {
-        task.headline,
-        "loss",
-        *(metric for evaluation in evaluations.values() for metric in evaluation.metrics),
-    }
+    metrics = {task.headline, "loss"}.union(*(each.metrics for each in evaluations.values()))
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": config.task,
@@ -128,23 +129,15 @@ def describe_result(
         "headline": _report_headline(task, metrics),
         "higher_is_better": _directions(task, metrics),
         "reference": task.reference(),
-        "n-samples": {
-            config.task: {split: evaluation.examples for split, evaluation in evaluations.items()}
-        },
+        "n-samples": {config.task: {name: each.examples for name, each in evaluations.items()}},
         "config": config.to_dict(),
-        "versions": environment["packages"],
-        "git_hash": environment["git_hash"],
-        "date": now(),
-        "command": environment["command"],
         "train_info": {
             "status": status,
             "steps": state.step,
             "best_step": state.best_step,
             "seconds": state.seconds,
             "tokens": state.tokens,
-            "tokens_per_second": state.tokens / state.train_seconds
-            if state.train_seconds
-            else None,
+            "tokens_per_second": state.tokens / (state.train_seconds or math.inf) or None,
             "parameters": parameters,
             "peak_memory_bytes": peak_memory_bytes(),
         },
@@ -155,13 +148,8 @@ def describe_result(
     if message:
         values["train_info"]["reason"] = message
     if divergence is not None:
-        values["failure"] = {
-            "step": divergence.step,
-            "learning_rate": divergence.learning_rate,
-            "what": divergence.what,
-            "layer": divergence.blame.layer,
-            "reason": divergence.blame.reason,
-        }
+        kept = {name: getattr(divergence, name) for name in ("step", "learning_rate", "what")}
+        values["failure"] = {**kept, **asdict(divergence.blame)}
     return values
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, its environment, and whether it may be used."""
+"""The folder of a run: its configuration, environment and data, and whether it may be used."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import CheckpointError, ConfigError, listed
+from wellposed.errors import CheckpointError, ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
 from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
@@ -20,6 +20,10 @@ from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.folder import lock as folder_lock
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.version import __version__
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
 
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
@@ -322,3 +326,56 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+DATA, DIGEST = "data", "sha256"
+
+
+def environment_of(task: Task, command: Sequence[str] | None) -> dict[str, Any]:
+    """Return what ``env.json`` holds of a start: `environment`, and the digests of the
+    data."""
+    return {**environment(command), DATA: data_digests(task.description())}
+
+
+def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return every SHA-256 in a description of data, by the place where it stands.
+
+    >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
+    {'files.train': 'ab', 'test': 'cd'}
+    """
+    return {
+        ".".join(name for name in place if name != DIGEST): digest
+        for place, digest in _leaves(description, ())
+    }
+
+
+def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, (*place, str(name)))
+    elif DIGEST in place:
+        yield place, str(value)
+
+
+def check_data(out: Path, task: Task) -> None:
+    """Refuse to go on with a run, or to take its result, where its data has changed since it began.
+
+    Folders written before digests were kept, and data without one, are not compared.
+
+    Raises:
+        DataError: each file or split that changed, with both digests.
+        CheckpointError: the record is damaged.
+    """
+    begun = read_environment(out).get(DATA)
+    if not isinstance(begun, dict):
+        return
+    found = data_digests(task.description())
+    places = [place for place in {**begun, **found} if begun.get(place) != found.get(place)]
+    changed = [
+        f"{place}: SHA-256 was {begun.get(place)}, is {found.get(place)}" for place in places
+    ]
+    if changed:
+        raise DataError(
+            f"{out}: the data is not what the run began with:\n{listed(changed)}\n"
+            "restore it, or train in another folder"
+        )

@@ -1,16 +1,16 @@
-"""What a run leaves for other programs: the final model, its measurements, and the way back from a
-run folder."""
+"""The final model of a run for other programs, and the way back from a run folder."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from wellposed.errors import CheckpointError, RoleNotFoundError
+from wellposed.finite_json import to_json
 from wellposed.training.folder import checkpoints, durable_files, manifest
-from wellposed.training.folder.remote_code import name_our_classes
 from wellposed.training.folder.run_folder import import_recorded, read_config
 from wellposed.training.folder.tensors import encode, model_tensors
 from wellposed.training.loop.build import build_run_model
@@ -19,6 +19,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from wellposed.tasks import Task
+
+
+MODULE = "modeling_wellposed"
+
+
+def is_ours(model: nn.Module) -> bool:
+    """Return whether the class of ``model`` is one of this package, which transformers does not
+    have."""
+    return type(model).__module__.startswith("wellposed.")
+
+
+def name_our_classes(folder: Path, model: Any) -> None:
+    """Add ``auto_map`` to ``config.json`` and the file that imports what it names, for a model of
+    this package."""
+    if not is_ours(model):
+        return
+    from wellposed.models import auto_class
+
+    auto = getattr(auto_class(type(model).__name__), "__name__", "AutoModel")
+    names = {"AutoConfig": type(model.config).__name__, auto: type(model).__name__}
+    path = folder / "config.json"
+    auto_map = {auto: f"{MODULE}.{name}" for auto, name in names.items()}
+    durable_files.write_synced(
+        path, to_json({**json.loads(path.read_bytes()), "auto_map": auto_map}, indent=2)
+    )
+    imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
+    text = (
+        '"""The classes of this model are in the package wellposed; this file only imports'
+        f' them."""\n\n{imports}\n'
+    )
+    durable_files.write_synced(folder / f"{MODULE}.py", text.encode())
+
 
 FINAL = "final"
 CARD = "README.md"
@@ -35,18 +67,15 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
         CheckpointError: the disk is full or cannot be written.
     """
     folder = run_folder / FINAL
-    try:
-        with durable_files.replace_folder(folder) as temporary:
-            _save_into(temporary, model, task)
-            for path in temporary.iterdir():
-                durable_files.sync_file(path)
-            manifest.write(temporary, [path.name for path in temporary.iterdir()])
-            durable_files.write_synced(temporary / CARD, card.encode())
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot write the final model: {error.strerror or error}; checkpoints are"
-            " intact; free space on the disk, then continue with --resume auto"
-        ) from error
+    with (
+        durable_files.full_disk_in_a_line(folder, "the final model"),
+        durable_files.replace_folder(folder) as temporary,
+    ):
+        _save_into(temporary, model, task)
+        for path in temporary.iterdir():
+            durable_files.sync_file(path)
+        manifest.write(temporary, [path.name for path in temporary.iterdir()])
+        durable_files.write_synced(temporary / CARD, card.encode())
     return folder
 
 

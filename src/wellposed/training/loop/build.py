@@ -1,17 +1,25 @@
-"""From a `RunConfig` to the objects of a run."""
+"""From a `RunConfig` to the objects of a run: model, penalty, constraint, optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
-from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, StartOptions
+from wellposed.constrain import MuonAndAdamW, decay_groups
+from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
+from wellposed.linalg.sharded import is_sharded
+from wellposed.training.config import (
+    ConstrainOptions,
+    PenaltyOptions,
+    RunConfig,
+    StartOptions,
+    TrainOptions,
+)
 from wellposed.training.loop.batches import forward, model_inputs
 
 if TYPE_CHECKING:
@@ -21,6 +29,87 @@ if TYPE_CHECKING:
     from wellposed.constrain import Constraint
     from wellposed.models import Start
     from wellposed.tasks import Task
+    from wellposed.training.config import StartOptions
+
+
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+def build_optimizer(
+    model: nn.Module,
+    options: TrainOptions,
+    *,
+    constrained: Iterable[nn.Parameter] = (),
+    where: Sequence[str] = (),
+) -> torch.optim.Optimizer:
+    """Return the optimizer that ``options`` names over the trainable parameters of ``model``.
+
+    Args:
+        model: any module.
+        options: rates and moments; AdamW and SGD run in one fused kernel where the device has it.
+        constrained: weights without decay, which ``where`` names.
+
+    Raises:
+        ConfigError: Muon, of a model without hidden matrices.
+    """
+    device = next(model.parameters()).device.type
+    adam: dict[str, Any] = {
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+    }
+    if options.optimizer == "muon":
+        return MuonAndAdamW(
+            model,
+            lr=options.learning_rate,
+            adamw_lr=options.learning_rate,
+            momentum=0.95 if options.momentum is None else options.momentum,
+            weight_decay=options.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+            where=list(where) or None,
+            **adam,
+        )
+    groups = decay_groups(model, options.weight_decay, constrained=constrained)
+    if options.optimizer == "sgd":
+        momentum = 0.9 if options.momentum is None else options.momentum
+        fused = device in FUSED_DEVICES and not any(
+            map(is_sharded, model.parameters())
+        )  # torch fuses no sharded SGD
+        return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=fused)
+    return torch.optim.AdamW(
+        groups, lr=options.learning_rate, fused=device in FUSED_DEVICES, **adam
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Give every group of ``optimizer`` the learning rate ``value``."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def describe_start(options: StartOptions, start: Start) -> dict[str, Any]:
+    """Return the entry ``started_from`` of ``train_info``; nothing where the run starts from no
+    model."""
+    if not options.model:
+        return {}
+    names = {"new_weights": list(start.new_weights), "left_out": list(start.left_out)}
+    return {"started_from": {"model": options.model, **names}}
+
+
+def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
+    """Return in one line what `describe_start` tells of a model with these parameters.
+
+    >>> start_line({"model": "bert", "new_weights": ["classifier.bias"], "left_out": []}, ["a", "classifier.bias"])
+    'starts from bert; drawn at random: classifier.bias'
+    """
+    drawn, left_out = started_from["new_weights"], started_from["left_out"]
+    everything = set(parameters) <= set(drawn)
+    told = [f"starts from {started_from['model']}"]
+    told += (
+        [f"drawn at random: {'every weight' if everything else shortened(drawn)}"] if drawn else []
+    )
+    told += [f"in the file and not used: {shortened(left_out)}"] if left_out else []
+    return "; ".join(told)
+
 
 MEASURED_IMAGES = 32
 """Train images that the norm of embedded patches is measured on."""

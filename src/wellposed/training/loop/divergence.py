@@ -3,14 +3,16 @@ again under hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from wellposed.errors import MAX_LISTED
+from wellposed.errors import shortened
 
 ROOT = "(the model itself)"
 
@@ -31,7 +33,8 @@ NOT_REPEATED = Blame(
 class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a result before a user sees it)
     """A loss or gradient is not finite; carries what the result tells."""
 
-    def __init__(self, *, step: int, learning_rate: float, what: str, blame: Blame) -> None:
+    def __init__(self, *, step: int, learning_rate: float, what: str, blame: Blame | None) -> None:
+        blame = blame or NOT_REPEATED
         self.step, self.learning_rate, self.what, self.blame = step, learning_rate, what, blame
         super().__init__(
             f"step {step}, learning rate {learning_rate:.6g}: {what}; first at {blame.layer}:"
@@ -40,7 +43,7 @@ class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a 
         )
 
 
-def find_blame(
+def first_nonfinite_module(
     model: nn.Module, compute_losses: Callable[[], Mapping[str, torch.Tensor]]
 ) -> Blame | None:
     """Run ``compute_losses`` once more and name the first layer that turned finite input into
@@ -64,11 +67,8 @@ def find_blame(
     """
     weights = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     if weights:
-        more = f" and {len(weights) - MAX_LISTED} more" if len(weights) > MAX_LISTED else ""
-        owner = weights[0].rpartition(".")[0] or ROOT
-        return Blame(
-            owner, f"weights hold NaN or infinite values: {', '.join(weights[:MAX_LISTED])}{more}"
-        )
+        reason = f"weights hold NaN or infinite values: {shortened(weights)}"
+        return Blame(_owner(weights[0]), reason)
     watcher = _FiniteWatcher(model)
     try:
         model.zero_grad(set_to_none=True)
@@ -77,11 +77,10 @@ def find_blame(
             return watcher.blame
         for name, loss in losses.items():
             if not _finite(loss):
-                return Blame(
-                    name, f"every activation is finite, but this term is {float(loss.detach())}"
-                )
-        sum(losses.values(), torch.zeros((), device=next(model.parameters()).device)).backward()
-        return watcher.backward_blame(model)
+                reason = f"every activation is finite, but this term is {float(loss.detach())}"
+                return Blame(name, reason)
+        sum(losses.values(), torch.zeros(())).backward()
+        return watcher.gradient_blame or _weight_blame(model)
     finally:
         watcher.remove()
         model.zero_grad(set_to_none=True)
@@ -93,114 +92,87 @@ class _FiniteWatcher:
 
     def __init__(self, model: nn.Module) -> None:
         self.blame: Blame | None = None
-        self._running: list[str] = []
+        self.gradient_blame: Blame | None = None
+        self._running = [ROOT]
         self._last_finite_gradient = "(the loss)"
-        self._gradient_blame: Blame | None = None
         self._handles: list[Any] = []
-        for name, module in model.named_modules():
-            self._handles.append(
-                module.register_forward_pre_hook(self._before(name or ROOT), with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(self._after(name or ROOT)))
+        for path, module in model.named_modules():
+            before, after = partial(self._before, path or ROOT), partial(self._after, path or ROOT)
+            self._handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def backward_blame(self, model: nn.Module) -> Blame | None:
-        if self._gradient_blame is not None:
-            return self._gradient_blame
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not _finite(parameter.grad):
-                return Blame(
-                    name.rpartition(".")[0] or ROOT, f"the gradient of {name} is not finite"
-                )
-        return _overflow_of_norm(model)
+    def _before(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        bad = [tensor for tensor in _activations((args, kwargs)) if not _finite(tensor)]
+        if self.blame is None and bad:
+            reason = f"{_describe(bad[0])} computed inside it, before {name}"
+            self.blame = Blame(self._running[-1], reason)
+        self._running.append(name)
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs = [tensor for tensor in _activations((args, kwargs)) if not _finite(tensor)]
-            if self.blame is None and inputs:
-                maker = self._running[-1] if self._running else ROOT
-                self.blame = Blame(
-                    maker, f"{_describe(inputs[0])} computed inside it, before {name}"
-                )
-            self._running.append(name)
+    def _after(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        outputs = _activations(output)
+        bad = [tensor for tensor in outputs if not _finite(tensor)]
+        if self.blame is None and bad:
+            sizes = [
+                float(each.detach().abs().max()) for each in _activations(args) if each.numel()
+            ]
+            fed = f" from inputs of at most {max(sizes):.4g}" if sizes else ""
+            self.blame = Blame(name, f"{_describe(bad[0])} at its output{fed}")
+        for tensor in outputs:
+            tensor.register_hook(partial(self._gradient, name))
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            self._running.pop()
-            outputs = list(_activations(output))
-            bad = [tensor for tensor in outputs if not _finite(tensor)]
-            if self.blame is None and bad:
-                sizes = [
-                    float(tensor.detach().abs().max())
-                    for tensor in _activations(args)
-                    if tensor.numel()
-                ]
-                fed = f" from an input of at most {max(sizes):.4g}" if sizes else ""
-                self.blame = Blame(name, f"{_describe(bad[0])} at its output{fed}")
-            for tensor in outputs:
-                if tensor.requires_grad:
-                    tensor.register_hook(self._gradient(name))
-
-        return hook
-
-    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if self._gradient_blame is not None:
-                return
-            if _finite(gradient):
-                self._last_finite_gradient = name
-            else:
-                reason = (
-                    f"its backward pass gave {_describe(gradient)} as the gradient of the output of"
-                    f" {name}"
-                )
-                self._gradient_blame = Blame(self._last_finite_gradient, reason)
-
-        return hook
+    def _gradient(self, name: str, gradient: torch.Tensor) -> None:
+        if self.gradient_blame is not None:
+            return
+        if _finite(gradient):
+            self._last_finite_gradient = name
+            return
+        found = f"{_describe(gradient)} as the gradient of the output of {name}"
+        self.gradient_blame = Blame(self._last_finite_gradient, f"its backward pass gave {found}")
 
 
-def _overflow_of_norm(model: nn.Module) -> Blame | None:
-    """Blame the largest of finite gradients where the norm of all of them is infinite."""
-    gradients = {
-        name: each.grad for name, each in model.named_parameters() if each.grad is not None
-    }
+def _weight_blame(model: nn.Module) -> Blame | None:
+    """Blame a weight whose gradient is not finite, or the largest where the norm of all is not."""
+    named = model.named_parameters()
+    gradients = {name: each.grad for name, each in named if each.grad is not None}
+    for name, gradient in gradients.items():
+        if not _finite(gradient):
+            return Blame(_owner(name), f"the gradient of {name} is not finite")
     if not gradients or _finite(torch.nn.utils.get_total_norm(gradients.values())):
         return None
     name, gradient = max(gradients.items(), key=lambda pair: float(pair[1].abs().max()))
     reason = (
         f"the gradient of {name} has an entry of size {float(gradient.abs().max()):.4g}: every"
-        " gradient is finite, but the norm of all of them is more than"
-        f" {str(gradient.dtype).removeprefix('torch.')} can hold"
+        f" gradient is finite, but the norm of all of them is more than {_dtype(gradient)} can hold"
     )
-    return Blame(name.rpartition(".")[0] or ROOT, reason)
+    return Blame(_owner(name), reason)
 
 
-def _activations(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating tensors in ``value`` that carry gradients."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.requires_grad:
-            yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _activations(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _activations(entry)
+def _owner(weight: str) -> str:
+    return weight.rpartition(".")[0] or ROOT
+
+
+def _activations(value: Any) -> list[torch.Tensor]:
+    """Return the floating tensors in ``value`` that carry gradients."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
 
 
 def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
 
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _describe(tensor: torch.Tensor) -> str:
     values = tensor.detach()
     nans, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
-    return (
-        f"{nans} NaN and {infinite} infinite of {values.numel()} values"
-        f" ({str(values.dtype).removeprefix('torch.')})"
-    )
+    return f"{nans} NaN and {infinite} infinite of {values.numel()} values ({_dtype(values)})"

@@ -3,29 +3,36 @@ the result written."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate import PartialState
 
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, manifest, run_folder
-from wellposed.training.folder.data_record import environment_of
 from wellposed.training.folder.model_card import model_card
-from wellposed.training.folder.result import RunResult, Status, describe_result, write_result
+from wellposed.training.folder.result import (
+    RunResult,
+    Status,
+    describe_result,
+    made_in,
+    write_result,
+)
+from wellposed.training.folder.run_folder import environment_of
 from wellposed.training.folder.save import save_final
-from wellposed.training.loop.average import choose_weights
+from wellposed.training.folder.tensors import load_model_tensors, model_tensors
 from wellposed.training.loop.divergence import Divergence
-from wellposed.training.loop.evaluate import Evaluation
-from wellposed.training.loop.signals import Cancelled
-from wellposed.training.loop.state import TrainerState
-from wellposed.training.loop.steps import evaluate_split, validate
+from wellposed.training.loop.processes import Cancelled
+from wellposed.training.loop.progress import logger
+from wellposed.training.loop.run import Run
+from wellposed.training.loop.state import Evaluation, TrainerState
+from wellposed.training.loop.steps import evaluate, validate
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
-    from wellposed.training.loop.run import Run
 
 GENERATE_BATCH = 64
 
@@ -35,14 +42,13 @@ def finish(run: Run) -> RunResult:
     in ``final/``."""
     lost = load_best_weights(run)
     notes = choose_mean_weights(run)
-    test = evaluate_split(run, "test")
+    test = evaluate(run, "test")
     valid_scores, test_scores = score_texts(run, "valid"), score_texts(run, "test")
     if test_scores and (described := run.task.describe_generation()):
         notes["generation"] = described
     test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
-    run.add_row(
-        {"step": run.state.best_step, "split": "test", **test.metrics, "seconds": run.elapsed()}
-    )
+    row = {"step": run.state.best_step, "split": "test", **test.metrics}
+    run.add_row({**row, "seconds": run.elapsed()})
     valid = run.best_evaluation()["valid"]
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
@@ -73,31 +79,14 @@ def fail(run: Run, error: Divergence | ConvergenceError) -> RunResult:
 
 
 def fail_before_start(
-    config: RunConfig,
-    out: Path,
-    task: Task,
-    error: ConvergenceError,
-    *,
-    resume: str,
-    command: list[str] | None,
-    write: bool,
+    config: RunConfig, out: Path, task: Task, error: ConvergenceError, *, resume: str, command: Any
 ) -> RunResult:
-    """End a run whose model or constraint could not be made; one process of them writes the
-    folder."""
-    environment = environment_of(task, command)
-    values = describe_result(
-        status="failed",
-        config=config,
-        task=task,
-        state=TrainerState(),
-        evaluations={},
-        environment=environment,
-        parameters=0,
-        message=str(error),
-    )
-    result = RunResult("failed", out, values, str(error))
-    if write:
-        logging.getLogger("wellposed.training").warning("%s: failed: %s", out, error)
+    """End a run whose model or constraint could not be made."""
+    environment, state = environment_of(task, command), TrainerState()
+    values = describe_result("failed", config, task, state, evaluations={}, message=str(error))
+    result = RunResult("failed", out, {**values, **made_in(environment)}, str(error))
+    if PartialState().is_main_process:
+        logger.warning("%s: failed: %s", out, error)
         run_folder.enter_run_folder(out, config, resume)
         manifest.remove(out)
         run_folder.write_environment(out, environment, 0)
@@ -132,21 +121,22 @@ def choose_mean_weights(run: Run) -> dict[str, Any]:
     if run.history is None:
         return {}
     run.accelerator.wait_for_everyone()
-    state = run.state
-    report, found = choose_weights(
-        run.history,
-        run.model,
-        best=cast(float, state.best_value),
-        best_step=cast(int, state.best_step),
-        evaluate=lambda: evaluate_split(run, "valid"),
-        metric=run.task.headline,
-        higher_is_better=run.task.higher_is_better,
-    )
-    if found is not None:
-        state.best_metrics, state.best_examples = found.metrics, found.examples
-    used, rule = report["used"], report["chosen_by"]
+    state, steps, headline = run.state, run.history.steps(), run.task.headline
+    report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": steps}
+    report |= {"chosen_by": f"{headline},valid", "best": state.best_value, "average": None}
+    if len(steps) > 1:
+        own = {name: tensor.clone() for name, tensor in model_tensors(run.model)[0].items()}
+        load_model_tensors(run.model, run.history.mean())
+        found = evaluate(run, "valid")
+        report["average"] = found.metrics[headline]
+        if state.is_better(found.metrics[headline], run.task):
+            report["used"] = "average"
+            state.best_metrics, state.best_examples = found.metrics, found.examples
+        else:
+            load_model_tensors(run.model, own)
     run.progress.say(
-        f"final weights: {used} ({rule}: best {report['best']}, mean {report['average']})"
+        f"final weights: {report['used']} ({report['chosen_by']}: best {report['best']}, mean"
+        f" {report['average']})"
     )
     return {"weights": report}
 
@@ -162,10 +152,8 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
             raise Cancelled
         run.progress.part(f"generating the texts of {split}", done, count)
 
-    batch_size = min(GENERATE_BATCH, run.options.batch_size)
-    scores = run.task.generate_metrics(
-        run.whole().model, split, batch_size=batch_size, notify=notify
-    )
+    how = {"batch_size": min(GENERATE_BATCH, run.options.batch_size), "notify": notify}
+    scores = run.task.generate_metrics(run.whole().model, split, **how)
     return {name: float(value) for name, value in scores.items()}
 
 
@@ -178,17 +166,11 @@ def end(
 ) -> RunResult:
     """Write ``result.json`` and the manifest, and return the result."""
     run.state.seconds = run.elapsed()
-    values = describe_result(
-        status=status,
-        config=run.config,
-        task=run.task,
-        state=run.state,
-        evaluations=evaluations,
-        environment=run.environment or run_folder.environment(None),
-        parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-        message=message,
-        divergence=divergence,
-    )
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    said = {"evaluations": evaluations, "message": message, "divergence": divergence}
+    given = (status, run.config, run.task, run.state)
+    values = describe_result(*given, parameters=parameters, **said)
+    values |= made_in(run.environment or run_folder.environment(None))
     values["train_info"].update(run.constraint_error(), **run.started)
     result = RunResult(status, run.out, values, message)
     if run.is_main:

@@ -1,14 +1,32 @@
-"""Where a run computes: its device, and the processes that a launcher made."""
+"""Where a run computes: its device, its processes, its shards, and one line where they fail."""
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from wellposed.errors import ConfigError
+from wellposed.errors import (
+    CheckpointError,
+    ConfigError,
+    RoleNotFoundError,
+    WellposedError,
+    is_out_of_memory,
+)
+from wellposed.linalg.sharded import read
+from wellposed.roles import find_roles
+from wellposed.roles.layer_paths import split_path
 from wellposed.training.config import TrainOptions
 from wellposed.training.loop.processes import refuse_sharding
 
@@ -58,3 +76,126 @@ def _check_device(wanted: str, kind: str, index: str) -> None:
             f"train.device = {wanted!r} is not on this machine, which has:"
             f" {', '.join(['cpu', *there])}"
         )
+
+
+class ShardedModel:
+    """Cuts the weights of ``model`` in place, and makes whole copies of it with the weights of the
+    moment.
+
+    Every method is called by all processes alike, as each gathers what the others hold.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
+        self.model = model
+        hollow = {
+            id(weight): nn.Parameter(torch.empty_like(weight, device="meta"))
+            for weight in model.parameters()
+        }
+        self._hollow = copy.deepcopy(model, hollow)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        # Without resharding the weights of the root stay whole after a forward pass, which
+        # penalties and checkpoints would then find there.
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+    def whole(self, *, device: str | torch.device) -> nn.Module:
+        """Return a plain copy on ``device`` in the mode of the model; its gradients go nowhere."""
+        values: dict[int, object] = {}
+        for name, hollow in self._hollow.named_parameters():
+            weight = self.model.get_parameter(name)
+            values[id(hollow)] = nn.Parameter(read(weight).to(device), weight.requires_grad)
+        found = copy.deepcopy(self._hollow, values)
+        for name, buffer in self.model.named_buffers():
+            found.get_buffer(name).copy_(buffer)
+        return found.to(device).train(self.model.training)
+
+    def join_whole(self) -> None:
+        """Take part in the gathers of `whole`, which another process calls at this moment; keep
+        nothing."""
+        for name, _ in self._hollow.named_parameters():
+            read(self.model.get_parameter(name))
+
+
+def is_sharded_run(options: TrainOptions, accelerator: Accelerator) -> bool:
+    """Whether weights are cut: asked for, and more than one process to hold them."""
+    return options.parallel == "fsdp" and accelerator.num_processes > 1
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that hold an attention each, but those that share a weight with another
+    part of the model."""
+    try:
+        roles = find_roles(model)
+    except RoleNotFoundError:
+        return []
+    paths = dict.fromkeys(split_path(role.path)[1] for role in roles.attention)
+    layers = {
+        id(layer): layer for layer in (model.get_submodule(path) for path in paths if path)
+    }.values()
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    inside = [
+        Counter(id(weight) for _, weight in layer.named_parameters(remove_duplicate=False))
+        for layer in layers
+    ]
+    return [
+        layer
+        for layer, own in zip(layers, inside, strict=True)
+        if all(own[weight] == uses[weight] for weight in own)
+    ]
+
+
+DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+LOST_WORKER = "dataloader worker"
+LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
+
+
+@contextmanager
+def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator) -> Iterator[None]:
+    """Turn the end of the disk, of memory or of another process into an error of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_PROBLEMS:
+            raise
+        raise CheckpointError(
+            f"{error.filename or out}: cannot be written: {error.strerror}; complete checkpoints"
+            " are intact; make room or give access, then continue with --resume auto"
+        ) from error
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).lower()
+        if is_out_of_memory(error):
+            raise WellposedError(_out_of_memory(options, accelerator.device)) from error
+        if LOST_WORKER in text:
+            raise WellposedError(
+                f"a process that made batches has ended ({str(error).partition(chr(10))[0]});"
+                f" train.num_workers = {options.num_workers}: fewer need less memory, 0 needs no"
+                " process; continue with --resume auto"
+            ) from error
+        lost = isinstance(error, torch.distributed.DistError) or any(
+            words in text for words in LOST_PROCESS
+        )
+        if accelerator.num_processes > 1 and lost:
+            raise WellposedError(
+                f"process {accelerator.process_index} of {accelerator.num_processes}: another"
+                " process of this run has ended, so this one ends too; complete checkpoints are"
+                " intact: start all of them again with --resume auto"
+            ) from error
+        raise
+
+
+def _out_of_memory(options: TrainOptions, device: torch.device) -> str:
+    size, accumulation = options.batch_size, options.gradient_accumulation
+    cheaper = "" if options.gradient_checkpointing else ", or give --gradient-checkpointing"
+    parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
+    smaller = (
+        f"the same gradients need less with --batch-size {size // parts} --gradient-accumulation"
+        f" {parts * accumulation}"
+        if parts > 1
+        else "a batch cannot be smaller: shorten the sequences or the model"
+    )
+    return (
+        f"out of memory on {device}: train.batch_size = {size}, gradient_accumulation ="
+        f" {accumulation}, gradient_checkpointing = {str(options.gradient_checkpointing).lower()};"
+        f" {smaller}{cheaper}; complete checkpoints are intact"
+    )

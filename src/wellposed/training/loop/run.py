@@ -4,10 +4,9 @@ files."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,25 +14,24 @@ from torch import nn
 
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, manifest, run_folder
-from wellposed.training.folder.data_record import environment_of
+from wellposed.training.folder.averaging import weight_history
 from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.folder.run_folder import environment_of
 from wellposed.training.folder.save import measure_model
 from wellposed.training.folder.tensors import gather_bytes
-from wellposed.training.loop.average import weight_history
 from wellposed.training.loop.batches import MicroBatches, micro_batches_of_process
 from wellposed.training.loop.build import (
     build_constraint,
+    build_optimizer,
     build_penalty,
     constrained_weights,
     enable_gradient_checkpointing,
+    start_line,
 )
-from wellposed.training.loop.evaluate import Evaluation
-from wellposed.training.loop.optimizer import build_optimizer
+from wellposed.training.loop.machine import ShardedModel, is_sharded_run
+from wellposed.training.loop.processes import StopRequest
 from wellposed.training.loop.progress import Progress
-from wellposed.training.loop.sharding import ShardedModel, is_sharded_run
-from wellposed.training.loop.signals import StopRequest
-from wellposed.training.loop.started import start_line
-from wellposed.training.loop.state import TrainerState
+from wellposed.training.loop.state import Evaluation, TrainerState
 from wellposed.training.loop.step import sum_over_processes
 from wellposed.training.loop.tracking import NOT_TRACKED, Trackers, Tracking
 
@@ -41,8 +39,7 @@ if TYPE_CHECKING:
     from wellposed.tasks import Task
 
 
-@dataclass(frozen=True)
-class Whole:
+class UnshardedModel(NamedTuple):
     """A model that this process can run alone, and the penalty on it."""
 
     model: nn.Module
@@ -185,16 +182,16 @@ class Run:
             if problem:
                 self.progress.say(problem)
 
-    def whole(self) -> Whole:
+    def whole(self) -> UnshardedModel:
         """Return the model and its penalty, or of sharded weights copies that no gather is needed
         to run.
 
         Called by all processes alike.
         """
         if self._shards is None:
-            return Whole(self.model, self.penalty)
+            return UnshardedModel(self.model, self.penalty)
         model = self._shards.whole(device=self.accelerator.device)
-        return Whole(model, build_penalty(self.config.penalty, model))
+        return UnshardedModel(model, build_penalty(self.config.penalty, model))
 
     def whole_to_save(self) -> nn.Module | None:
         """Return the model with all of its weights in the process that writes files, None in the

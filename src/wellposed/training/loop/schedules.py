@@ -1,16 +1,18 @@
-"""Learning rates as closed functions of the step, so that resuming needs no scheduler state.
-
-A schedule is a function of ``(t, options, hidden_size)`` where t = 1, 2, ... numbers the optimizer
-steps. A new one is one function here and its name in `wellposed.training.config.Schedule`.
-"""
+"""Learning-rate schedules, and how many steps the epochs of a run are."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from wellposed.registry import Registry
-from wellposed.training.config import TrainOptions
+from wellposed.training.config import RunConfig, TrainOptions
+
+if TYPE_CHECKING:
+    from wellposed.tasks import Task
+
 
 ScheduleFunction = Callable[[int, TrainOptions, int], float]
 SCHEDULES: Registry[ScheduleFunction] = Registry("schedule")
@@ -55,40 +57,34 @@ def _warmup(step: int, options: TrainOptions) -> float:
 
 
 @SCHEDULES.register("constant")
-def constant(step: int, options: TrainOptions, hidden_size: int) -> float:
+def constant(step: int, options: TrainOptions, _: int) -> float:
     """Return lr, after linear warm-up where asked."""
-    del hidden_size
     return options.learning_rate * _warmup(step, options)
 
 
 @SCHEDULES.register("inverse_sqrt")
-def inverse_sqrt(step: int, options: TrainOptions, hidden_size: int) -> float:
+def inverse_sqrt(step: int, options: TrainOptions, _: int) -> float:
     """Return lr sqrt(D / (D + n))."""
-    del hidden_size
     return options.learning_rate * math.sqrt(options.decay_steps / (options.decay_steps + step - 1))
 
 
 @SCHEDULES.register("inverse_sqrt_warmup")
-def inverse_sqrt_warmup(step: int, options: TrainOptions, hidden_size: int) -> float:
+def inverse_sqrt_warmup(step: int, options: TrainOptions, _: int) -> float:
     """Return lr min(t / w, sqrt(w / t))."""
-    del hidden_size
-    return options.learning_rate * min(
-        step / options.warmup_steps, math.sqrt(options.warmup_steps / step)
-    )
+    warm = options.warmup_steps
+    return options.learning_rate * min(step / warm, math.sqrt(warm / step))
 
 
 @SCHEDULES.register("kim2021")
 def kim2021(step: int, options: TrainOptions, hidden_size: int) -> float:
     """Return gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
-    return (
-        options.gamma / math.sqrt(hidden_size) * min(step**-0.5, step * options.warmup_steps**-1.5)
-    )
+    least = min(step**-0.5, step * options.warmup_steps**-1.5)
+    return options.gamma / math.sqrt(hidden_size) * least
 
 
 @SCHEDULES.register("cosine")
-def cosine(step: int, options: TrainOptions, hidden_size: int) -> float:
+def cosine(step: int, options: TrainOptions, _: int) -> float:
     """Return lr (1 + cos(pi x)) / 2 with x the share of the steps after warm-up that is done."""
-    del hidden_size
     if step <= options.warmup_steps:
         return options.learning_rate * _warmup(step, options)
     share = (step - 1 - options.warmup_steps) / (options.steps - options.warmup_steps)
@@ -96,11 +92,41 @@ def cosine(step: int, options: TrainOptions, hidden_size: int) -> float:
 
 
 @SCHEDULES.register("linear")
-def linear(step: int, options: TrainOptions, hidden_size: int) -> float:
+def linear(step: int, options: TrainOptions, _: int) -> float:
     """Return lr times the share of the steps after warm-up that is left."""
-    del hidden_size
     if step <= options.warmup_steps:
         return options.learning_rate * _warmup(step, options)
-    return (
-        options.learning_rate * (options.steps - step + 1) / (options.steps - options.warmup_steps)
-    )
+    left = options.steps - step + 1
+    return options.learning_rate * left / (options.steps - options.warmup_steps)
+
+
+def counted_in_steps(config: RunConfig, task: Task, *, processes: int = 1) -> RunConfig:
+    """Return ``config`` with the optimizer steps of its epochs, and the warm-up steps of its share.
+
+    Status: exact. ``steps = ceil(epochs * micro-batches of a pass / (gradient_accumulation *
+    processes))``.
+
+    >>> from wellposed.tasks import build_task
+    >>> from wellposed.training import TrainOptions
+    >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
+    >>> config = RunConfig("char_lm", train=TrainOptions(epochs=2, batch_size=100, warmup_share=0.1))
+    >>> counted = counted_in_steps(config, task).train
+    >>> len(task.dataset("train")), counted.steps, counted.warmup_steps
+    (318, 8, 1)
+    """
+    train = config.train
+    steps = train.steps
+    if train.epochs is not None:
+        batches = len(task.batches("train", train.batch_size, seed=train.seed, epoch=0))
+        of_a_step = train.gradient_accumulation * processes
+        steps = max(1, math.ceil(train.epochs * batches / of_a_step))
+    warmup = round(train.warmup_share * steps) if train.warmup_share else train.warmup_steps
+    return replace(config, train=replace(train, steps=steps, warmup_steps=warmup, warmup_share=0.0))
+
+
+def with_warmup_begun(config: RunConfig, share: float, begun: RunConfig) -> RunConfig:
+    """Return ``config``, counted in steps, with the warm-up that the same ``share`` gave the run
+    when it was begun."""
+    if round(share * begun.train.steps) != begun.train.warmup_steps:
+        return config
+    return replace(config, train=replace(config.train, warmup_steps=begun.train.warmup_steps))

@@ -11,7 +11,20 @@ from wellposed.errors import CheckpointError, ConfigError
 from wellposed.options import build_options
 
 if TYPE_CHECKING:
+    from wellposed.tasks import Task
     from wellposed.training.loop.step import StepNumbers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of one split (``loss`` among them), and how many examples they are over.
+
+    ``notes`` are entries of ``result.json`` about how the metrics came about.
+    """
+
+    metrics: dict[str, float]
+    examples: int
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -103,17 +116,18 @@ class TrainerState:
         if self.steps_at_scale == STEPS_TO_DOUBLE:
             self.loss_scale, self.steps_at_scale = min(2 * self.loss_scale, LARGEST_SCALE), 0
 
-    def record_evaluation(
-        self, value: float, metrics: dict[str, float], examples: int, *, higher_is_better: bool
-    ) -> bool:
+    def is_better(self, value: float, task: Task) -> bool:
+        """Return whether a value of the headline metric is better than the best so far."""
+        best = self.best_value
+        return best is None or (value > best if task.higher_is_better else value < best)
+
+    def record_evaluation(self, found: Evaluation, task: Task) -> bool:
         """Note a validation result at the present step; return whether it is the best so far."""
         self.evaluated_step = self.step
-        better = self.best_value is None or (
-            value > self.best_value if higher_is_better else value < self.best_value
-        )
-        if better:
-            self.best_step, self.best_value, self.best_metrics = self.step, value, metrics
-            self.best_examples, self.evaluations_without_gain = examples, 0
-        else:
+        value = found.metrics[task.headline]
+        if not self.is_better(value, task):
             self.evaluations_without_gain += 1
-        return better
+            return False
+        self.best_step, self.best_value, self.best_metrics = self.step, value, found.metrics
+        self.best_examples, self.evaluations_without_gain = found.examples, 0
+        return True

@@ -1,28 +1,37 @@
-"""The training loop: steps, evaluations and checkpoints, and what is said where the numbers stop
-being finite."""
+"""The training loop: steps, evaluations, checkpoints, and where numbers stop being finite."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from wellposed.errors import DataError
 from wellposed.training.folder.tensors import restore_torch_states, torch_states
-from wellposed.training.loop.batches import Batch, forward_with_auxiliary, to_device
-from wellposed.training.loop.divergence import NOT_REPEATED, Divergence, find_blame
-from wellposed.training.loop.evaluate import Evaluation, evaluate
-from wellposed.training.loop.optimizer import set_learning_rate
+from wellposed.training.loop.batches import (
+    Batch,
+    collated,
+    forward,
+    forward_with_auxiliary,
+    to_device,
+)
+from wellposed.training.loop.build import set_learning_rate
+from wellposed.training.loop.divergence import Divergence, first_nonfinite_module
+from wellposed.training.loop.processes import Cancelled
+from wellposed.training.loop.run import Run, UnshardedModel
 from wellposed.training.loop.schedules import learning_rate
-from wellposed.training.loop.signals import Cancelled
-from wellposed.training.loop.state import Window
-from wellposed.training.loop.step import Penalty, StepNumbers, autocast, compute_gradients, scaled
-
-if TYPE_CHECKING:
-    from wellposed.training.loop.run import Run, Whole
-
+from wellposed.training.loop.state import Evaluation, Window
+from wellposed.training.loop.step import (
+    Penalty,
+    StepNumbers,
+    autocast,
+    compute_gradients,
+    scaled,
+    sum_over_processes,
+)
 
 RULING_PENALTY = 10.0
 """Times the loss of the task at which the first penalty is spoken of."""
@@ -36,20 +45,15 @@ def fit(run: Run) -> None:
         Cancelled: the run was asked to stop.
         Divergence: a loss or gradient is not finite.
     """
-    state, options = run.state, run.options
-    check_targets = True
+    state, options, check_targets = run.state, run.options, True
     while True:
         last = state.step >= options.steps
         if state.evaluated_step < state.step and (last or state.step % options.eval_every == 0):
             validate(run)
-        last = last or (
-            options.patience is not None and state.evaluations_without_gain >= options.patience
-        )
-        if (
-            last
-            or state.step == state.best_step
-            or (state.step and state.step % options.checkpoint_every == 0)
-        ):
+        patience = options.patience
+        last = last or (patience is not None and state.evaluations_without_gain >= patience)
+        due = state.step and state.step % options.checkpoint_every == 0
+        if last or due or state.step == state.best_step:
             run.save()
         if last:
             return
@@ -67,17 +71,11 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     set_learning_rate(run.optimizer, rate)
     micro_batches = run.batches.take(run.micro_batches)
     scaled_loss, random_states = options.precision == "fp16", torch_states()
+    where = (run.accelerator, run.prepared, run.task)
+    asked = {"penalty": _penalty_of_step(run, run.penalty), "check_targets": check_targets}
     while True:
-        numbers = compute_gradients(
-            run.accelerator,
-            run.prepared,
-            run.task,
-            micro_batches,
-            options,
-            penalty=_penalty_of_step(run, run.penalty),
-            check_targets=check_targets,
-            loss_scale=state.loss_scale if scaled_loss else 1.0,
-        )
+        scale = state.loss_scale if scaled_loss else 1.0
+        numbers = compute_gradients(*where, micro_batches, options, loss_scale=scale, **asked)
         if numbers.finite:
             break
         restore_torch_states(random_states)
@@ -101,8 +99,8 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
 
 def _warn_of_strength(run: Run, numbers: StepNumbers) -> None:
     """Say once where the penalty of the first step rules the loss of the task."""
-    loss, penalty = numbers.loss_sum / max(1, numbers.targets), numbers.penalty
-    penalty /= run.config.penalty.every
+    loss = numbers.loss_sum / max(1, numbers.targets)
+    penalty = numbers.penalty / run.config.penalty.every
     if penalty > RULING_PENALTY * loss:
         run.progress.say(
             f"the first penalty, {penalty:.3g}, is {penalty / max(loss, 1e-30):.3g} times the loss of"
@@ -114,53 +112,80 @@ def _warn_of_strength(run: Run, numbers: StepNumbers) -> None:
 def validate(run: Run) -> None:
     """Evaluate on *valid*, note whether these weights are the best so far, and keep them where they
     may be averaged."""
-    state, task = run.state, run.task
-    found = evaluate_split(run, "valid")
-    better = state.record_evaluation(
-        found.metrics[task.headline],
-        found.metrics,
-        found.examples,
-        higher_is_better=task.higher_is_better,
-    )
-    row = {
-        "step": state.step,
-        "split": "valid",
-        **found.metrics,
-        "best": better,
-        "seconds": run.elapsed(),
-    }
-    run.add_row(row)
+    state = run.state
+    found = evaluate(run, "valid")
+    better = state.record_evaluation(found, run.task)
+    row = {"step": state.step, "split": "valid", **found.metrics}
+    run.add_row({**row, "best": better, "seconds": run.elapsed()})
     if run.history is not None:
         run.history.add(state.step, run.model, write=run.is_main)
 
 
-def evaluate_split(run: Run, split: Literal["valid", "test"]) -> Evaluation:
-    """Evaluate the weights of this moment on ``split``, on as many batches of it as the run reads.
+def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
+    """Return the metrics of the weights of this moment on ``split``, on as many batches as the run
+    reads.
+
+    Status: exact. Sums and counts are added up in float64 over batches and processes, so the result
+    does not depend on the batch size. Every process runs the model as often; what is run beyond the
+    split is not counted. Dropout is off; no random number is drawn; the mode of the model is put
+    back.
 
     Raises:
         Cancelled: the run was asked to stop on the way.
         DataError: the split is empty.
         Divergence: the loss is not finite.
+
+    Cost: one forward pass over the split, or over its first batches.
     """
-    found = evaluate(
-        run.accelerator,
-        run.prepared,
-        run.task,
-        split,
-        run.options,
-        max_batches=run.options.eval_batches if split == "valid" else run.test_batches,
-        stop=run.stop_requested,
-    )
-    if found is None:
-        raise Cancelled
-    if found.examples == 0:
+    order = run.task.batches(split, run.options.batch_size, seed=0, epoch=0)
+    order = order[: run.options.eval_batches if split == "valid" else run.test_batches]
+    if not order:
         raise DataError(
             f"{run.task.name}: the {split} split is empty; a run needs it to choose and report"
             " weights"
         )
-    if not math.isfinite(found.metrics["loss"]):
-        raise _bad_evaluation(run, split, found)
-    return found
+    totals: dict[str, tuple[float, float]] = {}
+    bad_batch: Batch | None = None
+    rank, world = run.accelerator.process_index, run.accelerator.num_processes
+    # As many batches in every process, as their calls wait for each other.
+    mine = [order[min(first + rank, len(order) - 1)] for first in range(0, len(order), world)]
+    was_training = run.prepared.training
+    run.prepared.eval()
+    try:
+        batches = collated(run.task, split, mine, workers=run.options.num_workers)
+        for number, batch in enumerate(batches):
+            if run.stop_requested():
+                raise Cancelled
+            batch = to_device(batch, run.accelerator.device)
+            sums = _batch_sums(run, batch)
+            if number * world + rank >= len(order):
+                sums = dict.fromkeys(sums, (0.0, 0.0))
+            if bad_batch is None and not math.isfinite(sums["loss"][0]):
+                bad_batch = batch
+            for name, (value, count) in sums.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = before[0] + value, before[1] + count
+    finally:
+        run.prepared.train(was_training)
+    if world > 1:
+        names = sorted(totals)
+        each = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+        pairs = sum_over_processes(run.accelerator, each).tolist()
+        totals = {name: (pair[0], pair[1]) for name, pair in zip(names, pairs, strict=True)}
+    loss_sum, count = totals.pop("loss")
+    loss = loss_sum / max(1.0, count)
+    if not math.isfinite(loss):
+        raise _bad_evaluation(run, split, loss, bad_batch)
+    metrics = run.task.summarize(totals) if totals else {}
+    return Evaluation({"loss": loss, **metrics}, sum(map(len, order)))
+
+
+@torch.no_grad()
+def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
+    with autocast(run.accelerator.device, run.options):
+        logits = scaled(forward(run.prepared, batch), run.options)
+        loss_sum, count = run.task.loss_sum(logits, batch)
+    return {**run.task.metric_sums(logits, batch), "loss": (float(loss_sum), float(count))}
 
 
 def _rate(run: Run, step: int) -> float:
@@ -178,58 +203,42 @@ def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
 
 def _log(run: Run, rate: float, grad_norm: float) -> None:
     window, run.state.window = run.state.window, Window()
-    row: dict[str, Any] = {
-        "step": run.state.step,
-        "split": "train",
-        "loss": window.loss_sum / max(1, window.targets),
-        "penalty": window.penalty_sum / window.steps,
-        **(
-            {}
-            if window.auxiliary_sum is None
-            else {"auxiliary_loss": window.auxiliary_sum / window.steps}
-        ),
-        **run.constraint_error(),
-        "grad_norm": grad_norm,
-        "learning_rate": rate,
-        "tokens_per_second": window.tokens / window.seconds,
-        "seconds": run.elapsed(),
-    }
-    run.add_row(row)
+    row: dict[str, Any] = {"step": run.state.step, "split": "train"}
+    row["loss"] = window.loss_sum / max(1, window.targets)
+    row["penalty"] = window.penalty_sum / window.steps
+    if window.auxiliary_sum is not None:
+        row["auxiliary_loss"] = window.auxiliary_sum / window.steps
+    row |= {**run.constraint_error(), "grad_norm": grad_norm, "learning_rate": rate}
+    row["tokens_per_second"] = window.tokens / window.seconds
+    run.add_row({**row, "seconds": run.elapsed()})
 
 
 def _divergence(
     run: Run, numbers: StepNumbers, micro_batches: list[Batch], rate: float
 ) -> Divergence:
     run.optimizer.zero_grad(set_to_none=True)
-    terms = {
-        "loss": numbers.loss_sum, "penalty": numbers.penalty, "auxiliary loss": numbers.auxiliary or 0.0,
-        "gradient norm": numbers.grad_norm,
-    }  # fmt: skip
-    what = ", ".join(
-        f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)
-    )
+    terms = {"loss": numbers.loss_sum, "penalty": numbers.penalty}
+    terms |= {"auxiliary loss": numbers.auxiliary or 0.0, "gradient norm": numbers.grad_norm}
+    bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
     found, whole = None, run.whole()
     for batch in micro_batches:
-        found = found or find_blame(whole.model, lambda batch=batch: _losses(run, whole, batch))
-    return Divergence(
-        step=run.state.step + 1, learning_rate=rate, what=what, blame=found or NOT_REPEATED
-    )
+        losses = partial(_losses, run, whole, batch)
+        found = found or first_nonfinite_module(whole.model, losses)
+    step = run.state.step + 1
+    return Divergence(step=step, learning_rate=rate, what=", ".join(bad), blame=found)
 
 
-def _bad_evaluation(run: Run, split: str, evaluation: Evaluation) -> Divergence:
-    found, batch, whole = None, evaluation.bad_batch, run.whole()
+def _bad_evaluation(run: Run, split: str, loss: float, batch: Batch | None) -> Divergence:
+    found, whole = None, run.whole()
     if batch is not None:
         whole.model.eval()
-        found = find_blame(whole.model, lambda: _losses(run, whole, batch))
+        found = first_nonfinite_module(whole.model, partial(_losses, run, whole, batch))
         whole.model.train()
-    step = max(1, run.state.step)
-    what = f"loss on {split} is {evaluation.metrics['loss']}"
-    return Divergence(
-        step=step, learning_rate=_rate(run, step), what=what, blame=found or NOT_REPEATED
-    )
+    step, what = max(1, run.state.step), f"loss on {split} is {loss}"
+    return Divergence(step=step, learning_rate=_rate(run, step), what=what, blame=found)
 
 
-def _losses(run: Run, whole: Whole, batch: Batch) -> dict[str, torch.Tensor]:
+def _losses(run: Run, whole: UnshardedModel, batch: Batch) -> dict[str, torch.Tensor]:
     """Return every term of the loss of ``batch`` by the name that a message gives it."""
     batch = to_device(batch, run.accelerator.device)
     with autocast(run.accelerator.device, run.options):

@@ -11,21 +11,19 @@ from wellposed.errors import ConvergenceError
 from wellposed.tasks import build_task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, run_folder
-from wellposed.training.folder.data_record import check_data
+from wellposed.training.folder.averaging import weight_history
 from wellposed.training.folder.lock import only_writer
 from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.folder.result import RunResult, read_result
-from wellposed.training.loop.average import weight_history
-from wellposed.training.loop.build import ModelFactory, build_start
+from wellposed.training.folder.run_folder import check_data
+from wellposed.training.loop.build import ModelFactory, build_start, describe_start
 from wellposed.training.loop.divergence import Divergence
-from wellposed.training.loop.epochs import counted_in_steps, with_warmup_begun
-from wellposed.training.loop.failures import one_line_failures
 from wellposed.training.loop.finish import cancel, fail, fail_before_start, finish
-from wellposed.training.loop.machine import build_accelerator
+from wellposed.training.loop.machine import build_accelerator, one_line_failures
+from wellposed.training.loop.processes import Cancelled, StopRequest
 from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run
-from wellposed.training.loop.signals import Cancelled, StopRequest
-from wellposed.training.loop.started import describe_start
+from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 from wellposed.training.loop.steps import fit
 from wellposed.training.loop.tracking import NOT_TRACKED, Tracking, check_trackers
 
@@ -140,9 +138,7 @@ def train(
         one_line_failures(out, config.train, accelerator),
         only_writer(out, enabled=accelerator.is_main_process),
     ):
-        if (
-            accelerator.is_main_process
-        ):  # again, as another process may have written between the two
+        if accelerator.is_main_process:  # again: another may have written between the two
             run_folder.check_run_folder(out, config, resume, longer=longer)
             check_data(out, task)
         run = None
@@ -164,25 +160,13 @@ def train(
                 for note in notes:
                     run.progress.say(note, warn="damaged" in note)
                 run.begin(checkpoint)
-                with (
-                    MetricsFile(
-                        out, rows=run.state.metrics_rows, enabled=run.is_main
-                    ) as run.metrics,
-                    run.open_trackers(tracking) as run.trackers,
-                ):
+                rows = MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main)
+                with rows as run.metrics, run.open_trackers(tracking) as run.trackers:
                     return _train_to_the_end(run)
         except ConvergenceError as error:
             # The weights or their constraint could not be made: such a run has failed, as one whose
             # loss is not finite.
-            return fail_before_start(
-                config,
-                out,
-                task,
-                error,
-                resume=resume,
-                command=command,
-                write=accelerator.is_main_process,
-            )
+            return fail_before_start(config, out, task, error, resume=resume, command=command)
         finally:
             if run is not None:
                 run.close()

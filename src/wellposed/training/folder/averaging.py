@@ -1,13 +1,11 @@
-"""The mean of the weights of the last evaluations, and the choice between it and the best single
-weights."""
+"""The weights of the last evaluations of a run, of which its final ones may be the mean."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +13,7 @@ from torch import nn
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files
-from wellposed.training.folder.tensors import decode, encode, load_model_tensors, model_tensors
-
-if TYPE_CHECKING:
-    from wellposed.training.loop.evaluate import Evaluation
+from wellposed.training.folder.tensors import decode, encode, model_tensors
 
 FOLDER = "averaging"
 _NAME = re.compile(r"^step-(\d+)\.safetensors$")
@@ -64,27 +59,18 @@ class WeightHistory:
         tensors, _ = model_tensors(model, keep=write)
         if not write:
             return
-        try:
+        with durable_files.full_disk_in_a_line(path, "the weights to average"):
             self.folder.mkdir(parents=True, exist_ok=True)
             durable_files.replace_file(path, encode(tensors))
             kept = [number for number in self.steps() if number <= step][-self._keep :]
             for number in self.steps():
                 if number not in kept:
                     (self.folder / f"step-{number}.safetensors").unlink()
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot write the weights to average: {error.strerror or error};"
-                " checkpoints are intact; free space on the disk, then continue with --resume auto"
-            ) from error
 
     def steps(self) -> list[int]:
         """Return the steps whose weights are there, in order."""
-        names = (
-            [path.name for path in self.folder.glob("step-*.safetensors")]
-            if self.folder.is_dir()
-            else []
-        )
-        return sorted(int(match[1]) for match in map(_NAME.match, names) if match)
+        names = map(_NAME.match, (path.name for path in self.folder.glob("step-*")))
+        return sorted(int(match[1]) for match in names if match)
 
     def mean(self) -> dict[str, torch.Tensor]:
         """Return the mean of the weights that are there; integers are those of the last step."""
@@ -92,9 +78,8 @@ class WeightHistory:
         try:
             return mean_tensors([decode(path.read_bytes())[0] for path in paths])
         except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{self.folder}: weights to average cannot be read: {error}"
-            ) from error
+            problem = f"{self.folder}: weights to average cannot be read: {error}"
+            raise CheckpointError(problem) from error
 
     def remove(self) -> None:
         """Delete the files."""
@@ -109,50 +94,9 @@ def mean_tensors(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     {'w': tensor([1.5000])}
     """
     last = states[-1]
-    return {
-        name: (
-            (sum((state[name].double() for state in states), torch.zeros(())) / len(states)).to(
-                value.dtype
-            )
-            if value.is_floating_point()
-            else value
-        )
-        for name, value in last.items()
-    }
-
-
-def choose_weights(
-    history: WeightHistory,
-    model: nn.Module,
-    *,
-    best: float,
-    best_step: int,
-    evaluate: Callable[[], Evaluation],
-    metric: str,
-    higher_is_better: bool,
-) -> tuple[dict[str, Any], Evaluation | None]:
-    """Leave the mean weights in ``model`` if they are better on *valid* than its own, which are the
-    best so far.
-
-    Returns:
-        What was compared and used, for ``result.json``, and the evaluation of the mean where it is
-        used.
-    """
-    steps = history.steps()
-    report: dict[str, Any] = {
-        "used": "best",
-        "best_step": best_step,
-        "averaged_steps": steps,
-        "chosen_by": f"{metric},valid",
-        "best": best,
-    }
-    if len(steps) < 2:
-        return {**report, "average": None}, None
-    own = {name: tensor.clone() for name, tensor in model_tensors(model)[0].items()}
-    load_model_tensors(model, history.mean())
-    found = evaluate()
-    value = report["average"] = found.metrics[metric]
-    if value > best if higher_is_better else value < best:
-        return {**report, "used": "average"}, found
-    load_model_tensors(model, own)
-    return report, None
+    mean = dict(last)
+    for name, value in last.items():
+        if value.is_floating_point():
+            total = sum((state[name].double() for state in states), torch.zeros(()))
+            mean[name] = (total / len(states)).to(value.dtype)
+    return mean
