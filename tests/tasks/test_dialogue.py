@@ -265,7 +265,7 @@ def test_options_out_of_range_are_refused(
 def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no built-in data"):
         _task("builtin")
-    with pytest.raises(DataError, match="no train file, expected one named like"):
+    with pytest.raises(DataError, match="no train file; looked for names like"):
         _task(tmp_path)
     with pytest.raises(DataError, match="no such file"):
         _task(tmp_path / "none.txt")

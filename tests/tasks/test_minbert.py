@@ -71,7 +71,7 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
         (
             "quora_dev",
             HEADERS["quora"] + "0\ta\tone\t1.0\n",
-            "quora-dev.csv:2: 4 fields, expected 5",
+            "quora-dev.csv:2: 4 columns, expected 5",
         ),
         (
             "sts_train",
@@ -88,7 +88,7 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
             "\tid\tsentence1\tsentence2\n0\ta\tone\ttwo\n",
             "sts-dev.csv:1: the header lacks similarity",
         ),
-        ("sts_dev", HEADERS["sts"], "a header and no row"),
+        ("sts_dev", HEADERS["sts"], "a header and no rows"),
         (
             "sts_dev",
             HEADERS["sts"] + '0\ta\t"one\ttwo\t1.0\n',
@@ -111,7 +111,7 @@ def test_a_row_over_two_lines_does_not_shift_the_line_numbers(tmp_path: Path) ->
 
 def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
     text = HEADERS["sts"] + "0\ta\tone\ttwo\t9\n1\tb\tone\ttwo\tx\n2\tc\tone\ttwo\t1.0\n"
-    with pytest.raises(DataError, match=r"(?s)2 malformed rows.*:2: .*:3: "):
+    with pytest.raises(DataError, match=r"(?s)2 rows that cannot be used.*:2: .*:3: "):
         read_minbert(folder_of(tmp_path, sts_train=text))
 
 

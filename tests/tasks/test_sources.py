@@ -131,9 +131,9 @@ def test_missing_folder_lists_the_deepest_that_exists(tmp_path: Path) -> None:
 )
 def test_siblings_of_a_train_file(tmp_path: Path, train: str, valid: str, test: str) -> None:
     touch(tmp_path, train, valid, test, "unrelated.txt", "other_valid.csv")
-    found = find_split_files(str(tmp_path / train), suffixes=SUFFIXES)
-    assert found.how == "found by name"
-    assert {split: path.name for split, path in found.paths.items()} == {
+    found, how = find_split_files(str(tmp_path / train), suffixes=SUFFIXES)
+    assert how == "found by name"
+    assert {split: path.name for split, path in found.items()} == {
         "train": train,
         "valid": valid,
         "test": test,
@@ -142,19 +142,19 @@ def test_siblings_of_a_train_file(tmp_path: Path, train: str, valid: str, test: 
 
 def test_a_file_with_another_name_has_no_siblings(tmp_path: Path) -> None:
     touch(tmp_path, "constraint.txt", "constvalid.txt", "test.txt")
-    found = find_split_files(str(tmp_path / "constraint.txt"), suffixes=SUFFIXES)
-    assert list(found.paths) == ["train"]
-    assert found.how == "one file"
+    found, how = find_split_files(str(tmp_path / "constraint.txt"), suffixes=SUFFIXES)
+    assert list(found) == ["train"]
+    assert how == "one file"
 
 
 def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path: Path) -> None:
     touch(tmp_path, "train.tsv.gz", "valid.tsv", "test_a.tsv.gz", "README.md")
-    assert list(find_split_files(str(tmp_path / "train.tsv.gz"), suffixes=SUFFIXES).paths) == [
+    assert list(find_split_files(str(tmp_path / "train.tsv.gz"), suffixes=SUFFIXES)[0]) == [
         "train",
         "valid",
     ]
-    found = find_split_files(str(tmp_path), suffixes=SUFFIXES)
-    assert [path.name for path in found.paths.values()] == [
+    found, _ = find_split_files(str(tmp_path), suffixes=SUFFIXES)
+    assert [path.name for path in found.values()] == [
         "train.tsv.gz",
         "valid.tsv",
         "test_a.tsv.gz",
@@ -163,11 +163,11 @@ def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path: Path) 
 
 def test_explicit_files_win(tmp_path: Path) -> None:
     touch(tmp_path, "train.tsv", "valid.tsv", "mine.tsv")
-    found = find_split_files(
+    found, how = find_split_files(
         str(tmp_path / "train.tsv"), valid=str(tmp_path / "mine.tsv"), suffixes=SUFFIXES
     )
-    assert found.paths["valid"].name == "mine.tsv"
-    assert "valid given" in found.how
+    assert found["valid"].name == "mine.tsv"
+    assert "valid given" in how
     with pytest.raises(DataError, match="no such file"):
         find_split_files(
             str(tmp_path / "train.tsv"), test=str(tmp_path / "absent.tsv"), suffixes=SUFFIXES

@@ -11,7 +11,7 @@ from wellposed.options import CheckedOptions, Ge
 from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import BlockDataset, LanguageModelTask, LineDataset
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 if TYPE_CHECKING:
     from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
@@ -107,11 +107,6 @@ class CharLMTask(LanguageModelTask):
         return {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}
 
 
-TASKS.register("char_lm")(
-    TaskSpec(
-        "char_lm",
-        CharLMOptions,
-        CharLMTask,
-        "predict the next character of a text (nats per character)",
-    )
+register_task(
+    CharLMTask, CharLMOptions, "predict the next character of a text (nats per character)"
 )

@@ -7,19 +7,20 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from wellposed.errors import DataError, listed
 from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.dialogues import Dialogue, load_dialogues, read_synonyms, repeated
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
-from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS
-from wellposed.tasks.task import TASKS, TaskSpec
-
-if TYPE_CHECKING:
-    from wellposed.tasks.batches import Ragged
-    from wellposed.tasks.metrics.embedding import WordVectors
+from wellposed.tasks.metrics.bleu import TextScores
+from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
+from wellposed.tasks.metrics.embedding import WordVectors, read_word_vectors
+from wellposed.tasks.metrics.sentence import hf_sentence_encoder
+from wellposed.tasks.task import register_task
+from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
 LATER: tuple[Split, Split] = ("valid", "test")
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
@@ -107,8 +108,6 @@ class DialogueTask(Seq2SeqTask):
     report_headline: ClassVar[str | None] = "bleu_4"
 
     def __init__(self, options: DialogueOptions) -> None:
-        from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
-
         self.options = options
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
@@ -165,8 +164,6 @@ class DialogueTask(Seq2SeqTask):
     def _encode(self, encoder: Any, pairs: Sequence[_Pair], split: Split) -> tuple[Ragged, Ragged]:
         """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a
         reply its beginning."""
-        from wellposed.tasks.batches import Ragged
-
         limit = self.options.max_tokens
         contexts = encoder.encode([pair.context for pair in pairs])
         replies = encoder.encode_targets([pair.reply for pair in pairs])
@@ -188,24 +185,14 @@ class DialogueTask(Seq2SeqTask):
 
     @functools.cached_property
     def _vectors(self) -> WordVectors | None:
-        from wellposed.tasks.metrics.embedding import read_word_vectors
-
         return read_word_vectors(Path(self.options.vectors)) if self.options.vectors else None
 
     @functools.cached_property
     def _sentence_encoder(self) -> Callable[[Sequence[str]], Any] | None:
-        from wellposed.tasks.metrics.sentence import hf_sentence_encoder
-
-        return (
-            hf_sentence_encoder(self.options.sentence_encoder)
-            if self.options.sentence_encoder
-            else None
-        )
+        name = self.options.sentence_encoder
+        return hf_sentence_encoder(name) if name else None
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
-        from wellposed.tasks.metrics.bleu import TextScores
-        from wellposed.tasks.metrics.dialogue import dialogue_scores
-
         found = dialogue_scores(
             hypotheses,
             references,
@@ -223,8 +210,7 @@ def _not_computed(options: DialogueOptions) -> dict[str, str]:
     return missing | ({} if options.vectors else dict.fromkeys(VECTOR_METRICS, "give vectors=FILE"))
 
 
-@dataclass(frozen=True)
-class _Pair:
+class _Pair(NamedTuple):
     context: str
     reply: str
     line: int
@@ -233,12 +219,12 @@ class _Pair:
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> list[_Pair]:
     pairs = [
         _Pair(
-            _context(dialogue, position, options),
-            _cased(dialogue.turns[position], options),
+            _context(dialogue, place, options),
+            _cased(dialogue.turns[place], options),
             dialogue.line,
         )
         for dialogue in dialogues
-        for position in dialogue.replies()
+        for place in dialogue.replies()
     ]
     if not pairs:
         raise DataError(
@@ -258,13 +244,8 @@ def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str
 
 
 def _persona(dialogue: Dialogue, options: DialogueOptions) -> Sequence[str]:
-    if options.persona == "none":
-        return ()
-    return (
-        dialogue.persona
-        if options.persona == "own"
-        else (*dialogue.persona, *dialogue.partner_persona)
-    )
+    both = (*dialogue.persona, *dialogue.partner_persona)
+    return {"none": (), "own": dialogue.persona, "both": both}[options.persona]
 
 
 def _cased(text: str, options: DialogueOptions) -> str:
@@ -274,31 +255,22 @@ def _cased(text: str, options: DialogueOptions) -> str:
 def _vocabulary_texts(train: Sequence[Dialogue], options: DialogueOptions) -> list[str]:
     """Return each train utterance and persona line once, with the marks they are read with."""
     marks = SPEAKERS if options.speaker_marks else ("", "")
-    texts = [
-        f"{marks[i % 2]} {turn}" for dialogue in train for i, turn in enumerate(dialogue.turns)
-    ]
-    texts += [
-        f"{PERSONA_MARK} {line}" for dialogue in train for line in _persona(dialogue, options)
-    ]
+    texts = [f"{marks[i % 2]} {turn}" for each in train for i, turn in enumerate(each.turns)]
+    texts += [f"{PERSONA_MARK} {line}" for each in train for line in _persona(each, options)]
     return [_cased(text, options) for text in texts]
 
 
 def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, dict[Split, int]]:
     """Return how many dialogues, utterances and candidates each split holds."""
+    counts: dict[str, Callable[[Dialogue], int]] = {
+        "dialogues": lambda _: 1,
+        "utterances": lambda dialogue: len(dialogue.turns),
+        "dialogues_without_a_reply": lambda dialogue: not dialogue.replies(),
+        "candidate_replies_not_used": lambda dialogue: dialogue.candidates,
+    }
     return {
-        "dialogues": {split: len(held) for split, held in dialogues.items()},
-        "utterances": {
-            split: sum(len(dialogue.turns) for dialogue in held)
-            for split, held in dialogues.items()
-        },
-        "dialogues_without_a_reply": {
-            split: sum(not dialogue.replies() for dialogue in held)
-            for split, held in dialogues.items()
-        },
-        "candidate_replies_not_used": {
-            split: sum(dialogue.candidates for dialogue in held)
-            for split, held in dialogues.items()
-        },
+        name: {split: sum(map(count, held)) for split, held in dialogues.items()}
+        for name, count in counts.items()
     }
 
 
@@ -331,12 +303,9 @@ def _without_repeated(dialogues: Mapping[Split, Sequence[Dialogue]], where: str)
     return kept
 
 
-TASKS.register("dialogue")(
-    TaskSpec(
-        "dialogue",
-        DialogueOptions,
-        DialogueTask,
-        "reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding"
-        " cosines)",
-    )
+register_task(
+    DialogueTask,
+    DialogueOptions,
+    "reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding"
+    " cosines)",
 )

@@ -11,7 +11,7 @@ from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.images import label_names
 from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.kinds.images import PixelTask, load_images_or_shapes, prepare_images
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,4 @@ class ImageTask(PixelTask):
         )
 
 
-TASKS.register("image")(
-    TaskSpec(
-        "image", ImageOptions, ImageTask, "the class of an image read pixel by pixel (accuracy)"
-    )
-)
+register_task(ImageTask, ImageOptions, "the class of an image read pixel by pixel (accuracy)")

@@ -10,7 +10,7 @@ from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.images import label_names
 from wellposed.tasks.data.pixel_values import build_processor
 from wellposed.tasks.kinds.images import PixelValuesTask, load_images_or_shapes
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,9 @@ class ImageClassificationTask(PixelValuesTask):
         )
 
 
-TASKS.register("image_classification")(
-    TaskSpec(
-        "image_classification",
-        ImageClassificationOptions,
-        ImageClassificationTask,
-        "the class of an image, by a Hugging Face model of images: with --from (accuracy)",
-        own_models=False,
-    )
+register_task(
+    ImageClassificationTask,
+    ImageClassificationOptions,
+    "the class of an image, by a Hugging Face model of images: with --from (accuracy)",
+    own_models=False,
 )

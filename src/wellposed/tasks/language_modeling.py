@@ -13,7 +13,7 @@ from wellposed.options import CheckedOptions, Ge
 from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,11 +126,8 @@ class LanguageModelingTask(LanguageModelTask):
         return {"nats_per_token": nats, "perplexity": perplexity(nats)}
 
 
-TASKS.register("language_modeling")(
-    TaskSpec(
-        "language_modeling",
-        LanguageModelingOptions,
-        LanguageModelingTask,
-        "predict the next token of a text, with any tokenizer (bits per byte)",
-    )
+register_task(
+    LanguageModelingTask,
+    LanguageModelingOptions,
+    "predict the next token of a text, with any tokenizer (bits per byte)",
 )

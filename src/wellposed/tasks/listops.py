@@ -27,7 +27,7 @@ from wellposed.tasks.generators.listops import (
     evaluate,
 )
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 RULES: Mapping[str, ListOpsRules] = {
@@ -143,7 +143,7 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
 def _read(
     options: ListOpsOptions, encoder: WordEncoder
 ) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
-    drawn = (
+    drawn = [
         "max_depth",
         "max_args",
         "min_length",
@@ -151,7 +151,7 @@ def _read(
         "num_valid",
         "num_test",
         "data_seed",
-    )
+    ]
     reason = f"bound what is generated and have no effect on {options.data}"
     refuse_options("listops", options, drawn, reason)
     tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
@@ -165,12 +165,8 @@ def _read(
     for split in SPLITS:
         encoded = encoder.encode(tables[split].texts)
         if options.max_length is not None:
-            refuse_longer(
-                tables[split],
-                encoded.full_lengths,
-                options.max_length,
-                "raise max_length, or leave it out",
-            )
+            remedy = "raise max_length, or leave it out"
+            refuse_longer(tables[split], encoded.full_lengths, options.max_length, remedy)
         labels = np.array([int(label) for label in tables[split].labels], dtype=np.int64)
         examples[split] = LabelledExamples(encoded.ids, labels)
     return examples, described | {
@@ -181,12 +177,11 @@ def _read(
 def _wrong_rows(table: LabelledTexts) -> list[str]:
     """Return one problem for each row whose expression is malformed or whose label is not its
     value."""
-    problems = []
-    for index, (text, label) in enumerate(zip(table.texts, table.labels, strict=True)):
-        problem = _problem(text.replace("(", " ( ").replace(")", " ) ").split(), label)
-        if problem:
-            problems.append(f"{table.where(index)}: {problem}")
-    return problems
+    return [
+        f"{table.where(index)}: {problem}"
+        for index, (text, label) in enumerate(zip(table.texts, table.labels, strict=True))
+        if (problem := _problem(text.replace("(", " ( ").replace(")", " ) ").split(), label))
+    ]
 
 
 def _problem(tokens: Sequence[str], label: str) -> str | None:
@@ -197,18 +192,10 @@ def _problem(tokens: Sequence[str], label: str) -> str | None:
         value = evaluate([token for token in tokens if token not in PARENTHESES])
     except ValueError as error:
         return f"malformed expression: {error} (parentheses not counted)"
-    return (
-        None
-        if label == str(value)
-        else f"label {label!r}, but the expression has the value {value}"
-    )
+    right = label == str(value)
+    return None if right else f"label {label!r}, but the expression has the value {value}"
 
 
-TASKS.register("listops")(
-    TaskSpec(
-        "listops",
-        ListOpsOptions,
-        ListOpsTask,
-        "the value of a nested list expression, ten classes (accuracy)",
-    )
+register_task(
+    ListOpsTask, ListOpsOptions, "the value of a nested list expression, ten classes (accuracy)"
 )

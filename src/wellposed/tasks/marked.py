@@ -17,7 +17,7 @@ from wellposed.tasks.generators.marked import (
     draw_distinct,
 )
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,6 @@ class MarkedTask(ClassificationTask):
         )
 
 
-TASKS.register("marked")(
-    TaskSpec(
-        "marked",
-        MarkedOptions,
-        MarkedTask,
-        "the first of two words, or the word a pointer names (accuracy)",
-    )
+register_task(
+    MarkedTask, MarkedOptions, "the first of two words, or the word a pointer names (accuracy)"
 )

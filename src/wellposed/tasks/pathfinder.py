@@ -26,7 +26,7 @@ from wellposed.tasks.generators.pathfinder import (
     render,
 )
 from wellposed.tasks.kinds.images import PixelTask, prepare_images
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 LABELS = ("apart", "connected")
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
@@ -103,28 +103,16 @@ class PathfinderTask(PixelTask):
 def _load(options: PathfinderOptions) -> tuple[dict[Split, Images], dict[str, Any]]:
     if options.data == "builtin":
         return _draw(options)
-    drawn = (
-        "contour_length",
-        "distractors",
-        "distractor_length",
-        "max_turn",
-        "num_train",
-        "num_valid",
-        "num_test",
-    )
+    drawn = "contour_length distractors distractor_length max_turn num_train num_valid num_test"
     reason = f"say what is drawn and have no effect on {options.data}"
-    refuse_options("pathfinder", options, (*drawn, "data_seed"), reason)
+    refuse_options("pathfinder", options, (*drawn.split(), "data_seed"), reason)
     root = Path(options.data)
     if not root.exists():
         raise missing_file(root)
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
-        refuse_options(
-            "pathfinder",
-            options,
-            ("valid", "test"),
-            f"name npz files; {root} is a folder of the release",
-        )
+        reason = f"name npz files; {root} is a folder of the release"
+        refuse_options("pathfinder", options, ("valid", "test"), reason)
         images, described = read_release(root, skip=options.unreadable == "skip")
     else:
         images, described = read_npz_splits(options.data, valid=options.valid, test=options.test)
@@ -207,18 +195,16 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], dict
     skipped: list[str] = []
     for file in files:
         for number, line in enumerate(_metadata_lines(file), 1):
-            fields = line.split()
+            fields, where = line.split(), f"{file}:{number}"
+            path = folder.joinpath(*fields[:2])
             if len(fields) < 4 or fields[3] not in ("0", "1"):
-                problems.append(
-                    f"{file}:{number}: expected folder, file, number, label (0 or 1): {line[:60]!r}"
-                )
-                continue
-            path = folder / fields[0] / fields[1]
-            if not path.is_file() or path.stat().st_size == 0:
-                (skipped if skip else problems).append(f"{file}:{number}: {path}: missing or empty")
-                continue
-            paths.append(path)
-            labels.append(int(fields[3]))
+                expected = "expected folder, file, number, label (0 or 1)"
+                problems.append(f"{where}: {expected}: {line[:60]!r}")
+            elif not path.is_file() or path.stat().st_size == 0:
+                (skipped if skip else problems).append(f"{where}: {path}: missing or empty")
+            else:
+                paths.append(path)
+                labels.append(int(fields[3]))
     if problems or not paths:
         raise DataError(
             f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip'"
@@ -250,11 +236,6 @@ def _metadata_lines(file: Path) -> list[str]:
     return [line for _, line in read_text(file).lines()]
 
 
-TASKS.register("pathfinder")(
-    TaskSpec(
-        "pathfinder",
-        PathfinderOptions,
-        PathfinderTask,
-        "whether two dots are on one dashed curve (accuracy)",
-    )
+register_task(
+    PathfinderTask, PathfinderOptions, "whether two dots are on one dashed curve (accuracy)"
 )

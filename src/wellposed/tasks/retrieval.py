@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.checks import given_options, refuse_options
 from wellposed.tasks.data.files import TABLE_SUFFIXES, TextFile, is_named, read_text, refuse_rows
 from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
@@ -28,14 +29,11 @@ from wellposed.tasks.data.splits import (
 )
 from wellposed.tasks.kinds.classification import (
     ClassificationTask,
-    LabelledPairs,
+    LabelledExamples,
     encode_labelled,
 )
-from wellposed.tasks.task import TASKS, Kind, TaskSpec
+from wellposed.tasks.task import Kind, register_task
 from wellposed.tasks.text.tokenizers import build_encoder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LABELS = ("different", "related")
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
@@ -115,10 +113,7 @@ class RetrievalTask(ClassificationTask):
         encoded, details = encode_labelled(encoder, documents, options, noun="documents")
         super().__init__(
             encoder=encoder,
-            examples={
-                split: LabelledPairs(encoded[split].ids, *table.arrays())
-                for split, table in tables.items()
-            },
+            examples={split: table.examples(encoded[split].ids) for split, table in tables.items()},
             labels=LABELS,
             max_length=options.max_length,
             source=source,
@@ -135,14 +130,11 @@ def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], dict[str, 
                 " splits"
             )
         tables, described = builtin_passages()
-        sizes = {
-            split: BUILTIN_SIZES[split] if size is None else size for split, size in sizes.items()
-        }
+        sizes = {split: sizes[split] or BUILTIN_SIZES[split] for split in SPLITS}
     elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options.data)):
         reason = f"bound pairs that are made; {options.data} brings pairs"
-        refuse_options(
-            "retrieval", options, (*(f"num_{split}" for split in SPLITS), "data_seed"), reason
-        )
+        drawn = ("num_train", "num_valid", "num_test", "data_seed")
+        refuse_options("retrieval", options, drawn, reason)
         return read_pairs(options.data, valid=options.valid, test=options.test)
     else:
         tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
@@ -241,12 +233,12 @@ class PairTable:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def arrays(self) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
-        """Return first, second and labels as arrays."""
+    def examples(self, ids: Ragged) -> LabelledExamples:
+        """Return the pairs of documents with the token ids ``ids``."""
         first, second, labels = (
             np.array(values, np.int64) for values in (self.first, self.second, self.labels)
         )
-        return first, second, labels
+        return LabelledExamples(ids, labels, first=first, second=second)
 
     def select(self, rows: Sequence[int]) -> PairTable:
         """Return the pairs ``rows`` and the documents they use."""
@@ -265,7 +257,7 @@ def is_pair_file(data: str) -> bool:
     columns."""
     if data.startswith("hf:") or has_class_folders(data):
         return False
-    path = find_split_files(data, suffixes=TABLE_SUFFIXES).paths["train"]
+    path = find_split_files(data, suffixes=TABLE_SUFFIXES)[0]["train"]
     if not is_named(path, ".tsv"):
         return False
     lines = read_text(path).text.split("\n", _PROBE_LINES)[:_PROBE_LINES]
@@ -293,7 +285,7 @@ def read_pairs(
 
 def _eval_file(data: str) -> str | None:
     """Return the valid file of the release, whose name says eval, beside the train file."""
-    train = find_split_files(data, suffixes=(".tsv",)).paths["train"]
+    train = find_split_files(data, suffixes=(".tsv",))[0]["train"]
     start, end = train_position(train.name) or (0, 0)
     candidate = train.with_name(f"{train.name[:start]}eval{train.name[end:]}")
     return str(candidate) if end and candidate.exists() else None
@@ -365,11 +357,4 @@ def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
     return tables, described
 
 
-TASKS.register("retrieval")(
-    TaskSpec(
-        "retrieval",
-        RetrievalOptions,
-        RetrievalTask,
-        "whether two documents belong together (accuracy)",
-    )
-)
+register_task(RetrievalTask, RetrievalOptions, "whether two documents belong together (accuracy)")

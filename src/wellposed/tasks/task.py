@@ -2,7 +2,7 @@
 made.
 
 A new task is one new file with a frozen options dataclass, a `Task` subclass and one
-``TASKS.register`` line.
+`register_task` line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from wellposed.options import build_options
 from wellposed.registry import Registry
@@ -170,28 +170,17 @@ class Task(ABC):
         mapped or truncated."""
 
 
-class Encoder(Protocol):
-    """A vocabulary, and the tokenizer that is saved beside the model."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def eos_id(self) -> int | None: ...
-    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast: ...
-    def description(self) -> dict[str, Any]: ...
-
-
 class TokenTask(Task, Generic[Examples]):
-    """A task whose examples are token ids, all of them made when the task is built."""
+    """A task whose examples are token ids, all of them made when the task is built.
+
+    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id`` and ``eos_id``, ``tokenizer(max_length=)``
+    and ``description()``, as those of `wellposed.tasks.text`.
+    """
 
     def __init__(
         self,
         *,
-        encoder: Encoder,
+        encoder: Any,
         examples: Mapping[Split, Examples],
         max_length: int,
         source: Mapping[str, Any],
@@ -239,6 +228,13 @@ class TaskSpec:
 
 
 TASKS: Registry[TaskSpec] = Registry("task", entry_points="wellposed.tasks")
+
+
+def register_task(
+    task: type[Task], options: type[Any], summary: str, *, own_models: bool = True
+) -> None:
+    """Register a task under its name; it is built as ``task(options)``."""
+    TASKS.register(task.name)(TaskSpec(task.name, options, task, summary, own_models))
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:

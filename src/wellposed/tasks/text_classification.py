@@ -22,7 +22,7 @@ from wellposed.tasks.kinds.classification import (
     encode_labelled,
     number_labels,
 )
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import build_encoder
 
 
@@ -120,11 +120,8 @@ def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:
         )
 
 
-TASKS.register("text_classification")(
-    TaskSpec(
-        "text_classification",
-        TextClassificationOptions,
-        TextClassificationTask,
-        "classify texts of a csv, tsv or jsonl file (accuracy)",
-    )
+register_task(
+    TextClassificationTask,
+    TextClassificationOptions,
+    "classify texts of a csv, tsv or jsonl file (accuracy)",
 )

@@ -12,7 +12,7 @@ from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.parallel import Languages, ParallelTexts, load_parallel
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 if TYPE_CHECKING:
     from wellposed.tasks.batches import Ragged
@@ -181,11 +181,8 @@ class TranslationTask(Seq2SeqTask):
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)
 
 
-TASKS.register("translation")(
-    TaskSpec(
-        "translation",
-        TranslationOptions,
-        TranslationTask,
-        "translate sentences between two languages (BLEU, chrF, perplexity)",
-    )
+register_task(
+    TranslationTask,
+    TranslationOptions,
+    "translate sentences between two languages (BLEU, chrF, perplexity)",
 )

@@ -10,7 +10,7 @@ from wellposed.options import CheckedOptions, Ge, Size
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
-from wellposed.tasks.task import TASKS, TaskSpec
+from wellposed.tasks.task import register_task
 
 END = "<eos>"
 _PIECES = re.compile(r"\w+|[^\w\s]")
@@ -113,6 +113,4 @@ def _words(text: str, *, pieces: bool, paragraphs: bool, eos: bool) -> list[str]
     return words
 
 
-TASKS.register("word_lm")(
-    TaskSpec("word_lm", WordLMOptions, WordLMTask, "predict the next word of a text (perplexity)")
-)
+register_task(WordLMTask, WordLMOptions, "predict the next word of a text (perplexity)")

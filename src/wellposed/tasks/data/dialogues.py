@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.files import TextFile, hub_table, read_text
-from wellposed.tasks.data.splits import Split, cut_missing, load_splits, shuffled, train_position
+from wellposed.tasks.data.splits import Split, cut_missing, load_splits, shuffled
 
 Format = Literal["auto", "dailydialog", "personachat"]
 END_OF_UTTERANCE = "__eou__"
@@ -73,9 +73,14 @@ def load_dialogues(
         name = detect_format(file) if file_format == "auto" else file_format
         return Dialogues(PARSERS[name](file)), file.description() | {"format": name}
 
-    train = data if data.startswith("hf:") else str(_train_file(Path(data)))
     splits, described = load_splits(
-        train, valid=valid, test=test, suffixes=(".txt",), read_file=read_file, read_hub=_read_hub
+        data,
+        valid=valid,
+        test=test,
+        suffixes=(".txt",),
+        read_file=read_file,
+        read_hub=_read_hub,
+        unlike=_LABELS,
     )
     splits, cut = cut_missing(
         splits,
@@ -84,7 +89,7 @@ def load_dialogues(
         note=", no persona line shared with train",
         draw=lambda missing, wanted: _draw_groups(splits["train"], missing, wanted, data),
     )
-    return splits, {**described, "source": data, **cut}
+    return splits, described | cut
 
 
 def fingerprint(dialogue: Dialogue) -> tuple[str, ...]:
@@ -97,23 +102,6 @@ def repeated(dialogues: Sequence[Dialogue], earlier: Sequence[Dialogue]) -> list
     """Return the positions of the dialogues that ``earlier`` holds too, white space aside."""
     seen = set(map(fingerprint, earlier))
     return [index for index, dialogue in enumerate(dialogues) if fingerprint(dialogue) in seen]
-
-
-def _train_file(root: Path) -> Path:
-    """Return the train file of a folder, the label files of DailyDialog left aside; a file is
-    itself."""
-    if not root.is_dir():
-        return root
-    names = sorted(path.name for path in root.iterdir() if path.is_file())
-    texts = [name for name in names if name.lower().removesuffix(".gz").endswith(".txt")]
-    trains = [name for name in texts if train_position(name) and not _LABELS.search(name)]
-    if len(trains) != 1:
-        what = f"{len(trains)} train files" if trains else "no train file"
-        raise DataError(
-            f"{root}: {what}, expected one named like dialogues_train.txt or train.txt (.gz too);"
-            f" the folder holds: {', '.join(names[:10]) or 'nothing'}; give the file itself"
-        )
-    return root / trains[0]
 
 
 def detect_format(file: TextFile) -> str:

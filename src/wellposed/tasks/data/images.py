@@ -83,15 +83,8 @@ def load_images(
     description.
 
     Splits that are missing are cut from train. Every image is decoded once, and those that cannot
-    be are named at once.
-
-    Args:
-        task: name of the task, for errors.
-        data: a file, a folder or hf:name[:config].
-        valid: npz file of the valid split.
-        test: npz file of the test split.
-        prefer: a word that chooses among several npz files.
-        stacked: whether images are to have one size and become one array.
+    be are named at once. ``valid`` and ``test`` are npz files; ``prefer`` is a word that chooses
+    among several of them; ``stacked`` says whether images have one size and become one array.
     """
     root = Path(data)
     given = " and ".join(n for n, path in (("valid", valid), ("test", test)) if path is not None)

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError, DataError, listed, missing_extra
-from wellposed.tasks.data.files import TextFile, missing_file, quoted_rows, read_text
+from wellposed.tasks.data.files import missing_file, read_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_SPLIT_WORDS = {"train": "train", "valid": "(?:dev|valid)"}
-_WORDS_OF = {"train": "train", "valid": "dev or valid"}
+SPLIT_WORDS = {"train": "train", "valid": "(?:dev|valid)"}
 
 
 @dataclass(frozen=True)
@@ -77,108 +76,77 @@ def read_minbert(folder: str | Path) -> dict[str, MinBertSet]:
     """Read sst, para and sts, in this order, from the folder of the project; malformed rows are
     named by file."""
     folder = Path(folder)
-    if not folder.exists():
-        raise missing_file(folder)
     if not folder.is_dir():
-        raise DataError(
-            f"{folder}: is a file, expected the folder that holds the sst, quora and sts files"
+        raise (
+            DataError(f"{folder}: is a file, expected a folder")
+            if folder.exists()
+            else (missing_file(folder))
         )
-    found = {(f.name, split): _files(folder, f, split) for f in FORMATS for split in _SPLIT_WORDS}
+    names = sorted(entry.name for entry in folder.iterdir())
+    found = {(f.name, split): _files(names, f, split) for f in FORMATS for split in SPLIT_WORDS}
     missing = [
-        f"{f.name}, {split}: a file named like {f.stem}-{_WORDS_OF[split]}.csv[.gz]"
+        f"{f.name}, {split}: a file named like {f.stem}-{split.replace('valid', 'dev')}.csv[.gz]"
         for f in FORMATS
-        for split in _SPLIT_WORDS
+        for split in SPLIT_WORDS
         if not found[f.name, split]
     ]
-    if missing:
-        holds = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "nothing"
-        raise DataError(f"{folder}: these files are missing:\n{listed(missing)}\nit holds: {holds}")
-    return {f.name: _read_set(f, found[f.name, "train"], found[f.name, "valid"]) for f in FORMATS}
-
-
-def _files(folder: Path, form: SetFormat, split: str) -> list[Path]:
-    pattern = re.compile(rf"(?:ids-)?{form.stem}-{_SPLIT_WORDS[split]}(?:-[\w-]+)?\.csv(?:\.gz)?")
-    names = sorted(entry.name for entry in folder.iterdir() if pattern.fullmatch(entry.name))
-    doubled = [name for name in names if f"{name}.gz" in names]
-    if doubled:
-        raise DataError(f"{folder}: both plain and gzip, keep one of each:\n" + listed(doubled))
-    return [folder / name for name in names]
-
-
-def _read_set(form: SetFormat, train: Sequence[Path], valid: Sequence[Path]) -> MinBertSet:
-    splits: dict[str, Rows] = {}
-    described: list[dict[str, Any]] = []
-    for split, paths in (("train", train), ("valid", valid)):
-        sentences: list[tuple[str, ...]] = []
-        labels: list[float] = []
-        for path in paths:
-            file = read_text(path)
-            rows = _parse(file, form)
-            sentences += rows.sentences
-            labels += rows.labels
-            described.append(
-                {**file.description(), "path": path.name, "split": split, "rows": len(rows)}
+    doubled = [name for each in found.values() for name in each if f"{name}.gz" in each]
+    if missing or doubled:
+        what = "both plain and gzip, keep one of each" if doubled else "these files are missing"
+        held = ", ".join(names[:12]) or "nothing"
+        raise DataError(f"{folder}: {what}:\n{listed(doubled or missing)}\nit holds: {held}")
+    sets = {}
+    for f in FORMATS:
+        splits, described = {}, []
+        for split in SPLIT_WORDS:
+            read = [_read(folder / name, f) for name in found[f.name, split]]
+            for rows, described_file in read:
+                described.append({**described_file, "split": split, "rows": len(rows)})
+            splits[split] = Rows(
+                tuple(sentences for rows, _ in read for sentences in rows.sentences),
+                tuple(label for rows, _ in read for label in rows.labels),
             )
-        splits[split] = Rows(tuple(sentences), tuple(labels))
-    return MinBertSet(form.name, splits["train"], splits["valid"], tuple(described))
+        sets[f.name] = MinBertSet(f.name, splits["train"], splits["valid"], tuple(described))
+    return sets
 
 
-def _parse(file: TextFile, form: SetFormat) -> Rows:
-    remedy = "a quote is not closed or not doubled"
-    rows = quoted_rows(file, "\t", remedy=remedy)
-    _, header = next(rows)
-    columns = _columns(file.path, header, form)
-    sentences: list[tuple[str, ...]] = []
-    labels: list[float] = []
-    problems: list[str] = []
-    for line, row in rows:
-        problem = _problem(row, columns, len(header), form)
-        if problem:
-            problems.append(f"{file.path}:{line}: {problem}")
-            continue
-        *texts, label = (row[column].strip() for column in columns)
-        sentences.append(tuple(texts))
-        labels.append(float(label))
-    if problems:
-        raise DataError(
-            f"{len(problems)} malformed rows; correct or remove them:\n" + listed(problems)
-        )
-    if not labels:
-        raise DataError(f"{file.path}: a header and no row; give a file that holds examples")
-    return Rows(tuple(sentences), tuple(labels))
+def _files(names: Sequence[str], form: SetFormat, split: str) -> list[str]:
+    pattern = rf"(?:ids-)?{form.stem}-{SPLIT_WORDS[split]}(?:-[\w-]+)?\.csv(?:\.gz)?"
+    return [name for name in names if re.fullmatch(pattern, name)]
 
 
-def _columns(path: Path, header: Sequence[str], form: SetFormat) -> list[int]:
+def _read(path: Path, form: SetFormat) -> tuple[Rows, dict[str, Any]]:
+    table, described = read_table(path)
     wanted = (*form.sentences, form.label)
-    missing = [name for name in wanted if name not in header]
+    missing = [name for name in wanted if name not in table.names]
     if missing:
         raise DataError(
             f"{path}:1: the header lacks {', '.join(missing)}; expected tab-separated columns "
-            f"index, id, {', '.join(wanted)}, received {', '.join(map(repr, header))}"
+            f"index, id, {', '.join(wanted)}, received {', '.join(map(repr, table.names))}"
         )
-    return [header.index(name) for name in wanted]
-
-
-def _problem(row: Sequence[str], columns: Sequence[int], width: int, form: SetFormat) -> str | None:
-    if len(row) != width:
-        return f"{len(row)} fields, expected {width} as in the header"
-    empty = [
-        name
-        for name, column in zip(form.sentences, columns, strict=False)
-        if not row[column].strip()
+    columns = [[text.strip() for text in table.texts(table.names.index(n))[0]] for n in wanted]
+    problems = [
+        f"{path}:{place}: {problem}"
+        for place, *row in zip(table.places, *columns, strict=True)
+        if (problem := _problem(row, form))
     ]
+    table.refuse(problems)
+    sentences = tuple(zip(*columns[:-1], strict=True))
+    return Rows(sentences, tuple(map(float, columns[-1]))), {**described, "path": path.name}
+
+
+def _problem(row: Sequence[str], form: SetFormat) -> str | None:
+    empty = [name for name, text in zip(form.sentences, row[:-1], strict=True) if not text]
     if empty:
         return f"{' and '.join(empty)} is empty"
-    expected = f"{'a whole number' if form.whole else 'a number'} in {form.low:g}..{form.high:g}"
-    text = row[columns[-1]].strip()
     try:
-        value = float(text)
+        value = float(row[-1])
     except ValueError:
-        return f"{form.label} is {text!r}, expected {expected}"
-    usable = (
-        math.isfinite(value) and form.low <= value <= form.high and not (form.whole and value % 1)
-    )
-    return None if usable else f"{form.label} is {text!r}, expected {expected}"
+        value = math.nan
+    if form.low <= value <= form.high and not (form.whole and value % 1):
+        return None
+    kind = "a whole number" if form.whole else "a number"
+    return f"{form.label} is {row[-1]!r}, expected {kind} in {form.low:g}..{form.high:g}"
 
 
 def train_word_pieces(
@@ -204,10 +172,8 @@ def train_word_pieces(
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise missing_extra("tokenizers", "hf", "word-piece tokenizers") from error
-    normalizer, splitter = (
-        normalizers.BertNormalizer(lowercase=True),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    splitter = pre_tokenizers.BertPreTokenizer()
     teacher: Any = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
     teacher.normalizer, teacher.pre_tokenizer = normalizer, splitter
     # The trainer numbers continuations in the order of a hash table that is new in every process,

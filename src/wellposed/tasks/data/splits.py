@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -37,15 +36,6 @@ class Selectable(Protocol):
     def select(self: Rows, rows: Sequence[int], /) -> Rows: ...
 
 
-@dataclass(frozen=True)
-class SplitFiles:
-    """The files of the splits; a split without a file is to be cut from train."""
-
-    paths: Mapping[Split, Path]
-    how: str
-    """How they were found, for the description."""
-
-
 def load_splits(
     data: str,
     *,
@@ -54,12 +44,13 @@ def load_splits(
     suffixes: Sequence[str],
     read_file: Callable[[Path], tuple[Read, dict[str, Any]]],
     read_hub: Callable[[Any, str], Read] | None = None,
+    unlike: re.Pattern[str] | None = None,
 ) -> tuple[dict[Split, Read], dict[str, Any]]:
     """Read every split that ``data`` has, and describe where it came from.
 
     A file is read by ``read_file``, from its path to what it holds and its description; a split of
     a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``,
-    ``data`` is always a path.
+    ``data`` is always a path. Of a folder, names that hold ``unlike`` are left aside.
     """
     if data == "builtin":
         raise ConfigError(
@@ -68,26 +59,19 @@ def load_splits(
         )
     if read_hub is not None and data.startswith("hf:"):
         refuse_split_files("hf: data sets bring their own splits", valid=valid, test=test)
-        hub = load_hub_dataset(data)
-        files = {
-            s: {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
-            for s, rows in hub.items()
-        }
-        splits: dict[Split, Read] = {
-            split: read_hub(rows, f"{data} ({split})") for split, rows in hub.items()
-        }
-        return splits, {"source": data, "files": files, "splits": "published"}
-    found = find_split_files(data, valid=valid, test=test, suffixes=suffixes)
-    read: dict[Split, tuple[Read, dict[str, Any]]] = {
-        split: read_file(path) for split, path in found.paths.items()
-    }
-    described = {
-        "source": data,
-        "files": {split: file for split, (_, file) in read.items()},
-        "splits": found.how,
-    }
+        hub, how = load_hub_dataset(data), "published"
+        read: dict[Split, tuple[Read, dict[str, Any]]] = {}
+        for split, rows in hub.items():
+            file = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
+            read[split] = read_hub(rows, f"{data} ({split})"), file
+    else:
+        paths, how = find_split_files(
+            data, valid=valid, test=test, suffixes=suffixes, unlike=unlike
+        )
+        read = {split: read_file(path) for split, path in paths.items()}
+    files = {split: file for split, (_, file) in read.items()}
     contents: dict[Split, Read] = {split: content for split, (content, _) in read.items()}
-    return contents, described
+    return contents, {"source": data, "files": files, "splits": how}
 
 
 def refuse_split_files(reason: str, *, valid: str | None, test: str | None) -> None:
@@ -98,10 +82,15 @@ def refuse_split_files(reason: str, *, valid: str | None, test: str | None) -> N
 
 
 def find_split_files(
-    data: str, *, valid: str | None = None, test: str | None = None, suffixes: Sequence[str]
-) -> SplitFiles:
+    data: str,
+    *,
+    valid: str | None = None,
+    test: str | None = None,
+    suffixes: Sequence[str],
+    unlike: re.Pattern[str] | None = None,
+) -> tuple[dict[Split, Path], str]:
     """Resolve a train file, or a folder, to the files of the splits, or raise `DataError` saying
-    what is missing.
+    what is missing; return how they were found too.
 
     A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same
     name with ``train`` replaced by valid, validation, val or dev, and by test, with or without
@@ -110,24 +99,17 @@ def find_split_files(
     """
     root = Path(data)
     given: dict[Split, str | None] = {"valid": valid, "test": test}
-    explicit: dict[Split, Path] = {
-        split: Path(path) for split, path in given.items() if path is not None
-    }
+    explicit: dict[Split, Path] = {split: Path(path) for split, path in given.items() if path}
     for path in (root, *explicit.values()):
         if not path.exists():
             raise missing_file(path)
-    train = _train_file(root, suffixes) if root.is_dir() else root
-    found: dict[Split, Path] = {
-        split: path
-        for split in SPLITS[1:]
-        if split not in explicit
-        and (path := _sibling(train, split, loose=root.is_dir())) is not None
-    }
-    how = "found by name" if found else "one file"
-    if explicit:
-        how += ", " + " and ".join(explicit) + " given"
-    paths: dict[Split, Path] = {"train": train, **found, **explicit}
-    return SplitFiles({split: paths[split] for split in SPLITS if split in paths}, how)
+    train = _train_file(root, suffixes, unlike) if root.is_dir() else root
+    paths: dict[Split, Path] = {"train": train}
+    for split in SPLITS[1:]:
+        path = explicit.get(split) or _sibling(train, split, loose=root.is_dir())
+        paths |= {split: path} if path else {}
+    how = "found by name" if len(paths) - 1 > len(explicit) else "one file"
+    return paths, how + (f", {' and '.join(explicit)} given" if explicit else "")
 
 
 def find_split_folders(root: Path) -> dict[Split, Path]:
@@ -139,14 +121,11 @@ def find_split_folders(root: Path) -> dict[Split, Path]:
     return found
 
 
-def _train_file(folder: Path, suffixes: Sequence[str]) -> Path:
+def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] | None) -> Path:
     endings = tuple(suffix + gz for suffix in suffixes for gz in ("", ".gz"))
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    trains = [
-        name
-        for name in names
-        if name.lower().endswith(endings) and train_position(name) is not None
-    ]
+    likely = [name for name in names if name.lower().endswith(endings) and train_position(name)]
+    trains = [name for name in likely if unlike is None or not unlike.search(name)]
     if len(trains) == 1:
         return folder / trains[0]
     if trains:
@@ -175,30 +154,21 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
     if position is None:
         return None
     before, after = train.name[: position[0]], train.name[position[1] :]
+    plain = re.escape(after.removesuffix(".gz"))
     names = sorted(entry.name for entry in train.parent.iterdir() if entry.is_file())
+    more = (rf"[._-].*{plain}(\.gz)?",) if loose else ()
     for word in SPLIT_WORDS[split]:
-        matches = _matches(names, before + word, after, loose=loose)
-        if len(matches) > 1:
-            raise DataError(
-                f"{train.parent}: {len(matches)} files could be the {split} split of {train.name}: "
-                f"{', '.join(matches)}; name one with the option {split!r}"
-            )
-        if matches:
-            return train.parent / matches[0]
+        for end in (re.escape(after), plain, rf"{plain}\.gz", *more):
+            pattern = re.compile(re.escape(before + word) + end, re.IGNORECASE)
+            matches = [name for name in names if pattern.fullmatch(name)]
+            if len(matches) > 1 and (end,) == more:
+                raise DataError(
+                    f"{train.parent}: {len(matches)} files could be the {split} split of"
+                    f" {train.name}: {', '.join(matches)}; name one with the option {split!r}"
+                )
+            if matches:
+                return train.parent / matches[0]
     return None
-
-
-def _matches(names: Sequence[str], start: str, end: str, *, loose: bool) -> list[str]:
-    plain = end.removesuffix(".gz")
-    by_lower = {name.lower(): name for name in names}
-    wanted = [start + end, start + plain, start + plain + ".gz"]
-    exact = [by_lower[name.lower()] for name in wanted if name.lower() in by_lower]
-    if exact or not loose:
-        return exact[:1]
-    pattern = re.compile(
-        re.escape(start) + r"[._-].*" + re.escape(plain) + r"(\.gz)?", re.IGNORECASE
-    )
-    return [name for name in names if pattern.fullmatch(name)]
 
 
 def load_hub_split(data: str, split: Split) -> Any:
@@ -267,24 +237,21 @@ def cut_missing(
             f"{where}: {len(train)} {noun} are too few to cut {names} from, expected at least"
             f" {at_least}; " + remedy.format(missing=names)
         )
-    rows = (draw or _draw_rows(len(train)))(missing, max(1, round(len(train) * share)))
+    count = max(1, round(len(train) * share))
+    if draw is None:
+        order = shuffled(range(len(train)))
+        rows: dict[Split, list[int]] = {
+            split: order[place * count : (place + 1) * count] for place, split in enumerate(missing)
+        }
+        rows["train"] = order[len(missing) * count :]
+    else:
+        rows = draw(missing, count)
     cut = {**splits, **{split: train.select(sorted(chosen)) for split, chosen in rows.items()}}
     described = {
         split: f"{len(rows[split])} of {len(train)} {noun}{note}, by a fixed shuffle"
         for split in missing
     }
     return {split: cut[split] for split in SPLITS}, {"cut_from_train": described}
-
-
-def _draw_rows(total: int) -> Draw:
-    def draw(missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
-        order = shuffled(range(total))
-        rows: dict[Split, list[int]] = {
-            split: order[place * count : (place + 1) * count] for place, split in enumerate(missing)
-        }
-        return {**rows, "train": order[len(missing) * count :]}
-
-    return draw
 
 
 def shuffled(values: Sequence[Read]) -> list[Read]:

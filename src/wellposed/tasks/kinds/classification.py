@@ -3,10 +3,11 @@ reference; texts with labels as token ids."""
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from wellposed.tasks.batches import (
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.objectives import accuracy_sums
-from wellposed.tasks.task import Encoder, Example, Kind, Task, TokenTask
+from wellposed.tasks.task import Example, Kind, Task, TokenTask
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,17 +33,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LabelledExamples(Rows[Example]):
-    """Rows of token ids, each with the number of its label."""
+    """Rows of token ids, each with the number of its label; of pairs in two inputs the second too."""
 
     ids: Ragged
     labels: NDArray[np.integer]
     segments: Ragged | None = None
     """Which text of a pair each token is of, where rows are pairs in one sequence."""
+    first: NDArray[np.integer] | None = None
+    """Which of ``ids`` is the first document of each row, where rows are pairs of documents."""
+    second: NDArray[np.integer] | None = None
+    """Which is the second."""
 
-    @property
+    @functools.cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
-        return self.ids.lengths
+        """Tokens of each row, both documents together."""
+        sizes = self.ids.lengths
+        return sizes if self.first is None else sizes[self.first] + sizes[self.second]
 
     @property
     def longest(self) -> int:
@@ -53,43 +59,15 @@ class LabelledExamples(Rows[Example]):
         return len(self.labels)
 
     def _row(self, index: int) -> Example:
-        row = {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
-        return (
-            row
-            if self.segments is None
-            else {**row, "token_type_ids": self.segments[index].tolist()}
-        )
-
-
-@dataclass(frozen=True)
-class LabelledPairs(Rows[Example]):
-    """Row i is documents ``first[i]`` and ``second[i]`` with ``labels[i]``; a document is stored
-    once."""
-
-    documents: Ragged
-    first: NDArray[np.integer]
-    second: NDArray[np.integer]
-    labels: NDArray[np.integer]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row, both documents together."""
-        return self.documents.lengths[self.first] + self.documents.lengths[self.second]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return int(self.documents.lengths.max())
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def _row(self, index: int) -> Example:
-        return {
-            "input_ids": self.documents[int(self.first[index])].tolist(),
-            "input_ids_pair": self.documents[int(self.second[index])].tolist(),
-            "labels": [int(self.labels[index])],
-        }
+        row = {"labels": [int(self.labels[index])]}
+        if self.first is not None and self.second is not None:
+            second = self.ids[int(self.second[index])].tolist()
+            ids = self.ids[int(self.first[index])].tolist()
+            return {"input_ids": ids, "input_ids_pair": second, **row}
+        row = {"input_ids": self.ids[index].tolist(), **row}
+        if self.segments is None:
+            return row
+        return {**row, "token_type_ids": self.segments[index].tolist()}
 
 
 class LabelTask(Task):
@@ -135,7 +113,7 @@ class LabelTask(Task):
         return dict(zip(self.labels, counts.tolist(), strict=True))
 
 
-class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask):
+class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
     """Classification of token sequences, or of pairs of them; a subclass says where the examples
     come from.
 
@@ -148,8 +126,8 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask)
     def __init__(
         self,
         *,
-        encoder: Encoder,
-        examples: Mapping[Split, LabelledExamples | LabelledPairs],
+        encoder: Any,
+        examples: Mapping[Split, LabelledExamples],
         labels: Sequence[str],
         source: Mapping[str, Any],
         details: Mapping[str, Any],
@@ -180,36 +158,32 @@ class ClassificationTask(TokenTask[LabelledExamples | LabelledPairs], LabelTask)
         return collate_classification(examples, pad_id=self._encoder.pad_id)
 
     def _describe_examples(self) -> dict[str, Any]:
-        per_split: dict[str, Any] = {"examples": {}, "tokens": {}, "longest": {}, "labels": {}}
-        for split, examples in self._examples.items():
-            per_split["examples"][split] = len(examples)
-            per_split["tokens"][split] = int(examples.lengths.sum())
-            per_split["longest"][split] = examples.longest
-            per_split["labels"][split] = self.label_counts(split)
-        return per_split
-
-
-class TextOptions(Protocol):
-    """The options of a task that say how many tokens of a text are kept."""
-
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def overflow(self) -> str: ...
+        held = self._examples
+        return {
+            "examples": {split: len(examples) for split, examples in held.items()},
+            "tokens": {split: int(examples.lengths.sum()) for split, examples in held.items()},
+            "longest": {split: examples.longest for split, examples in held.items()},
+            "labels": {split: self.label_counts(split) for split in held},
+        }
 
 
 def encode_labelled(
-    encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: TextOptions, *, noun: str
+    encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: Any, *, noun: str
 ) -> tuple[dict[Split, Encoded], dict[str, Any]]:
-    """Return the token ids of every text, cut or refused as ``options`` say, and what was cut,
-    unknown or repeated."""
+    """Return the token ids of every text, cut to ``options.max_length`` or refused as
+    ``options.overflow`` says, and what was cut, unknown or repeated."""
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
         ids[split] = encoder.encode_table(table.texts, table.pairs, max_length=options.max_length)
-        _refuse_empty(table, ids[split].full_lengths)
+        lengths = ids[split].full_lengths
+        _refuse_rows(
+            table,
+            {i: "the text is empty" for i, length in enumerate(lengths) if length == 0},
+            "rows without a token cannot be classified; correct or remove them",
+        )
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
-            refuse_longer(table, ids[split].full_lengths, options.max_length, remedy)
+            refuse_longer(table, lengths, options.max_length, remedy)
     seen = set(tables["train"].texts)
     return ids, {
         "max_length": options.max_length,
@@ -225,44 +199,29 @@ def encode_labelled(
     }
 
 
-def _refuse_empty(table: LabelledTexts, lengths: Sequence[int]) -> None:
-    problems = [
-        f"{table.where(i)}: the text is empty" for i, length in enumerate(lengths) if length == 0
-    ]
-    if problems:
-        raise DataError(
-            "rows without a token cannot be classified; correct or remove them:\n"
-            + listed(problems)
-        )
-
-
 def refuse_longer(
     table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str
 ) -> None:
     """Raise `DataError` naming every row with more than ``max_length`` tokens."""
-    problems = [
-        f"{table.where(i)}: {length} tokens"
-        for i, length in enumerate(lengths)
-        if length > max_length
-    ]
+    longer = {i: f"{length} tokens" for i, length in enumerate(lengths) if length > max_length}
+    _refuse_rows(table, longer, f"rows with more than max_length = {max_length} tokens; {remedy}")
+
+
+def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) -> None:
     if problems:
-        raise DataError(
-            f"rows with more than max_length = {max_length} tokens; {remedy}:\n" + listed(problems)
-        )
+        lines = [f"{table.where(row)}: {problem}" for row, problem in problems.items()]
+        raise DataError(f"{why}:\n" + listed(lines))
 
 
 def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
     """Return each row's index into ``known``, or raise naming every row whose label is not
     there."""
     index = {label: number for number, label in enumerate(known)}
-    problems = [
-        f"{table.where(i)}: label {label!r}"
-        for i, label in enumerate(table.labels)
-        if label not in index
-    ]
-    if problems:
-        raise DataError(
-            f"{split} has labels that train does not have; known: {', '.join(map(repr, known))}; "
-            "correct the rows, or give another train file:\n" + listed(problems)
-        )
+    foreign = {i: f"label {each!r}" for i, each in enumerate(table.labels) if each not in index}
+    _refuse_rows(
+        table,
+        foreign,
+        f"{split} has labels that train does not have; known: {', '.join(map(repr, known))};"
+        " correct the rows, or give another train file",
+    )
     return np.array([index[label] for label in table.labels], dtype=np.int64)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wellposed.tasks.batches import Rows, bucketed_batches, shuffle_key, token_batches
 from wellposed.tasks.data.splits import Split
@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     from wellposed.tasks.metrics.bleu import TextScores
     from wellposed.tasks.text.pretrained import PretrainedPairEncoder
     from wellposed.tasks.text.seq2seq_tokenizers import PairEncoder
-
-
-class PairOptions(Protocol):
-    """The options that every task of sentence pairs has."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def tokens_per_batch(self) -> int | None: ...
-    @property
-    def generate_beams(self) -> int: ...
-    @property
-    def generate_max_examples(self) -> int | None: ...
-    @property
-    def generate_length_penalty(self) -> float: ...
-    @property
-    def generate_length_penalty_form(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +41,8 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     scored.
 
     ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from
-    `generate_metrics`.
+    `generate_metrics`. ``options`` has ``max_tokens``, ``tokens_per_batch`` and those that begin with
+    ``generate_``.
     """
 
     kind: ClassVar[Kind] = "seq2seq_lm"
@@ -74,7 +56,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         encoder: PairEncoder | PretrainedPairEncoder,
         encoded: Mapping[Split, tuple[Ragged, Ragged]],
         references: Mapping[Split, Sequence[str]],
-        options: PairOptions,
+        options: Any,
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wellposed.errors import ShapeError
 from wellposed.tasks.metrics.bleu import corpus_bleu
+from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores
 from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l
-
-if TYPE_CHECKING:
-    from wellposed.tasks.metrics.embedding import WordVectors
+from wellposed.tasks.metrics.sentence import sentence_cosine
 
 OVERLAP_METRICS = ("bleu_1", "bleu_4", "meteor", "rouge_l", "cider")
 """The measures of generated replies that need no file."""
@@ -92,19 +91,34 @@ def dialogue_scores(
             " expected as many of each, one at least"
         )
     said, wanted = [words_of(text) for text in hypotheses], [words_of(text) for text in references]
-    scores, details = _overlap(hypotheses, references, said, wanted, synonyms)
+    pairs, count = list(zip(said, wanted, strict=True)), len(references)
+    modules = "synonyms of the user" if synonyms else "no WordNet"
+    details: dict[str, Any] = {
+        "meteor": f"nltk, Banerjee & Lavie 2005; exact, Porter stem, {modules}",
+        "rouge_l": "rouge-score, beta 1.2",
+        "cider": "Vedantam et al. 2015; stemmed, one reference",
+        "empty_hypotheses": sum(not words for words in said),
+    }
+    scores = {
+        "meteor": sum(meteor(*pair, synonyms=synonyms) for pair in pairs) / count,
+        "rouge_l": sum(rouge_l(*pair) for pair in pairs) / count,
+        "cider": sum(cider(said, wanted)) / count,
+        "cider_d": sum(cider(said, wanted, variant="cider_d")) / count,
+    }
+    for order in (1, 4):
+        score, signature = corpus_bleu(
+            hypotheses, references, max_ngram_order=order, lowercase=True
+        )
+        scores[f"bleu_{order}"] = score / 100
+        details[f"bleu_{order}"] = f"{signature}|max_ngram_order:{order}"
     missing: dict[str, str] = {}
     if sentence_encoder is None:
         missing[SENTENCE_METRIC] = "needs a sentence encoder"
     else:
-        from wellposed.tasks.metrics.sentence import sentence_cosine
-
         scores[SENTENCE_METRIC] = sentence_cosine(hypotheses, references, sentence_encoder)
     if vectors is None:
         missing |= dict.fromkeys(VECTOR_METRICS, "needs word vectors")
     else:
-        from wellposed.tasks.metrics.embedding import embedding_scores
-
         found = embedding_scores(said, wanted, vectors)
         scores |= found.scores
         details |= {
@@ -112,38 +126,4 @@ def dialogue_scores(
             "words_without_a_vector": sum(found.unknown_words.values()),
             "pairs_without_vectors": found.pairs_without_vectors,
         }
-    details["empty_hypotheses"] = sum(not words for words in said)
     return DialogueScores({name: 100 * value for name, value in scores.items()}, missing, details)
-
-
-def _overlap(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    said: list[list[str]],
-    wanted: list[list[str]],
-    synonyms: Mapping[str, str] | None,
-) -> tuple[dict[str, float], dict[str, Any]]:
-    count = len(references)
-    pairs = list(zip(said, wanted, strict=True))
-    bleu = {
-        order: corpus_bleu(hypotheses, references, max_ngram_order=order, lowercase=True)
-        for order in (1, 4)
-    }
-    scores = {
-        **{f"bleu_{order}": score / 100 for order, (score, _) in bleu.items()},
-        "meteor": sum(meteor(*pair, synonyms=synonyms) for pair in pairs) / count,
-        "rouge_l": sum(rouge_l(*pair) for pair in pairs) / count,
-        "cider": sum(cider(said, wanted)) / count,
-        "cider_d": sum(cider(said, wanted, variant="cider_d")) / count,
-    }
-    modules = "exact, Porter stem" + (", synonyms of the user" if synonyms else "; no WordNet")
-    details = {
-        **{
-            f"bleu_{order}": f"{signature}|max_ngram_order:{order}"
-            for order, (_, signature) in bleu.items()
-        },
-        "meteor": f"nltk, Banerjee & Lavie 2005; {modules}",
-        "rouge_l": "rouge-score, beta 1.2",
-        "cider": "Vedantam et al. 2015; stemmed, one reference",
-    }
-    return scores, details

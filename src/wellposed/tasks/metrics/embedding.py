@@ -4,7 +4,7 @@ user's text file."""
 from __future__ import annotations
 
 import gzip
-import itertools
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,18 +129,17 @@ def read_word_vectors(path: Path) -> WordVectors:
     word. Malformed lines are all named. A file of 400,000 words of width 300 takes about 20 s and
     0.5 GB.
     """
-    lines = _lines(path)
-    _, first = next(lines, (0, ""))
-    header = _word2vec_header(first)
     rows: dict[str, Vectors] = {}
     problems: list[str] = []
-    width = header[1] if header else len(first.split(" ")) - 1
-    if width < 1:
-        raise DataError(
-            f"{path}:1: expected a word and its numbers separated by spaces, received"
-            f" {first[:60]!r}"
-        )
-    for number, line in lines if header else itertools.chain([(1, first)], lines):
+    count = width = None
+    for number, line in _lines(path):
+        if width is None:
+            header = _HEADER.fullmatch(line)
+            count, width = map(int, header.groups()) if header else (None, line.count(" "))
+            if width < 1:
+                break
+            if header:
+                continue
         try:
             word, vector = _parse(line, width)
             if word in rows:
@@ -148,17 +147,20 @@ def read_word_vectors(path: Path) -> WordVectors:
             rows[word] = vector
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
-    if header and not problems and header[0] != len(rows):
+    if not width:
+        problems.append(f"{path}:1: expected a word and its numbers separated by spaces")
+    elif count not in (None, len(rows)) and not problems:
         problems.append(
-            f"{path}:1: says {header[0]} words, the file holds {len(rows)}; it may be cut short"
+            f"{path}:1: says {count} words, the file holds {len(rows)}; it may be cut short"
         )
-    if not rows and not problems:
-        problems.append(f"{path}: holds no vector")
     if problems:
         raise DataError(
             "the word vectors cannot be read; correct or remove these lines:\n" + listed(problems)
         )
-    return WordVectors(rows, width)
+    return WordVectors(rows, width or 0)
+
+
+_HEADER = re.compile(r"(\d{1,18}) (\d{1,18})", re.ASCII)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -167,8 +169,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path}: is a folder, expected a file")
     if not path.is_file():
         raise missing_file(path)
+    number = 0
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        number = 0
         try:
             for number, line in enumerate(bounded_lines(path, file), start=1):
                 yield number, line.decode("utf-8").rstrip("\r\n ")
@@ -180,31 +182,18 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             ) from None
 
 
-def _word2vec_header(line: str) -> tuple[int, int] | None:
-    parts = line.split()
-    if len(parts) == 2 and all(
-        part.isascii() and part.isdigit() and len(part) < 19 for part in parts
-    ):
-        return int(parts[0]), int(parts[1])
-    return None
-
-
 def _parse(line: str, width: int) -> tuple[str, Vectors]:
     fields = line.split(" ")
     word, numbers = fields[:-width], fields[-width:]
-    if not word or word == [""] or (len(word) > 1 and any(map(_is_number, word[1:]))):
-        counted = sum(map(_is_number, fields[1:]))
-        raise ValueError(
-            f"expected a word and {width} numbers, received {counted} numbers: {line[:60]!r}"
-        )
+    expected = f"expected a word and {width} numbers, received"
+    if not word or word == [""] or any(map(_is_number, word[1:])):
+        raise ValueError(f"{expected} {sum(map(_is_number, fields[1:]))} numbers: {line[:60]!r}")
     try:
         with np.errstate(over="ignore"):  # what is beyond float32 is named below
             vector = np.array(numbers, dtype=np.float32)
     except ValueError:
         wrong = next(text for text in numbers if not _is_number(text))
-        raise ValueError(
-            f"expected a word and {width} numbers, received {wrong!r} among them"
-        ) from None
+        raise ValueError(f"{expected} {wrong!r} among them") from None
     if not np.isfinite(vector).all():
         raise ValueError("a number is not finite")
     return " ".join(word), vector

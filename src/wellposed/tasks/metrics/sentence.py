@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from wellposed.errors import CheckpointError, ConfigError, ShapeError, missing_extra
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 SentenceEncoder = Callable[[Sequence[str]], Any]
@@ -28,16 +29,10 @@ def sentence_cosine(
     >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
     0.5
     """
-    import numpy as np
-
-    pairs = [
-        pair
-        for pair in zip(hypotheses, references, strict=True)
-        if all(text.strip() for text in pair)
-    ]
-    if not pairs:
+    pairs = zip(hypotheses, references, strict=True)
+    texts = [text for pair in pairs if all(map(str.strip, pair)) for text in pair]
+    if not texts:
         return 0.0
-    texts = [text for pair in pairs for text in pair]
     rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts):
         raise ShapeError(
@@ -58,16 +53,16 @@ def hf_sentence_encoder(
     """
     try:
         import torch
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel
     except ImportError as error:
         raise missing_extra("transformers", "hf", "sentence encoders") from error
-    from wellposed.models import load_pretrained, load_pretrained_model
+    from wellposed.models import load_pretrained_model
+    from wellposed.tasks.text.pretrained import load_tokenizer
 
     try:
-        tokenizer: Any = load_pretrained(AutoTokenizer, name)
-        model: Any = load_pretrained_model(
-            AutoModel, name, unread="pooler."
-        )  # the mean is over hidden states
+        tokenizer: Any = load_tokenizer(name)
+        # The mean is over hidden states, so nothing is read of the pooler.
+        model: Any = load_pretrained_model(AutoModel, name, unread="pooler.")
     except CheckpointError as error:
         raise ConfigError(
             f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an encoder"
@@ -81,13 +76,9 @@ def hf_sentence_encoder(
     def encode(texts: Sequence[str]) -> Any:
         rows = []
         for start in range(0, len(texts), batch_size):
-            batch = tokenizer(
-                list(texts[start : start + batch_size]),
-                padding=True,
-                truncation=True,
-                max_length=max_length,
-                return_tensors="pt",
-            )
+            some = list(texts[start : start + batch_size])
+            cut = {"padding": True, "truncation": True, "max_length": max_length}
+            batch = tokenizer(some, return_tensors="pt", **cut)
             hidden = model(**batch).last_hidden_state
             mask = batch["attention_mask"][..., None].to(hidden.dtype)
             rows.append((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
