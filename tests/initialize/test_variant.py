@@ -12,40 +12,28 @@ from wellposed.compare.variants import apply_variant
 from wellposed.training.config import RunConfig, TrainOptions
 
 
+@pytest.mark.slow
 def test_compare_trains_t_fixup_beside_post_ln(tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text(
         "the quick brown fox jumps over the lazy dog; pack my box.\n" * 80
     )
-    words = [
-        "compare",
-        "char_lm",
-        "--data",
-        str(tmp_path / "prose.txt"),
-        "--seq-len",
-        "16",
-        "--steps",
-        "4",
-    ]
-    words += ["--eval-every", "2", "--checkpoint-every", "4", "--batch-size", "4", "--seeds", "1"]
-    words += [
-        "--model.hidden-size",
-        "16",
-        "--model.num-hidden-layers",
-        "1",
-        "--model.num-attention-heads",
-        "2",
-    ]
-    assert main([*words, "--variants", "post_ln,t_fixup", "--out", str(tmp_path / "runs")]) == 0
-    result = json.loads((tmp_path / "runs" / "t_fixup" / "seed-0" / "result.json").read_text())
-    assert result["train_info"]["status"] == "success"
-    assert (result["config"]["model"]["norm"], result["config"]["model"]["init"]) == (
-        "none",
-        "t_fixup",
+    out = tmp_path / "runs"
+    words = (
+        f"compare char_lm --data {tmp_path / 'prose.txt'} --seq-len 16 --steps 4 --eval-every 2"
+        " --checkpoint-every 4 --batch-size 4 --seeds 1 --model.hidden-size 16"
+        " --model.num-hidden-layers 1 --model.num-attention-heads 2 --variants post_ln,t_fixup"
+        f" --out {out}"
     )
-    baseline = json.loads((tmp_path / "runs" / "post_ln" / "seed-0" / "result.json").read_text())
-    assert (
-        baseline["train_info"]["parameters"] - result["train_info"]["parameters"] == 2 * 2 * 16
-    )  # two LayerNorms
+    assert main(words.split()) == 0
+    result, baseline = (
+        json.loads((out / variant / "seed-0" / "result.json").read_text())
+        for variant in ("t_fixup", "post_ln")
+    )
+    assert result["train_info"]["status"] == "success"
+    model = result["config"]["model"]
+    assert (model["norm"], model["init"]) == ("none", "t_fixup")
+    sizes = [each["train_info"]["parameters"] for each in (baseline, result)]
+    assert sizes[0] - sizes[1] == 2 * 2 * 16  # two LayerNorms
 
 
 @pytest.mark.parametrize(

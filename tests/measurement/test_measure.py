@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from tests.support import hugging_face as hf
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
 from wellposed.measurement import measure
+from wellposed.measurement._measurement import PER_HEAD
 
 WIDTH, HEADS = 16, 2
 ROLES = ["query", "key", "value", "output", "feedforward_in", "feedforward_out"]
@@ -96,11 +99,8 @@ def test_without_spectra_the_largest_value_is_a_lower_estimate() -> None:
         assert b["sigma_max"] <= a["sigma_max"] * (1 + 1e-5)
         assert b["sigma_max"] >= a["sigma_max"] * (1 - 2e-3)
         assert b["stable_rank"] == pytest.approx(a["stable_rank"], rel=5e-3)
-        assert (b["sigma_min"], b["condition_number"], b["sigma_max_status"]) == (
-            None,
-            None,
-            "empirical",
-        )
+        assert b["sigma_min"] is b["condition_number"] is None
+        assert b["sigma_max_status"] == "empirical"
         assert "singular_values" not in b
         assert a["orthogonality_error"] == b["orthogonality_error"]
 
@@ -155,9 +155,7 @@ def slow_attention(
 ) -> tuple[Tensor, Tensor]:
     """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query
     at a time."""
-    fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
-    assert fused is not None
-    query, key, value = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
+    query, key, value = attention_inputs(layer, x)
     batch, tokens, _ = x.shape
     size = WIDTH // HEADS
     entropy = torch.zeros(batch, HEADS, tokens, dtype=torch.float64)
@@ -189,11 +187,7 @@ def test_attention_and_norms_of_a_torch_layer_with_padding() -> None:
     entropy, output = slow_attention(layer, x, padding)
     real = ~padding
     attention, whole = measurement.activations
-    assert (attention["path"], attention["kind"], attention["layer"]) == (
-        "layers.0.self_attn",
-        "attention",
-        0,
-    )
+    assert (attention["path"], attention["kind"]) == ("layers.0.self_attn", "attention")
     expected = [(entropy[:, h][real]).mean().item() for h in range(HEADS)]
     assert attention["attention_entropy"] == pytest.approx(expected, rel=1e-5)
     lengths = output.norm(dim=-1)[real]
@@ -216,17 +210,10 @@ def test_padding_and_layout_change_nothing() -> None:
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.batch_first = False
-    turned = measure(
-        model, {"src": padded.transpose(0, 1), "src_key_padding_mask": mask}
-    ).activations
+    columns = {"src": padded.transpose(0, 1), "src_key_padding_mask": mask}
+    turned = measure(model, columns).activations
     for a, b, c in zip(plain, masked, turned, strict=True):
-        for name in (
-            "mean_norm",
-            "max_norm",
-            "attention_entropy",
-            "attention_sensitivity",
-            "affinity_orthogonality_error",
-        ):
+        for name in ("mean_norm", "max_norm", *PER_HEAD):
             if a[name] is None:
                 assert a["kind"] == "layer"
                 continue
@@ -242,58 +229,37 @@ def test_orthogonality_error_of_affinities_against_loops(lengths: tuple[int, int
     model = encoder(1).eval()
     x = torch.randn(2, 6, WIDTH)
     padding = torch.arange(6) >= torch.tensor(lengths)[:, None]
-    query, key, size = *attention_inputs(model.layers[0], x), WIDTH // HEADS
+    query, key, _ = attention_inputs(model.layers[0], x)
+    size = WIDTH // HEADS
     expected = []
     for head in range(HEADS):
         part = slice(head * size, (head + 1) * size)
         errors = []
         for b, length in enumerate(lengths):
             a = (query[b, :length, part] @ key[b, :length, part].T / math.sqrt(size)).softmax(-1)
-            errors.append(
-                max(
-                    (float(a[i] @ a[j]) for i in range(length) for j in range(length) if i != j),
-                    default=0.0,
-                )
-            )
+            pairs = [(i, j) for i in range(length) for j in range(length) if i != j]
+            errors.append(max((float(a[i] @ a[j]) for i, j in pairs), default=0.0))
         expected.append(sum(errors) / 2)
     row, _ = measure(model, {"src": x, "src_key_padding_mask": padding}).activations
     assert row["affinity_orthogonality_error"] == pytest.approx(expected, rel=1e-5)
-    assert (
-        len({round(value, 3) for value in expected}) == HEADS
-    )  # heads differ, so their order is checked
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)  # so that their order is checked
 
 
-def attention_inputs(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def attention_inputs(layer: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, ...]:
     fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
     assert fused is not None
-    query, key, _ = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
-    return query, key
+    return (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
 
 
 def hugging_face(name: str, implementation: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-    }
     torch.manual_seed(3)
-    if name == "bert":
-        config = transformers.BertConfig(**sizes, intermediate_size=24, initializer_range=0.5)
-        model = transformers.BertModel._from_config(config, attn_implementation=implementation)
-    else:
-        config = transformers.LlamaConfig(
-            **sizes,
-            num_key_value_heads=1,
-            intermediate_size=24,
-            initializer_range=0.5,
-            pad_token_id=0,
-        )
-        model = transformers.LlamaForCausalLM._from_config(
-            config, attn_implementation=implementation
-        )
-    return model.eval()
+    config, kind = (
+        (hf.bert_config, transformers.BertModel)
+        if name == "bert"
+        else (hf.llama_config, transformers.LlamaForCausalLM)
+    )
+    sizes = {"vocab_size": 40, "initializer_range": 0.5}
+    return kind._from_config(config(WIDTH, **sizes), attn_implementation=implementation).eval()
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -322,40 +288,7 @@ def test_hugging_face_attention_equals_the_weights_the_model_returns(
         pairs = real[:, None, :, None] & real[:, None, None, :] & ~torch.eye(7, dtype=torch.bool)
         errors = torch.where(pairs, gram, 0.0).amax((-2, -1)).mean(0)
         assert row["affinity_orthogonality_error"] == pytest.approx(errors.tolist(), rel=1e-4)
-        assert (
-            max(expected) < 1.6
-        )  # below ln 7: the weights are not uniform, so the comparison says something
-
-
-@torch.no_grad()
-def test_our_own_model() -> None:
-    models = pytest.importorskip("wellposed.models")
-    model = models.build_model(
-        "wellposed",
-        "causal_lm",
-        vocab_size=11,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_hidden_layers=1,
-    )
-    tokens = torch.randint(1, 11, (2, 6))
-    measurement = measure(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
-    attention = next(row for row in measurement.activations if row["kind"] == "attention")
-    states: list[Tensor] = []
-    handle = model.model.layers[0].attention.register_forward_pre_hook(
-        lambda _, args: states.append(args[0])
-    )
-    model.eval()(input_ids=tokens)
-    handle.remove()
-    q, k = (states[0] @ proj.weight.T + (0 if proj.bias is None else proj.bias) for proj in (
-        model.model.layers[0].attention.q_proj, model.model.layers[0].attention.k_proj))  # fmt: skip
-    for head in range(2):
-        part = slice(4 * head, 4 * head + 4)
-        scores = (q[..., part] @ k[..., part].mT / 2).masked_fill(
-            torch.ones(6, 6).triu(1).bool(), -math.inf
-        )
-        expected = torch.special.entr(scores.double().softmax(-1)).sum(-1).mean().item()
-        assert attention["attention_entropy"][head] == pytest.approx(expected, rel=1e-5)
+        assert max(expected) < 1.6  # below ln 7: the weights are not uniform
 
 
 def test_translation_models_measure_both_stacks() -> None:

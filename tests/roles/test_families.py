@@ -99,16 +99,6 @@ def test_gradient_through_a_view_lands_in_its_slice_and_nowhere_else(name: str) 
         assert torch.equal(touched[known.parameter], expected)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_views_share_storage(name: str) -> None:
-    model = ZOO[name].build()
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert all(
-        w.view.tensor().untyped_storage().data_ptr() in storages
-        for w in find_roles(model).weights()
-    )
-
-
 def test_causal_models_of_ours_are_decoders() -> None:
     from wellposed.models import build_model
 

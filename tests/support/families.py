@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -21,78 +22,46 @@ def _torch_encoder(*, norm_first: bool) -> nn.Module:
     return nn.TransformerEncoder(layer, hf.LAYERS, enable_nested_tensor=False)
 
 
+def _build(name: str, config: Any) -> nn.Module:
+    if name in ("BartEncoder", "MarianEncoder"):
+        return getattr(transformers, name.replace("Encoder", "Model"))(config).get_encoder()
+    return getattr(transformers, name)(config)
+
+
+_CONFIGURED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+    "BERT": (hf.bert_config, {"layer_norm_eps": 1e-12}, ["BertModel", "BertForSequenceClassification"]),
+    "RoBERTa": (hf.roberta_config, {"layer_norm_eps": 1e-5}, ["RobertaModel", "RobertaForSequenceClassification"]),
+    "DistilBERT": (hf.distilbert_config, {}, ["DistilBertModel", "DistilBertForSequenceClassification"]),
+    "GPT-2": (
+        hf.gpt2_config, {"layer_norm_epsilon": 1e-5}, ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"],
+    ),
+    "Llama": (hf.llama_config, {"rms_norm_eps": 1e-6}, ["LlamaModel", "LlamaForCausalLM"]),
+    "Phi-3": (hf.phi3_config, {"rms_norm_eps": 1e-5}, ["Phi3Model", "Phi3ForCausalLM"]),
+    "ViT": (hf.vit_config, {"layer_norm_eps": 1e-12}, ["ViTModel", "ViTForImageClassification"]),
+    "T5": (
+        hf.t5_config, {"layer_norm_epsilon": 1e-6, "initializer_factor": 1.0},
+        ["T5EncoderModel", "T5ForConditionalGeneration"],
+    ),
+    "BART": (hf.bart_config, {}, ["BartEncoder", "BartForConditionalGeneration"]),
+    "Marian": (hf.marian_config, {}, ["MarianEncoder", "MarianMTModel"]),
+}  # fmt: skip
+"""Family -> configuration, the options of the library's own, and classes."""
+
 FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
-    "BERT": {
-        "BertModel": lambda: transformers.BertModel(hf.bert_config(WIDTH, layer_norm_eps=1e-12)),
-        "BertForSequenceClassification": lambda: transformers.BertForSequenceClassification(
-            hf.bert_config(WIDTH, layer_norm_eps=1e-12)
-        ),
-    },
-    "RoBERTa": {
-        "RobertaModel": lambda: transformers.RobertaModel(
-            hf.roberta_config(WIDTH, layer_norm_eps=1e-5)
-        ),
-        "RobertaForSequenceClassification": lambda: transformers.RobertaForSequenceClassification(
-            hf.roberta_config(WIDTH, layer_norm_eps=1e-5)
-        ),
-    },
-    "DistilBERT": {
-        "DistilBertModel": lambda: transformers.DistilBertModel(hf.distilbert_config(WIDTH)),
-        "DistilBertForSequenceClassification": lambda: (
-            transformers.DistilBertForSequenceClassification(hf.distilbert_config(WIDTH))
-        ),
-    },
-    "GPT-2": {
-        "GPT2Model": lambda: transformers.GPT2Model(hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)),
-        "GPT2LMHeadModel": lambda: transformers.GPT2LMHeadModel(
-            hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)
-        ),
-        "GPT2ForSequenceClassification": lambda: transformers.GPT2ForSequenceClassification(
-            hf.gpt2_config(WIDTH, layer_norm_epsilon=1e-5)
-        ),
-    },
-    "Llama": {
-        "LlamaModel": lambda: transformers.LlamaModel(hf.llama_config(WIDTH, rms_norm_eps=1e-6)),
-        "LlamaForCausalLM": lambda: transformers.LlamaForCausalLM(
-            hf.llama_config(WIDTH, rms_norm_eps=1e-6)
-        ),
-    },
-    "Phi-3": {
-        "Phi3Model": lambda: transformers.Phi3Model(hf.phi3_config(WIDTH, rms_norm_eps=1e-5)),
-        "Phi3ForCausalLM": lambda: transformers.Phi3ForCausalLM(
-            hf.phi3_config(WIDTH, rms_norm_eps=1e-5)
-        ),
-    },
-    "ViT": {
-        "ViTModel": lambda: transformers.ViTModel(hf.vit_config(WIDTH, layer_norm_eps=1e-12)),
-        "ViTForImageClassification": lambda: transformers.ViTForImageClassification(
-            hf.vit_config(WIDTH, layer_norm_eps=1e-12)
-        ),
-    },
-    "T5": {
-        "T5EncoderModel": lambda: transformers.T5EncoderModel(_t5()),
-        "T5ForConditionalGeneration": lambda: transformers.T5ForConditionalGeneration(_t5()),
-    },
-    "BART": {
-        "BartEncoder": lambda: transformers.BartModel(hf.bart_config(WIDTH)).get_encoder(),
-        "BartForConditionalGeneration": lambda: transformers.BartForConditionalGeneration(
-            hf.bart_config(WIDTH)
-        ),
-    },
-    "Marian": {
-        "MarianEncoder": lambda: transformers.MarianModel(hf.marian_config(WIDTH)).get_encoder(),
-        "MarianMTModel": lambda: transformers.MarianMTModel(hf.marian_config(WIDTH)),
-    },
+    family: {
+        name: lambda name=name, config=config, options=options: _build(
+            name, config(WIDTH, **options)
+        )
+        for name in names
+    }
+    for family, (config, options, names) in _CONFIGURED.items()
+} | {
     "torch.nn": {
         "TransformerEncoder, norm_first": lambda: _torch_encoder(norm_first=True),
         "TransformerEncoder": lambda: _torch_encoder(norm_first=False),
         "MultiheadAttention": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-    },
+    }
 }
-
-
-def _t5() -> transformers.T5Config:
-    return hf.t5_config(WIDTH, layer_norm_epsilon=1e-6, initializer_factor=1.0)
 
 
 def models() -> Iterator[tuple[str, str, nn.Module]]:

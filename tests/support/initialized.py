@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 import transformers as hf
+from tests.support.zoo import HEADS, SEQ2SEQ, SPECIAL, D, F, V
 from torch import Tensor, nn
 
 from wellposed.models import (
@@ -17,51 +19,32 @@ from wellposed.models import (
     WellposedForSequenceClassification,
 )
 
-D, F, V, HEADS = 16, 24, 30, 4
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PLAIN = {"hidden_size": D, "num_attention_heads": HEADS, "intermediate_size": F, "vocab_size": V}
 
 
-def bert(layers: int = 2) -> nn.Module:
-    return hf.BertModel(
-        hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN)
-    )
+def bert(layers: int = 2, kind: Any = hf.BertModel) -> nn.Module:
+    return kind(hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN))
 
 
 def bert_masked(layers: int = 2) -> nn.Module:
-    return hf.BertForMaskedLM(
-        hf.BertConfig(num_hidden_layers=layers, max_position_embeddings=32, **PLAIN)
-    )
+    return bert(layers, hf.BertForMaskedLM)
 
 
 def gpt2(layers: int = 2) -> nn.Module:
-    config = hf.GPT2Config(
-        vocab_size=V,
-        n_embd=D,
-        n_layer=layers,
-        n_head=HEADS,
-        n_positions=32,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def sizes(encoder: int, decoder: int) -> dict[str, object]:
-    return {
-        "vocab_size": V, "d_model": D, "encoder_layers": encoder, "decoder_layers": decoder,
-        "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": F,
-        "decoder_ffn_dim": F, "max_position_embeddings": 32, "decoder_start_token_id": 2,
-        "forced_eos_token_id": None, **SPECIAL,
-    }  # fmt: skip
+    sizes = {"vocab_size": V, "n_embd": D, "n_layer": layers, "n_head": HEADS, "n_positions": 32}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=1, eos_token_id=2, **sizes))
 
 
 def bart(encoder: int = 2, decoder: int = 3) -> nn.Module:
-    return hf.BartForConditionalGeneration(hf.BartConfig(**sizes(encoder, decoder)))
+    return hf.BartForConditionalGeneration(
+        hf.BartConfig(**{**SEQ2SEQ, "encoder_layers": encoder, "decoder_layers": decoder})
+    )
 
 
 def marian(encoder: int = 2, decoder: int = 3) -> nn.Module:
-    return hf.MarianMTModel(hf.MarianConfig(**sizes(encoder, decoder)))
+    return hf.MarianMTModel(
+        hf.MarianConfig(**{**SEQ2SEQ, "encoder_layers": encoder, "decoder_layers": decoder})
+    )
 
 
 def t5(encoder: int = 2, decoder: int = 3) -> nn.Module:
@@ -78,12 +61,9 @@ def ours(layers: int = 2, **options: object) -> WellposedForCausalLM:
 
 
 def seq2seq(encoder: int = 2, decoder: int = 3, **options: object) -> WellposedForSeq2SeqLM:
-    depths = {
-        "num_hidden_layers": encoder,
-        "num_decoder_layers": decoder,
-        "max_position_embeddings": 32,
-    }
-    return WellposedForSeq2SeqLM(WellposedConfig(**{**PLAIN, **SPECIAL, **depths, **options}))
+    depths = {"num_hidden_layers": encoder, "num_decoder_layers": decoder}
+    sizes = {**PLAIN, **SPECIAL, **depths, "max_position_embeddings": 32, **options}
+    return WellposedForSeq2SeqLM(WellposedConfig(**sizes))
 
 
 def classifier(layers: int = 2) -> nn.Module:
