@@ -20,10 +20,10 @@ LayerBuilder = Callable[[Any], nn.Module]
 ATTENTIONS = Registry[LayerBuilder]("attention", entry_points="wellposed.attentions")
 """Self-attentions: `forward(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor`.
 
-`x` is (batch, tokens, width). `key_padding_mask` is a `PaddingMask`: give it to `attention_mask`.
-Read from the
-configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`, `qk_norm`,
-`layer_norm_eps`.
+`x` is (batch, tokens, width). `key_padding_mask` is bool (batch, keys), True = padding, or a finished
+`AttentionMask`; `is_causal` keeps a token from later ones: give both to `attention_mask`. `cache` is a
+`LayerCache`. Read from the configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`,
+`qk_norm`, `layer_norm_eps`.
 """
 
 CROSS_ATTENTIONS = Registry[LayerBuilder]("cross-attention")
