@@ -22,6 +22,7 @@ from wellposed.nn._registry import (
 )
 from wellposed.nn.attention.l2_bound import l2_attention_refusal
 from wellposed.nn.attention.masks import AttentionMask, PaddingMask, attention_mask
+from wellposed.nn.checks import check_tokens
 
 Branch = Callable[[Tensor], Tensor]
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -153,6 +154,7 @@ class Block(nn.Module):
         self.feedforward = FEEDFORWARDS.get(config.feedforward)(config)
         self.feedforward_norm = NORMS.get(config.norm)(config)
         self.feedforward_residual = RESIDUALS.get(config.residual)(config)
+        self.embed_dim: int = config.hidden_size
         self.dropout = nn.Dropout(config.dropout)
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
@@ -170,6 +172,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map (batch, tokens, width) to the same shape; the keywords are those of every
         attention."""
+        check_tokens(self, x, self.embed_dim, batched=True)
         return self.feed(
             self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
         )
@@ -218,6 +221,7 @@ class TransformerStack(nn.Module):
 
     def __init__(self, config: Any, *, is_causal: bool = False) -> None:
         super().__init__()
+        self.embed_dim: int = config.hidden_size
         self.is_causal = is_causal
         self.layers, self.final_norm = build_layers(config, Block, config.num_hidden_layers)
 
@@ -244,6 +248,7 @@ class TransformerStack(nn.Module):
         Raises:
             ShapeError: the padding mask does not fit.
         """
+        check_tokens(self, x, self.embed_dim, batched=True)
         num_queries = x.shape[1]
         mask = attention_mask(
             key_padding_mask, self.is_causal, num_queries, num_cached + num_queries, x.device

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, ShapeError
 
 LEAST_EPS = torch.finfo(torch.float32).tiny
 """Smallest normal number of float32; below it, a token of zeros divides zero by zero."""
@@ -50,6 +51,7 @@ tokens that are zero divide by zero
 
 
 _ORDINARY = (nn.Parameter, Tensor)
+INTEGERS = (torch.int64, torch.int32)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -82,3 +84,37 @@ def on_host(tensor: Tensor) -> bool:
     """Return whether values may be read without making an accelerator wait or breaking a compiled
     graph."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_tokens(
+    module: nn.Module, x: object, width: int, *, name: str = "x", batched: bool = False
+) -> None:
+    """Raise `ShapeError` where x is no tensor (..., width), or, ``batched``, (batch, tokens, width).
+
+    >>> check_tokens(nn.Identity(), torch.zeros(2, 3), 4)
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ShapeError: Identity: received x (2, 3); expected a tensor (..., 4)
+    """
+    if isinstance(x, Tensor) and x.dim() and x.shape[-1] == width and (x.dim() == 3 or not batched):
+        return
+    received = tuple(x.shape) if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+    shape = "batch, tokens" if batched else "..."
+    raise ShapeError(
+        f"{type(module).__name__}: received {name} {received}; expected a tensor ({shape}, {width})"
+    )
+
+
+def read_table(
+    module: nn.Module, ids: Tensor, rows: int, read: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return ``read(ids)``; raise `ShapeError` where ids are no integers or (on the CPU) no rows."""
+    try:
+        if ids.dtype in INTEGERS:
+            return read(ids)
+    except IndexError:
+        pass
+    raise ShapeError(
+        f"{type(module).__name__}: received ids in {ids.dtype} of shape {tuple(ids.shape)}; expected"
+        f" torch.int64 or torch.int32 in [0, {rows})"
+    )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.model_options import MLPOptions
 from wellposed.nn._registry import FEEDFORWARDS
-from wellposed.nn.checks import check_sizes
+from wellposed.nn.checks import check_sizes, check_tokens
 from wellposed.registry import Registry
 
 ACTIVATIONS = Registry[Callable[[Tensor], Tensor]]("activation")
@@ -59,6 +59,7 @@ class MLP(nn.Module):
         self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu", bias: bool = True
     ) -> None:
         super().__init__()
+        self.embed_dim = embed_dim
         self.activation_name = activation
         self.activation = ACTIVATIONS.get(activation)
         self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
@@ -66,6 +67,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., embed_dim) to (..., embed_dim)."""
+        check_tokens(self, x, self.embed_dim)
         return self.down_proj(self.activation(self.up_proj(x)))
 
     def extra_repr(self) -> str:
@@ -138,12 +140,14 @@ class MaxMinFeedForward(nn.Module):
                 f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, whose entries"
                 f" make pairs; take {hidden_dim + 1}"
             )
+        self.embed_dim = embed_dim
         self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
         self.activation = MaxMin()
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., embed_dim) to (..., embed_dim)."""
+        check_tokens(self, x, self.embed_dim)
         return self.down_proj(self.activation(self.up_proj(x)))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ShapeError
+from wellposed.nn.checks import read_table
 from wellposed.registry import Registry
 
 POSITIONS = Registry[Callable[[Any], nn.Module]]("position")
@@ -59,6 +60,10 @@ class LearnedPositions(nn.Embedding):
 
     def __init__(self, num_positions: int, embed_dim: int) -> None:
         super().__init__(num_positions, embed_dim)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        """Map integer positions (...) to codes (..., embed_dim)."""
+        return read_table(self, input, self.num_embeddings, super().forward)
 
 
 class SinusoidalPositions(nn.Module):
@@ -118,7 +123,9 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Map integer positions (...) to codes (..., embed_dim)."""
-        return F.embedding(positions, self.table)
+        return read_table(
+            self, positions, self.num_positions, lambda ids: F.embedding(ids, self.table)
+        )
 
     def extra_repr(self) -> str:
         return f"{self.num_positions}, {self.embed_dim}, scale={self.scale:g}"

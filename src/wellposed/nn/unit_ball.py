@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, ShapeError
-from wellposed.nn.checks import check_sizes
+from wellposed.errors import ConfigError
+from wellposed.nn.checks import check_sizes, check_tokens, read_table
 
 
 def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
@@ -65,11 +65,7 @@ class BallProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., D) to the same shape."""
-        if x.shape[-1] != self.embed_dim:
-            raise ShapeError(
-                f"BallProjection: received tokens of width {x.shape[-1]}; expected"
-                f" {self.embed_dim}, the width it was built with"
-            )
+        check_tokens(self, x, self.embed_dim)
         return project_to_ball(x, self.radius)
 
     def extra_repr(self) -> str:
@@ -100,5 +96,5 @@ class UnitEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Map token ids (...) to (..., D)."""
-        rows = super().forward(input)
+        rows = read_table(self, input, self.num_embeddings, super().forward)
         return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny)

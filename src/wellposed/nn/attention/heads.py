@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
 from wellposed.nn._registry import LayerCache, MemoryCache
-from wellposed.nn.attention.masks import PaddingMask, attention_mask, memory_mask
+from wellposed.nn.attention.masks import PaddingMask, attention_mask, check_batch, memory_mask
+from wellposed.nn.checks import check_tokens
 
 
 def head_width(where: str, embed_dim: int, num_heads: int) -> int:
@@ -141,6 +142,8 @@ class SelfAttention(HeadProjections):
         Raises:
             ShapeError: the padding mask does not fit.
         """
+        check_tokens(self, x, self.embed_dim, batched=True)
+        check_batch(key_padding_mask, x)
         x = self._tokens(x)
         query, (key, value) = self._query(x), self._key_value(x)
         if cache is not None:
@@ -190,6 +193,14 @@ class MemoryAttention(HeadProjections):
         Raises:
             ShapeError: the padding mask does not fit.
         """
+
+        check_tokens(self, x, self.embed_dim, batched=True)
+        check_tokens(self, memory, self.k_proj.in_features, name="memory", batched=True)
+        if len(memory) not in (1, len(x)):
+            raise ShapeError(
+                f"{type(self).__name__}: received memory {tuple(memory.shape)} for x"
+                f" {tuple(x.shape)}; expected a batch of {len(x)}, a memory for each sequence"
+            )
 
         def project() -> tuple[Tensor, Tensor]:
             return self._key_value(self._tokens(memory))

@@ -44,9 +44,11 @@ from wellposed.nn.attention.masks import (
     AttentionMask,
     PaddingMask,
     attention_mask,
+    check_batch,
     known_pattern,
     most_visible,
 )
+from wellposed.nn.checks import check_tokens
 
 
 class L2Weights(nn.Module):
@@ -279,6 +281,8 @@ class L2SelfAttention(L2Weights):
         diagonal; in norm 2 its bound is larger, so that a contractive layer's output is smaller
         than under a full or causal one.
         """
+        check_tokens(self, x, self.embed_dim, batched=True)
+        check_batch(key_padding_mask, x)
         query = split_heads(self.q_proj(x), self.num_heads)
         key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain

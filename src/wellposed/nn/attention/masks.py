@@ -74,6 +74,12 @@ def attention_mask(
     AttentionMask(mask=None, is_causal=True, kind='causal')
     """
     if isinstance(key_padding_mask, AttentionMask):
+        made = key_padding_mask.mask
+        if made is not None and made.shape[-2:] != (num_queries, num_keys):
+            raise ShapeError(
+                f"attention: received a finished mask {tuple(made.shape)}; expected (batch or 1, 1,"
+                f" {num_queries}, {num_keys}): queries and keys"
+            )
         return key_padding_mask
     if num_queries > num_keys:
         raise ShapeError(
@@ -95,6 +101,15 @@ def attention_mask(
     if is_causal and num_queries > 1:
         allowed = allowed & _causal(num_queries, num_keys, device)
     return AttentionMask(allowed | _itself(num_queries, num_keys, device), False, kind)
+
+
+def check_batch(key_padding_mask: PaddingMask, x: Tensor) -> None:
+    """Raise `ShapeError` where a padding mask is of another number of sequences than x."""
+    if isinstance(key_padding_mask, Tensor) and len(key_padding_mask) not in (1, len(x)):
+        raise ShapeError(
+            f"attention: key_padding_mask has shape {tuple(key_padding_mask.shape)} for x"
+            f" {tuple(x.shape)}; expected ({len(x)}, keys)"
+        )
 
 
 def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:

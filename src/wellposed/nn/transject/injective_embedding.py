@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
-from wellposed.nn.checks import check_sizes, is_plain, on_host
+from wellposed.nn.checks import INTEGERS, check_sizes, is_plain, on_host, read_table
 from wellposed.nn.positions import (
     LearnedPositions,
     SinusoidalPositions,
@@ -18,7 +18,6 @@ from wellposed.nn.positions import (
 
 PositionKind = Literal["sinusoidal", "learned"]
 _KINDS: tuple[str, ...] = ("sinusoidal", "learned")
-_INTEGERS = (torch.int64, torch.int32)
 
 
 class InjectiveEmbedding(nn.Module):
@@ -113,12 +112,12 @@ class InjectiveEmbedding(nn.Module):
                 " tokens)"
             )
         for name, values in (("input_ids", input_ids), ("positions", positions)):
-            if values is not None and values.dtype not in _INTEGERS:
+            if values is not None and values.dtype not in INTEGERS:
                 raise ShapeError(
                     f"InjectiveEmbedding: {name} is {values.dtype}; expected torch.int64 or"
                     " torch.int32"
                 )
-        tokens = self.token(input_ids)
+        tokens = read_table(self, input_ids, self.token.num_embeddings, self.token)
         return torch.cat(
             (tokens, self._codes(input_ids, positions).to(tokens.dtype).expand_as(tokens)), dim=-1
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.nn.checks import check_sizes
+from wellposed.nn.checks import check_sizes, check_tokens
 
 ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
 """Patterns of every weight of a TransJect model that `constrain_` is to hold; see
@@ -112,7 +112,7 @@ class OrthogonalFeedForward(nn.Module):
             raise ConfigError(
                 f"OrthogonalFeedForward: dropout is {dropout}; expected a rate in [0, 1)"
             )
-        self.dropout = dropout
+        self.embed_dim, self.dropout = embed_dim, dropout
         self.up_proj = OrthogonalLinear(embed_dim)
         self.down_proj = OrthogonalLinear(embed_dim)
 
@@ -123,6 +123,7 @@ class OrthogonalFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., d) to (..., d)."""
+        check_tokens(self, x, self.embed_dim)
         inner = F.dropout(F.elu(self.up_proj(x)), self.dropout, self.training)
         return F.elu(self.down_proj(inner))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError, unknown_name
-from wellposed.nn.checks import check_eps, check_sizes, is_plain, on_host
+from wellposed.nn.checks import check_eps, check_sizes, check_tokens, is_plain, on_host
 from wellposed.nn.transject.orthogonal import OrthogonalLinear, transposed_weight
 
 
@@ -149,6 +149,7 @@ class GramSpectrum(nn.Module):
         Returns:
             (batch, d), or (batch, tokens, d) if causal; dtype of x, computed in float32 or wider.
         """
+        check_tokens(self, x, self.embed_dim, batched=True)
         energy = _without(self._energy(x), key_padding_mask, 0.0)
         if is_causal:
             energy = energy.cumsum(1)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError, ShapeError, unknown_name
 from wellposed.linalg import Workspace
-from wellposed.nn.checks import check_sizes
+from wellposed.nn.checks import check_sizes, check_tokens
 from wellposed.nn.invertible.reversible import ReversibleSequential
 from wellposed.nn.invertible.solver import Inversion
 from wellposed.nn.transject.block import TransJectBlock
@@ -170,7 +170,7 @@ class TransJectStack(nn.Module):
             ConfigError: a cache for a stack that is not causal, or whose recomputed layers would
                 fill it twice; or there are not L gates.
         """
-        self._check_tokens(x, "TransJectStack: received x")
+        self._check_tokens(x)
         if cache is not None and not self.is_causal:
             raise ConfigError(
                 "TransJectStack: a cache needs is_causal=True: otherwise later tokens change"
@@ -267,7 +267,7 @@ class TransJectStack(nn.Module):
         Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each
         weight.
         """
-        self._check_tokens(y, "TransJectStack.inverse: received y")
+        self._check_tokens(y)
         self._check_count(gates, "TransJectStack.inverse")
         halves = [
             half
@@ -276,10 +276,11 @@ class TransJectStack(nn.Module):
         ]
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
 
-    def _check_tokens(self, x: Tensor, received: str) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.shape[1]:
+    def _check_tokens(self, x: Tensor) -> None:
+        check_tokens(self, x, self.embed_dim, batched=True)
+        if not x.shape[1]:
             raise ShapeError(
-                f"{received} {tuple(x.shape)}; expected (batch, tokens >= 1, {self.embed_dim})"
+                f"TransJectStack: received x {tuple(x.shape)}; expected at least one token"
             )
 
     def _check_count(self, gates: Sequence[Tensor], where: str) -> None:
