@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ShapeError
 from wellposed.nn import (
     AttentionMask,
     BallAttention,
@@ -342,51 +342,6 @@ def test_projection(size: float) -> None:
     torch.testing.assert_close(
         BallProjection(D, radius=3.0)(x).norm(dim=-1), torch.full((4,), min(size, 3.0)).double()
     )
-
-
-def _bad(call: Callable[[], object], error: type[Exception], words: str) -> Any:
-    return pytest.param(call, error, words, id=words)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        _bad(lambda: BallAttention(8, 3), ShapeError, "num_heads=3"),
-        _bad(lambda: BallAttention(8, 2, temperature=0.0), ConfigError, "temperature=0.0"),
-        _bad(lambda: BallAttention(8, 2, temperature=-1.0), ConfigError, "temperature=-1.0"),
-        _bad(lambda: BallAttention(8, 2, temperature=math.nan), ConfigError, "temperature=nan"),
-        _bad(
-            lambda: BallCrossAttention(8, 2, temperature=10.0), ConfigError, "max_temperature=10.0"
-        ),
-        _bad(
-            lambda: BallAttention(8, 2, max_temperature=math.inf),
-            ConfigError,
-            "max_temperature=inf",
-        ),
-        _bad(lambda: BallProjection(0), ConfigError, "embed_dim is 0"),
-        _bad(lambda: BallProjection(8, radius=0.0), ConfigError, "radius=0.0"),
-        _bad(lambda: BallProjection(8, radius=math.inf), ConfigError, "radius=inf"),
-        _bad(lambda: BallProjection(8)(torch.zeros(2, 7)), ShapeError, "width 7"),
-        _bad(lambda: MaxMin()(torch.zeros(2, 7)), ShapeError, "width 7 is odd"),
-        _bad(lambda: MaxMinFeedForward(8, 7), ConfigError, "hidden_dim=7"),
-        _bad(lambda: MaxMinFeedForward(0, 8), ConfigError, "embed_dim is 0"),
-        _bad(lambda: ConvexResidual(0.0), ConfigError, "share=0.0"),
-        _bad(lambda: ConvexResidual(1.0), ConfigError, "share=1.0"),
-        _bad(lambda: ConvexResidual(divisor=0.0), ConfigError, "divisor=0.0"),
-        _bad(lambda: ConvexResidual(divisor=math.nan), ConfigError, "divisor=nan"),
-        _bad(lambda: BudgetResidual(0.0), ConfigError, "budget=0.0"),
-        _bad(lambda: BudgetResidual(-2.0), ConfigError, "budget=-2.0"),
-        _bad(lambda: BudgetResidual(1.0), ConfigError, "budget=1.0"),
-        _bad(lambda: BudgetResidual(math.inf), ConfigError, "budget=inf"),
-        _bad(lambda: BudgetResidual(2.0, blocks=0), ConfigError, "blocks is 0"),
-        _bad(lambda: BudgetResidual(2.0, share=1.5), ConfigError, "share=1.5"),
-    ],
-)
-def test_bad_input_is_refused(
-    call: Callable[[], object], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        call()
 
 
 def test_a_mask_that_does_not_fit_is_refused() -> None:

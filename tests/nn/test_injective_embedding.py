@@ -68,10 +68,6 @@ def test_token_margin_is_the_least_distance() -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="even width"):
         InjectiveEmbedding(5, 7)
-    with pytest.raises(ConfigError, match="vocab_size is 0"):
-        InjectiveEmbedding(0, 8)
-    with pytest.raises(ConfigError, match="nearest: sinusoidal"):
-        InjectiveEmbedding(5, 8, position="sinusoid")
     with pytest.raises(ShapeError, match="max_position_embeddings >= 5"):
         InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
             torch.zeros(1, 5, dtype=torch.long)

@@ -286,3 +286,14 @@ def test_a_slope_of_one_to_rounding_has_no_bound() -> None:
     nn.init.constant_(f.weight, 0.1)
     block = InvertibleResidual(f, lipschitz=1 - 1e-8)
     assert math.isinf(block.inverse(torch.ones(1, 4), tol=1e-1, max_iter=10**4)[1].error_bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_eps_is_the_same_map_in_float64(dtype: torch.dtype) -> None:
+    """Its eps is that of float32, 1.2e-7, in both: in float64 another map would be measured."""
+    f = nn.RMSNorm(4, dtype=dtype)
+    nn.init.constant_(f.weight, 1e-5)
+    y = 1e-4 * torch.randn(2, 3, 4).to(dtype)
+    _, report = InvertibleResidual(f, lipschitz=0.5).inverse(y)
+    assert report.residual < 1e-3 * torch.finfo(dtype).eps
+    assert f.eps is None

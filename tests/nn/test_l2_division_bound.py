@@ -109,11 +109,6 @@ def test_what_the_paper_does_not_bound_is_refused(options: dict[str, Any]) -> No
         L2SelfAttention(WIDTH, HEADS, bound="kim2021", **{"contractive": C, **options})
 
 
-def test_an_unknown_bound_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown bound 'kim2020'; nearest: kim2021"):
-        L2SelfAttention(WIDTH, HEADS, contractive=C, bound="kim2020")  # type: ignore[arg-type]
-
-
 def test_a_model_takes_the_bound_as_an_option_and_saves_it(tmp_path: Any) -> None:
     options: dict[str, Any] = {
         "hidden_size": WIDTH,

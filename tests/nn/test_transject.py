@@ -15,10 +15,8 @@ from wellposed.constrain import constrain_
 from wellposed.errors import ConfigError, NotContractiveError, ShapeError
 from wellposed.linalg import isometry_error
 from wellposed.nn import (
-    ExpertMixture,
     InjectiveResidual,
     OrthogonalLinear,
-    TransJectBlock,
     TransJectCache,
     TransJectStack,
     orthogonal_patterns,
@@ -410,19 +408,7 @@ def test_parameter_count_by_counting(vocab: int, experts: int, outputs: int) -> 
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="num_layers is 0"):
-        TransJectStack(D, 0)
-    with pytest.raises(ConfigError, match="num_experts is 0"):
-        ExpertMixture(D, 0)
-    with pytest.raises(ConfigError, match="nearest: random"):
-        TransJectStack(D, 1, spectrum="randm")
-    with pytest.raises(ConfigError, match="nearest: pooled"):
-        TransJectStack(D, 1, num_experts=2, gating="poled")
     with pytest.raises(ConfigError, match="is_causal=True"):
         TransJectStack(D, 1)(torch.zeros(1, 2, D), cache=TransJectCache())
-    with pytest.raises(ShapeError, match="tokens >= 1"):
+    with pytest.raises(ShapeError, match="at least one token"):
         TransJectStack(D, 1)(torch.zeros(1, 0, D))
-    with pytest.raises(ShapeError, match=r"expected \(batch"):
-        TransJectStack(D, 1)(torch.zeros(1, 2, D + 1))
-    with pytest.raises(ConfigError, match="dropout is 1"):
-        TransJectBlock(D, 1, dropout=1.0)

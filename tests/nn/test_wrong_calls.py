@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import re
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
+from torch import nn
 
 from wellposed import nn as wn
-from wellposed.errors import ShapeError
+from wellposed.errors import ConfigError, ShapeError, WellposedError
 
 CONFIG = SimpleNamespace(
     hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, activation="gelu",
@@ -84,3 +89,101 @@ def test_cross_attention_names_the_side_that_does_not_fit(kind):
 def test_ids_outside_the_table_are_refused(module, ids):
     with pytest.raises(ShapeError, match=type(module).__name__):
         module(ids)
+
+
+BUILT = {
+    **{kind: {"embed_dim": 8, "num_heads": 2} for kind in [*SELF, *CROSS]},
+    wn.MLP: {"embed_dim": 8, "hidden_dim": 16},
+    wn.MaxMinFeedForward: {"embed_dim": 8, "hidden_dim": 16},
+    wn.OrthogonalFeedForward: {"embed_dim": 8},
+    wn.BallProjection: {"embed_dim": 8},
+    wn.ConvexResidual: {},
+    wn.BudgetResidual: {"budget": 2.0},
+    wn.InvertibleResidual: {"f": nn.Identity()},
+    wn.AdditiveCoupling: {"f": nn.Identity(), "g": nn.Identity()},
+    wn.ReversibleSequential: {"blocks": [wn.AdditiveCoupling(nn.Identity(), nn.Identity())]},
+    wn.LearnedPositions: {"num_positions": 5, "embed_dim": 8},
+    wn.SinusoidalPositions: {"num_positions": 5, "embed_dim": 8},
+    wn.NoPositions: {"embed_dim": 8},
+    wn.InjectiveEmbedding: {"vocab_size": 5, "embed_dim": 8},
+    wn.UnitEmbedding: {"num_embeddings": 5, "embedding_dim": 8},
+    wn.OrthogonalLinear: {"embed_dim": 8},
+    wn.GramAttention: {"embed_dim": 8},
+    wn.GramSpectrum: {"embed_dim": 8},
+    wn.LearnedSpectrum: {"embed_dim": 8},
+    wn.ExpertMixture: {"embed_dim": 8, "num_experts": 2},
+    wn.InjectiveResidual: {"num_layers": 2},
+    wn.TransJectBlock: {"embed_dim": 8, "num_layers": 2},
+    wn.TransJectStack: {"embed_dim": 8, "num_layers": 2},
+}
+ODD = ["x", None, -1, 0, 1.5, math.nan, math.inf, [], {}, True, 10**30, nn.RMSNorm(8)]
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_odd_values_are_taken_or_refused_by_name(kind):
+    said = {}
+    for name in inspect.signature(kind).parameters:
+        for value in ODD if name not in ("_weight", "device", "dtype") else ():
+            try:
+                kind(**{**BUILT[kind], name: value})
+            except WellposedError as error:
+                said[name, str(value)] = str(error)
+    assert [
+        text
+        for (name, _), text in said.items()
+        if not {kind.__name__, name} & {*re.findall(r"\w+", text)}
+    ] == []
+
+
+REFUSED = [
+    *((kind, {"num_heads": 3}, "num_heads=3; expected a number of heads that divides") for kind in [*SELF, *CROSS]),
+    *((wn.BallAttention, {"temperature": value}, "temperature: received") for value in (0.0, -1.0, math.nan)),
+    (wn.BallCrossAttention, {"temperature": 10.0}, "max_temperature=10.0"),
+    (wn.BallAttention, {"max_temperature": math.inf}, "max_temperature: received inf"),
+    (wn.BallProjection, {"embed_dim": 0}, "BallProjection: embed_dim: received 0; expected an integer >= 1"),
+    *((wn.BallProjection, {"radius": value}, "radius: received") for value in (0.0, math.inf)),
+    (wn.MaxMinFeedForward, {"hidden_dim": 7}, "hidden_dim=7"),
+    *((wn.ConvexResidual, {"share": value}, "share: received") for value in (0.0, 1.0)),
+    *((wn.ConvexResidual, {"divisor": value}, "wellposed.certify") for value in (0.0, math.nan)),
+    *((wn.BudgetResidual, {"budget": value}, "take ConvexResidual") for value in (0.0, -2.0, 1.0, math.inf)),
+    (wn.CosineSelfAttention, {"eps": 0, "tau": -1, "dropout": 1}, r"eps: [\s\S]*tau: [\s\S]*dropout: "),
+    (wn.L2SelfAttention, {"query_width": 3, "max_tokens": 0}, r"query_width: [\s\S]*max_tokens: "),
+    (wn.L2SelfAttention, {"init_scale": -1.0}, "init_scale"),
+    (wn.L2SelfAttention, {"values": "papers"}, "'paper', 'free', 'plain' or None"),
+    (wn.L2SelfAttention, {"norm": "max"}, "'tok', 'inf' or 2"),
+    (wn.L2SelfAttention, {"contractive": 0.5, "bound": "kim2020"}, "'sharp' or 'kim2021'"),
+    (wn.GramSpectrum, {"normalization": "mxa"}, "'max' or 'trace'"),
+    *((wn.GramSpectrum, {"eps": value}, "tokens that are zero") for value in (0.0, 1e-60, math.inf)),
+    *((wn.TransJectStack, {"num_layers": value}, "TransJectStack: num_layers") for value in (0, 1.5, True, math.nan)),
+    (wn.InjectiveEmbedding, {"vocab_size": 0, "max_positions": 0}, r"vocab_size: [\s\S]*max_positions: "),
+    (wn.InjectiveEmbedding, {"padding_idx": 5}, "padding_idx is 5"),
+    (wn.OrthogonalFeedForward, {"dropout": 1.0}, "dropout: received 1.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), REFUSED)
+def test_a_value_out_of_range_is_refused(kind, options, words):
+    with pytest.raises((ConfigError, ShapeError), match=words):
+        kind(**{**BUILT[kind], **options})
+
+
+def test_max_min_wants_pairs():
+    with pytest.raises(ShapeError, match="width 7 is odd"):
+        wn.MaxMin()(torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_a_misspelt_keyword_is_told_the_nearest(kind):
+    *_, last = inspect.signature(kind).parameters
+    known = "nearest: " if last == "options" else f"nearest: .*{last}"
+    with pytest.raises(ConfigError, match=f"keyword of {kind.__name__} '{last}z'; {known}"):
+        kind(**{**BUILT[kind], f"{last}z": 1})
+
+
+def test_numpy_sizes_are_sizes():
+    assert (
+        wn.L2SelfAttention(
+            numpy.int64(8), numpy.int32(2), contractive=numpy.float32(0.5)
+        ).contractive
+        == 0.5
+    )

@@ -2,52 +2,101 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import inspect
 from collections.abc import Callable
-from numbers import Integral
+from numbers import Number
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError, ShapeError, listed, unknown_name
+from wellposed.options import Ge, Gt, Lt, misfits
 
 LEAST_EPS = torch.finfo(torch.float32).tiny
 """Smallest normal number of float32; below it, a token of zeros divides zero by zero."""
 
 
-def check_sizes(where: str, **sizes: int) -> None:
-    """Raise `ConfigError` where a size is no integer of at least 1.
+Eps: TypeAlias = Annotated[float, Ge(LEAST_EPS), "or tokens that are zero divide by zero"]
+"""What keeps the divisor of a token of zeros off zero, in float32 as well."""
+Share: TypeAlias = Annotated[float, Gt(0), Lt(1)]
 
-    >>> check_sizes("Stack", embed_dim=8, num_layers=1.5)
+
+class Part(nn.Module):
+    """A module that refuses misspelt keywords, with the nearest, and values that the hints of its
+    ``__init__`` do not allow; a text in ``Annotated`` is advice, said with the refusal.
+
+    >>> from wellposed.options import Rate, Size
+    >>> class Layer(Part):
+    ...     def __init__(self, width: Size, *, rate: Rate = 0.0) -> None:
+    ...         super().__init__()
+    >>> Layer(8, rate=2.0)
     Traceback (most recent call last):
     ...
-    wellposed.errors.ConfigError: Stack: num_layers is 1.5; expected an integer of at least 1
+    wellposed.errors.ConfigError: Layer: rate: received 2.0; expected a finite number >= 0 and < 1
     """
-    wrong = [
-        f"{name} is {size!r}"
-        for name, size in sizes.items()
-        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1
-    ]
-    if wrong:
-        raise ConfigError(f"{where}: {' and '.join(wrong)}; expected an integer of at least 1")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked_arguments(cls.__init__)
 
 
-def check_eps(where: str, eps: float) -> None:
-    """Raise `ConfigError` where eps does not keep a divisor off zero: it is infinite, or 0 in
-    float32.
+def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[..., None]:
+    """Return a constructor whose arguments are checked as `Part` says, by ``sharper`` hints too."""
+    signature = inspect.signature(init)
+    names = [name for name in signature.parameters if name != "self"]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
 
-    >>> check_eps("GramSpectrum", 1e-60)
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: GramSpectrum: eps is 1e-60; expected a finite number of at least
-    1.17549e-38, or \
-tokens that are zero divide by zero
-    """
-    if not LEAST_EPS <= eps < math.inf:
-        raise ConfigError(
-            f"{where}: eps is {eps}; expected a finite number of at least {LEAST_EPS:g}, or tokens"
-            " that are zero divide by zero"
-        )
+    @functools.cache
+    def hints() -> dict[str, Any]:
+        found = {**get_type_hints(init, include_extras=True), **sharper}
+        return {name: hint for name, hint in found.items() if _is_plain_hint(hint)}
+
+    @functools.wraps(init)
+    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        where = type(self).__name__
+        for name in kwargs:
+            if name not in names and not takes_all:
+                raise unknown_name(f"keyword of {where}", name, names)
+        given = signature.bind(self, *args, **kwargs).arguments
+        values = {name: _as_plain(value) for name, value in given.items() if name in hints()}
+        problems = [
+            "; ".join((f"{name}: received {value!r}; expected {expected}", *_advice(hints()[name])))
+            for name, value, expected in misfits(values, hints())
+        ]
+        if problems:
+            raise ConfigError(
+                f"{where}: {problems[0]}" if len(problems) == 1 else f"{where}:\n{listed(problems)}"
+            )
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _is_plain_hint(hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return all(map(_is_plain_hint, get_args(hint)))
+    return get_origin(hint) in (Annotated, Literal) or hint in (
+        int,
+        float,
+        bool,
+        str,
+        NoneType,
+        nn.Module,
+    )
+
+
+def _advice(hint: Any) -> list[str]:
+    """What ``Annotated`` says in words beside its limits."""
+    return [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
+
+
+def _as_plain(value: Any) -> Any:
+    """A number of numpy is one."""
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _ORDINARY = (nn.Parameter, Tensor)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.model_options import MLPOptions
 from wellposed.nn._registry import FEEDFORWARDS
-from wellposed.nn.checks import check_sizes, check_tokens
+from wellposed.nn.checks import Part, check_tokens
+from wellposed.options import Size
 from wellposed.registry import Registry
 
 ACTIVATIONS = Registry[Callable[[Tensor], Tensor]]("activation")
@@ -33,7 +34,7 @@ def unit_gelu(x: Tensor) -> Tensor:
     return F.gelu(x) / 1.128905
 
 
-class MLP(nn.Module):
+class MLP(Part):
     """`f(x) = W_down g(W_up x + b_up) + b_down` for each token, `g` a scalar nonlinearity.
 
     Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`; `gelu` is x Phi(x), the exact
@@ -56,7 +57,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu", bias: bool = True
+        self, embed_dim: Size, hidden_dim: Size, *, activation: str = "gelu", bias: bool = True
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
@@ -111,7 +112,7 @@ class MaxMin(nn.Module):
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], -1)
 
 
-class MaxMinFeedForward(nn.Module):
+class MaxMinFeedForward(Part):
     r"""`f(x) = W_2 MaxMin(W_1 x + b) + c` for each token: `|f(x) - f(y)| <= |W_2| |W_1| |x - y|`.
 
     1-Lipschitz in norms tok and 2 where no singular value of the two weights is above 1, in inf
@@ -132,9 +133,8 @@ class MaxMinFeedForward(nn.Module):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, embed_dim: int, hidden_dim: int, *, bias: bool = True) -> None:
+    def __init__(self, embed_dim: Size, hidden_dim: Size, *, bias: bool = True) -> None:
         super().__init__()
-        check_sizes("MaxMinFeedForward", embed_dim=embed_dim, hidden_dim=hidden_dim)
         if hidden_dim % 2:
             raise ConfigError(
                 f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, whose entries"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ShapeError
-from wellposed.nn.checks import read_table
+from wellposed.nn.checks import Part, read_table
+from wellposed.options import Size
 from wellposed.registry import Registry
 
 POSITIONS = Registry[Callable[[Any], nn.Module]]("position")
@@ -51,14 +52,14 @@ def sines_and_cosines(positions: Tensor, width: int) -> Tensor:
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
 
 
-class LearnedPositions(nn.Embedding):
+class LearnedPositions(Part, nn.Embedding):
     """`p -> E_p`, one learnt vector for each of `num_positions` positions.
 
     >>> LearnedPositions(10, 4)(torch.arange(3)).shape
     torch.Size([3, 4])
     """
 
-    def __init__(self, num_positions: int, embed_dim: int) -> None:
+    def __init__(self, num_positions: Size, embed_dim: Size) -> None:
         super().__init__(num_positions, embed_dim)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
@@ -66,7 +67,7 @@ class LearnedPositions(nn.Embedding):
         return read_table(self, input, self.num_embeddings, super().forward)
 
 
-class SinusoidalPositions(nn.Module):
+class SinusoidalPositions(Part):
     """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without
     parameters.
 
@@ -87,7 +88,7 @@ class SinusoidalPositions(nn.Module):
 
     table: Tensor
 
-    def __init__(self, num_positions: int, embed_dim: int, *, scale: float = 1.0) -> None:
+    def __init__(self, num_positions: Size, embed_dim: Size, *, scale: float = 1.0) -> None:
         super().__init__()
         self.num_positions = num_positions
         self.embed_dim = embed_dim
@@ -160,7 +161,7 @@ def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
 
 
-class NoPositions(nn.Module):
+class NoPositions(Part):
     """`p -> 0`: for attentions that know positions by themselves.
 
     >>> NoPositions(4)(torch.tensor([0, 1])).tolist()
@@ -169,7 +170,7 @@ class NoPositions(nn.Module):
 
     zero: Tensor
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, embed_dim: Size) -> None:
         super().__init__()
         self.register_buffer("zero", torch.empty(embed_dim), persistent=False)
         self.reset_parameters()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError
 from wellposed.model_options import BudgetOptions
 from wellposed.nn._registry import RESIDUALS
-from wellposed.nn.checks import check_sizes
+from wellposed.nn.checks import Part, Share
+from wellposed.options import Gt, Positive, Size
 
 
 class PlainResidual(nn.Module):
@@ -57,20 +57,26 @@ RESIDUALS.register("plain")(lambda _: PlainResidual())
 RESIDUALS.register("rezero")(lambda _: ReZeroResidual())
 
 
-class _DividedBranch(nn.Module):
+Divisor: TypeAlias = Annotated[
+    Positive,
+    "an upper bound of the branch's Lipschitz constant, for instance wellposed.certify(branch,"
+    " seq_len=...).total",
+]
+Budget: TypeAlias = Annotated[
+    float,
+    Gt(1),
+    "x alone has the constant 1; for a map of constant 1 take ConvexResidual",
+]
+
+
+class _DividedBranch(Part):
     """A residual with one learnt scalar, whose branch is divided by a stored bound of its Lipschitz
     constant."""
 
     divisor: Tensor
 
-    def __init__(self, start: float, divisor: float) -> None:
+    def __init__(self, start: float, divisor: Divisor) -> None:
         super().__init__()
-        if not (divisor > 0 and math.isfinite(divisor)):
-            raise ConfigError(
-                f"{type(self).__name__}: divisor={divisor}: expected a finite number > 0, an upper"
-                " bound of the branch's Lipschitz constant, for instance wellposed.certify(branch,"
-                " seq_len=...).total"
-            )
         self._start = start
         self.logit = nn.Parameter(torch.empty(1))
         self.register_buffer("divisor", torch.tensor([float(divisor)]))
@@ -108,11 +114,7 @@ class ConvexResidual(_DividedBranch):
     [0.25, 0.25]
     """
 
-    def __init__(self, share: float = 0.5, divisor: float = 1.0) -> None:
-        if not 0 < share < 1:
-            raise ConfigError(
-                f"ConvexResidual: share={share}: expected a number between 0 and 1, both left out"
-            )
+    def __init__(self, share: Share = 0.5, divisor: Divisor = 1.0) -> None:
         super().__init__(share, divisor)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -158,18 +160,13 @@ class BudgetResidual(_DividedBranch):
     """
 
     def __init__(
-        self, budget: float, blocks: int = 1, *, share: float = 0.5, divisor: float = 1.0
+        self,
+        budget: Budget,
+        blocks: Size = 1,
+        *,
+        share: Share = 0.5,
+        divisor: Divisor = 1.0,
     ) -> None:
-        check_sizes("BudgetResidual", blocks=blocks)
-        if not (budget > 1 and math.isfinite(budget)):
-            raise ConfigError(
-                f"BudgetResidual: budget={budget}: expected a finite number > 1, since x alone has"
-                " the constant 1; for a map of constant 1 take ConvexResidual"
-            )
-        if not 0 < share < 1:
-            raise ConfigError(
-                f"BudgetResidual: share={share}: expected a number between 0 and 1, both left out"
-            )
         super().__init__(share, divisor)
         self.budget = float(budget)
         self.blocks = blocks

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError
-from wellposed.nn.checks import check_sizes, check_tokens, read_table
+from wellposed.nn.checks import Part, check_tokens, checked_arguments, read_table
+from wellposed.options import Positive, Size
 
 
 def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
@@ -30,7 +28,7 @@ def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
     return (x * (radius / length.clamp_min(radius))).to(x.dtype)
 
 
-class BallProjection(nn.Module):
+class BallProjection(Part):
     r"""`pi(x) = x / max(1, |x| / R)` of each token: `|pi(x) - pi(y)| <= |x - y|` and
     `|pi(x)| <= R`.
 
@@ -52,14 +50,8 @@ class BallProjection(nn.Module):
     [[0.0, 1.0]]
     """
 
-    def __init__(self, embed_dim: int, *, radius: float = 1.0) -> None:
+    def __init__(self, embed_dim: Size, *, radius: Positive = 1.0) -> None:
         super().__init__()
-        check_sizes("BallProjection", embed_dim=embed_dim)
-        if not (radius > 0 and math.isfinite(radius)):
-            raise ConfigError(
-                f"BallProjection: radius={radius}: expected a finite number > 0; 1.0 suits unit"
-                " vectors"
-            )
         self.embed_dim = embed_dim
         self.radius = float(radius)
 
@@ -93,6 +85,8 @@ class UnitEmbedding(nn.Embedding):
     >>> bool(torch.allclose(embedding(torch.tensor([3, 7])).norm(dim=-1), torch.ones(2)))
     True
     """
+
+    __init__ = checked_arguments(nn.Embedding.__init__, num_embeddings=Size, embedding_dim=Size)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Map token ids (...) to (..., D)."""

@@ -15,6 +15,7 @@ from wellposed.model_options import BallOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
 from wellposed.nn.unit_ball import project_to_ball
+from wellposed.options import Positive, Size
 
 
 class _BallAttention(HeadProjections):
@@ -22,20 +23,20 @@ class _BallAttention(HeadProjections):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
         *,
-        temperature: float = 2.0,
-        max_temperature: float = 10.0,
+        temperature: Positive = 2.0,
+        max_temperature: Positive = 10.0,
         unit_lipschitz: bool = True,
         bias: bool = False,
     ) -> None:
         super().__init__(embed_dim, num_heads, bias=bias)
-        if not 0 < temperature < max_temperature < math.inf:
+        if temperature >= max_temperature:
             raise ConfigError(
                 f"{type(self).__name__}: temperature={temperature} and"
-                f" max_temperature={max_temperature}; expected 0 < temperature < max_temperature,"
-                " both finite: the constant grows with 1 + 2 max_temperature"
+                f" max_temperature={max_temperature}; expected temperature < max_temperature: the"
+                " constant grows with 1 + 2 max_temperature"
             )
         self.max_temperature = float(max_temperature)
         self.unit_lipschitz = unit_lipschitz

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, listed
+from wellposed.errors import ConfigError
 from wellposed.functional import cosine_attention
 from wellposed.model_options import CosineOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.options import Positive, Rate, Size
 
 
 class _CosineAttention(HeadProjections):
@@ -23,20 +24,19 @@ class _CosineAttention(HeadProjections):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
         *,
-        eps: float = 0.01,
-        tau: float | None = None,
+        eps: Positive = 0.01,
+        tau: Positive | None = None,
         nu: float = 1.0,
         learn_scales: bool = True,
-        dropout: float = 0.0,
+        dropout: Rate = 0.0,
         bias: bool = True,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         self.eps = eps
         self._start = (math.sqrt(self.head_dim) if tau is None else tau, nu)
-        _check_options(type(self).__name__, eps, self._start[0], dropout)
         for scale in ("log_tau", "nu"):
             if learn_scales:
                 self.register_parameter(scale, nn.Parameter(torch.empty(num_heads)))
@@ -138,20 +138,6 @@ class CosineCrossAttention(MemoryAttention, _CosineAttention):
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
     torch.Size([3, 5, 8])
     """
-
-
-def _check_options(name: str, eps: float, tau: float, dropout: float) -> None:
-    problems: list[str] = []
-    if not eps > 0:
-        problems.append(
-            f"eps={eps}: expected > 0; the Lipschitz constant is proportional to eps^-1/2"
-        )
-    if not tau > 0:
-        problems.append(f"tau={tau}: expected a positive temperature")
-    if not 0 <= dropout < 1:
-        problems.append(f"dropout={dropout}: expected a probability in [0, 1)")
-    if problems:
-        raise ConfigError(f"{name}:\n" + listed(problems))
 
 
 def _options(config: Any) -> dict[str, Any]:

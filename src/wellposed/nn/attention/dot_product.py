@@ -11,6 +11,7 @@ from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
 from wellposed.nn.positions import rotate_by_position
+from wellposed.options import Rate, Size, Strength
 
 
 class SoftmaxHeads(HeadProjections):
@@ -19,13 +20,13 @@ class SoftmaxHeads(HeadProjections):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
         *,
         qk_norm: bool = False,
-        dropout: float = 0.0,
+        dropout: Rate = 0.0,
         bias: bool = True,
-        eps: float = 1e-5,
+        eps: Strength = 1e-5,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         self.q_norm = nn.LayerNorm(self.head_dim, eps=eps, bias=False) if qk_norm else None
@@ -166,7 +167,7 @@ class InverseDAttention(SelfAttention):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
+    def __init__(self, embed_dim: Size, num_heads: Size) -> None:
         super().__init__(embed_dim, num_heads, bias=False)
         if self.head_dim % 2:
             raise ShapeError(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from wellposed.errors import ShapeError
 from wellposed.nn._registry import LayerCache, MemoryCache
 from wellposed.nn.attention.masks import PaddingMask, attention_mask, check_batch, memory_mask
-from wellposed.nn.checks import check_tokens
+from wellposed.nn.checks import Part, check_tokens
+from wellposed.options import Rate, Size
 
 
 def head_width(where: str, embed_dim: int, num_heads: int) -> int:
@@ -58,7 +59,7 @@ def join_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-class HeadProjections(nn.Module, ABC):
+class HeadProjections(Part, ABC):
     """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a
     memory, ``W_o``.
 
@@ -79,7 +80,7 @@ class HeadProjections(nn.Module, ABC):
     """Width of what keys and values are made of; D where None."""
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
+        self, embed_dim: Size, num_heads: Size, *, dropout: Rate = 0.0, bias: bool = True
     ) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
@@ -165,7 +166,7 @@ class MemoryAttention(HeadProjections):
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, memory_dim: int | None = None, **options: Any
+        self, embed_dim: Size, num_heads: Size, *, memory_dim: Size | None = None, **options: Any
     ) -> None:
         self.memory_dim = memory_dim
         super().__init__(embed_dim, num_heads, **options)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.errors import (
+    ConfigError,
+    NotContractiveError,
+    NotLipschitzError,
+    ShapeError,
+    listed,
+)
 from wellposed.functional import l2_attention
 from wellposed.linalg import (
     MASK_KINDS,
@@ -29,10 +35,7 @@ from wellposed.nn.attention.l2_bound import (
     DivisionBound,
     UnitWeights,
     Values,
-    check_cache,
-    check_covered,
     check_diagonal,
-    check_options,
     division_factor,
     is_stale,
     kim2021_divisor,
@@ -48,144 +51,11 @@ from wellposed.nn.attention.masks import (
     known_pattern,
     most_visible,
 )
-from wellposed.nn.checks import check_tokens
+from wellposed.nn.checks import Part, check_tokens
+from wellposed.options import Rate, Size, Strength
 
 
-class L2Weights(nn.Module):
-    """`W_h`, `R_h` and `W_o` of `L2SelfAttention`, whose arguments these are."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        tied: bool = True,
-        contractive: float | None = None,
-        norm: Norm = "tok",
-        bound: DivisionBound = "sharp",
-        values: Values | None = None,
-        query_width: int = 1,
-        max_tokens: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        init_scale: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.tied = tied
-        self.contractive = contractive
-        self.norm: Norm = check_norm(norm)
-        self.bound: DivisionBound = bound
-        self.values: Values = values or ("paper" if tied else "plain")
-        self.query_width = query_width
-        self.max_tokens = max_tokens
-        self.dropout = dropout
-        self.init_scale = init_scale
-        check_options(
-            tied=tied,
-            contractive=contractive,
-            bound=bound,
-            norm=self.norm,
-            values=self.values,
-            query_width=query_width,
-            max_tokens=max_tokens,
-            dropout=dropout,
-            init_scale=init_scale,
-        )
-        columns = query_width * embed_dim
-        self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
-        self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
-        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.mix = (
-            nn.Parameter(torch.empty(num_heads, query_width * self.head_dim, self.head_dim))
-            if self.values == "free"
-            else None
-        )
-        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
-        biases are zero."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            if projection is None:
-                continue
-            if self.init_scale is None:
-                nn.init.xavier_uniform_(projection.weight)
-            else:
-                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if self.mix is not None:
-            # Glorot's bound of each head by itself; the paper's R_h has entries of that order
-            # divided by sqrt(d).
-            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
-
-    def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and
-        W_O zero-padded.
-
-        Args:
-            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not
-            given.
-
-        Raises:
-            NotLipschitzError: the values are plain, so there is no `R_h`.
-        """
-        if self.values == "plain":
-            raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
-        dtype = dtype or self.q_proj.weight.dtype
-        projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
-        missing = projection.shape[-1] - self.head_dim
-        output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
-        return (
-            projection,
-            F.pad(self._mixing(dtype), (0, missing)),
-            F.pad(output, (0, 0, 0, missing)),
-        )
-
-    def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
-        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
-        dtype = dtype or self.q_proj.weight.dtype
-        if self.mix is not None:
-            return self.mix.to(dtype)
-        assert self.v_proj is not None
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
-            value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
-            return query @ value.mT / math.sqrt(self.head_dim)
-
-    @uncompiled
-    def _unit_weights(self) -> UnitWeights:
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            value = None if self.v_proj is None else self.v_proj.weight
-            return UnitWeights.of(
-                self.q_proj.weight,
-                self.o_proj.weight,
-                value=value,
-                mix=self.mix,
-                num_heads=self.num_heads,
-            )
-
-    def extra_repr(self) -> str:
-        """Everything that is not seen from the projections."""
-        parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
-        if self.contractive is not None:
-            parts.append(
-                f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}"
-            )
-            if self.bound != "sharp":
-                parts.append(f"bound={self.bound!r}")
-        return ", ".join([*parts, f"dropout={self.dropout}"])
-
-
-def _uniform_(weight: Tensor, bound: float) -> None:
-    nn.init.uniform_(weight, -bound, bound)
-
-
-class L2SelfAttention(L2Weights):
+class L2SelfAttention(Part):
     r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by
     `W_o`.
 
@@ -252,6 +122,145 @@ class L2SelfAttention(L2Weights):
     _frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
     """What `frozen` has kept."""
 
+    def __init__(
+        self,
+        embed_dim: Size,
+        num_heads: Size,
+        *,
+        tied: bool = True,
+        contractive: float | None = None,
+        norm: Norm = "tok",
+        bound: DivisionBound = "sharp",
+        values: Values | None = None,
+        query_width: Literal[1, 2] = 1,
+        max_tokens: Size | None = None,
+        dropout: Rate = 0.0,
+        bias: bool = True,
+        init_scale: Strength | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.tied = tied
+        self.contractive = contractive
+        self.norm: Norm = norm
+        self.bound: DivisionBound = bound
+        self.values: Values = values or ("paper" if tied else "plain")
+        self.query_width = query_width
+        self.max_tokens = max_tokens
+        self.dropout = dropout
+        self.init_scale = init_scale
+        self._check_combination()
+        columns = query_width * embed_dim
+        self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
+        self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
+        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.mix = (
+            nn.Parameter(torch.empty(num_heads, query_width * self.head_dim, self.head_dim))
+            if self.values == "free"
+            else None
+        )
+        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def _check_combination(self) -> None:
+        """Raise where two options do not go together."""
+        problems = []
+        if self.bound == "kim2021" and (
+            self.contractive is None
+            or self.norm == "tok"
+            or self.values != "paper"
+            or self.query_width != 1
+        ):
+            problems.append(
+                f"bound='kim2021' with contractive={self.contractive}, norm={self.norm!r},"
+                f" values={self.values!r} and query_width={self.query_width}: the paper divides a"
+                " contractive layer, in norm 'inf' or 2, with values='paper' and query_width=1;"
+                " take these, or bound='sharp'"
+            )
+        if not self.tied and self.values != "plain":
+            problems.append(
+                f"values={self.values!r} with tied=False: values are made from z, which only tied"
+                " has"
+            )
+        if problems:
+            raise ConfigError("L2SelfAttention:\n" + listed(problems))
+        if self.contractive is None:
+            return
+        if not 0 < self.contractive < 1:
+            raise NotContractiveError(
+                f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside"
+                " (0, 1): at 1 and above the residual x + f(x) need not be invertible"
+            )
+        plain = self.values == "plain"
+        refuse_unbounded(
+            l2_attention_refusal(tied=self.tied, plain_values=plain, drops_weights=self.dropout > 0)
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
+        biases are zero."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            if projection is None:
+                continue
+            if self.init_scale is None:
+                nn.init.xavier_uniform_(projection.weight)
+            else:
+                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if self.mix is not None:
+            # Glorot's bound of each head by itself; the paper's R_h has entries of that order
+            # divided by sqrt(d).
+            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
+
+    def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and
+        W_O zero-padded.
+
+        Args:
+            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not
+            given.
+
+        Raises:
+            NotLipschitzError: the values are plain, so there is no `R_h`.
+        """
+        if self.values == "plain":
+            raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
+        dtype = dtype or self.q_proj.weight.dtype
+        projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
+        missing = projection.shape[-1] - self.head_dim
+        output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
+        return (
+            projection,
+            F.pad(self._mixing(dtype), (0, missing)),
+            F.pad(output, (0, 0, 0, missing)),
+        )
+
+    def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
+        dtype = dtype or self.q_proj.weight.dtype
+        if self.mix is not None:
+            return self.mix.to(dtype)
+        assert self.v_proj is not None
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            return query @ value.mT / math.sqrt(self.head_dim)
+
+    @uncompiled
+    def _unit_weights(self) -> UnitWeights:
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            value = None if self.v_proj is None else self.v_proj.weight
+            return UnitWeights.of(
+                self.q_proj.weight,
+                self.o_proj.weight,
+                value=value,
+                mix=self.mix,
+                num_heads=self.num_heads,
+            )
+
     def forward(
         self,
         x: Tensor,
@@ -293,7 +302,12 @@ class L2SelfAttention(L2Weights):
             else key
         )
         if cache is not None:
-            check_cache(self.contractive, self.max_tokens)
+            if self.contractive is not None and self.max_tokens is None:
+                raise ConfigError(
+                    "L2SelfAttention: a cache in a contractive layer without max_tokens: the output"
+                    " of earlier tokens would change with every new one; build the layer with"
+                    " max_tokens, the longest sequence"
+                )
             shares, (key, value) = value is key, cache.update(key, value)
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
@@ -375,7 +389,7 @@ class L2SelfAttention(L2Weights):
             return torch.tensor(
                 float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device
             )
-        check_covered(num_tokens, self.max_tokens)
+        self._check_covered(num_tokens)
         bounds: list[Tensor] = []
         for kind in MASK_KINDS if mask == "any" else (mask,):
             # Both layers are divided by one power of two, which cancels.
@@ -482,6 +496,14 @@ class L2SelfAttention(L2Weights):
         padded = key_padding_mask[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
+    def _check_covered(self, num_tokens: int) -> None:
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise ShapeError(
+                f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most"
+                f" max_tokens={self.max_tokens}; cut the sequence or build the layer with a larger"
+                " max_tokens"
+            )
+
     def _is_recorded(self) -> bool:
         return torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
 
@@ -550,9 +572,7 @@ class L2SelfAttention(L2Weights):
             return self._factor(weights, self.max_tokens, mask)
         counts = most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
-            check_covered(
-                int(counts.max()) if isinstance(counts, Tensor) else counts, self.max_tokens
-            )
+            self._check_covered(int(counts.max()) if isinstance(counts, Tensor) else counts)
             return self._factor(weights, self.max_tokens, mask)
         if not isinstance(counts, Tensor):
             return self._factor(weights, counts, mask)
@@ -561,6 +581,21 @@ class L2SelfAttention(L2Weights):
         return torch.stack(
             [self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()]
         )[index]
+
+    def extra_repr(self) -> str:
+        """Everything that is not seen from the projections."""
+        parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
+        if self.contractive is not None:
+            parts.append(
+                f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}"
+            )
+            if self.bound != "sharp":
+                parts.append(f"bound={self.bound!r}")
+        return ", ".join([*parts, f"dropout={self.dropout}"])
+
+
+def _uniform_(weight: Tensor, bound: float) -> None:
+    nn.init.uniform_(weight, -bound, bound)
 
 
 def _build(config: Any, **options: Any) -> L2SelfAttention:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import (
-    ConfigError,
-    NotContractiveError,
     NotLipschitzError,
-    ShapeError,
-    listed,
-    unknown_name,
 )
 from wellposed.linalg import (
     L2Layer,
@@ -31,7 +26,6 @@ from wellposed.nn.attention.masks import AttentionMask
 
 Values = Literal["paper", "free", "plain"]
 DivisionBound = Literal["sharp", "kim2021"]
-_VALUES: tuple[Values, ...] = ("paper", "free", "plain")
 
 
 def l2_attention_refusal(
@@ -92,79 +86,6 @@ def refuse_unbounded(reason: str | None, advice: str = "") -> None:
     """Raise `NotLipschitzError` where there is a reason."""
     if reason is not None:
         raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}{advice}")
-
-
-def check_options(
-    *,
-    tied: bool,
-    contractive: float | None,
-    bound: DivisionBound,
-    norm: Norm,
-    values: Values,
-    query_width: int,
-    max_tokens: int | None,
-    dropout: float,
-    init_scale: float | None,
-) -> None:
-    """Raise where an option is out of range or two do not go together."""
-    problems: list[str] = []
-    if values not in _VALUES:
-        raise unknown_name("values", str(values), _VALUES)
-    if bound not in get_args(DivisionBound):
-        raise unknown_name("bound", str(bound), get_args(DivisionBound))
-    if bound == "kim2021" and (
-        contractive is None or norm == "tok" or values != "paper" or query_width != 1
-    ):
-        problems.append(
-            f"bound='kim2021' with contractive={contractive}, norm={norm!r}, values={values!r} and"
-            f" query_width={query_width}: the paper divides a contractive layer, in norm 'inf' or"
-            " 2, with values='paper' and query_width=1; take these, or bound='sharp'"
-        )
-    if not tied and values != "plain":
-        problems.append(
-            f"values={values!r} with tied=False: values are made from z, which only tied has"
-        )
-    if query_width not in (1, 2):
-        problems.append(f"query_width={query_width}: expected 1 or 2")
-    if not 0 <= dropout < 1:
-        problems.append(f"dropout={dropout}: expected a probability in [0, 1)")
-    if max_tokens is not None and max_tokens < 1:
-        problems.append(f"max_tokens={max_tokens}: expected at least 1")
-    if init_scale is not None and not init_scale >= 0:
-        problems.append(f"init_scale={init_scale}: expected a number >= 0")
-    if problems:
-        raise ConfigError("L2SelfAttention:\n" + listed(problems))
-    if contractive is None:
-        return
-    if not 0 < contractive < 1:
-        raise NotContractiveError(
-            f"L2SelfAttention: contractive is {contractive}; expected a constant inside (0, 1): at"
-            " 1 and above the residual x + f(x) need not be invertible"
-        )
-    refuse_unbounded(
-        l2_attention_refusal(tied=tied, plain_values=values == "plain", drops_weights=dropout > 0)
-    )
-
-
-def check_cache(contractive: float | None, max_tokens: int | None) -> None:
-    """Raise `ConfigError` where the division of a contractive layer would change with every token
-    of a cache."""
-    if contractive is not None and max_tokens is None:
-        raise ConfigError(
-            "L2SelfAttention: a cache in a contractive layer without max_tokens: the output of"
-            " earlier tokens would change with every new one; build the layer with max_tokens, the"
-            " longest sequence"
-        )
-
-
-def check_covered(num_tokens: int, max_tokens: int | None) -> None:
-    """Raise `ShapeError` where there are more tokens than the certificate covers."""
-    if max_tokens is not None and num_tokens > max_tokens:
-        raise ShapeError(
-            f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most"
-            f" max_tokens={max_tokens}; cut the sequence or build the layer with a larger"
-            " max_tokens"
-        )
 
 
 def check_diagonal(mask: AttentionMask, queries: int, keys: int) -> None:

@@ -285,7 +285,7 @@ def evaluated(
 
     try:
         with (
-            _weights_in(wide, f),
+            _weights_in(wide, f, x.dtype),
             torch.autocast(x.device.type, enabled=False),
             LogitRounding(norm) as seen,
         ):
@@ -300,10 +300,11 @@ def evaluated(
 
 
 @contextmanager
-def _weights_in(dtype: torch.dtype, module: nn.Module) -> Iterator[None]:
+def _weights_in(dtype: torch.dtype, module: nn.Module, held_in: torch.dtype) -> Iterator[None]:
     """Exchange every floating weight and buffer for a cast copy inside, and put the very tensors
     back.
 
+    An RMSNorm without an eps takes that of the dtype it runs in: it keeps the one of ``held_in``.
     `torch.func.functional_call` would leave the copies in a part that is registered under two names
     (torch 2.13).
     """
@@ -315,11 +316,16 @@ def _weights_in(dtype: torch.dtype, module: nn.Module) -> Iterator[None]:
         if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype
     ]
     cast = {id(tensor): _cast(tensor, dtype) for _, _, tensor in held}
+    norms = [part for part in module.modules() if isinstance(part, nn.RMSNorm) and part.eps is None]
     try:
+        for norm in norms:
+            norm.eps = torch.finfo(torch.promote_types(held_in, torch.float32)).eps
         for table, name, tensor in held:
             table[name] = cast[id(tensor)]  # pyright: ignore[reportArgumentType]
         yield
     finally:
+        for norm in norms:
+            norm.eps = None
         for table, name, tensor in held:
             table[name] = tensor  # pyright: ignore[reportArgumentType]
 

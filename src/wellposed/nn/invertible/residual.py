@@ -19,6 +19,7 @@ from wellposed.errors import (
     listed,
 )
 from wellposed.linalg import Norm, check_norm
+from wellposed.nn.checks import Part
 from wellposed.nn.invertible.inversion_bound import with_error_bound
 from wellposed.nn.invertible.solver import Acceleration, Inversion, solve_residual
 
@@ -32,7 +33,7 @@ class _Bounded(Protocol):
     def lipschitz_bound(self, num_tokens: int) -> Tensor: ...
 
 
-class InvertibleResidual(nn.Module):
+class InvertibleResidual(Part):
     r"""`y = x + f(x)` with `|f(x) - f(x')| <= c |x - x'|`, c < 1: a bijection whose inverse is
     `x = lim y - f(x_k)`.
 
@@ -73,7 +74,7 @@ class InvertibleResidual(nn.Module):
         super().__init__()
         self.f = f
         self.lipschitz = lipschitz
-        self._given_norm: Norm = check_norm(norm)
+        self._given_norm: Norm = norm
         if lipschitz is not None:
             _checked(lipschitz, self._given_norm, "the bound given as lipschitz=", f)
 
@@ -223,7 +224,7 @@ def _checked(bound: float, norm: Norm, source: str, f: nn.Module) -> float:
     return bound
 
 
-class AdditiveCoupling(nn.Module):
+class AdditiveCoupling(Part):
     r"""`y_1 = x_1 + f(x_2)`, `y_2 = x_2 + g(y_1)` on the two halves of the width: invertible for
     *any* f and g.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
+from wellposed.nn.checks import Part
 from wellposed.nn.invertible.inversion_bound import carried, unmeasured
 from wellposed.nn.invertible.residual import refuse_randomness
 from wellposed.nn.invertible.solver import Inversion, sample_norms
+from wellposed.options import Positive, Size
 
 
-class ReversibleSequential(nn.Module):
+class ReversibleSequential(Part):
     r"""`y = g_L(... g_1(x))` for invertible blocks, trained with activation memory that does not
     depend on L.
 
@@ -62,26 +64,23 @@ class ReversibleSequential(nn.Module):
         self,
         blocks: Sequence[nn.Module],
         *,
-        drift: float = 1e-3,
-        tol: float | None = None,
-        max_iter: int = 1000,
+        drift: Positive = 1e-3,
+        tol: Positive | None = None,
+        max_iter: Size = 1000,
     ) -> None:
         super().__init__()
+        blocks = list(blocks) if isinstance(blocks, Iterable) else []  # pyright: ignore[reportUnnecessaryIsInstance]
         lacking = [
             f"{i}: {type(block).__name__}"
             for i, block in enumerate(blocks)
             if not hasattr(block, "inverse")
         ]
-        if lacking or not len(blocks):
+        if lacking or not blocks:
             raise ConfigError(
                 "ReversibleSequential: every block needs inverse(y, **options) -> (x, Inversion),"
                 f" and there must be a block; received {len(blocks)} blocks, without"
                 f" inverse:\n{listed(lacking)}\nwrap a contractive map in InvertibleResidual, or"
                 " two maps in AdditiveCoupling"
-            )
-        if not drift > 0:
-            raise ConfigError(
-                f"ReversibleSequential: drift is {drift}; expected a positive relative error"
             )
         self.blocks = nn.ModuleList(blocks)
         self.drift = drift

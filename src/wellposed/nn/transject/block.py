@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
 from wellposed.functional.gram import spectrum_fits
 from wellposed.linalg import Workspace
-from wellposed.nn.checks import is_plain
+from wellposed.nn.checks import Eps, Part, is_plain
 from wellposed.nn.invertible.residual import InvertibleResidual
 from wellposed.nn.transject.experts import ExpertMixture, Gating, GramAttention, check_gates
 from wellposed.nn.transject.inference import LayerWeights, run_layer
@@ -23,9 +23,10 @@ from wellposed.nn.transject.orthogonal import (
     transposed_weight,
 )
 from wellposed.nn.transject.spectrum import TransJectCache
+from wellposed.options import Count, Rate, Size
 
 
-class TransJectBlock(nn.Module):
+class TransJectBlock(Part):
     """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: for given sigma and gates a
     bijection of each token.
 
@@ -54,15 +55,15 @@ class TransJectBlock(nn.Module):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_layers: int,
+        embed_dim: Size,
+        num_layers: Size,
         *,
-        num_experts: int = 1,
+        num_experts: Size = 1,
         gating: Gating = "pooled",
-        eps: float = 1e-6,
+        eps: Eps = 1e-6,
         residual: ResidualStart = "rezero",
-        dropout: float = 0.0,
-        layer_index: int = 0,
+        dropout: Rate = 0.0,
+        layer_index: Count = 0,
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim

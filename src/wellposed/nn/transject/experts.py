@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, ShapeError, unknown_name
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional.gram import gram_attention, per_token, spectrum_fits
-from wellposed.nn.checks import check_eps, check_sizes, is_plain
+from wellposed.nn.checks import Eps, Part, is_plain
 from wellposed.nn.transject.orthogonal import OrthogonalLinear, transposed_weight
 from wellposed.nn.transject.spectrum import TransJectCache
+from wellposed.options import Count, Size
 
 
-class GramAttention(nn.Module):
+class GramAttention(Part):
     """`F(x) = ELU((x U * sigma) V)`, U and V orthogonal, without bias: 1-Lipschitz in x for
     `|sigma| <= 1`.
 
@@ -45,7 +46,7 @@ class GramAttention(nn.Module):
     True
     """
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, embed_dim: Size) -> None:
         super().__init__()
         self.embed_dim = embed_dim
         self.left = OrthogonalLinear(embed_dim)
@@ -97,10 +98,9 @@ class GramAttention(nn.Module):
 Gating = Literal["pooled", "normalized", "fixed"]
 Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`(x, branch) -> x + r branch`."""
-_GATINGS: tuple[str, ...] = ("pooled", "normalized", "fixed")
 
 
-class ExpertMixture(nn.Module):
+class ExpertMixture(Part):
     """`sum_e lambda_e F_e(x)`, lambda convex, one for all tokens of a sample: 1-Lipschitz for given
     sigma, lambda.
 
@@ -134,18 +134,14 @@ class ExpertMixture(nn.Module):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_experts: int = 1,
+        embed_dim: Size,
+        num_experts: Size = 1,
         *,
         gating: Gating = "pooled",
-        eps: float = 1e-6,
-        layer_index: int = 0,
+        eps: Eps = 1e-6,
+        layer_index: Count = 0,
     ) -> None:
         super().__init__()
-        check_sizes("ExpertMixture", embed_dim=embed_dim, num_experts=num_experts)
-        if gating not in _GATINGS:
-            raise unknown_name("gating", gating, _GATINGS)
-        check_eps("ExpertMixture", eps)
         self.embed_dim, self.num_experts, self.eps, self.layer_index = (
             embed_dim,
             num_experts,

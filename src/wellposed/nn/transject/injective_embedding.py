@@ -7,20 +7,20 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError, unknown_name
-from wellposed.nn.checks import INTEGERS, check_sizes, is_plain, on_host, read_table
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.nn.checks import INTEGERS, Part, is_plain, on_host, read_table
 from wellposed.nn.positions import (
     LearnedPositions,
     SinusoidalPositions,
     check_length,
     sines_and_cosines,
 )
+from wellposed.options import Size
 
 PositionKind = Literal["sinusoidal", "learned"]
-_KINDS: tuple[str, ...] = ("sinusoidal", "learned")
 
 
-class InjectiveEmbedding(nn.Module):
+class InjectiveEmbedding(Part):
     """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum
     need not be.
 
@@ -54,20 +54,14 @@ class InjectiveEmbedding(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        embed_dim: int,
+        vocab_size: Size,
+        embed_dim: Size,
         *,
         position: PositionKind = "sinusoidal",
-        max_positions: int = 512,
+        max_positions: Size = 512,
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(
-            "InjectiveEmbedding",
-            embed_dim=embed_dim,
-            vocab_size=vocab_size,
-            max_positions=max_positions,
-        )
         if embed_dim < 2 or embed_dim % 2:
             raise ConfigError(
                 f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least"
@@ -78,8 +72,6 @@ class InjectiveEmbedding(nn.Module):
                 f"InjectiveEmbedding: padding_idx is {padding_idx}; expected a token in [0,"
                 f" {vocab_size})"
             )
-        if position not in _KINDS:
-            raise unknown_name("position code", position, _KINDS)
         self.embed_dim = embed_dim
         self.max_positions = max_positions
         self.position_kind: PositionKind = position

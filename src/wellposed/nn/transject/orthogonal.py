@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, unknown_name
-from wellposed.nn.checks import check_sizes, check_tokens
+from wellposed.nn.checks import Part, check_tokens
+from wellposed.options import Rate, Size
 
 ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
 """Patterns of every weight of a TransJect model that `constrain_` is to hold; see
 `orthogonal_patterns`."""
 
 
-class OrthogonalLinear(nn.Linear):
+class OrthogonalLinear(Part, nn.Linear):
     """`x -> x W^T` with square `W`, `W^T W = I` at the start: distances between tokens are kept.
 
     To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is
@@ -37,8 +37,7 @@ class OrthogonalLinear(nn.Linear):
     (True, True)
     """
 
-    def __init__(self, embed_dim: int) -> None:
-        check_sizes("OrthogonalLinear", embed_dim=embed_dim)
+    def __init__(self, embed_dim: Size) -> None:
         super().__init__(embed_dim, embed_dim, bias=False)
 
     def reset_parameters(self) -> None:
@@ -83,7 +82,7 @@ def transposed_weight(layer: nn.Linear) -> Tensor:
     return layer.weight.mT
 
 
-class OrthogonalFeedForward(nn.Module):
+class OrthogonalFeedForward(Part):
     """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias:
     1-Lipschitz.
 
@@ -106,12 +105,8 @@ class OrthogonalFeedForward(nn.Module):
     torch.Size([3, 5, 8])
     """
 
-    def __init__(self, embed_dim: int, *, dropout: float = 0.0) -> None:
+    def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0) -> None:
         super().__init__()
-        if not 0 <= dropout < 1:
-            raise ConfigError(
-                f"OrthogonalFeedForward: dropout is {dropout}; expected a rate in [0, 1)"
-            )
         self.embed_dim, self.dropout = embed_dim, dropout
         self.up_proj = OrthogonalLinear(embed_dim)
         self.down_proj = OrthogonalLinear(embed_dim)
@@ -138,10 +133,9 @@ class OrthogonalFeedForward(nn.Module):
 
 
 ResidualStart = Literal["rezero", "sigmoid"]
-_STARTS: tuple[str, ...] = ("rezero", "sigmoid")
 
 
-class InjectiveResidual(nn.Module):
+class InjectiveResidual(Part):
     """`x + (alpha/L) f(x)`, `|alpha| < 1`: injective, distances change by a factor in
     `[1 - |alpha|/L, 1 + |alpha|/L]`.
 
@@ -164,11 +158,8 @@ class InjectiveResidual(nn.Module):
     [1.0, 1.0]
     """
 
-    def __init__(self, num_layers: int, start: ResidualStart = "rezero") -> None:
+    def __init__(self, num_layers: Size, start: ResidualStart = "rezero") -> None:
         super().__init__()
-        check_sizes("InjectiveResidual", num_layers=num_layers)
-        if start not in _STARTS:
-            raise unknown_name("residual start", start, _STARTS)
         self.num_layers = num_layers
         self.start: ResidualStart = start
         self.weight = nn.Parameter(torch.empty(1))

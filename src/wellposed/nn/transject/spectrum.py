@@ -7,9 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ShapeError, unknown_name
-from wellposed.nn.checks import check_eps, check_sizes, check_tokens, is_plain, on_host
+from wellposed.errors import ShapeError
+from wellposed.nn.checks import Eps, Part, check_tokens, is_plain, on_host
 from wellposed.nn.transject.orthogonal import OrthogonalLinear, transposed_weight
+from wellposed.options import Size
 
 
 class TransJectCache:
@@ -80,10 +81,9 @@ class TransJectCache:
 
 
 Normalization = Literal["max", "trace"]
-_NORMALIZATIONS: tuple[str, ...] = ("max", "trace")
 
 
-class GramSpectrum(nn.Module):
+class GramSpectrum(Part):
     """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma <= 1`,
     d numbers a sample.
 
@@ -115,12 +115,9 @@ class GramSpectrum(nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, *, normalization: Normalization = "max", eps: float = 1e-6
+        self, embed_dim: Size, *, normalization: Normalization = "max", eps: Eps = 1e-6
     ) -> None:
         super().__init__()
-        if normalization not in _NORMALIZATIONS:
-            raise unknown_name("spectrum normalization", normalization, _NORMALIZATIONS)
-        check_eps("GramSpectrum", eps)
         self.embed_dim = embed_dim
         self.normalization: Normalization = normalization
         self.eps = eps
@@ -216,7 +213,7 @@ class GramSpectrum(nn.Module):
         return f"normalization={self.normalization!r}, eps={self.eps:g}"
 
 
-class LearnedSpectrum(nn.Module):
+class LearnedSpectrum(Part):
     """`sigma = tanh(w)`, w a parameter, normal at the start: `|sigma| <= 1`, the same for every
     input.
 
@@ -235,9 +232,8 @@ class LearnedSpectrum(nn.Module):
     torch.Size([8])
     """
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, embed_dim: Size) -> None:
         super().__init__()
-        check_sizes("LearnedSpectrum", embed_dim=embed_dim)
         self.embed_dim = embed_dim
         self.weight = nn.Parameter(torch.empty(embed_dim))
         self.reset_parameters()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wellposed.errors import ConfigError, ShapeError, unknown_name
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import Workspace
-from wellposed.nn.checks import check_sizes, check_tokens
+from wellposed.nn.checks import Eps, Part, check_tokens
 from wellposed.nn.invertible.reversible import ReversibleSequential
 from wellposed.nn.invertible.solver import Inversion
 from wellposed.nn.transject.block import TransJectBlock
@@ -26,9 +26,9 @@ from wellposed.nn.transject.spectrum import (
     TransJectCache,
     check_padding,
 )
+from wellposed.options import Rate, Size
 
 SpectrumKind = Literal["gram", "random"]
-_SPECTRA: tuple[str, ...] = ("gram", "random")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TransJectOutput:
     """The input and the output of each layer, where asked for."""
 
 
-class TransJectStack(nn.Module):
+class TransJectStack(Part):
     """`X^0 -> X^L`: for given sigma and gates, distances change by factors in
     `[prod (1-|r_l|)^2, prod (1+|r_l|)^2]`.
 
@@ -92,22 +92,19 @@ class TransJectStack(nn.Module):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_layers: int,
+        embed_dim: Size,
+        num_layers: Size,
         *,
-        num_experts: int = 1,
+        num_experts: Size = 1,
         spectrum: SpectrumKind = "gram",
         spectrum_norm: Normalization = "max",
-        eps: float = 1e-6,
+        eps: Eps = 1e-6,
         gating: Gating = "pooled",
         residual: ResidualStart = "rezero",
-        dropout: float = 0.0,
+        dropout: Rate = 0.0,
         is_causal: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes("TransJectStack", embed_dim=embed_dim, num_layers=num_layers)
-        if spectrum not in _SPECTRA:
-            raise unknown_name("spectrum", spectrum, _SPECTRA)
         self.embed_dim = embed_dim
         self.is_causal = is_causal
         self.spectrum: GramSpectrum | LearnedSpectrum = (
