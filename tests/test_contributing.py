@@ -29,19 +29,9 @@ from torch import nn
 import wellposed as wp
 from wellposed.compare.variants import apply_variant
 from wellposed.models import WellposedConfig, WellposedModel
-<<<<<<< HEAD
-from wellposed.nn import ATTENTIONS
-from wellposed.recipes.recipe import Reproduction, recipe
-from wellposed.recipes.reproduce import reproduce
-from wellposed.compare.variants import VARIANTS, apply_variant
-from wellposed.roles import FAMILIES, Family
-from wellposed.roles.families import attention_named, feedforward_named
-from wellposed.tasks import TASKS, TaskSpec, TextClassificationOptions, TextClassificationTask, build_task
-=======
 from wellposed.nn import attention_mask
 from wellposed.recipes.reproduce import reproduce
 from wellposed.tasks import build_task
->>>>>>> 4689511 (CONTRIBUTING's blocks run as pasted, and what masks an attention takes stands in the docstring of wellposed.nn and in the how-to)
 from wellposed.training import RunConfig
 """
 AFTER = """
