@@ -97,7 +97,7 @@ def test_a_piece_of_padding_is_no_error_in_training_with_a_cache() -> None:
 @pytest.mark.parametrize("value", ["no", "false", 2])
 def test_a_causality_that_is_neither_true_nor_false_is_refused(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match=f"is_causal: received {value!r}; expected true, false or None"
+        ConfigError, match=f"is_causal: received {value!r}; expected true or false or None"
     ):
         TransJectConfig(**SIZES, is_causal=value)
 

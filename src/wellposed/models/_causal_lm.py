@@ -10,6 +10,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError
 from wellposed.models._config import WellposedConfig
 from wellposed.models._heads import LanguageHead, Output, following, kept_positions, share_of
@@ -23,6 +24,7 @@ class GenericForCausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
     """`logits_i = W x_i` for the states x of a causal body `model`, of whatever family."""
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -3,14 +3,15 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Mapping
 from dataclasses import Field, fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
 
 from wellposed.errors import ConfigError, listed, nearest_names
-from wellposed.options import Size, fits, misfits
+from wellposed.options import Ge, Lt, fits, misfits
 from wellposed.registry import Registry
 
 # What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
@@ -28,25 +29,34 @@ _HUGGING_FACE = {
     "task_specific_params",
     "use_cache",
 }
+# Hugging Face keeps a name for each label: beyond this a configuration alone fills the memory.
+_Labels = Annotated[int, Ge(1), Lt(1_000_000)]
 
 
 class CheckedConfig(PreTrainedConfig):
     """What the configurations of all families share: bad values, and keys that nobody reads, in one
     error.
 
-    The options that only some parts read are declared with the parts; a configuration has them as
-    attributes.
+    The annotations of the fields say what their values must be. The options that only some parts
+    read are declared with the parts; a configuration has them as attributes.
     """
 
     absent_keys: ClassVar[Mapping[str, str]] = {}
     """Keys that another family has, and what to do without them here."""
+    named: ClassVar[Mapping[str, Registry[Any]]] = {}
+    """Where the names that fields give are looked up."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, item in self.part_options().items():
             setattr(self, name, kwargs.pop(name, item.default))
-        unknown = unknown_keys(kwargs, self.names(), self.absent_keys)
+        if kwargs.get("num_labels", 0) is None:
+            del kwargs["num_labels"]
+        unusable = _label_problems(kwargs.get("num_labels"), self.id2label)
+        unknown = self._unknown_keys(kwargs)
+        if unusable:
+            kwargs, self.id2label = {**kwargs, "num_labels": 2}, None
         super().__post_init__(**kwargs)
-        self.check(unknown)
+        self.check([*unknown, *unusable])
 
     @classmethod
     def part_options(cls) -> dict[str, Field[Any]]:
@@ -56,7 +66,11 @@ class CheckedConfig(PreTrainedConfig):
     @classmethod
     def hints(cls) -> dict[str, Any]:
         """Return what values must be, by name, as `wellposed.options` writes it."""
-        return {}
+        own = [base for base in reversed(cls.__mro__) if issubclass(base, CheckedConfig)]
+        found: dict[str, Any] = {}
+        for base in own:
+            found |= inspect.get_annotations(base, eval_str=True)
+        return {item.name: found[item.name] for item in fields(cls) if item.name in found}
 
     @classmethod
     def names(cls) -> set[str]:
@@ -74,57 +88,54 @@ class CheckedConfig(PreTrainedConfig):
         """Return one line for each value that no model can be built from."""
         hints = self.hints()
         values = {name: getattr(self, name) for name in hints}
-        return [
-            f"{name}: received {value!r}; expected {expected}"
+        wrong = {
+            name: f"{name}: received {value!r}; expected {expected}"
             for name, value, expected in misfits(values, hints)
+            if name not in self.named
+        }
+        return [
+            *wrong.values(),
+            *(
+                f"{name}: unknown {registry.kind} {values[name]!r}; "
+                f"nearest: {', '.join(nearest_names(str(values[name]), registry))}"
+                for name, registry in self.named.items()
+                if not (isinstance(values[name], str) and values[name] in registry)
+            ),
+            *(
+                f"{name}: received {token!r}; expected a token in [0, {self.vocab_size})"
+                for name in values
+                if name.endswith("_token_id") and name not in wrong and "vocab_size" not in wrong
+                for token in _tokens(values[name])
+                if not fits(token, Annotated[int, Ge(0), Lt(self.vocab_size)])
+            ),
+        ]
+
+    def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass
+        in silence."""
+        known = self.names()
+        accepted = known | _HUGGING_FACE | {"per_layer_config", *GenerationConfig().to_dict()}
+        return [
+            f"{key}: unknown key;"
+            f" {self.absent_keys.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
+            for key in kwargs
+            if key not in accepted and not key.startswith("_")
         ]
 
 
-def name_problems(config: object, registries: Mapping[str, Registry[Any]]) -> list[str]:
-    """Return one line for each field that names nothing in its registry, with the nearest three."""
-    return [
-        f"{name}: unknown {registry.kind} {getattr(config, name)!r}; "
-        f"nearest: {', '.join(nearest_names(str(getattr(config, name)), registry))}"
-        for name, registry in registries.items()
-        if getattr(config, name) not in registry
-    ]
+def _tokens(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def token_problems(config: Any, names: Iterable[str]) -> list[str]:
-    """Return one line for each token, in the fields ``names``, that is outside the vocabulary."""
-    if not fits(config.vocab_size, Size):
-        return []
-    problems = []
-    for name in names:
-        value = getattr(config, name)
-        problems += [
-            f"{name}: received {token!r}; expected a token in [0, {config.vocab_size})"
-            for token in (value if isinstance(value, (list, tuple)) else [value])
-            if token is not None and not 0 <= token < config.vocab_size
-        ]
+def _label_problems(count: Any, names: Any) -> list[str]:
+    """Return one line for labels that no head has; before Hugging Face makes a name for each."""
+    wrong = misfits({"num_labels": count}, {"num_labels": _Labels | None})
+    problems = [f"{name}: received {value!r}; expected {words}" for name, value, words in wrong]
+    if names is not None and not (
+        isinstance(names, Mapping) and names and all(str(key).isdigit() for key in names)
+    ):
+        problems.append(
+            f"id2label: received {names!r:.200}; expected names of labels by number, such as"
+            " {0: 'bad', 1: 'good'}"
+        )
     return problems
-
-
-def label_problems(config: PreTrainedConfig) -> list[str]:
-    """Return one line where the number of labels is below 1."""
-    labels = config.num_labels
-    return (
-        [f"num_labels: received {labels}; expected at least 1"]
-        if labels is not None and labels < 1
-        else []
-    )
-
-
-def unknown_keys(kwargs: Iterable[str], known: set[str], absent: Mapping[str, str]) -> list[str]:
-    """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass in
-    silence.
-
-    ``absent`` says of keys that other families have why this one does not.
-    """
-    accepted = known | _HUGGING_FACE | set(GenerationConfig().to_dict())
-    return [
-        f"{key}: unknown key;"
-        f" {absent.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
-        for key in kwargs
-        if key not in accepted and not key.startswith("_") and key != "per_layer_config"
-    ]

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import Field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from wellposed.errors import ConfigError, NotLipschitzError
-from wellposed.model_options import (
-    ModelOptions,
-    hints_of,
-    options_of,
-    options_read,
-    unread_options,
-)
-from wellposed.models._checked_config import (
-    CheckedConfig,
-    label_problems,
-    name_problems,
-    token_problems,
-)
+from wellposed.model_options import hints_of, options_of, options_read, unread_options
+from wellposed.models._checked_config import CheckedConfig
 from wellposed.models._init import INITS
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
 from wellposed.nn.block import cross_attention_name
-from wellposed.options import Positive, Size, checked_hints, fits
-from wellposed.registry import Registry
+from wellposed.options import Ge, Lt, Positive, Rate, Size, fits
 
-_NAMED: dict[str, Registry[Any]] = {
+_NAMED = {
     "attention": ATTENTIONS,
     "feedforward": FEEDFORWARDS,
     "residual": RESIDUALS,
@@ -37,15 +25,8 @@ _NAMED: dict[str, Registry[Any]] = {
     "init": INITS,
     "pooling": POOLINGS,
 }
-_SHARED = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_decoder_layers",
-    "dropout",
-    "attention_dropout",
-)
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+Depth: TypeAlias = Annotated[int, Ge(0), Lt(1_000_000)]
+"""A number of blocks; building more would not end."""
 
 
 class WellposedConfig(CheckedConfig):
@@ -107,13 +88,14 @@ class WellposedConfig(CheckedConfig):
 
     model_type = "wellposed"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
+    named = _NAMED
 
-    vocab_size: int = 256
-    max_position_embeddings: int = 512
-    hidden_size: int = 128
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    intermediate_size: int | None = None
+    vocab_size: Size = 256
+    max_position_embeddings: Size = 512
+    hidden_size: Size = 128
+    num_hidden_layers: Depth = 2
+    num_attention_heads: Size = 4
+    intermediate_size: Size | None = None
     attention: str = "dot_product"
     feedforward: str = "mlp"
     norm: str = "post"
@@ -123,20 +105,20 @@ class WellposedConfig(CheckedConfig):
     scale_embeddings: bool = True
     unit_embeddings: bool = False
     tie_word_embeddings: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: Rate = 0.0
+    attention_dropout: Rate = 0.0
     init: str = "xavier"
     pooling: str = "mean"
-    num_decoder_layers: int | None = None
+    num_decoder_layers: Annotated[Depth, Ge(1)] | None = None
     share_embeddings: bool = True
     cross_attention: str | None = None
     decoder_start_token_id: int | None = None
     is_causal: bool | None = None
-    layer_norm_eps: float = 1e-5
+    layer_norm_eps: Positive = 1e-5
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    use_cache: bool = True
+    use_cache: bool | None = True
 
     if TYPE_CHECKING:  # options of parts are no fields
 
@@ -154,16 +136,9 @@ class WellposedConfig(CheckedConfig):
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
-        """Return what values must be: those of the command line, and those that data fixes."""
-        shared = checked_hints(ModelOptions)
-        return {
-            **{name: shared[name] for name in _SHARED},
-            "vocab_size": Size,
-            "max_position_embeddings": Size,
-            "intermediate_size": Size,
-            "layer_norm_eps": Positive,
-            **{name: hint for kind in _NAMED for name, hint in hints_of(kind).items()},
-        }
+        """Return what values must be, those of the parts' options included."""
+        parts = {name: hint for kind in _NAMED for name, hint in hints_of(kind).items()}
+        return {**super().hints(), **parts}
 
     @property
     def decoder_depth(self) -> int:
@@ -188,12 +163,9 @@ class WellposedConfig(CheckedConfig):
         unusable = super().problems()
         return [
             *unusable,
-            *name_problems(self, _NAMED),
             *_decoder_problems(self),
-            *token_problems(self, _TOKENS),
             *([] if unusable else unread_options(self, self._chosen())),
             *_shape_problems(self),
-            *label_problems(self),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,24 +183,24 @@ class WellposedConfig(CheckedConfig):
 
 def _decoder_problems(config: WellposedConfig) -> list[str]:
     try:
-        cross_attention_name(str(config.attention), config.cross_attention)
+        if isinstance(config.cross_attention, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            cross_attention_name(str(config.attention), config.cross_attention)
     except (ConfigError, NotLipschitzError) as error:
         return [f"cross_attention: {str(error).removeprefix('cross_attention: ')}"]
     return []
 
 
 def _shape_problems(config: WellposedConfig) -> list[str]:
-    problems = []
     width, heads = config.hidden_size, config.num_attention_heads
-    if fits(width, Size) and fits(heads, Size):
-        if width % heads:
-            problems.append(
-                f"hidden_size: received {width}; expected a multiple of num_attention_heads ="
-                f" {heads}"
-            )
-        elif config.qk_norm and width == heads:
-            problems.append(
-                "qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer"
-                " heads"
-            )
-    return problems
+    if not (fits(width, Size) and fits(heads, Size)):
+        return []
+    if width % heads:
+        return [
+            f"hidden_size: received {width}; expected a multiple of num_attention_heads = {heads}"
+        ]
+    if config.qk_norm and width == heads:
+        return [
+            "qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer"
+            " heads"
+        ]
+    return []

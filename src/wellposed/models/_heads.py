@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
+from wellposed.errors import ShapeError
+from wellposed.nn.checks import INTEGERS, on_host
+
 IGNORED_LABEL = -100
 
 Output = TypeVar("Output", bound=ModelOutput)
@@ -86,6 +89,7 @@ class LanguageHead(Head[Output]):
         """Return the mean cross-entropy in nats of `targets`, which stand at their logits; -100 is
         not counted."""
         model = cast(Any, self)
+        check_targets(targets, logits)
         return model.loss_function(
             logits=logits,
             labels=targets,
@@ -93,6 +97,28 @@ class LanguageHead(Head[Output]):
             vocab_size=model.config.vocab_size,
             num_items_in_batch=num_items_in_batch,
         )
+
+
+def check_targets(targets: Tensor, logits: Tensor) -> None:
+    """Raise `ShapeError` where labels are not one token for each of the logits.
+
+    >>> check_targets(torch.tensor([[0, 7]]), torch.zeros(1, 2, 5))
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ShapeError: labels: received 7; expected tokens in [0, 5), or -100 for none
+    """
+    if targets.shape != logits.shape[:2] or targets.dtype not in INTEGERS:
+        raise ShapeError(
+            f"labels: received {targets.dtype} of shape {tuple(targets.shape)}; expected torch.int64"
+            f" or torch.int32, one for each token: {tuple(logits.shape[:2])}"
+        )
+    if on_host(targets):
+        beyond = (targets >= logits.shape[2]) | ((targets < 0) & (targets != IGNORED_LABEL))
+        if bool(beyond.any()):
+            raise ShapeError(
+                f"labels: received {int(targets[beyond][0])}; expected tokens in [0,"
+                f" {logits.shape[2]}), or {IGNORED_LABEL} for none"
+            )
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
@@ -106,6 +132,8 @@ def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
 
 def following(labels: Tensor) -> Tensor:
     """Shift the labels, not the logits: the logits are then not copied."""
+    if labels.dim() != 2:
+        raise ShapeError(f"labels: received shape {tuple(labels.shape)}; expected (batch, tokens)")
     return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)
 
 

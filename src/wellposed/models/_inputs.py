@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
-from wellposed.nn.checks import on_host
+from wellposed.nn.checks import INTEGERS, on_host
 from wellposed.nn.positions import check_length
 
 
@@ -71,7 +71,7 @@ tokenizer that the model was built for, or call model.resize_token_embeddings
             f"{name}: received shape {tuple(input_ids.shape)}; expected (batch, tokens), neither of"
             " them 0"
         )
-    if input_ids.dtype not in (torch.int32, torch.int64):
+    if input_ids.dtype not in INTEGERS:
         raise ShapeError(
             f"{name}: received {input_ids.dtype}; expected token ids in torch.int64 or torch.int32"
         )
@@ -129,13 +129,31 @@ def positions_of(
 
 
 def check_positions(
-    positions: Tensor, num_keys: int, num_positions: int, *, given: bool, where: str
+    positions: Tensor,
+    tokens: tuple[int, int],
+    num_keys: int,
+    num_positions: int | None,
+    *,
+    given: bool,
+    where: str,
 ) -> None:
-    """Raise `ShapeError` where a position is outside the table.
+    """Raise `ShapeError` where positions are no integers (batch | 1, tokens) or outside the table.
 
     The number of keys bounds every position that we counted, so values are read only where that
     bound does not settle it, or where the caller gave the positions.
     """
+    batch, length = tokens
+    if given and (
+        positions.dtype not in INTEGERS
+        or tuple(positions.shape) not in ((batch, length), (1, length))
+    ):
+        raise ShapeError(
+            f"{where}: received position_ids in {positions.dtype} of shape"
+            f" {tuple(positions.shape)}; expected torch.int64 or torch.int32, ({batch} or 1,"
+            f" {length})"
+        )
+    if num_positions is None:
+        return
     if given:
         if on_host(positions) and positions.numel() and int(positions.min()) < 0:
             raise ShapeError(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ShapeError
 from wellposed.models._build import ARCHITECTURES, Architecture
-from wellposed.models._config import WellposedConfig
-from wellposed.options import Size
+from wellposed.models._config import Depth, WellposedConfig
+from wellposed.models._heads import LanguageHead, following
+from wellposed.models._inputs import ModelInputs, check_inputs, padding_of
+from wellposed.options import Ge
 
 _NOT_FOR_LSTM = (
     "attention", "attention_dropout", "qk_norm", "residual", "norm", "position", "feedforward", "activation", "pooling",
@@ -38,7 +42,7 @@ class LSTMConfig(WellposedConfig):
     @classmethod
     def hints(cls) -> dict[str, Any]:
         """Return what values must be; an LSTM has a layer at least."""
-        return {**super().hints(), "num_hidden_layers": Size}
+        return {**super().hints(), "num_hidden_layers": Annotated[Depth, Ge(1)]}
 
     def check(self, problems: list[str] | None = None) -> None:
         """Raise `ConfigError` naming every value that no LSTM can be built from."""
@@ -52,7 +56,7 @@ class LSTMConfig(WellposedConfig):
         super().check([*(problems or []), *refused])
 
 
-class LSTMForCausalLM(PreTrainedModel):
+class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
     """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings: exact causality, no
     attention.
 
@@ -68,6 +72,7 @@ class LSTMForCausalLM(PreTrainedModel):
     torch.Size([1, 3, 7])
     """
 
+    output_class = CausalLMOutput
     config_class = LSTMConfig
     base_model_prefix = "lstm"
     _tied_weights_keys = {"lm_head.weight": "token.weight"}  # noqa: RUF012 (Hugging Face's rule)
@@ -84,7 +89,7 @@ class LSTMForCausalLM(PreTrainedModel):
             dropout=between,
         )
         self.dropout = nn.Dropout(config.dropout)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.add_head(config.hidden_size, config.vocab_size)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -103,10 +108,8 @@ class LSTMForCausalLM(PreTrainedModel):
         """Replace the token embedding."""
         self.token = cast(nn.Embedding, value)
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer."""
-        return self.lm_head
-
+    @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -114,7 +117,7 @@ class LSTMForCausalLM(PreTrainedModel):
         *,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        **kwargs: Any,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutput:
         """Return the logits of the next token at every position and, with labels, their mean
         cross-entropy in nats.
@@ -125,21 +128,24 @@ class LSTMForCausalLM(PreTrainedModel):
             sees it.
             inputs_embeds: (batch, tokens, hidden_size) in place of ids.
             labels: int (batch, tokens), shifted inside; -100 is not counted.
+            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
         """
-        if attention_mask is not None and bool((attention_mask.diff(dim=1) > 0).any()):
+        given = ModelInputs(input_ids, inputs_embeds, attention_mask, None)
+        batch, tokens = check_inputs(given, self.config, type(self).__name__).shape[:2]
+        padding = padding_of(attention_mask, batch, tokens)
+        if padding is not None and bool((padding[:, :-1] & ~padding[:, 1:]).any()):
             raise ShapeError(
                 "LSTMForCausalLM: received padding before a real token; expected padding on the"
                 " right only"
             )
         embedded = self.token(input_ids) if inputs_embeds is None else inputs_embeds
         states, _ = self.lstm(self.dropout(embedded))
-        logits = self.lm_head(self.dropout(states))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
-        return CausalLMOutput(loss=cast(Any, loss), logits=cast(Any, logits))
+        logits = self.logits_of(self.dropout(states))
+        if labels is None:
+            return self.result(logits, None, {})
+        return self.result(
+            logits, self.token_loss(logits, following(labels), num_items_in_batch), {}
+        )
 
 
 ARCHITECTURES.register("lstm")(Architecture(LSTMConfig, {"causal_lm": LSTMForCausalLM}))

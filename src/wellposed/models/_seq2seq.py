@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError
 from wellposed.models._config import WellposedConfig
 from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
@@ -59,6 +60,7 @@ class WellposedDecoder(WellposedBody):
         )
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -149,6 +151,7 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
         self.encoder.set_input_embeddings(value)
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -266,6 +269,7 @@ class WellposedForSeq2SeqLM(
         self.model.set_input_embeddings(value)
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,

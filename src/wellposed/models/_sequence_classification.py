@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.models._classifier import Classifier
 from wellposed.models._config import WellposedConfig
 from wellposed.models._heads import Output
@@ -18,6 +19,7 @@ class GenericForSequenceClassification(Classifier[Output]):
     classifier: nn.Linear
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,

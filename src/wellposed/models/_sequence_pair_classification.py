@@ -11,6 +11,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAuto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ShapeError
 from wellposed.models._classifier import Classifier
 from wellposed.models._config import WellposedConfig
@@ -25,6 +26,7 @@ class GenericForSequencePairClassification(Classifier[Output]):
     classifier: PairHead
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,

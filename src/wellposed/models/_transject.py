@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError
 from wellposed.linalg import isometry_error
 from wellposed.model_options import TransJectOptions
@@ -164,6 +165,7 @@ class TransJectModel(TransJectPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -208,7 +210,9 @@ class TransJectModel(TransJectPreTrainedModel):
             positions = position_ids
             if positions is None and not (cache is None and _counts_up(padding)):
                 positions = positions_of(padding, tokens, num_keys, received.device)
-            self._check_positions(positions, num_keys, given=position_ids is not None)
+            self._check_positions(
+                positions, (batch, tokens), num_keys, given=position_ids is not None
+            )
             x = self.embeddings(
                 input_ids,
                 positions[0] if positions is not None and len(positions) == 1 else positions,
@@ -277,10 +281,14 @@ class TransJectModel(TransJectPreTrainedModel):
         loss = self.stack.reconstruction_loss(x, key_padding_mask=padding)
         return None if loss is None else weight * loss
 
-    def _check_positions(self, positions: Tensor | None, num_keys: int, *, given: bool) -> None:
-        if positions is not None and isinstance(self.embeddings.position, LearnedPositions):
-            limit = self.config.max_position_embeddings
-            check_positions(positions, num_keys, limit, given=given, where=type(self).__name__)
+    def _check_positions(
+        self, positions: Tensor | None, tokens: tuple[int, int], num_keys: int, *, given: bool
+    ) -> None:
+        if positions is not None:
+            learned = isinstance(self.embeddings.position, LearnedPositions)
+            limit = self.config.max_position_embeddings if learned else None
+            where = type(self).__name__
+            check_positions(positions, tokens, num_keys, limit, given=given, where=where)
 
     def _cache(
         self, past_key_values: TransJectCache | None, use_cache: bool | None

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from wellposed.model_options import TransJectOptions
-from wellposed.models._checked_config import (
-    CheckedConfig,
-    label_problems,
-    name_problems,
-    token_problems,
-)
+from wellposed.models._checked_config import CheckedConfig
+from wellposed.models._config import Depth
 from wellposed.models._pooling import POOLINGS
-from wellposed.nn.checks import LEAST_EPS
+from wellposed.nn.checks import Eps
+from wellposed.nn.transject.experts import Gating
+from wellposed.nn.transject.injective_embedding import PositionKind
+from wellposed.nn.transject.orthogonal import ResidualStart
 from wellposed.options import Ge, Rate, Size, Strength, checked_hints, fits
-
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_HINTS: Mapping[str, Any] = {
-    "vocab_size": Size,
-    "max_position_embeddings": Size,
-    "hidden_size": Size,
-    "num_hidden_layers": Size,
-    "dropout": Rate,
-    "spectrum_eps": Annotated[float, Ge(LEAST_EPS)],
-    "reconstruction_weight": Strength,
-    "gating": Literal["pooled", "normalized", "fixed"],
-    "residual": Literal["rezero", "sigmoid"],
-    "position": Literal["sinusoidal", "learned"],
-    "is_causal": bool | None,
-    **checked_hints(TransJectOptions),
-}
 
 
 class TransJectConfig(CheckedConfig):
@@ -78,6 +61,7 @@ class TransJectConfig(CheckedConfig):
     """
 
     model_type = "transject"
+    named = {"pooling": POOLINGS}  # noqa: RUF012 (declared by the base)
     absent_keys: ClassVar[Mapping[str, str]] = {
         "intermediate_size": (
             "the feed-forward is orthogonal, so as wide as a token: set hidden_size"
@@ -90,23 +74,23 @@ class TransJectConfig(CheckedConfig):
         "gates",
     ]
 
-    vocab_size: int = 256
-    max_position_embeddings: int = 512
-    hidden_size: int = 128
-    num_hidden_layers: int = 2
-    spectrum_eps: float = 1e-6
-    gating: str = "pooled"
-    residual: str = "rezero"
-    position: str = "sinusoidal"
-    dropout: float = 0.0
-    reconstruction_weight: float = 0.01
+    vocab_size: Size = 256
+    max_position_embeddings: Size = 512
+    hidden_size: Size = 128
+    num_hidden_layers: Annotated[Depth, Ge(1)] = 2
+    spectrum_eps: Eps = 1e-6
+    gating: Gating = "pooled"
+    residual: ResidualStart = "rezero"
+    position: PositionKind = "sinusoidal"
+    dropout: Rate = 0.0
+    reconstruction_weight: Strength = 0.01
     pooling: str = "mean"
     tie_word_embeddings: bool = False
     is_causal: bool | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    use_cache: bool = True
+    use_cache: bool | None = True
 
     if TYPE_CHECKING:  # options of parts are no fields
 
@@ -119,24 +103,15 @@ class TransJectConfig(CheckedConfig):
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
-        """Return what values must be."""
-        return dict(_HINTS)
+        """Return what values must be, those shared with the command line included."""
+        return {**super().hints(), **checked_hints(TransJectOptions)}
 
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
-        return [
-            *super().problems(),
-            *name_problems(self, {"pooling": POOLINGS}),
-            *token_problems(self, _TOKENS),
-            *label_problems(self),
-            *_width_problems(self),
-        ]
-
-
-def _width_problems(config: TransJectConfig) -> list[str]:
-    if not fits(config.hidden_size, Size) or config.hidden_size % 2 == 0:
-        return []
-    return [
-        f"hidden_size: received {config.hidden_size}; expected an even number: half for a"
-        " token, half for its position"
-    ]
+        problems = super().problems()
+        if fits(self.hidden_size, Size) and self.hidden_size % 2:
+            problems.append(
+                f"hidden_size: received {self.hidden_size}; expected an even number: half for a"
+                " token, half for its position"
+            )
+        return problems

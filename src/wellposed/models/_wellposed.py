@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.models._config import WellposedConfig
@@ -215,7 +216,12 @@ class WellposedBody(WellposedPreTrainedModel):
             positions = positions_of(padding, num_queries, num_keys, device)
         limit, where = self.config.max_position_embeddings, type(self).__name__
         check_positions(
-            positions, num_keys, limit, given=given.position_ids is not None, where=where
+            positions,
+            (batch, num_queries),
+            num_keys,
+            limit,
+            given=given.position_ids is not None,
+            where=where,
         )
         mask = make_mask(padding, self.is_causal, num_queries, num_keys, device)
         x = self.embeddings(given.input_ids, positions, given.inputs_embeds, table=table)
@@ -294,6 +300,7 @@ class WellposedModel(WellposedBody):
         self.assemble(blocks, embeddings, is_causal=bool(config.is_causal))
 
     @can_return_tuple
+    @known_keywords
     def forward(
         self,
         input_ids: Tensor | None = None,
