@@ -35,7 +35,6 @@ FORWARD = {
     "OrthogonalFeedForward": lambda: wn.OrthogonalFeedForward(8),
     "BallProjection": lambda: wn.BallProjection(8),
     "GramSpectrum": lambda: wn.GramSpectrum(8),
-    "Block": lambda: wn.Block(CONFIG),
     "TransformerStack": lambda: wn.TransformerStack(CONFIG),
     "TransJectStack": lambda: wn.TransJectStack(8, 1),
 }  # fmt: skip

@@ -154,7 +154,6 @@ class Block(nn.Module):
         self.feedforward = FEEDFORWARDS.get(config.feedforward)(config)
         self.feedforward_norm = NORMS.get(config.norm)(config)
         self.feedforward_residual = RESIDUALS.get(config.residual)(config)
-        self.embed_dim: int = config.hidden_size
         self.dropout = nn.Dropout(config.dropout)
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
@@ -172,7 +171,6 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map (batch, tokens, width) to the same shape; the keywords are those of every
         attention."""
-        check_tokens(self, x, self.embed_dim, batched=True)
         return self.feed(
             self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
         )
