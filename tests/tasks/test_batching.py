@@ -6,12 +6,10 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wellposed.errors import ConfigError
 from wellposed.tasks.batches import bucketed_batches, collate_causal_lm, collate_classification
 from wellposed.tasks.kinds.objectives import (
     accuracy_sums,
@@ -53,11 +51,6 @@ def test_batches_are_not_in_order_of_length() -> None:
     means = [sum(batch) / len(batch) for batch in batches]
     rising = sum(a < b for a, b in itertools.pairwise(means))
     assert 25 < rising < 75
-
-
-def test_batch_size_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size = 0"):
-        bucketed_batches([1, 2], 0, shuffle="x")
 
 
 def _examples(count: int) -> list[dict[str, list[int]]]:

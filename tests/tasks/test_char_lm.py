@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import CharLMTask, build_task
-from wellposed.tasks.data.texts import looks_spaced, unspace
+from wellposed.tasks.data.texts import looks_spaced
 
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
 
@@ -49,14 +47,6 @@ def test_one_file_is_cut_contiguously_into_90_5_5(text_file: Path) -> None:
     assert described["cut_from_train"] == {"valid": "contiguous 5%", "test": "contiguous 5%"}
 
 
-def test_gzip_equals_plain(text_file: Path, tmp_path: Path) -> None:
-    zipped = tmp_path / "zipped.txt.gz"
-    zipped.write_bytes(gzip.compress(TEXT.encode()))
-    plain, packed = build(text_file), build(zipped)
-    assert list(plain.dataset("train")) == list(packed.dataset("train"))
-    assert plain.model_kwargs() == packed.model_kwargs()
-
-
 def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file: Path) -> None:
     task = build(text_file, seq_len=20)
     tokens = task.dataset("train").tokens.tolist()
@@ -73,16 +63,6 @@ def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file: P
         assert predicted == Counter(range(1, len(tokens)))
         firsts.add(min(stop for _, stop in blocks))
     assert len(firsts) > 1
-
-
-def test_valid_and_test_are_cut_at_offset_zero_in_every_epoch(text_file: Path) -> None:
-    task = build(text_file)
-    for split in ("valid", "test"):
-        for epoch in range(3):
-            indices = [
-                i for batch in task.batches(split, 4, seed=epoch, epoch=epoch) for i in batch
-            ]
-            assert sorted(indices) == list(range(len(task.dataset(split))))
 
 
 def test_totals_over_a_split_count_every_character_but_the_first(text_file: Path) -> None:
@@ -130,13 +110,6 @@ def test_unknown_characters_of_valid_are_counted(tmp_path: Path) -> None:
     assert described["test"]["count"] == 0
 
 
-def test_vocabulary_is_that_of_train(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("abcabc\n" * 10)
-    (tmp_path / "valid.txt").write_text("xyz\n")
-    (tmp_path / "test.txt").write_text("abc\n")
-    assert build(tmp_path).model_kwargs()["vocab_size"] == 4 + 2
-
-
 SPACED = "n o _ i t _ w a s n ' t \n < u n k > _ a _ b c d \n "
 
 
@@ -167,18 +140,6 @@ def test_detection_of_the_spaced_format(text: str, spaced: bool) -> None:
     assert looks_spaced(text) is spaced
 
 
-def test_unspace_inverts_spacing() -> None:
-    generator = random.Random(0)
-    text = (
-        "".join(generator.choice("abc <>'.\n") for _ in range(500))
-        .replace("\n ", "\nx")
-        .replace(" \n", "x\n")
-        .strip()
-    )
-    spaced = " ".join("_" if character == " " else character for character in text)
-    assert unspace(spaced, "file") == text
-
-
 def test_malformed_spaced_lines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a b c d e\n" * 60 + "a bc d\nx  y\n")
@@ -189,35 +150,6 @@ def test_malformed_spaced_lines_are_named(tmp_path: Path) -> None:
     assert f"{path}:62: " in message
     assert "give format='plain'" in message
     assert build(path, format="plain").description()["characters"]["train"] > 0
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "the file is empty"),
-        (b"caf\xe9", ":1: not UTF-8"),
-        (b"too short", "9 characters are too few to cut valid and test from"),
-    ],
-)
-def test_unusable_files(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        build(tmp_path / "a.txt")
-    assert str(tmp_path / "a.txt") in str(caught.value)
-
-
-def test_a_valid_file_of_one_character_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text(TEXT)
-    (tmp_path / "valid.txt").write_text("a")
-    with pytest.raises(DataError, match=r"\(valid\): 1 tokens, expected at least 2"):
-        build(tmp_path)
-
-
-def test_bad_numbers(text_file: Path) -> None:
-    with pytest.raises(ConfigError, match="seq_len = 1, expected at least 2"):
-        build(text_file, seq_len=1)
-    with pytest.raises(ConfigError, match="limit_chars = 0, expected an integer >= 2"):
-        build(text_file, limit_chars=0)
 
 
 def test_builtin_prose_is_english_deterministic_and_described() -> None:
@@ -256,13 +188,6 @@ def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> 
     )
     with pytest.raises(DataError, match=r"hf:name \(train\): no column 'text'; it has body"):
         build("hf:name")
-
-
-def test_files_beside_a_hub_data_set_are_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(
-        ConfigError, match="option valid needs data=FILE; hf: data sets bring their own splits"
-    ):
-        build("hf:name", valid="a.txt")
 
 
 def test_lines_are_examples_and_padding_has_no_loss(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks import TASKS, DialogueOptions, DialogueTask, build_task
+from wellposed.tasks import DialogueTask, build_task
 from wellposed.tasks.data.dialogues import (
     Dialogue,
     detect_format,
@@ -89,11 +89,6 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates() -> None:
     )
     assert list(first.replies()) == [1, 3]
     assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
-
-
-@pytest.mark.parametrize(("text", "name"), [(DAILY, "dailydialog"), (PERSONA, "personachat")])
-def test_the_format_is_seen_in_the_first_line(text: str, name: str) -> None:
-    assert detect_format(_file(text)) == name
 
 
 def test_an_unknown_format_says_what_was_expected() -> None:
@@ -239,11 +234,6 @@ def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path: Path) 
     assert [reply for _, reply in _texts(dropped, "test")] == ["bad"]
 
 
-def test_a_test_split_of_repetitions_alone_cannot_be_dropped(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="drop_repeated_test leaves none"):
-        _task(_fill(tmp_path, DAILY), drop_repeated_test=True)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -319,12 +309,6 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
     assert scored.scores["embedding_average"] == pytest.approx(200 / 3)
     with pytest.raises(DataError, match="no such file"):
         _task(data, vectors=str(tmp_path / "none.vec"))
-
-
-def test_the_task_is_registered_with_its_options() -> None:
-    spec = TASKS.get("dialogue")
-    assert spec.options is DialogueOptions
-    assert DialogueTask.kind == "seq2seq_lm"
 
 
 @pytest.mark.data

@@ -67,15 +67,6 @@ def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder
     assert (counted[at_characters] == written[at_characters]).all()
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "character"])
-def test_our_tokenizers_give_the_ids_of_their_bulk_encoder(tokenizer: str) -> None:
-    encoder = build_encoder(tokenizer, ["café\n"], max_words=1)
-    assert (
-        encode_with_bytes(encoder, TEXT).ids.flat.tolist()
-        == encoder.encode([TEXT]).ids.flat.tolist()
-    )
-
-
 def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder: Path) -> None:
     task = build(folder)
     config = transformers.GPT2Config(

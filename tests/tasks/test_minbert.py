@@ -109,12 +109,6 @@ def test_a_row_over_two_lines_does_not_shift_the_line_numbers(tmp_path: Path) ->
         read_minbert(folder_of(tmp_path, ids_sst_train=text))
 
 
-def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
-    text = HEADERS["sts"] + "0\ta\tone\ttwo\t9\n1\tb\tone\ttwo\tx\n2\tc\tone\ttwo\t1.0\n"
-    with pytest.raises(DataError, match=r"(?s)2 rows that cannot be used.*:2: .*:3: "):
-        read_minbert(folder_of(tmp_path, sts_train=text))
-
-
 def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
     folder_of(tmp_path)
     (tmp_path / "sts-dev.csv").unlink()

@@ -158,15 +158,6 @@ def test_an_unknown_language_names_those_that_exist(tmp_path: Path) -> None:
         load_parallel(str(tmp_path / "nowhere"), DE_EN)
 
 
-def test_a_line_of_another_encoding_is_named(tmp_path: Path) -> None:
-    write_split(tmp_path, "train", 40)
-    lines = [de.encode() for de, _ in PAIRS[:40]]
-    lines[16] = "größe".encode("latin-1")
-    (tmp_path / "train.de").write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(DataError, match=r"train\.de:17: not UTF-8: byte 0xf6"):
-        load_parallel(str(tmp_path), DE_EN)
-
-
 class Rows(SimpleNamespace):
     def __getitem__(self, name: str) -> Any:
         return self.columns[name]

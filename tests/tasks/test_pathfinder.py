@@ -220,16 +220,6 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def test_marks_and_line_ends_of_other_systems_and_other_files_do_not_matter(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
-    write_release(tmp_path)
-    plain = list(build(tmp_path).dataset("train"))
-    metadata = tmp_path / "metadata" / "0.npy"
-    metadata.write_bytes(b"\xef\xbb\xbf" + metadata.read_bytes().replace(b"\n", b"\r\n"))
-    (tmp_path / "metadata" / ".DS_Store").write_bytes(b"\x00\x01")
-    assert list(build(tmp_path).dataset("train")) == plain
-
-
 def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
     for name in ("curv_baseline", "curv_contour_length_9"):
         (tmp_path / "pathfinder32" / name / "metadata").mkdir(parents=True)
@@ -258,11 +248,3 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
         build(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         build(tmp_path / "nothing")
-
-
-def test_files_that_the_release_would_not_read_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "metadata").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"pathfinder: valid name npz files; .* is a folder of the release"
-    ):
-        build(tmp_path, valid="x.npz")

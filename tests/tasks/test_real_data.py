@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.tokenizer_folders import bert_words
@@ -128,3 +129,32 @@ def test_imdb_folder_with_the_defaults_of_the_command_line(shared_data: Path) ->
     assert described["texts_also_in_train"]["valid"] == 23
     assert described["truncated_texts"]["train"] > 0
     assert task.reference() == {"accuracy": 0.5}
+
+
+def test_cifar_in_gray(shared_data: Path) -> None:
+    task = build_task("image", {"data": str(shared_data / "cifar10_subset")})
+    assert sizes(task) == [10000, 1000, 2000]
+    assert set(task.lengths("train")) == {1024}
+    assert task.model_kwargs()["num_labels"] == 10
+    assert task.reference() == {"accuracy": 0.1}
+
+
+def test_cifar_in_colour(shared_data: Path) -> None:
+    task = build_task(
+        "image", {"data": str(shared_data / "cifar10_subset"), "color": "rgb", "size": 16}
+    )
+    assert sizes(task) == [2850, 150, 1000]
+    assert set(task.lengths("test")) == {768}
+
+
+def test_ag_news_as_pairs(shared_data: Path) -> None:
+    options: dict[str, Any] = {
+        "data": str(shared_data / "ag_news"),
+        "num_train": 2000,
+        "max_length": 256,
+    }
+    task = build_task("retrieval", options)
+    assert sizes(task) == [2000, 1000, 3800]
+    described = task.description()
+    assert described["files"]["test"]["path"].endswith("test_even.tsv.gz")
+    assert described["labels"]["train"] == {"different": 1000, "related": 1000}

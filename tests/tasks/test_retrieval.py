@@ -51,16 +51,6 @@ def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path: Path) ->
     assert task.lengths("train")[0] == len("first paper 0second é 0".encode())
 
 
-def test_missing_splits_are_cut_from_train_and_gzip_is_read(tmp_path: Path) -> None:
-    import gzip
-
-    (tmp_path / "pairs.train.tsv.gz").write_bytes(gzip.compress(as_tsv(PAIRS).encode()))
-    task = build(tmp_path / "pairs.train.tsv.gz")
-    every = [row for split in SPLITS for row in decoded(task, split)]
-    assert sorted(every) == sorted((label, one, other) for label, _, _, one, other in PAIRS)
-    assert task.description()["cut_from_train"]["valid"] == "2 of 40 rows, by a fixed shuffle"
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -85,19 +75,6 @@ def test_a_first_row_that_is_cut_short_does_not_change_what_the_file_is(tmp_path
         DataError, match=r"1 rows that cannot be used.*\n.*x.train.tsv:1: 4 columns, expected 5"
     ):
         build(path)
-
-
-def test_the_texts_of_the_release_are_literals_of_bytes_and_are_kept_as_they_are(
-    tmp_path: Path,
-) -> None:
-    rows = [
-        (i % 2, f"P{i}", f"Q{i}", rf"""b'paper "{i}"\n\xc3\xa9'""", f'b"it\'s {i}"')
-        for i in range(40)
-    ]
-    (tmp_path / "x.train.tsv").write_text(as_tsv(rows))
-    task = build(tmp_path / "x.train.tsv")
-    every = {row[1:] for split in SPLITS for row in decoded(task, split)}
-    assert every == {(one, other) for *_, one, other in rows}
 
 
 def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path: Path) -> None:
@@ -180,23 +157,6 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
         build(tmp_path / "nothing")
     with pytest.raises(DataError, match="rows with more than max_length = 3 tokens"):
         build(tmp_path / "x.train.tsv", max_length=3, overflow="error")
-
-
-def test_the_training_loop_trains_on_pairs(tmp_path: Path) -> None:
-    from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
-
-    small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
-    short = TrainOptions(
-        steps=2, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1
-    )
-    options = {"num_train": 20, "num_valid": 4, "num_test": 4, "max_length": 32}
-    result = train(
-        RunConfig("retrieval", options, model=small, train=short), tmp_path / "run", progress=False
-    )
-    assert result.status == "success"
-    assert 0 <= result.result["results"]["retrieval"]["accuracy,test"] <= 1
-    assert result.result["train_info"]["tokens"] == 2 * 4 * 2 * 32
-    assert any(row["split"] == "valid" for row in read_metrics(tmp_path / "run"))
 
 
 def test_texts_in_folders_by_class_are_paired_by_class(tmp_path: Path) -> None:

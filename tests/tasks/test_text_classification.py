@@ -73,17 +73,6 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, zipped: boo
     assert sorted(every) == sorted(ROWS)
 
 
-def test_columns_by_name_and_by_number(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text(
-        as_tsv([(text, "x", label) for label, text in ROWS], ["body", "junk", "stars"])
-    )
-    task = build(tmp_path / "a.tsv", label_column="stars", text_column="body")
-    assert set(texts(task)) < set(ROWS)
-    (tmp_path / "b.tsv").write_text(as_tsv([(text, "x", label) for label, text in ROWS]))
-    by_number = build(tmp_path / "b.tsv", label_column="2", text_column="0")
-    assert texts(by_number) == texts(task)
-
-
 def test_quoting_can_be_overridden(tmp_path: Path) -> None:
     quoted = [(label, text.replace("\\", "\n")) for label, text in ROWS]
     (tmp_path / "a.tsv").write_text(as_csv(quoted, delimiter="\t"))
@@ -226,14 +215,6 @@ def test_all_bad_rows_of_a_file_are_in_one_message(tmp_path: Path) -> None:
     assert "... and 5 more" in str(caught.value)
 
 
-def test_lines_of_quoted_fields_with_line_feeds_are_those_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text('label,text\npos,"two\nlines"\nneg,fine\nneg\n')
-    with pytest.raises(DataError) as caught:
-        build(path)
-    assert f"{path}:5: 1 columns" in str(caught.value)
-
-
 def test_unknown_label_in_valid_names_the_line_and_the_known_labels(tmp_path: Path) -> None:
     write_splits(tmp_path, valid=[*ROWS, ("neutral", "x"), ("Pos", "y")])
     with pytest.raises(DataError) as caught:
@@ -242,12 +223,6 @@ def test_unknown_label_in_valid_names_the_line_and_the_known_labels(tmp_path: Pa
     assert "valid has labels that train does not have; known: 'neg', 'pos'" in message
     assert f"{tmp_path / 'valid.tsv'}:41: label 'neutral'" in message
     assert f"{tmp_path / 'valid.tsv'}:42: label 'Pos'" in message
-
-
-def test_not_utf8_is_named_by_line(tmp_path: Path) -> None:
-    (tmp_path / "x.tsv").write_bytes(as_tsv(ROWS).encode() + b"pos\tcaf\xe9\n")
-    with pytest.raises(DataError, match=r"x\.tsv:41: not UTF-8: byte 0xe9"):
-        build(tmp_path / "x.tsv")
 
 
 def test_a_column_that_is_not_there_lists_the_header(tmp_path: Path) -> None:
@@ -380,16 +355,6 @@ def test_labels_of_thousands_of_digits_are_names(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(f"{long} your persona: x\n")
     with pytest.raises(DataError, match=r"train\.txt:1: "):
         build_task("dialogue", {"data": str(tmp_path / "train.txt"), "format": "personachat"})
-
-
-def test_an_id_column_is_not_taken_for_the_label(tmp_path: Path) -> None:
-    path = tmp_path / "x.tsv"
-    path.write_text(as_tsv([(f"id{i}", label, text) for i, (label, text) in enumerate(ROWS)]))
-    with pytest.raises(
-        DataError, match=r"36 different labels in 36 rows.*this is not the label column"
-    ):
-        build(path)
-    assert len(build(path, label_column="1").dataset("train")) == 36
 
 
 @pytest.mark.parametrize(

@@ -52,19 +52,6 @@ def test_bulk_encoding_equals_the_tokenizer(kind: str) -> None:
     assert len(tokenizer) == encoder.vocab_size
 
 
-@pytest.mark.parametrize("kind", ["character", "byte"])
-def test_decoding_gives_the_text_back(kind: str) -> None:
-    encoder = BUILDERS[kind]()
-    tokenizer = encoder.tokenizer(max_length=512)
-    for text, ids in zip(TEXTS, rows(encoder, TEXTS), strict=True):
-        assert tokenizer.decode(ids) == text
-
-
-def test_words_decode_to_words_joined_by_one_space() -> None:
-    encoder = WordEncoder.from_texts(["one two  three"], max_words=10)
-    assert encoder.tokenizer(max_length=8).decode(rows(encoder, ["three \n one"])[0]) == "three one"
-
-
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_round_trip_through_auto_tokenizer(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
@@ -120,13 +107,6 @@ def test_truncation_keeps_the_first_tokens_and_reports_full_lengths() -> None:
     encoded = CharacterEncoder("abc").encode(["abc", "", "a", "cba"], max_length=2)
     assert [row.tolist() for row in encoded.ids] == [[2, 3], [], [2], [4, 3]]
     assert encoded.full_lengths == [3, 0, 1, 3]
-
-
-def test_ten_megabytes_of_characters_encode_without_a_python_loop_over_them() -> None:
-    text = "The quick brown fox.\n" * 500_000
-    encoded = CharacterEncoder(set(text)).encode([text])
-    assert len(encoded.ids.flat) == len(text)
-    assert encoded.ids.flat[: 21 * 3].tolist() == encoded.ids.flat[21 : 21 * 4].tolist()
 
 
 def test_drop_characters_are_white_space_for_bulk_and_tokenizer() -> None:

@@ -83,12 +83,6 @@ def test_ag_news_is_read_as_it_is_released(tmp_path: Path) -> None:
     assert described["class_names"]["path"] == str(tmp_path / "classes.txt")
 
 
-def test_it_is_what_joining_the_fields_of_the_csv_module_gives(tmp_path: Path) -> None:
-    fields = list(csv.reader(io.StringIO(AG_NEWS)))
-    task = build(release(tmp_path, classes=None))
-    assert rows(task, "test") == [(label, f"{title} {text}") for label, title, text in fields]
-
-
 @pytest.mark.parametrize(
     "header", ["Class Index,Title,Description", "label,title,content", "title,label,description"]
 )

@@ -233,15 +233,6 @@ def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
         build(corpus, generate_length_penalty_form="gmnt")
 
 
-def test_the_number_of_generated_texts_can_be_limited(corpus: Path) -> None:
-    task: Any = build(corpus, generate_max_examples=2)
-    model = Oracle(task)
-    for given, count in ((None, 2), (5, 5)):
-        model.widths.clear()
-        task.generate_metrics(model, "valid", batch_size=1, max_examples=given)
-        assert len(model.widths) == count
-
-
 @pytest.mark.parametrize("beams", [1, 2])
 def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, beams: int) -> None:
     from wellposed.models import build_model

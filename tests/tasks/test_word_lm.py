@@ -4,8 +4,6 @@ Treebank's counts."""
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +84,6 @@ def test_totals_count_every_word_but_the_first_and_perplexity_is_exp_of_the_mean
     assert task.summarize({"nats_per_word": (1e6, 1.0)})["perplexity"] == math.inf
 
 
-def test_reference_is_the_perplexity_of_single_words(folder: Path) -> None:
-    task = build(folder)
-    counts = Counter(decoded(task, "valid")[1:])
-    total = sum(counts.values())
-    entropy = -sum(count / total * math.log(count / total) for count in counts.values())
-    assert task.reference()["perplexity"] == pytest.approx(math.exp(entropy), rel=1e-9)
-
-
 def test_limit_words_cuts_train_alone(folder: Path) -> None:
     full, task = build(folder), build(folder, limit_words=9)
     assert decoded(task, "train") == decoded(full, "train")[:9]
@@ -102,15 +92,6 @@ def test_limit_words_cuts_train_alone(folder: Path) -> None:
     )
     with pytest.raises(ConfigError, match="limit_words = 1, expected an integer >= 2"):
         build(folder, limit_words=1)
-
-
-def test_builtin_prose_has_ten_thousand_words_and_says_where_it_is_from() -> None:
-    task = build("builtin", seq_len=36, limit_words=50_000)
-    described = task.description()
-    assert described["source"].startswith("builtin")
-    assert described["tokenizer"]["vocabulary"] <= 10_002
-    assert described["words"]["valid"] > 1000
-    assert random.Random(0).choice(decoded(task, "train")).strip()
 
 
 @pytest.mark.data

@@ -8,7 +8,6 @@ equal data gives equal ids everywhere.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -103,32 +102,23 @@ def build_pair_encoder(
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")
-    return _build(kind, vocab_size if kind == "bpe" else 0, digest.hexdigest(), _Texts(texts))
+    key = (kind, vocab_size if kind == "bpe" else 0, digest.hexdigest())
+    if key not in _BUILT:
+        characters = frozenset(set().union(*map(set, texts)))
+        inner = BUILDERS[kind](texts, characters, vocab_size)
+        inner.post_processor = tokenizers_library().processors.TemplateProcessing(
+            single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)]
+        )
+        inner.encode_special_tokens = True  # "</s>" in a text is four characters
+        if len(_BUILT) == MAX_KEPT:
+            _BUILT.pop(next(iter(_BUILT)))
+        _BUILT[key] = PairEncoder(kind, inner, characters | {" "})
+    return _BUILT[key]
 
 
-class _Texts:
-    """Texts that a cache does not look at; their digest stands for them."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = texts
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Texts)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=4)
-def _build(kind: str, vocab_size: int, digest: str, texts: _Texts) -> PairEncoder:
-    del digest
-    characters = frozenset(set().union(*map(set, texts.texts)))
-    inner = BUILDERS[kind](texts.texts, characters, vocab_size)
-    inner.post_processor = tokenizers_library().processors.TemplateProcessing(
-        single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)]
-    )
-    inner.encode_special_tokens = True  # "</s>" in a text is four characters
-    return PairEncoder(kind, inner, characters | {" "})
+_BUILT: dict[tuple[str, int, str], PairEncoder] = {}
+MAX_KEPT = 4
+"""Tokenizers that are kept for tasks of the same texts, which need not learn them again."""
 
 
 def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int) -> Any:

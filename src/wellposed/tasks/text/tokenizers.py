@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, UNK = "<|pad|>", "<|unk|>"
-WORD_PAD, WORD_UNK = (
-    "<| pad |>",
-    "<| unk |>",
-)  # a space inside, so that no word of a text can be equal to them
+# A space inside, so that no word of a text can be equal to them.
+WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
@@ -193,9 +191,7 @@ class WordEncoder(TextEncoder):
             tokenizers.models.WordLevel({WORD_PAD: PAD_ID, WORD_UNK: UNK_ID, **self._ids}, WORD_UNK)
         )
         if self.drop:
-            pattern = tokenizers.Regex(
-                "[" + "".join("\\" + character for character in self.drop) + "]"
-            )
+            pattern = tokenizers.Regex("[" + "".join(f"\\{each}" for each in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return wrap_tokenizer(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
@@ -237,11 +233,9 @@ def _symbol_tokenizer(symbols: Iterable[str]) -> Any:
 def _byte_symbols() -> list[str]:
     """Return the printable character that stands for each byte in the byte-level alphabet of
     GPT-2."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + i) for i, byte in enumerate(others)
-    }
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    symbols = bytes_to_unicode()
     return [symbols[byte] for byte in range(256)]
 
 
