@@ -16,8 +16,8 @@ from tests.support.images import class_folders, image_config
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.tasks import SPLITS, ImageClassificationTask, build_task
-from wellposed.tasks.data.images import read_image_file
 from wellposed.tasks import image_classification as kind
+from wellposed.tasks.data.images import read_image_file
 
 X = np.random.default_rng(0).integers(0, 256, (30, 6, 4, 3), dtype=np.uint8)
 Y = np.arange(30) % 3

@@ -94,6 +94,7 @@ def test_sst_with_header_and_quotes(shared_data: Path) -> None:
     assert task.description()["files"]["train"]["columns"] == columns
 
 
+@pytest.mark.slow
 def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
     shared_data: Path, tmp_path: Path
 ) -> None:

@@ -306,6 +306,7 @@ def test_bad_options_are_refused(corpus: Path, options: dict[str, Any], says: st
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_multi30k_both_ways_and_tatoeba_by_characters(shared_data: Path) -> None:
     folder = str(shared_data / "multi30k")
     for src, tgt in (("de", "en"), ("en", "fr")):
