@@ -32,13 +32,13 @@ def groups_of_a_step(
     target = SETS[to]
     module, _, name = target.rpartition(".")
     kind = getattr(__import__(module, fromlist=[name]), name)
-    original = kind.retract_batch_.__func__
+    original = kind.retract_.__func__
 
     def counted(cls: Any, weights: Sequence[Any], work: Any) -> Any:
-        sizes.append(len(weights))
+        sizes.extend([len(weights)] if len(weights) > 1 else [])
         return original(cls, weights, work)
 
-    monkeypatch.setattr(f"{target}.retract_batch_", classmethod(counted))
+    monkeypatch.setattr(f"{target}.retract_", classmethod(counted))
     layers = nn.ModuleList(
         nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in shapes
     )
@@ -56,9 +56,7 @@ def test_small_weights_of_one_shape_are_worked_on_together(
     to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
-    # A spectral weight alone goes the same way, as a batch of one.
-    alone = [1] if to == "spectral" else []
-    assert groups_of_a_step(shapes, monkeypatch, to=to) == [5, 3, 2, *alone]
+    assert groups_of_a_step(shapes, monkeypatch, to=to) == [5, 3, 2]
 
 
 def test_none_are_where_it_is_not_wanted_and_half_weights_never(

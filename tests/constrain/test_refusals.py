@@ -101,9 +101,7 @@ class TestErrors:
             ShapeError, match=r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"
         ):
             constrain_(model, sgd(model), where=nn.Embedding)
-        with pytest.raises(
-            ConfigError, match=r"embeddings must be 'refuse' or 'fit', received 'rows'"
-        ):
+        with pytest.raises(ConfigError, match=r"unknown embeddings 'rows'; nearest: refuse, fit"):
             constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")
         assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
 

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ from wellposed.linalg.sharded import is_sharded, read
 from wellposed.roles import is_transposed
 
 logger = logging.getLogger(__name__)
-
-Chosen: TypeAlias = tuple[Candidate, tuple[str, ...]]
 
 _KEPT = {
     "orthogonal": "orthogonal",
@@ -175,28 +173,28 @@ def constrain_(
         id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
     }
     found = select_weights(model, where, roles=roles, adapters=adapters)
-    chosen = _merge_tied(
-        model, [_oriented(place, tables) for place in found] if to == "columns" else found
-    )
-    refused = frozenset(tables) if to == "orthogonal" and embeddings == "refuse" else frozenset()
-    owners = _check(chosen, optimizers, to, refused=refused)
-    _check_directions(chosen, to, is_fresh_factor=adapters)
-    _check_decay(chosen, owners, to, weight_decay)
+    if to == "columns":
+        found = [_oriented(place, tables) for place in found]
+    places = _merge_tied(model, found)
+    tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
+    owners = _check(places, optimizers, to, tall_tables)
+    _check_directions(places, to, is_fresh_factor=adapters)
+    _check_decay(places, owners, to, weight_decay)
 
     weights: list[Weight] = []
-    for (place, also), owner in zip(chosen, owners, strict=True):
-        if to == "spectral":
-            weights.append(SpectralWeight(place, owner, bound, also))
-        elif to == "columns":
-            weights.append(ColumnWeight(place, owner, bound, also))
-        else:
-            is_frame = embeddings == "fit" and id(place.parameter) in tables
-            own_gain = "fit" if is_frame else gain
-            weights.append(OrthogonalWeight(place, owner, own_gain, also, is_frame=is_frame))
-    with torch.no_grad():
-        report = ConstraintReport(
-            tuple(weight.start(dry_run=dry_run) for weight in weights), dry_run=dry_run
+    for place, owner in zip(places, owners, strict=True):
+        if to != "orthogonal":
+            weights.append(
+                (SpectralWeight if to == "spectral" else ColumnWeight)(place, owner, bound)
+            )
+            continue
+        is_frame = embeddings == "fit" and id(place.parameter) in tables
+        weights.append(
+            OrthogonalWeight(place, owner, "fit" if is_frame else gain, is_frame=is_frame)
         )
+    with torch.no_grad():
+        rows = tuple(weight.start(dry_run=dry_run) for weight in weights)
+    report = ConstraintReport(rows, dry_run=dry_run)
     handle = Constraint(weights, report, ignore_decay=weight_decay == "ignore", batched=batched)
     if dry_run:
         sys.stdout.write(report.table() + "\n")
@@ -217,9 +215,8 @@ def _oriented(place: Candidate, tables: Mapping[int, nn.Embedding]) -> Candidate
 
 
 def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner: list[Optimizer] = []
-    for entry in given:
+    for entry in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while isinstance(getattr(entry, "optimizer", None), Optimizer):
             entry = entry.optimizer  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(entry, Optimizer) or not hasattr(entry, "_optimizer_step_pre_hooks"):
@@ -236,36 +233,30 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return inner
 
 
-def _merge_tied(
-    model: nn.Module, found: list[Candidate]
-) -> list[tuple[Candidate, tuple[str, ...]]]:
+def _merge_tied(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    merged: dict[object, tuple[Candidate, tuple[str, ...]]] = {}
-    for index, candidate in enumerate(found):
-        key = (
-            (id(candidate.parameter), candidate.rows) if candidate.parameter is not None else index
-        )
-        if key not in merged:
-            others = tuple(
-                name
-                for name in names.get(id(candidate.parameter), [])
-                if name != candidate.parameter_name
-            )
-            merged[key] = (candidate, others)
-            if others:
-                logger.warning(
-                    "%s is tied to %s; constrained once",
-                    candidate.parameter_name,
-                    ", ".join(others),
-                )
+    merged: dict[object, Candidate] = {}
+    for index, place in enumerate(found):
+        key = index if place.parameter is None else (id(place.parameter), place.rows)
+        if key in merged:
+            continue
+        own = place.parameter_name
+        others = tuple(name for name in names.get(id(place.parameter), []) if name != own)
+        merged[key] = replace(place, also=others)
+        if others:
+            logger.warning("%s is tied to %s; constrained once", own, ", ".join(others))
     return list(merged.values())
 
 
 def _check(
-    chosen: Sequence[Chosen], optimizers: list[Optimizer], to: Set, *, refused: frozenset[int]
+    places: Sequence[Candidate],
+    optimizers: list[Optimizer],
+    to: Set,
+    tall_tables: Mapping[int, nn.Embedding],
 ) -> list[Optimizer]:
+    """Return the optimizer of each weight, or raise with every weight that cannot be held."""
     owners: dict[int, list[Optimizer]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -273,61 +264,29 @@ def _check(
                 owners.setdefault(id(parameter), []).append(optimizer)
     shapes: list[str] = []
     others: list[str] = []
-    for candidate, _ in chosen:
-        path = candidate.label
-        if shape := _shape_problem(candidate, refused):
-            shapes.append(f"{path}: {shape}")
-        elif problem := _problem(candidate, owners, optimizers):
-            others.append(f"{path}: {problem}")
+    for place in places:
+        held = owners.get(id(place.parameter), [])
+        if problem := _problem_of_storage(place):
+            others.append(f"{place.label}: {problem}")
+        elif problem := _problem_of_shape(place, tall_tables):
+            shapes.append(f"{place.label}: {problem}")
+        elif problem := _problem_of_owner(place, held, optimizers):
+            others.append(f"{place.label}: {problem}")
     if shapes or others:
-        family = ShapeError if shapes and not others else ConfigError
+        family = ConfigError if others else ShapeError
         raise family(
             f"constrain_ cannot keep these weights {_KEPT[to]}:\n{listed([*shapes, *others])}"
         )
-    return [owners[id(candidate.parameter)][0] for candidate, _ in chosen]
+    return [owners[id(place.parameter)][0] for place in places]
 
 
-def _shape_problem(candidate: Candidate, refused: frozenset[int]) -> str | None:
-    parameter = candidate.parameter
-    if parameter is None or is_lazy(parameter):
-        return None
-    shape = tuple(parameter.shape)
-    if len(shape) != 2 or 0 in shape:
-        hint = (
-            "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
-            if "_flat_param" in candidate.name
-            else ""
-        )
-        return (
-            f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
-            f" types{hint}"
-        )
-    if id(parameter) in refused and shape[0] > shape[1]:
-        return (
-            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
-            " vectors can be orthonormal there; give embeddings='fit' to keep its columns"
-            " orthogonal, or use wellposed.OrthogonalityPenalty(model, embedding=...) to push its"
-            " Gram matrix"
-        )
-    return None
-
-
-def _problem(
-    candidate: Candidate, owners: dict[int, list[Optimizer]], optimizers: list[Optimizer]
-) -> str | None:
-    parameter = candidate.parameter
+def _problem_of_storage(place: Candidate) -> str | None:
+    parameter = place.parameter
     if parameter is None:
-        kind = type(candidate.module).__name__
         return (
-            f"{kind} computes or packs its weight (a parametrisation, or quantised); a plain"
-            " nn.Parameter is needed"
+            f"{type(place.module).__name__} computes or packs its weight (a parametrisation, or"
+            " quantised); a plain nn.Parameter is needed"
         )
-    return _storage_problem(parameter) or _owner_problem(
-        candidate, owners.get(id(parameter), []), optimizers
-    )
-
-
-def _storage_problem(parameter: nn.Parameter) -> str | None:
     if is_lazy(parameter):
         return "not initialised; run the model once on a batch before (lazy modules take their sizes from it)"
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
@@ -340,57 +299,66 @@ def _storage_problem(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def _owner_problem(
-    candidate: Candidate, held: list[Optimizer], optimizers: list[Optimizer]
+def _problem_of_shape(place: Candidate, tall_tables: Mapping[int, nn.Embedding]) -> str | None:
+    parameter = place.parameter
+    assert parameter is not None
+    shape = tuple(parameter.shape)
+    if len(shape) != 2 or 0 in shape:
+        flat = "_flat_param" in place.name
+        return (
+            f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
+            f" types{'; FSDP1 flattens parameters, use fully_shard (FSDP2)' if flat else ''}"
+        )
+    if id(parameter) in tall_tables and shape[0] > shape[1]:
+        return (
+            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
+            " vectors can be orthonormal there; give embeddings='fit' to keep its columns"
+            " orthogonal, or use wellposed.OrthogonalityPenalty(model, embedding=...) to push its"
+            " Gram matrix"
+        )
+    return None
+
+
+def _problem_of_owner(
+    place: Candidate, held: list[Optimizer], optimizers: list[Optimizer]
 ) -> str | None:
-    parameter = candidate.parameter
+    parameter = place.parameter
     assert parameter is not None
     if not parameter.requires_grad:
-        hint = (
-            ", or pass adapters=True to hold the factors of its adapter"
-            if candidate.is_adapted
-            else ""
-        )
+        adapted = ", or pass adapters=True to hold the factors of its adapter"
         return (
             "frozen (requires_grad is False), so no step would ever be taken; unfreeze it or leave"
-            f" it out{hint}"
+            f" it out{adapted if place.is_adapted else ''}"
         )
-    if candidate.rows is not None and is_sharded(parameter):
+    if place.rows is not None and is_sharded(parameter):
         return (
             "a part of a fused weight that is sharded; leave its module out of fully_shard, or"
             " leave it out here"
         )
     if len(held) != 1:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        many = (
-            "more than one given optimizer"
-            if held
-            else f"not owned by the given optimizer ({names})"
-        )
+        how = "owned by more than one" if held else "not owned by the"
         return (
-            f"{many}; build the optimizer from the parameters of this very model, after moving,"
-            " sharding or tying it"
+            f"{how} given optimizer ({names}); build the optimizer from the parameters of this very"
+            " model, after moving, sharding or tying it"
         )
-    if any(owns(handle, parameter, candidate.rows) for handle in handles_of(held[0])):
+    if any(owns(handle, parameter, place.rows) for handle in handles_of(held[0])):
         return "constrained already; call remove() on the first handle"
     return None
 
 
-def _check_directions(chosen: Sequence[Chosen], to: Set, *, is_fresh_factor: bool) -> None:
+def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: bool) -> None:
     """Refuse what has no nearest matrix in the set: zero columns, and factors that start at
     zero."""
     empty: list[str] = []
-    for place, _ in chosen:
+    for place in places if to != "spectral" else ():
         assert place.parameter is not None  # _check raised for it
-        matrix = place.seen(read(place.parameter))
+        zeros = place.seen(read(place.parameter)).eq(0).all(dim=0)
         if to == "columns":
-            is_zero = matrix.eq(0).all(dim=0)
-            zeros = [
-                index for index in is_zero.nonzero().flatten().tolist() if index != place.padding
-            ]
-            if zeros:
-                empty.append(f"{place.label}: {len(zeros)} zero columns, the first at {zeros[0]}")
-        elif to == "orthogonal" and is_fresh_factor and not bool(matrix.any()):
+            lost = [index for index in zeros.nonzero().flatten().tolist() if index != place.padding]
+            if lost:
+                empty.append(f"{place.label}: {len(lost)} zero columns, the first at {lost[0]}")
+        elif is_fresh_factor and bool(zeros.all()):
             empty.append(f"{place.label}: zero, as an adapter's last factor starts")
     if empty:
         raise ConfigError(
@@ -401,25 +369,20 @@ def _check_directions(chosen: Sequence[Chosen], to: Set, *, is_fresh_factor: boo
 
 
 def _check_decay(
-    chosen: Sequence[Chosen], owners: list[Optimizer], to: Set, weight_decay: str
+    places: Sequence[Candidate], owners: list[Optimizer], to: Set, weight_decay: str
 ) -> None:
-    if to == "spectral":
-        return
-    decayed: list[str] = []
-    sized: list[str] = []
-    for (candidate, _), owner in zip(chosen, owners, strict=True):
-        group = next(
-            g for g in owner.param_groups if any(p is candidate.parameter for p in g["params"])
-        )
-        if group.get("weight_decay", 0) != 0:
-            decayed.append(f"{candidate.parameter_name}: weight_decay={group['weight_decay']}")
-            if reads_weight_size(owner):
-                sized.append(f"{candidate.parameter_name}: {type(owner).__name__}")
+    decayed: dict[str, Optimizer] = {}
+    for place, owner in zip(places, owners, strict=True) if to != "spectral" else ():
+        for group in owner.param_groups:
+            decay = group.get("weight_decay", 0)
+            if decay != 0 and any(entry is place.parameter for entry in group["params"]):
+                decayed[f"{place.parameter_name}: weight_decay={decay}"] = owner
     if decayed and (weight_decay == "refuse" or to == "columns"):
-        raise decay_error(decayed)
+        raise decay_error(list(decayed))
+    sized = [line for line, owner in decayed.items() if reads_weight_size(owner)]
     if sized:
         raise ConfigError(
             "constrain_: weight_decay='ignore' needs an optimizer whose step does not depend on"
-            " the weight's size; put these weights in a group with"
+            " the weight's size (not Adafactor, LAMB or LARS); put these weights in a group with"
             f" weight_decay=0:\n{listed(sized)}"
         )

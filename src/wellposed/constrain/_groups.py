@@ -52,16 +52,8 @@ def parameter_groups(
             f"parameter_groups: weight_decay must be at least 0, received {weight_decay!r}"
         )
     model = unwrap_model(model, "parameter_groups")
-    held = (
-        []
-        if where is None and not roles
-        else select_weights(model, where, roles=roles, adapters=adapters)
-    )
-    groups = decay_groups(
-        model,
-        weight_decay,
-        constrained=[found.parameter for found in held if found.parameter is not None],
-    )
+    held = chosen_parameters(model, where, roles, adapters=adapters)
+    groups = decay_groups(model, weight_decay, constrained=held)
     if not groups:
         raise ConfigError(
             f"parameter_groups: {type(model).__name__} has no parameter that trains; unfreeze some"
@@ -75,17 +67,28 @@ def decay_groups(
     """Return the groups of `parameter_groups` where the ``constrained`` parameters are known
     already."""
     kept_in_size = set(map(id, constrained))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [
-        parameter
-        for parameter in trainable
-        if parameter.ndim >= 2 and id(parameter) not in kept_in_size
-    ]
-    others = [
-        parameter for parameter in trainable if parameter.ndim < 2 or id(parameter) in kept_in_size
-    ]
+    free: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            is_free = parameter.ndim >= 2 and id(parameter) not in kept_in_size
+            (free if is_free else others).append(parameter)
     groups: list[dict[str, object]] = [
-        {"params": decayed, "weight_decay": weight_decay},
+        {"params": free, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def chosen_parameters(
+    model: nn.Module,
+    where: Where | None,
+    roles: str | Sequence[str] | None = None,
+    *,
+    adapters: bool = False,
+) -> list[nn.Parameter]:
+    """Return the parameters that `constrain_` would choose; none where nothing is asked for."""
+    if where is None and not roles:
+        return []
+    found = select_weights(model, where, roles=roles, adapters=adapters)
+    return [place.parameter for place in found if place.parameter is not None]

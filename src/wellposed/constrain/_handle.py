@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._batch import batches
 from wellposed.constrain._idle import IdleWatch
 from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
-from wellposed.constrain._weight import Weight
+from wellposed.constrain._weight import Weight, batches
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
 
@@ -173,10 +172,7 @@ class Constraint:
             for group in batches(
                 (weight for weight in ready if weight.is_steered), batched=self._batched
             ):
-                if len(group) > 1:
-                    group[0].project_gradients_(group, self._work)
-                else:
-                    group[0].project_gradient_(self._work)
+                group[0].project_gradients_(group, self._work)
         for weight in ready:
             weight.remember_(decayed=decay.get(id(weight.parameter), 0) != 0)
             self._pending.append(weight)
@@ -225,12 +221,7 @@ class Constraint:
 
     def _retract(self, group: list[Weight]) -> list[str]:
         try:
-            first = group[0]
-            taken = (
-                first.retract_batch_(group, self._work)
-                if len(group) > 1
-                else first.retract_(self._work)
-            )
+            taken = group[0].retract_(group, self._work)
         except ConvergenceError as error:
             if len(group) == 1:
                 return [f"{group[0].path}: {error}"]

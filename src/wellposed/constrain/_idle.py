@@ -4,6 +4,7 @@ constraint."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,10 +30,11 @@ class IdleWatch:
 
     def __init__(self, weights: Sequence[Weight], say: Callable[[str, str], None]) -> None:
         self._hooks: dict[int, RemovableHandle] = {}
+        message = _message([weight.path for weight in weights])
         for weight in weights:
             key = id(weight.optimizer)
             if key not in self._hooks and not is_sharded(weight.parameter):
-                seen = _Seen(lambda: say("idle", _message([weight.path for weight in weights])))
+                seen = _change_counter(partial(say, "idle", message))
                 self._hooks[key] = weight.parameter.register_post_accumulate_grad_hook(seen)
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -48,23 +50,21 @@ class IdleWatch:
         self._hooks.clear()
 
 
-class _Seen:
-    def __init__(self, say: Callable[[], None]) -> None:
-        self.say = say
-        self.total: float | None = None
-        self.changes = 0
+def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:
+    """Compare the sum of the entries with that of the last backward pass; ``say`` at the third change."""
+    last: list[float] = []
+    changes = 0
 
-    def __call__(self, parameter: Tensor) -> None:
-        """Compare the sum of the entries with that of the last backward pass."""
-        total = float(
-            parameter.detach().sum(
-                dtype=torch.float64 if parameter.device.type != "mps" else torch.float32
-            )
-        )
-        self.changes += self.total is not None and total != self.total
-        self.total = total
-        if self.changes == LIMIT:
-            self.say()
+    def compare(parameter: Tensor) -> None:
+        nonlocal changes
+        wide = torch.float64 if parameter.device.type != "mps" else torch.float32
+        total = float(parameter.detach().sum(dtype=wide))
+        changes += bool(last) and total != last.pop()
+        last.append(total)
+        if changes == LIMIT:
+            say()
+
+    return compare
 
 
 def _message(paths: list[str]) -> str:

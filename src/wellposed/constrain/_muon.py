@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._groups import decay_groups
-from wellposed.constrain._select import Where, select_weights, unwrap_model
+from wellposed.constrain._groups import chosen_parameters, decay_groups
+from wellposed.constrain._select import Where, unwrap_model
 from wellposed.errors import ConfigError
 
 _METHOD = "method"
@@ -67,8 +67,8 @@ class MuonAndAdamW(Optimizer):
         roles: str | Sequence[str] | None = None,
     ) -> None:
         model = unwrap_model(model, "MuonAndAdamW")
-        held = _chosen(model, where, roles)
-        kept = {id(parameter) for parameter in _chosen(model, adamw, None)}
+        held = chosen_parameters(model, where, roles)
+        kept = {id(parameter) for parameter in chosen_parameters(model, adamw)}
         kept |= {
             id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
         }
@@ -121,15 +121,3 @@ def _part(
         for group in groups
     ]
     return [group for group in chosen if group["params"]]
-
-
-def _chosen(
-    model: nn.Module, where: Where | None, roles: str | Sequence[str] | None
-) -> list[nn.Parameter]:
-    if where is None and not roles:
-        return []
-    return [
-        found.parameter
-        for found in select_weights(model, where, roles=roles)
-        if found.parameter is not None
-    ]

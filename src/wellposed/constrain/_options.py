@@ -14,39 +14,34 @@ def check_options(
     *, to: str, bound: float, gain: float | str | None, weight_decay: str, embeddings: str
 ) -> None:
     """Raise for values out of range, and for an option that the set does not read."""
-    if to not in get_args(Set):
-        raise unknown_name("set (to=)", str(to), get_args(Set))
+    choices = {
+        "set (to=)": (to, get_args(Set)),
+        "weight_decay": (weight_decay, ("refuse", "ignore")),
+        "embeddings": (embeddings, ("refuse", "fit")),
+    }
+    for name, (given, allowed) in choices.items():
+        if given not in allowed:
+            raise unknown_name(name, str(given), allowed)
     if not _is_size(bound):
         raise ConfigError(f"constrain_: bound must be above 0 and finite, received {bound!r}")
     if not (gain is None or gain == "fit" or _is_size(gain)):
         raise ConfigError(
             f"constrain_: gain must be above 0 and finite, or 'fit', received {gain!r}"
         )
-    if weight_decay not in ("refuse", "ignore"):
-        raise ConfigError(
-            f"constrain_: weight_decay must be 'refuse' or 'ignore', received {weight_decay!r}"
-        )
-    if embeddings not in ("refuse", "fit"):
-        raise ConfigError(
-            f"constrain_: embeddings must be 'refuse' or 'fit', received {embeddings!r}"
-        )
-    if to == "orthogonal" and bound != 1.0:
-        raise ConfigError(
-            f"constrain_: to='orthogonal' has no bound, received {bound!r}; its singular value is"
-            " gain="
-        )
-    if to != "orthogonal":
-        given = {
+    if to == "orthogonal":
+        foreign = {"bound": bound != 1.0}
+    else:
+        foreign = {
             "gain": gain not in (None, 1.0),
             "weight_decay": weight_decay != "refuse",
             "embeddings": embeddings != "refuse",
         }
-        foreign = [name for name, is_given in given.items() if is_given]
-        if foreign:
-            raise ConfigError(
-                f"constrain_: {', '.join(foreign)} belongs to to='orthogonal', received with"
-                f" to={to!r}; its number is bound="
-            )
+    if any(foreign.values()):
+        names = ", ".join(name for name, is_given in foreign.items() if is_given)
+        raise ConfigError(
+            f"constrain_: to={to!r} has no {names}; the size of the set orthogonal is gain=, that of"
+            " the others bound="
+        )
 
 
 def _is_size(value: object) -> bool:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wellposed.constrain._batch import storage_key, write_back_
-from wellposed.constrain._report import ConstrainedWeight
 from wellposed.constrain._select import Candidate
-from wellposed.constrain._weight import Weight, reads_weight_size
+from wellposed.constrain._weight import Weight, reads_weight_size, write_back_
 from wellposed.linalg import (
     Retraction,
     Workspace,
@@ -49,11 +47,10 @@ class OrthogonalWeight(Weight):
         place: Candidate,
         optimizer: Optimizer,
         gain: float | Literal["fit"],
-        also: tuple[str, ...] = (),
         *,
         is_frame: bool = False,
     ) -> None:
-        super().__init__(place, optimizer, 1.0 if gain == "fit" else gain, also)
+        super().__init__(place, optimizer, 1.0 if gain == "fit" else gain)
         self._fits = gain == "fit"
         self._fit()
         # An embedding steps by its own gradient, and the retraction alone takes out the normal
@@ -72,6 +69,7 @@ class OrthogonalWeight(Weight):
         kind = type(optimizer)
         # The tolerance of the matrix that is computed with (the master, for half weights).
         self.inner_tolerance = TOLERANCES[self.dtype]
+        self.tolerance = TOLERANCES[self.stored_dtype]
         self.step_is_skew = (
             kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
         )
@@ -93,52 +91,34 @@ class OrthogonalWeight(Weight):
         return not (self.is_half or self._displaced or is_sharded(self.parameter))
 
     @property
-    def batch_key(self) -> object | None:
-        """Storage, gain and the kind of step, of weights whose steps work on the parameter's own
-        memory."""
-        gradient = self.gradient
+    def batch_key(self) -> tuple[object, ...] | None:
+        """As of every matrix, and the kind of step; only steps on the parameter's own memory are batched."""
+        gradient, shared = self.gradient, super().batch_key
         if not self.is_direct or gradient is None or gradient.dtype != self.parameter.dtype:
             return None
-        return (*storage_key(self), self.square)
+        return None if shared is None else (*shared, self.square)
 
     def _fit(self) -> None:
         """Take the mean singular value, to three digits so that a weight fitted before is not moved again."""
         if self._fits:
             self.gain = float(f"{nearest_orthogonal(read(self.value), gain='fit').gain:.3g}")
 
-    def error(self) -> float:
-        """Measure ``max |W^T W / gain^2 - I|`` of the weight as stored, in float64."""
-        return float(isometry_error(read(self.value), gain=self.gain))
+    def error_of(self, matrix: Tensor) -> float:
+        """Measure ``max |W^T W / gain^2 - I|``, in float64."""
+        return float(isometry_error(matrix, gain=self.gain))
 
-    def start(self, *, dry_run: bool) -> ConstrainedWeight:
-        """Move the weight to the nearest orthogonal one, unless it is within tolerance."""
-        whole = read(self.value)
-        wide = whole.to(torch.float64) if whole.device.type != "mps" else whole.to(torch.float32)
-        tolerance = TOLERANCES[whole.dtype]
-        before = float(isometry_error(whole, gain=self.gain))
-        nearest = None
-        if before > tolerance or self.is_half:
-            nearest = nearest_orthogonal(wide, gain=self.gain)
-        moves = nearest is not None and before > tolerance
-        stored = nearest.weight.to(whole.dtype) if nearest is not None and moves else whole
+    def nearest(self, whole: Tensor) -> Tensor:
+        """Scale the polar factor; a zero vector of padding of an embedding stays zero."""
+        wide = whole.to(torch.float32 if whole.device.type == "mps" else torch.float64)
+        inside = nearest_orthogonal(wide, gain=self.gain).weight
         if self.is_frame and whole.shape[0] > whole.shape[1]:
-            # The vector of padding is zero and stays so; the SVD leaves rounding in its place.
-            stored = stored.where(whole.ne(0).any(dim=1, keepdim=True), 0.0)
-        if not dry_run:
-            if moves:
-                write_(self.value, stored)
-            if nearest is not None:
-                self.adopt_master(nearest.weight.to(self.dtype) if moves else self._saved_master())
-        return ConstrainedWeight(
-            path=self.path,
-            shape=(whole.shape[0], whole.shape[1]),
-            gain=self.gain,
-            moved_frobenius=nearest.moved_frobenius if nearest is not None and moves else 0.0,
-            moved_spectral=nearest.moved_spectral if nearest is not None and moves else 0.0,
-            error_before=before,
-            error_after=float(isometry_error(stored, gain=self.gain)),
-            also=self.also,
-        )
+            inside = inside.where(whole.ne(0).any(dim=1, keepdim=True), 0.0)
+        return inside
+
+    def begin_(self, inside: Tensor, *, is_moved: bool) -> None:
+        """Store the matrix, and the float32 copy of a half weight."""
+        super().begin_(inside, is_moved=is_moved)
+        self.adopt_master(inside.to(self.dtype) if is_moved else self._saved_master())
 
     @property
     def _master_key(self) -> str:
@@ -169,37 +149,38 @@ class OrthogonalWeight(Weight):
         """Set the float32 copy of a half weight; by default from the matrix nearest to what is
         stored."""
         if self.is_half:
-            whole = read(self.value).to(self.dtype)
-            nearest = nearest_orthogonal(whole, gain=self.gain).weight if value is None else value
+            if value is None:
+                value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.gain).weight
             self.master = self.value.to(self.dtype).contiguous()
-            write_(self.master, nearest)
+            write_(self.master, value)
 
-    def project_gradient_(self, work: Workspace) -> None:
-        """Put the gradient into the coordinates the optimizer is to step in."""
-        gradient = self.gradient
-        if gradient is None:
+    @classmethod
+    def project_gradients_(cls, weights: Sequence[Self], work: Workspace, /) -> None:
+        """Put the gradients into the tangent spaces, those of square weights into Lie coordinates."""
+        first = weights[0]
+        project = skew_gradient_ if first.square else tangent_gradient_
+        if len(weights) == 1:
+            first._refresh_master()
+            points = tall(read(first.value if first.master is None else first.master))
+            gradient = first.gradient
+            assert gradient is not None
+            whole = tall(read(gradient).to(first.dtype))
+            project(points, whole, gain=first.gain, workspace=work)
+            if is_sharded(gradient) or gradient.dtype != first.dtype:
+                write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
             return
+        gradients = [tall(weight.gradient) for weight in weights if weight.gradient is not None]
+        points = _stack([weight.value for weight in weights], "points", work)
+        whole = _stack(gradients, "gradients", work)
+        project(points, whole, gain=first.gain, workspace=work)
+        torch._foreach_copy_(gradients, list(whole.unbind()))
+
+    def _refresh_master(self) -> None:
         if self.master is not None and (
             self._is_reloaded or not _same(self.master.to(self.parameter.dtype), self.value)
         ):
             self.adopt_master(self._saved_master())
             self.drift = None
-        point = tall(read(self.value if self.master is None else self.master))
-        whole = tall(read(gradient).to(self.dtype))
-        project = skew_gradient_ if self.square else tangent_gradient_
-        project(point, whole, gain=self.gain, workspace=work)
-        if is_sharded(gradient) or gradient.dtype != self.dtype:
-            write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
-
-    @classmethod
-    def project_gradients_(cls, weights: Sequence[Self], work: Workspace, /) -> None:
-        """Do `project_gradient_` for a batch."""
-        gradients = [tall(weight.gradient) for weight in weights if weight.gradient is not None]
-        points = _stack([weight.value for weight in weights], "points", work)
-        whole = _stack(gradients, "gradients", work)
-        project = skew_gradient_ if weights[0].square else tangent_gradient_
-        project(points, whole, gain=weights[0].gain, workspace=work)
-        torch._foreach_copy_(gradients, list(whole.unbind()))
 
     def remember_(self, *, decayed: bool) -> None:
         """Keep what the retraction needs, or zero the parameter, so that it will hold the bare
@@ -235,75 +216,71 @@ class OrthogonalWeight(Weight):
                 self.value.copy_(before)
         self._displaced = False
 
-    def retract_(self, work: Workspace, /) -> Retraction:
-        """Turn the step the optimizer took into a step along the manifold."""
-        if self.is_direct:
-            return self._retract_direct(work)
-        before = self.before if self.master is None else self.master
-        moved = read(self.value).to(self.dtype)
-        if before is None:
-            point = step = None
-            result = tall(moved.clone())
-        else:
-            point = read(before)
-            origin = None if self._displaced else point.to(self.parameter.dtype).to(self.dtype)
-            step = moved if origin is None else moved - origin
-            result = tall(point + step)
-        self._displaced = False
-        if self.square and point is not None and step is not None:
-            result = torch.empty_like(point)
-            try:
-                taken = self._rotate(point, step, result, work)
-            finally:
-                self._store(result)
-            return taken
-        taken = retract_(result, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
-        self._store(result)
-        return taken
-
     @classmethod
-    def retract_batch_(cls, weights: Sequence[Self], work: Workspace, /) -> Retraction:
-        """Do `retract_` for a batch; nothing is written when a step is not finite."""
+    def retract_(cls, weights: Sequence[Self], work: Workspace, /) -> Retraction:
+        """Turn the steps the optimizer took into steps along the manifold."""
         first = weights[0]
+        if len(weights) == 1:
+            return first._retract_direct(work) if first.is_direct else first._retract_kept(work)
         result = _stack([weight.value for weight in weights], "gradients", work)
         before = [weight.before for weight in weights if weight.before is not None]
         if first.square and len(before) == len(weights):
             points = _stack(before, "points", work)
-            taken = rotate(
-                points,
-                result.sub_(points),
-                out=result,
-                gain=first.gain,
-                tolerance=first.inner_tolerance,
-                step_is_skew=all(weight.step_is_skew for weight in weights),
-                drift=_worst([weight.drift for weight in weights]),
-                workspace=work,
-            )
+            taken = first._rotate(points, result.sub_(points), result, work, weights)
         else:
-            taken = retract_(
-                result, gain=first.gain, tolerance=first.inner_tolerance, workspace=work
-            )
+            taken = first._retract_tall(result, work)
         write_back_(weights, result if result.shape[1:] == first.value.shape else result.mT)
         return taken
 
     def _retract_direct(self, work: Workspace) -> Retraction:
         current = self.value
         if not self.square or self.before is None:
-            return retract_(
-                tall(current), gain=self.gain, tolerance=self.inner_tolerance, workspace=work
-            )
-        step = current.sub_(self.before)
-        return self._rotate(self.before, step, current, work)
+            return self._retract_tall(tall(current), work)
+        return self._rotate(self.before, current.sub_(self.before), current, work)
 
-    def _rotate(self, point: Tensor, step: Tensor, out: Tensor, work: Workspace) -> Retraction:
+    def _retract_kept(self, work: Workspace) -> Retraction:
+        """Work on a copy: of a half or sharded weight, or one that holds the bare step."""
+        before = self.before if self.master is None else self.master
+        moved = read(self.value).to(self.dtype)
+        if before is None:
+            result = tall(moved.clone())
+        else:
+            point = read(before)
+            origin = None if self._displaced else point.to(self.parameter.dtype).to(self.dtype)
+            step = moved if origin is None else moved - origin
+            if self.square:
+                self._displaced = False
+                result = torch.empty_like(point)
+                try:
+                    return self._rotate(point, step, result, work)
+                finally:
+                    self._store(result)
+            result = tall(point + step)
+        self._displaced = False
+        taken = self._retract_tall(result, work)
+        self._store(result)
+        return taken
+
+    def _retract_tall(self, moved: Tensor, work: Workspace) -> Retraction:
+        return retract_(moved, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+
+    def _rotate(
+        self,
+        point: Tensor,
+        step: Tensor,
+        out: Tensor,
+        work: Workspace,
+        weights: Sequence[OrthogonalWeight] = (),
+    ) -> Retraction:
+        together = weights or (self,)
         return rotate(
             point,
             step,
             out=out,
             gain=self.gain,
             tolerance=self.inner_tolerance,
-            step_is_skew=self.step_is_skew,
-            drift=self.drift,
+            step_is_skew=all(weight.step_is_skew for weight in together),
+            drift=_worst([weight.drift for weight in together]),
             workspace=work,
         )
 
@@ -316,7 +293,7 @@ class OrthogonalWeight(Weight):
     def claim_state(self) -> bool:
         """Mark the moments of a square weight as Lie coordinates; return whether they were not, and
         so restarted."""
-        if self._is_fresh and self._fits and self.error() > TOLERANCES[self.parameter.dtype]:
+        if self._is_fresh and self._fits and self.error() > self.tolerance:
             self._fit()  # a checkpoint was loaded since, of weights fitted to others
         state = self.optimizer.state.get(self.parameter)
         if self.master is None:
