@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.charts import draw, where
-from wellposed.drawing import INK
+from wellposed.charts import INK, draw, where
 from wellposed_studies.frontier.curves import curves_panel
 
 ROOT = Path(__file__).parents[1]

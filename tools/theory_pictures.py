@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 import wellposed as wp
 from wellposed.attack import LowerBound
-from wellposed.charts import COLOURS
-from wellposed.drawing import INK, figure_style, new_figure
+from wellposed.charts import COLOURS, INK, figure_style, new_figure
 from wellposed.linalg import MaskKind, Norm, kim_bracket, phi_inverse
 from wellposed.nn.attention.masks import AttentionMask
 

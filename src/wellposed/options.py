@@ -302,6 +302,8 @@ _WORDS: dict[Any, str] = {
     bool: "true or false",
     NoneType: "None",
     Mapping: "a table of options",
+    dict: "a table",
+    list: "a list",
 }
 
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 
@@ -23,15 +24,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.tsv").write_text(
         "label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8"
     )
-    words = [
-        "train",
-        "text_classification",
-        "--data",
-        str(folder / "train.tsv"),
-        "--max-length",
-        "6",
-        "--quiet",
-    ]
+    words = typed(
+        "train text_classification --data", [folder / "train.tsv"], "--max-length 6 --quiet"
+    )
     words += ["--steps", "6", "--eval-every", "3", "--checkpoint-every", "3", "--batch-size", "8"]
     words += [
         "--model.hidden-size",

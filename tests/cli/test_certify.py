@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.support.words import words as typed
 from transformers import BartConfig, BartModel
 
 from wellposed.cli import main
@@ -21,18 +22,7 @@ TINY = [
     "--model.num-attention-heads",
     "2",
 ]
-SHORT = [
-    "--steps",
-    "6",
-    "--eval-every",
-    "6",
-    "--checkpoint-every",
-    "6",
-    "--batch-size",
-    "8",
-    "--quiet",
-    *TINY,
-]
+SHORT = typed("--steps 6 --eval-every 6 --checkpoint-every 6 --batch-size 8 --quiet", [*TINY])
 
 
 def write_texts(path: Path, good: str = "good") -> None:
@@ -52,15 +42,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     something."""
     folder = tmp_path_factory.mktemp("certify")
     write_texts(folder / "train.tsv")
-    words = [
-        "train",
-        "text_classification",
-        "--data",
-        str(folder / "train.tsv"),
-        "--max-length",
-        "6",
-        *SHORT,
-    ]
+    words = typed(
+        "train text_classification --data", [folder / "train.tsv"], "--max-length 6", [*SHORT]
+    )
     words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
     assert main(words) == 0
     return folder / "run"
@@ -70,16 +54,7 @@ def test_a_classifier_run_gives_table_curve_and_files(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    words = [
-        "certify",
-        str(run_folder),
-        "--examples",
-        "8",
-        "--attack-steps",
-        "3",
-        "--out",
-        str(tmp_path),
-    ]
+    words = typed("certify", [run_folder], "--examples 8 --attack-steps 3 --out", [tmp_path])
     assert main([*words, "--require"]) == 0
     text = capsys.readouterr().out
     assert "total, norm tok" in text
@@ -173,14 +148,9 @@ def test_lengths_of_the_data_are_checked(
 def plain_folder(run_folder: Path) -> Path:
     """Return the run of a classifier with dot-product attention, which has a bound on a ball
     only."""
-    words = [
-        "train",
-        "text_classification",
-        "--data",
-        str(run_folder.parent / "train.tsv"),
-        "--max-length",
-        "6",
-    ]
+    words = typed(
+        "train text_classification --data", [run_folder.parent / "train.tsv"], "--max-length 6"
+    )
     words += [*SHORT, "--model.norm", "none", "--out", str(run_folder.parent / "plain")]
     assert main(words) == 0
     return run_folder.parent / "plain"
@@ -194,16 +164,7 @@ def _rows(folder: Path) -> list[dict[str, float]]:
 def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "certify",
-        str(plain_folder),
-        "--examples",
-        "8",
-        "--attack-steps",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
+    words = typed("certify", [plain_folder], "--examples 8 --attack-steps 2 --out", [tmp_path])
     assert main(words) == 0
     captured = capsys.readouterr()
     assert (

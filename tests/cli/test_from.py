@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tests.support.bert import make_checkpoint, make_table
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 from wellposed.training import RunConfig, TrainOptions, train
@@ -29,16 +30,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _words(table: Path, source: Path, out: Path, *more: str) -> list[str]:
-    words = [
-        "train",
-        "text_classification",
-        "--data",
-        str(table),
-        "--max-length",
-        "16",
-        "--from",
-        str(source),
-    ]
+    words = typed("train text_classification --data", [table], "--max-length 16 --from", [source])
     return [*words, "--out", str(out), "--quiet", *more]
 
 

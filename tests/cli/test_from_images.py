@@ -15,6 +15,7 @@ import transformers
 from PIL import Image
 from tests.support.bert import make_checkpoint
 from tests.support.images import class_folders, image_config
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 from wellposed.roles import find_roles
@@ -51,14 +52,9 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, pets: Path) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    words = [
-        "train",
-        "image_classification",
-        "--data",
-        str(pets),
-        "--from",
-        str(image_config(folder / "vit")),
-    ]
+    words = typed(
+        "train image_classification --data", [pets], "--from", [image_config(folder / "vit")]
+    )
     assert main([*words, *LEARNING, "--flip", "--out", str(folder / "run")]) == 0
     return folder / "run"
 
@@ -150,13 +146,9 @@ def test_a_trained_model_goes_on_with_its_own_processor(
 def test_variants_of_a_model_of_images_are_compared(
     family: str, variants: str, tmp_path: Path
 ) -> None:
-    words = [
-        "compare",
-        "image_classification",
-        "--from",
-        str(image_config(tmp_path / family, family)),
-        *FAST,
-    ]
+    words = typed(
+        "compare image_classification --from", [image_config(tmp_path / family, family), *FAST]
+    )
     assert main([*words, "--variants", variants, "--out", str(tmp_path / "runs")]) == 0
     names = variants.split(",")
     assert (tmp_path / "runs" / "report.html").is_file()
@@ -285,14 +277,7 @@ def test_what_predict_cannot_read_is_said(
 @pytest.mark.data
 def test_a_vit_learns_the_subset_of_cifar(tmp_path: Path, shared_data: Path) -> None:
     config = image_config(tmp_path / "vit", image_size=32, hidden_size=32, intermediate_size=64)
-    words = [
-        "--data",
-        str(shared_data / "cifar10_subset"),
-        "--limit-train",
-        "1000",
-        "--epochs",
-        "4",
-    ]
+    words = typed("--data", [shared_data / "cifar10_subset"], "--limit-train 1000 --epochs 4")
     words += ["--learning-rate", "3e-3", "--eval-every", "1000", "--quiet"]
     assert train(config, tmp_path / "run", *words) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())

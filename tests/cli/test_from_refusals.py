@@ -11,6 +11,7 @@ import torch
 import transformers
 from tests.support.bert import make_checkpoint, make_table
 from tests.support.tokenizer_folders import byte_level_bpe
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 
@@ -153,13 +154,13 @@ def test_weights_that_do_not_fit_are_measured_by_no_command(
 def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
     files: Path, tmp_path: Path
 ) -> None:
-    words = [
+    words = typed(
         "compare",
-        *(word.format(files=files) for word in CLASSIFY),
+        [*(word.format(files=files) for word in CLASSIFY)],
         "--out",
-        str(tmp_path / "runs"),
+        [tmp_path / "runs"],
         "--quiet",
-    ]
+    )
     words += ["--steps", "2", "--variants", "plain"]
     assert main([*words, "--from", str(files / "three")]) == 2
     assert main([*words, "--from", str(files / "bert")]) == 0
@@ -188,17 +189,9 @@ def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
     assert (
         main(
-            [
-                "train",
-                *words,
-                "--from",
-                str(files / "bert"),
-                "--steps",
-                "2",
-                "--out",
-                str(run),
-                "--quiet",
-            ]
+            typed(
+                "train", [*words], "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet"
+            )
         )
         == 0
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 from wellposed.tasks import build_task
@@ -46,30 +47,12 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
 ) -> None:
     source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
-    words = [
-        "train",
-        "language_modeling",
-        "--from",
-        str(source),
-        "--data",
-        str(text),
-        "--seq-len",
-        "32",
-    ]
+    words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
     assert (
         main(
-            [
-                *words,
-                "--epochs",
-                "12",
-                "--batch-size",
-                "8",
-                "--learning-rate",
-                "1e-2",
-                "--out",
-                str(run),
-                "--quiet",
-            ]
+            typed(
+                [*words], "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet"
+            )
         )
         == 0
     )
@@ -85,18 +68,7 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
     assert type(model).__name__ == "GPT2LMHeadModel"
     capsys.readouterr()
     assert (
-        main(
-            [
-                "predict",
-                str(run),
-                "--text",
-                "the red",
-                "--max-new-tokens",
-                "4",
-                "--temperature",
-                "0",
-            ]
-        )
+        main(typed("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0"))
         == 0
     )
     assert capsys.readouterr().out.startswith("the red")
@@ -294,18 +266,7 @@ def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
         pairs_table(tmp_path / "p.tsv"),
         tmp_path / "run",
     )
-    words = [
-        "train",
-        "translation",
-        "--from",
-        str(source),
-        "--data",
-        str(table),
-        "--src",
-        "de",
-        "--tgt",
-        "en",
-    ]
+    words = typed("train translation --from", [source], "--data", [table], "--src de --tgt en")
     words += [
         "--max-tokens",
         "16",

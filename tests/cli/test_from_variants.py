@@ -11,20 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.bert import make_checkpoint, make_table
+from tests.support.words import words as typed
 from transformers import AutoTokenizer
 
 from wellposed.cli import main
 from wellposed.models import load_pretrained, load_saved_model
 
-SMALL = [
-    "--model.hidden-size",
-    "16",
-    "--model.num-hidden-layers",
-    "1",
-    "--model.num-attention-heads",
-    "2",
-    "--quiet",
-]
+SMALL = typed(
+    "--model.hidden-size 16 --model.num-hidden-layers 1", "--model.num-attention-heads 2 --quiet"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _words(
     files: Path, command: str, out: Path, *more: str, source: str = "tiny-bert"
 ) -> list[str]:
-    words = [
-        command,
-        "text_classification",
-        "--data",
-        str(files / "train.tsv"),
-        "--max-length",
-        "16",
-    ]
+    words = typed([command], "text_classification --data", [files / "train.tsv"], "--max-length 16")
     return [*words, "--from", str(files / source), "--epochs", "1", "--out", str(out), *more]
 
 
@@ -129,17 +117,7 @@ def test_what_was_drawn_stands_in_the_result_and_is_said_once(
 
 
 def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path) -> None:
-    words = [
-        "train",
-        "char_lm",
-        "--limit-chars",
-        "20000",
-        "--seq-len",
-        "64",
-        "--steps",
-        "3",
-        *SMALL,
-    ]
+    words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", [*SMALL])
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     final = tmp_path / "run" / "final"
     ids = "torch.tensor([[2, 5, 6, 3]])"
@@ -163,17 +141,7 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path)
 
 
 def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path: Path) -> None:
-    words = [
-        "train",
-        "char_lm",
-        "--limit-chars",
-        "20000",
-        "--seq-len",
-        "64",
-        "--steps",
-        "2",
-        *SMALL,
-    ]
+    words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 2", [*SMALL])
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     final = tmp_path / "run" / "final"
     line = (
@@ -216,15 +184,9 @@ def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
 
 def test_a_certificate_stands_in_the_card(files: Path, tmp_path: Path) -> None:
     for variant, certified in (("lipschitz", True), ("post_ln", False)):
-        words = [
-            "train",
-            "text_classification",
-            "--data",
-            str(files / "train.tsv"),
-            "--steps",
-            "2",
-            *SMALL,
-        ]
+        words = typed(
+            "train text_classification --data", [files / "train.tsv"], "--steps 2", [*SMALL]
+        )
         assert main([*words, "--variant", variant, "--out", str(tmp_path / variant)]) == 0
         card = (tmp_path / variant / "final" / "README.md").read_text()
         assert ("- certificate: Lipschitz bound " in card) == certified

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 
@@ -34,28 +35,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("main_job")
     with gzip.open(folder / "prose.txt.gz", "wt", encoding="utf-8") as file:
         file.write(TEXT)
-    words = [
-        "compare",
-        "char_lm",
-        "--data",
-        str(folder / "prose.txt.gz"),
-        "--seq-len",
-        "24",
-        *SHORT,
-    ]
+    words = typed("compare char_lm --data", [folder / "prose.txt.gz"], "--seq-len 24", [*SHORT])
     assert (
-        main(
-            [
-                *words,
-                "--variants",
-                "post_ln,oc3:1e-3",
-                "--seeds",
-                "2",
-                "--out",
-                str(folder / "runs"),
-            ]
-        )
-        == 0
+        main(typed([*words], "--variants post_ln,oc3:1e-3 --seeds 2 --out", [folder / "runs"])) == 0
     )
     return folder
 
@@ -78,15 +60,7 @@ def test_resume_keeps_finished_runs(workspace: Path, capsys: pytest.CaptureFixtu
         path: path.stat().st_mtime_ns
         for path in (workspace / "runs").glob("*/*/final/model.safetensors")
     }
-    words = [
-        "compare",
-        "char_lm",
-        "--data",
-        str(workspace / "prose.txt.gz"),
-        "--seq-len",
-        "24",
-        *SHORT,
-    ]
+    words = typed("compare char_lm --data", [workspace / "prose.txt.gz"], "--seq-len 24", [*SHORT])
     words += ["--variants", "post_ln,oc3:1e-3", "--seeds", "2", "--out", str(workspace / "runs")]
     assert main(words) == 2
     assert "--resume auto" in capsys.readouterr().err
@@ -158,16 +132,13 @@ def test_classify_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     rows = [f"{label}\tthe film was {word} {number}" for number, (label, word) in enumerate(kinds)]
     (tmp_path / "films.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n", encoding="utf-8")
     run = tmp_path / "run"
-    words = [
-        "train",
-        "text_classification",
-        "--data",
-        str(tmp_path / "films.tsv"),
-        *SHORT,
+    words = typed(
+        "train text_classification --data",
+        [tmp_path / "films.tsv", *SHORT],
         "--out",
-        str(run),
+        [run],
         "--quiet",
-    ]
+    )
     assert main(words) == 0
     (tmp_path / "lines.txt").write_text(
         "the film was fine 3\nthe film was dull 4\n", encoding="utf-8"
@@ -185,19 +156,16 @@ def test_classify_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def _train(folder: Path, data: Path, *more: str) -> int:
     return main(
-        [
-            "train",
-            "char_lm",
-            "--data",
-            str(data),
-            "--seq-len",
-            "24",
-            *SHORT,
+        typed(
+            "train char_lm --data",
+            [data],
+            "--seq-len 24",
+            [*SHORT],
             "--out",
-            str(folder),
+            [folder],
             "--quiet",
-            *more,
-        ]
+            [*more],
+        )
     )
 
 
@@ -232,15 +200,12 @@ def test_bad_rows_name_file_and_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, says: str
 ) -> None:
     (tmp_path / "films.tsv").write_text(rows, encoding="utf-8")
-    words = [
-        "train",
-        "text_classification",
-        "--data",
-        str(tmp_path / "films.tsv"),
-        *SHORT,
+    words = typed(
+        "train text_classification --data",
+        [tmp_path / "films.tsv", *SHORT],
         "--out",
-        str(tmp_path / "run"),
-    ]
+        [tmp_path / "run"],
+    )
     assert main(words) in {1, 2}
     captured = capsys.readouterr()
     assert says in captured.err
@@ -256,14 +221,7 @@ def test_unknown_key_in_a_config_file(
     )
     assert (
         main(
-            [
-                "train",
-                "char_lm",
-                "--config",
-                str(tmp_path / "config.toml"),
-                "--out",
-                str(tmp_path / "run"),
-            ]
+            typed("train char_lm --config", [tmp_path / "config.toml"], "--out", [tmp_path / "run"])
         )
         == 2
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.words import words
 
 from wellposed.cli import main
 from wellposed.training import load_run_model
@@ -19,20 +20,7 @@ def test_pairs_are_read_from_lines_with_a_tab(
 ) -> None:
     run = tmp_path / "run"
     assert (
-        main(
-            [
-                "train",
-                "retrieval",
-                "--data",
-                "builtin",
-                "--num-train",
-                "8",
-                *SMALL,
-                "--out",
-                str(run),
-            ]
-        )
-        == 0
+        main(words("train retrieval --data builtin --num-train 8", [*SMALL], "--out", [run])) == 0
     )
     assert type(load_run_model(run)[0]).__name__ == "WellposedForSequencePairClassification"
     lines, out = tmp_path / "pairs.txt", tmp_path / "labels.txt"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 from wellposed.cli.prediction import translation
@@ -52,16 +53,9 @@ def predict(folder: Path, lines: str | bytes, *more: str, name: str = "in.txt") 
     source, out = folder / name, folder / "out.txt"
     source.write_bytes(lines.encode() if isinstance(lines, str) else lines)
     out.unlink(missing_ok=True)
-    words = [
-        "predict",
-        str(folder / "model"),
-        "--input",
-        str(source),
-        "--output",
-        str(out),
-        "--batch-size",
-        "3",
-    ]
+    words = typed(
+        "predict", [folder / "model"], "--input", [source], "--output", [out], "--batch-size 3"
+    )
     return main([*words, "--beams", "1", "--max-new-tokens", "4", *more]), out
 
 
@@ -186,21 +180,7 @@ def test_zipped_and_piped_input(
     assert predict(folder, gzip.compress(lines), name="in.txt.gz")[0] == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "predict",
-                str(folder / "model"),
-                "--input",
-                "-",
-                "--beams",
-                "1",
-                "--max-new-tokens",
-                "4",
-            ]
-        )
-        == 0
-    )
+    assert main(typed("predict", [folder / "model"], "--input - --beams 1 --max-new-tokens 4")) == 0
     assert capsys.readouterr().out == (folder / "out.txt").read_text()
 
 
@@ -211,14 +191,9 @@ def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in.txt:2: not UTF-8: byte 0xf6 at byte 3 of the line" in capsys.readouterr().err
     assert predict(folder, "")[0] == 1
     assert "the file is empty" in capsys.readouterr().err
-    words = [
-        "predict",
-        str(folder / "model"),
-        "--text",
-        "eins",
-        "--output",
-        str(folder / "nowhere" / "out.txt"),
-    ]
+    words = typed(
+        "predict", [folder / "model"], "--text eins --output", [folder / "nowhere" / "out.txt"]
+    )
     assert main(words) == 1
     assert "nowhere does not exist" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tests.support.words import words as typed
 
 from wellposed.charts import Panel
 from wellposed.cli import main
@@ -174,18 +175,13 @@ def test_a_papers_name_gives_each_recipe_what_it_reads(
     monkeypatch.setattr(Recipe, "__call__", made)
     (tmp_path / "data").mkdir()
     data, out = str(tmp_path / "data"), str(tmp_path / "out")
-    words = [
-        "reproduce",
-        "zhang2021",
-        "--out",
-        out,
+    words = typed(
+        "reproduce zhang2021 --out",
+        [out],
         "--data",
-        data,
-        "--languages",
-        "en,fr",
-        "--vectors",
-        "glove.txt",
-    ]
+        [data],
+        "--languages en,fr --vectors glove.txt",
+    )
     assert main(words) == 0
     assert seen["zhang2021/theorem-2.1"] == (None, None, None)
     assert seen["zhang2021/table-1"] == (data, None, "en,fr")

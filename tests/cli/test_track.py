@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tests.support.notebook import Notebook
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 
@@ -18,15 +19,9 @@ from tests.support.notebook import Notebook
 
 register_tracker_class(Notebook)
 """
-TINY = [
-    "--model.hidden-size",
-    "16",
-    "--model.num-hidden-layers",
-    "1",
-    "--model.num-attention-heads",
-    "2",
-    "--quiet",
-]
+TINY = typed(
+    "--model.hidden-size 16 --model.num-hidden-layers 1", "--model.num-attention-heads 2 --quiet"
+)
 SHORT = ["--steps", "2", "--eval-every", "2", "--batch-size", "4", "--seq-len", "24", *TINY]
 
 
@@ -40,15 +35,13 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "prose.txt").write_text(
         "the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8"
     )
-    return [
+    return typed(
         "--data",
-        str(tmp_path / "prose.txt"),
-        *SHORT,
+        [tmp_path / "prose.txt", *SHORT],
         "--import",
-        str(tmp_path / "my.py"),
-        "--track",
-        "notebook",
-    ]
+        [tmp_path / "my.py"],
+        "--track notebook",
+    )
 
 
 def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> None:
@@ -68,15 +61,9 @@ def test_a_comparison_is_one_record_more(
 ) -> None:
     assert (
         main(
-            [
-                "compare",
-                "char_lm",
-                *words,
-                "--variants",
-                "post_ln,pre_ln",
-                "--out",
-                str(tmp_path / "runs"),
-            ]
+            typed(
+                "compare char_lm", [*words], "--variants post_ln,pre_ln --out", [tmp_path / "runs"]
+            )
         )
         == 0
     )
@@ -99,15 +86,9 @@ def test_a_tracker_that_is_not_installed_is_one_line(
     )
     for command in (["train"], ["compare"]):
         out = tmp_path / command[0]
-        words = [
-            *command,
-            "char_lm",
-            "--data",
-            str(tmp_path / "prose.txt"),
-            *SHORT,
-            "--out",
-            str(out),
-        ]
+        words = typed(
+            [*command], "char_lm --data", [tmp_path / "prose.txt", *SHORT], "--out", [out]
+        )
         assert main([*words, "--track", "clearml"]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1

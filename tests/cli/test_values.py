@@ -85,6 +85,34 @@ def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> N
         load_pretrained_model(transformers.AutoModel, foreign)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "char_lm", "--config", ""], "--config: expected a value"),
+        (["train", "char_lm", "--steps", "9" * 5000], "--steps"),
+        (
+            ["train", "char_lm", "--learning-rate", "1e999"],
+            "learning_rate = inf, expected a finite",
+        ),
+        (
+            ["train", "char_lm", "--seed", "-1"],
+            "seed = -1, expected an integer >= 0 and < 4294967296",
+        ),
+        (["compare", "char_lm", "--variants", "post_ln_warmup:nan"], "post_ln_warmup"),
+        (["certify", "x", "--seq-len", f"{2**63}"], "seq_len = 9223372036854775808, expected"),
+        (["certify", "x", "--radius", "nan"], "radius = nan, expected a finite number > 0"),
+        (["predict", "x", "--text", "a", "--temperature", "inf"], "temperature = inf, expected"),
+    ],
+)
+def test_values_that_nobody_means_are_wrong_usage(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert says in captured.out + captured.err
+    assert "Traceback" not in captured.err
+
+
 def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command() -> None:
     found = subprocess.run(
         [sys.executable, "-c", CORE_ALONE], capture_output=True, text=True, check=False

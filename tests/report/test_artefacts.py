@@ -59,29 +59,6 @@ def test_a_claim_stands_with_its_verdict_and_the_test_of_it(
     assert base64.b64decode(content) == (tmp_path / "out" / "kim2021-figure-2.svg").read_bytes()
 
 
-def test_a_sweep_shows_its_conclusions_tables_and_drawings(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "sweep"
-    folder.mkdir(parents=True)
-    (folder / "sweep.csv").write_text("cell,overall\nbaseline,0.38\nkey:1e-2,0.39\n")
-    (folder / "results.md").write_text(
-        "# McGrath (2024), mini scale\n\nModel: a BERT\n\n| cell |\n| --- |\n\n- none of the cells"
-        " differs\n"
-    )
-    draw(
-        [Panel("score", "cell", "overall", [Series("ours", [0, 1], [0.38, 0.39])])],
-        folder / "figure-1.svg",
-    )
-    page = Page(
-        build_report([tmp_path / "runs"], tmp_path / "page.html").read_text(encoding="utf-8")
-    )
-    for expected in ("McGrath (2024), mini scale", "Model: a BERT", "none of the cells differs"):
-        assert expected in page.words
-    assert page.csv("sweep") == [
-        {"cell": "baseline", "overall": "0.38"}, {"cell": "key:1e-2", "overall": "0.39"},
-    ]  # fmt: skip
-    assert page.tags["img"][0]["alt"] == "McGrath (2024), mini scale, figure-1"
-
-
 def test_runs_and_artefacts_share_a_page(compare: Any, tmp_path: Path) -> None:
     folder = compare({"post_ln": [0.4]})
     write_artefact(tmp_path / "out")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.words import words as typed
 
 from wellposed.report import build_report
 
@@ -136,14 +137,9 @@ def visit(page: Path, *, dark: bool = False) -> Visited:
         ),
         encoding="utf-8",
     )
-    words = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--dump-dom",
-    ]
+    words = typed(
+        [CHROMIUM], "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
+    )
     words += [
         "--virtual-time-budget=5000",
         *(["--blink-settings=preferredColorScheme=0"] if dark else []),

@@ -14,11 +14,10 @@ from wellposed.cli.parser import parse_words
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write one HTML page about runs, reproductions and sweeps; nothing beside it is needed to read
-    it."""
+    """Write one HTML page about runs and reproductions; nothing beside it is needed to read it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs, reproductions or sweeps, or folders that hold run folders; the first variant
+    """Folders of runs or reproductions, or folders that hold run folders; the first variant
     is the one others are compared with."""
     out: Path = Path("report.html")
     """Page to write; the data of its tables and figures is inside, as CSV."""

@@ -33,6 +33,7 @@ def first_look(
     ({'from': 'x', 'out': None, 'fast': True}, ['--steps', '3'])
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    values = tuple(values)
     for name in values:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         parser.add_argument(*spellings, dest=name)
@@ -48,4 +49,7 @@ def first_look(
         found, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}, a value after it") from None
+    empty = [f"--{name}" for name in values if vars(found)[name] == ""]
+    if empty:
+        raise ConfigError(f"{', '.join(empty)}: expected a value, received none")
     return vars(found), rest

@@ -32,7 +32,7 @@ def tracking(names: TrackerNames) -> Tracking:
 
 def report_images(*runs: Path) -> Images:
     """Return the figures of the report on some runs, as pixels."""
-    from wellposed.drawing import drawn_images
+    from wellposed.charts import drawn_images
     from wellposed.report import build_report
 
     with TemporaryDirectory() as folder, drawn_images() as images:

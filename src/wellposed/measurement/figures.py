@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wellposed.drawing import add_grid, figure_style, new_figure
+from wellposed.charts import add_grid, figure_style, new_figure
 from wellposed.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from wellposed.measurement import write_csv
 from wellposed.options import flat_options
 from wellposed.report._artefacts import find_artefacts
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
-from wellposed.report._tables import task_table
 from wellposed.statistics import (
     PairedComparison,
     SeedResults,
@@ -23,6 +22,15 @@ from wellposed.statistics import (
     mean_and_standard_error,
 )
 from wellposed.text_table import format_number, text_table
+
+SPLITS = {"train": "training", "valid": "validation", "test": "test"}
+_METRIC_WORDS = {
+    "bleu": "BLEU",
+    "f1": "F1",
+    "loss": "loss (nats)",
+    "nats_per_char": "nats per character",
+}
+_METRIC_WORDS |= {"bits_per_char": "bits per character"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class Comparison:
     def table(self) -> str:
         """Return one table per task and the list of runs that do not count, as text for a
         terminal."""
-        parts = [*(task_table(task) for task in self.tasks), *self.remarks()]
+        parts = [*(_task_table(task) for task in self.tasks), *self.remarks()]
         if self.excluded:
             rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
             parts.append(text_table("Not counted", ["run", "status", "why"], rows, left=3))
@@ -331,3 +339,66 @@ def _variant_settings(run: Run) -> dict[str, Any]:
 def _test_columns(c: PairedComparison | None) -> dict[str, Any]:
     names = ("mean_difference", "p_value", "p_holm", "verdict")
     return {name: getattr(c, name) if c else None for name in names}
+
+
+def _task_table(task: TaskComparison) -> str:
+    """Return the table of one task, and what it says in words."""
+    reference = ""
+    if task.reference_value is not None:
+        reference = (
+            f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
+        )
+    direction = "higher is better" if task.higher_is_better else "lower is better"
+    others = [m for m in task.metrics if m != task.metric and m.endswith(",test")]
+    columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]
+    rows = [
+        [
+            result.variant,
+            f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
+            if result.failed
+            else str(len(result.seeds)),
+            *(
+                str(result.metrics[m]) if m in result.metrics else "-"
+                for m in (task.metric, *others)
+            ),
+            {True: "yes", False: "NO", None: "-"}[result.learned],
+            *_difference_cells(result.comparison),
+        ]
+        for result in task.variants
+    ]
+    title = f"{task.task}: {task.metric}, mean ± standard error ({direction}{reference})"
+    return "\n".join([text_table(title, columns, rows), *conclusions(task)])
+
+
+def conclusions(task: TaskComparison) -> list[str]:
+    """Return one sentence per variant against the first, then what a reader must know about the
+    comparison."""
+    first = task.variants[0].variant
+    verdicts = [
+        f"{r.variant} against {first}: {r.comparison.verdict}"
+        for r in task.variants
+        if r.comparison
+    ]
+    return [*verdicts, *(f"note: {note}" for note in task.notes)]
+
+
+def _difference_cells(c: PairedComparison | None) -> list[str]:
+    if c is None:
+        return ["-", "-", "-"]
+    difference = "-" if c.mean_difference is None else f"{c.mean_difference:+.4g}"
+    return [difference, format_number(c.p_value, 3), format_number(c.p_holm, 3)]
+
+
+def metric_words(metric: str) -> str:
+    """Return a metric of ``result.json`` as a reader says it.
+
+    >>> [metric_words(name) for name in ("accuracy,valid", "loss,test", "certified@0.1,test", "bits_per_byte")]
+    ['validation accuracy', 'test loss (nats)', 'test accuracy certified at radius 0.1', 'bits per
+    byte']
+    """
+    name, _, split = metric.partition(",")
+    kind, _, radius = name.partition("@")
+    words = _METRIC_WORDS.get(name, name.replace("_", " "))
+    if kind == "certified" and radius:
+        words = f"accuracy certified at radius {radius}"
+    return f"{SPLITS.get(split, split)} {words}" if split else words

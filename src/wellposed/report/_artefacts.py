@@ -1,5 +1,4 @@
-"""Folders of ``wellposed reproduce`` and ``wellposed sweep``: what was claimed, what was found,
-tables and drawings."""
+"""Folders of ``wellposed reproduce``: what was claimed, what was found, tables and drawings."""
 
 from __future__ import annotations
 
@@ -15,14 +14,13 @@ from wellposed.finite_json import from_json
 from wellposed.regular_file import read_bytes
 from wellposed.report._html_table import Column, Table, slug
 
-SWEEP = "sweep.csv"
 VERDICTS = {True: "holds", False: "does not hold", None: "cannot be said at this scale"}
 _NEEDED = ("recipe", "paper_says", "we_got", "holds")
 
 
 @dataclass(frozen=True)
 class Artefact:
-    """One reproduced table or figure, or one sweep."""
+    """One reproduced table or figure."""
 
     title: str
     facts: Mapping[str, str]
@@ -34,7 +32,7 @@ class Artefact:
 
 
 def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
-    """Return what was reproduced or swept in ``paths`` or the folders right below them.
+    """Return what was reproduced in ``paths`` or the folders right below them.
 
     Raises:
         DataError: a table or text of theirs cannot be read.
@@ -78,8 +76,6 @@ def _in_folder(folder: Path) -> Iterator[Artefact]:
             values = _claim(file)
             if values is not None:
                 yield _reproduction(file, values)
-        if (folder / SWEEP).is_file():
-            yield _sweep(folder)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"{folder}: a table, text or drawing cannot be read ({error}); make it again"
@@ -115,22 +111,6 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
             for path in [file.with_suffix(".svg")]
             if path.is_file()
         ],
-    )
-
-
-def _sweep(folder: Path) -> Artefact:
-    page = folder / "results.md"
-    lines = page.read_text(encoding="utf-8").split("\n") if page.is_file() else []
-    title = next(
-        (line.removeprefix("# ") for line in lines if line.startswith("# ")), f"Sweep {folder.name}"
-    )
-    prose = [line for line in lines if line and not line.startswith(("#", "|", "**", "- "))]
-    return Artefact(
-        title,
-        {"what ran": " ".join(prose)} if prose else {},
-        [line.removeprefix("- ") for line in lines if line.startswith("- ")],
-        [_table(file) for file in sorted(folder.glob("*.csv"))],
-        [_drawing(file, f"{title}, {file.stem}") for file in sorted(folder.glob("*.svg"))],
     )
 
 

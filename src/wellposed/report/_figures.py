@@ -1,4 +1,4 @@
-"""The figures of a task: what each panel shows, its caption and its data."""
+"""The figures of a task: rows of numbers over seeds, the panels that show them, and captions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wellposed.charts import Panel, Series
+from wellposed.charts import Panel, Series, Style, lines, where
 from wellposed.measurement.figures import SPECTRUM_POINTS, Spectrum, short_role, spectra_by_role
-from wellposed.report._aggregate import TaskComparison
-from wellposed.report._certified import CertifiedCurve, certified_caption, certified_curves
-from wellposed.report._curves import Curve, task_curves
+from wellposed.report._aggregate import SPLITS, TaskComparison, metric_words
 from wellposed.report._heat import Rows, Weights
 from wellposed.report._html_table import CsvLink, csv_link
 from wellposed.report._panels import common_limits, panel_svg
 from wellposed.report._runs import Run
-from wellposed.report._words import metric_words
+from wellposed.training.certified.record import CertifiedRun
 
 Numbers = Mapping[str, int]
 """Variant to its number on the page: its colour and its toggle."""
+Groups = Sequence[Sequence[Run]]
 
 
 @dataclass(frozen=True)
@@ -32,46 +31,73 @@ class Figure:
     data: CsvLink
 
 
-def curves_figure(
-    name: str, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
-) -> Figure | None:
-    """Draw metrics over steps; those in nats share their axis."""
-    curves = task_curves(task, runs)
-    if not curves:
-        return None
+def curves_figure(name: str, task: TaskComparison, runs: Groups, numbers: Numbers) -> Figure | None:
+    """Draw training loss, validation loss and the validation headline over steps; those in nats
+    share their axis.
+
+    Steps that some seed of a variant has not reached are left out, so a mean is always over all its
+    seeds.
+    """
+    headline = task.metric.partition(",")[0]
+    places = dict.fromkeys([("train", "loss"), ("valid", "loss"), ("valid", headline)])
+    found = {
+        (split, metric): [
+            row
+            for result, group in zip(task.variants, runs, strict=True)
+            if group
+            for row in _curve_rows(result.variant, split, metric, group)
+        ]
+        for split, metric in places
+    }
+    if headline != "loss" and _same_means(found["valid", "loss"], found["valid", headline]):
+        del found["valid", "loss"]  # nats per character are the loss: one panel is enough
     panels = [
-        _curve_panel(place, drawn, task.reference, numbers) for place, drawn in curves.items()
+        _curve_panel(split, metric, rows, task.reference, numbers)
+        for (split, metric), rows in found.items()
+        if rows
     ]
+    if not panels:
+        return None
     several = any(len(group) > 1 for group in runs)
-    band = (
-        "Mean over seeds; the band reaches from the lowest seed to the highest."
-        if several
-        else "One seed."
-    )
-    rows = [row for drawn in curves.values() for curve in drawn for row in curve.rows()]
-    shared = _sharing(panels, lambda panel: "nats" in panel.title)
+    band = "Mean over seeds; the band reaches from the lowest seed to the highest."
+    every = [row for rows in found.values() for row in rows]
     return Figure(
-        "Training and validation", _drawn(shared, name), band, csv_link(name, list(rows[0]), rows)
+        "Training and validation",
+        _drawn(_sharing(panels, lambda panel: "nats" in panel.title), name),
+        band if several else "One seed.",
+        csv_link(name, list(every[0]), every),
     )
 
 
 def certified_figure(
-    name: str, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
+    name: str, task: TaskComparison, runs: Groups, numbers: Numbers
 ) -> Figure | None:
     """Draw accuracy against radius: certified as solid lines, under attack as dashed ones of the
     same colour."""
-    curves = certified_curves(task, runs)
-    if not curves:
+    rows = [
+        row
+        for result, group in zip(task.variants, runs, strict=True)
+        for row in _certified_rows(result.variant, _certified_runs(group))
+    ]
+    if not rows:
         return None
-    series = [line for curve in curves for line in _certified_lines(curve, numbers[curve.variant])]
+    styles: dict[str, Style] = {"certified": "solid", "attacked": "dashed"}
+    series = [
+        replace(line, label=f"{line.label}, {what}", colour=numbers[line.label])
+        for variant in dict.fromkeys(row["variant"] for row in rows)
+        for what, style in styles.items()
+        for line in lines(where(rows, variant=variant), "radius", what, by="variant", style=style)
+    ]
     panel = Panel(
         "accuracy: certified (solid), attacked (dashed)", "radius (median token norms)", "accuracy", series,
         x_scale="symlog", legend=False, y_limits=(0, 1.02),
     )  # fmt: skip
-    rows = [row for curve in curves for row in curve.rows()]
-    data = csv_link(name, list(rows[0]), rows)
+    measured = [run for group in runs for run in _certified_runs(group)]
     return Figure(
-        "Certified against attacked accuracy", _drawn([panel], name), certified_caption(runs), data
+        "Certified against attacked accuracy",
+        _drawn([panel], name),
+        _certified_caption(measured),
+        csv_link(name, list(rows[0]), rows),
     )
 
 
@@ -90,8 +116,8 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
     if not series:
         return None
     panels = [
-        Panel(short_role(role), "share of singular values", "singular value", lines, legend=False)
-        for role, lines in series.items()
+        Panel(short_role(role), "share of singular values", "singular value", drawn, legend=False)
+        for role, drawn in series.items()
     ]
     shared = _sharing(panels, lambda panel: not panel.title.endswith("emb."))
     caption = (
@@ -99,72 +125,15 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
         " training; the band holds every layer after training. The CSV has every value of every"
         " layer, with six digits."
     )
-    return Figure("Singular values", _drawn(shared, name), caption, _spectra_csv(name, weights))
-
-
-def _curve_panel(
-    place: tuple[str, str],
-    curves: Sequence[Curve],
-    reference: Mapping[str, float],
-    numbers: Numbers,
-) -> Panel:
-    split, metric = place
-    series = [
-        Series(
-            c.variant,
-            c.steps,
-            c.mean,
-            colour=numbers[c.variant],
-            band=(c.low, c.high) if c.seeds > 1 else (),
-        )
-        for c in curves
-    ]
-    level = ("reference", reference[metric]) if split != "train" and metric in reference else None
-    words = metric_words(f"{metric},{split}")
-    return Panel(words, "step", words.partition(" ")[2], series, legend=False, level=level)
-
-
-def _certified_lines(curve: CertifiedCurve, number: int) -> list[Series]:
-    return [
-        Series(f"{curve.variant}, certified", curve.shares, curve.certified, colour=number),
-        Series(f"{curve.variant}, attacked", curve.shares, curve.attacked, "dashed", colour=number),
-    ]
-
-
-def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
-    """Return the median of spectra, and their range, at places that all of them share."""
-    import numpy as np
-
-    places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
-    lines = [
-        np.interp(
-            places,
-            (np.arange(len(values)) + 0.5) / len(values),
-            np.sort(np.asarray(values, float))[::-1],
-        )
-        for values, _ in spectra
-    ]
-    return Series(
-        label,
-        places.round(4).tolist(),
-        np.median(lines, axis=0).tolist(),
-        band=(np.min(lines, axis=0).tolist(), np.max(lines, axis=0).tolist()),
-        colour=number,
-    )
-
-
-def _spectra_csv(name: str, weights: Weights) -> CsvLink:
     columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
     rows = [
         {
             **row,
-            "singular_values": " ".join(
-                f"{value:.6g}" for value in row.get("singular_values") or ()
-            ),
+            "singular_values": " ".join(f"{v:.6g}" for v in row.get("singular_values") or ()),
         }
         for row in weight_rows(weights)
     ]
-    return csv_link(name, columns, rows)
+    return Figure("Singular values", _drawn(shared, name), caption, csv_link(name, columns, rows))
 
 
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
@@ -186,15 +155,115 @@ def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
         for name, value in twins[0].items():
             values = [twin.get(name) for twin in twins]
             if name == "singular_values":
-                row[name] = [
-                    math.fsum(column) / len(column) for column in zip(*values, strict=True)
-                ]
+                row[name] = [_mean(column) for column in zip(*values, strict=True)]
             elif isinstance(value, float):
-                row[name] = (
-                    None if any(v is None for v in values) else math.fsum(values) / len(values)
-                )
+                row[name] = None if any(v is None for v in values) else _mean(values)
         averaged.append(row)
     return averaged
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _shared(columns: Sequence[Mapping[Any, float]]) -> dict[Any, list[float]]:
+    """Return the values of all columns where all have one, in order."""
+    places = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
+    return {place: [column[place] for column in columns] for place in places}
+
+
+def _curve_rows(
+    variant: str, split: str, metric: str, group: Sequence[Run]
+) -> list[dict[str, Any]]:
+    fixed = {"variant": variant, "split": split, "metric": metric, "seeds": len(group)}
+    columns = [
+        {
+            int(row["step"]): float(row[metric])
+            for row in run.metrics
+            if row["split"] == split
+            and isinstance(row.get(metric), (int, float))
+            and math.isfinite(row[metric])
+        }
+        for run in group
+    ]
+    return [
+        {**fixed, "step": step, "mean": _mean(values), "low": min(values), "high": max(values)}
+        for step, values in _shared(columns).items()
+    ]
+
+
+def _same_means(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> bool:
+    return len(first) == len(second) > 0 and all(
+        (a["variant"], a["step"]) == (b["variant"], b["step"])
+        and math.isclose(a["mean"], b["mean"], rel_tol=1e-9)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _curve_panel(
+    split: str, metric: str, rows: Rows, reference: Mapping[str, float], numbers: Numbers
+) -> Panel:
+    series = []
+    for line in lines(rows, "step", "mean", by="variant"):
+        mine = where(rows, variant=line.label)
+        band = ([row["low"] for row in mine], [row["high"] for row in mine])
+        several = mine[0]["seeds"] > 1
+        series.append(replace(line, colour=numbers[line.label], band=band if several else ()))
+    level = ("reference", reference[metric]) if split != "train" and metric in reference else None
+    words = metric_words(f"{metric},{split}")
+    return Panel(words, "step", words.partition(" ")[2], series, legend=False, level=level)
+
+
+def _certified_runs(group: Sequence[Run]) -> list[CertifiedRun]:
+    return [run.certified for run in group if run.certified is not None]
+
+
+def _certified_rows(variant: str, measured: Sequence[CertifiedRun]) -> list[dict[str, Any]]:
+    certified, attacked = (
+        _shared([dict(zip(run.shares, getattr(run, name), strict=True)) for run in measured])
+        for name in ("certified", "attacked")
+    )
+    return [
+        {
+            "variant": variant,
+            "seeds": len(measured),
+            "radius": radius,
+            "certified": _mean(values),
+            "attacked": _mean(attacked[radius]),
+        }
+        for radius, values in certified.items()
+    ]
+
+
+def _certified_caption(measured: Sequence[CertifiedRun]) -> str:
+    """Return what was measured: the examples, their split, the norm and the attack."""
+    splits = ", ".join(dict.fromkeys(SPLITS.get(run.split, run.split) for run in measured))
+    norms = ", ".join(dict.fromkeys(run.norm for run in measured))
+    attacks = ", ".join(dict.fromkeys(run.attack for run in measured))
+    low, high = min(run.examples for run in measured), max(run.examples for run in measured)
+    examples = f"{low}" if low == high else f"{low} to {high}"
+    return (
+        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
+        f" radius (norm {norms}): what no perturbation can undo (solid) and what the attack left"
+        f" right (dashed; {attacks}). Mean over seeds."
+    )
+
+
+def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
+    """Return the median of spectra, and their range, at places that all of them share."""
+    import numpy as np
+
+    places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
+    curves = [
+        np.interp(
+            places,
+            (np.arange(len(values)) + 0.5) / len(values),
+            np.sort(np.asarray(values, float))[::-1],
+        )
+        for values, _ in spectra
+    ]
+    middle, low, high = (of(curves, axis=0).tolist() for of in (np.median, np.min, np.max))
+    return Series(label, places.round(4).tolist(), middle, band=(low, high), colour=number)
 
 
 def _sharing(panels: Sequence[Panel], compared: Callable[[Panel], bool]) -> list[Panel]:

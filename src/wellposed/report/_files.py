@@ -12,17 +12,19 @@ from typing import Any
 from wellposed.errors import CheckpointError, DataError, listed
 from wellposed.finite_json import from_json
 from wellposed.measurement import Measurement
+from wellposed.options import fits, misfits
 from wellposed.regular_file import read_bytes, read_text
 from wellposed.training import verify_run_file
 from wellposed.training.certified.record import CertifiedRun, read_certified
 
-ENTRIES: Mapping[str, type] = {
-    "task": str, "variant": str, "seed": int, "results": dict, "headline": str, "higher_is_better": dict,
-    "config": dict, "train_info": dict, "date": str,
-}  # fmt: skip
+ENTRIES: Mapping[str, Any] = {
+    **dict.fromkeys(("task", "variant", "headline", "date"), str),
+    **dict.fromkeys(("results", "higher_is_better", "config", "train_info"), dict),
+    **dict.fromkeys(("reference", "data", "versions"), dict | None),
+    "seed": int,
+    "command": list | None,
+}
 """What each entry of ``result.json`` is."""
-OPTIONAL: Mapping[str, type] = {"reference": dict, "command": list, "data": dict, "versions": dict}
-"""Entries that may be null or absent."""
 INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 
 
@@ -54,7 +56,7 @@ class RunFiles:
         if not self.is_whole(file):
             return None
         try:
-            value = from_json(read_bytes(file))
+            value = from_json(read_bytes(file), any_number=True)
         except OSError as error:
             self.problems.append(f"{file}: cannot be read ({error.strerror})")
         except ValueError as error:
@@ -148,20 +150,28 @@ def headline_values(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result_problem(result: Mapping[str, Any]) -> str | None:
-    missing = [key for key in ENTRIES if key not in result]
+    given = {name: result[name] for name in ENTRIES if name in result}
+    missing = [name for name in ENTRIES if name not in given and not fits(None, ENTRIES[name])]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
-    given = {
-        **ENTRIES,
-        **{key: kind for key, kind in OPTIONAL.items() if result.get(key) is not None},
-    }
-    wrong = [
-        f"{key} is a {type(result[key]).__name__}, expected {kind.__name__}"
-        for key, kind in given.items()
-        if not isinstance(result[key], kind)
-    ] or _not_numbers(result)
+    wrong = {name: expected for name, _, expected in misfits(given, ENTRIES)}
+    if not wrong:
+        given = {
+            f"{part}.{name}": value
+            for part, entries in (
+                ("reference", result.get("reference")),
+                (f"results.{result['task']}", result["results"].get(result["task"])),
+            )
+            for name, value in (entries.items() if isinstance(entries, dict) else ())
+        }
+        wrong = {
+            name: "a number"
+            for name, value in given.items()
+            if not isinstance(value, (int, float, type(None)))
+        }
     if wrong:
-        return f"{'; '.join(wrong)}; the file is damaged"
+        said = [f"{k} is a {type(given[k]).__name__}, expected {v}" for k, v in wrong.items()]
+        return f"{'; '.join(said)}; the file is damaged"
     if result["train_info"].get("status") != "success":
         return None
     values = result["results"].get(result["task"])
@@ -172,16 +182,3 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
             f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
         )
     return None
-
-
-def _not_numbers(result: Mapping[str, Any]) -> list[str]:
-    numbers = {
-        "reference": result.get("reference"),
-        f"results.{result['task']}": result["results"].get(result["task"]),
-    }
-    return [
-        f"{name}.{key} is a {type(value).__name__}, expected a number"
-        for name, entries in numbers.items()
-        for key, value in (entries.items() if isinstance(entries, dict) else ())
-        if not isinstance(value, (int, float, type(None)))
-    ]

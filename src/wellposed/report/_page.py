@@ -1,4 +1,4 @@
-"""One HTML page about runs, sweeps and reproductions that needs nothing beside it."""
+"""One HTML page about runs and reproductions that needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.drawing import COLOURS
+from wellposed.charts import COLOURS
 from wellposed.errors import missing_extra
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, compare_runs
@@ -28,15 +28,15 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
     The page holds, per task: mean ± standard error over seeds and the paired test against the first
     variant, whether each variant learned, loss curves, certified accuracy against radius where it
     was measured, the orthogonality error before and after training by layer and role, singular
-    values, what differs between variants; then what ``wellposed reproduce`` and ``wellposed sweep``
-    left in the folders, the runs that have not ended, those that do not count and why, the
+    values, what differs between variants; then what ``wellposed reproduce`` left
+    in the folders, the runs that have not ended, those that do not count and why, the
     environment and the exact commands. Tables are sorted by a click or a key, variants are shown
     and hidden, curves give their values; without a script the page is the same, at rest. It fetches
     nothing, and its Content-Security-Policy forbids to. Status: the same numbers as `aggregate`;
     the same folders give the same bytes.
 
     Args:
-        run_dirs: run folders, or folders that hold run folders, reproductions or sweeps.
+        run_dirs: run folders, or folders that hold run folders or reproductions.
         out: file to write, replaced in one step where it exists.
         refresh: seconds after which an open page loads itself again; for pages that are written
         again and again.

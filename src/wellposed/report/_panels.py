@@ -9,8 +9,15 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from wellposed.charts import Panel, Series, draw_panel
-from wellposed.drawing import COLOURS, figure_style, new_figure, svg_markup
+from wellposed.charts import (
+    COLOURS,
+    Panel,
+    Series,
+    draw_panel,
+    figure_style,
+    new_figure,
+    svg_markup,
+)
 from wellposed.text_table import format_number
 
 SIZE = (4.0, 2.9)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, Series
+from wellposed.charts import Panel, Series, lines
 from wellposed.options import flat_options
 from wellposed.regular_file import read_bytes
 from wellposed.report._figures import Numbers
@@ -54,11 +54,11 @@ def rows_so_far(file: Path) -> list[Mapping[str, Any]]:
     """Return the whole rows of ``metrics.jsonl``; the last may be half written, as the run goes
     on."""
     try:
-        lines = read_bytes(file).decode("utf-8", "replace").split("\n")
+        text = read_bytes(file).decode("utf-8", "replace")
     except OSError:
         return []
     rows = []
-    for line in lines[:-1]:
+    for line in text.split("\n")[:-1]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ def _row(run: Run, rows: Rows) -> dict[str, Any]:
     return {
         "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
         "step": max((row["step"] for row in rows), default=0), "steps": steps if _is_number(steps) else None,
-        **{split: (_losses(rows, split)[1] or [None])[-1] for split in ("train", "valid")},
+        **{split: _losses(rows, split)[-1]["loss"] for split in ("train", "valid") if _losses(rows, split)},
     }  # fmt: skip
 
 
@@ -81,25 +81,19 @@ def _panels(logged: Sequence[tuple[Run, Rows]], numbers: Numbers) -> list[Panel]
     panels: dict[str, list[Series]] = {}
     for run, rows in logged:
         for split, words in (("train", "training"), ("valid", "validation")):
-            steps, losses = _losses(rows, split)
-            if steps:
-                line = Series(
-                    f"{run.variant}, seed {run.seed}", steps, losses, colour=numbers[run.variant]
-                )
-                panels.setdefault(f"{run.task}: {words} loss (nats)", []).append(line)
+            name = f"{run.variant}, seed {run.seed}"
+            drawn = lines(_losses(rows, split), "step", "loss", by=lambda _, name=name: name)
+            mine = panels.setdefault(f"{run.task}: {words} loss (nats)", [])
+            mine += [replace(line, colour=numbers[run.variant]) for line in drawn]
     return [
         Panel(title, "step", "loss (nats)", series, legend=False)
         for title, series in panels.items()
+        if series
     ]
 
 
-def _losses(rows: Rows, split: str) -> tuple[list[float], list[float]]:
-    points = [
-        (row["step"], row["loss"])
-        for row in rows
-        if row.get("split") == split and _is_number(row.get("loss"))
-    ]
-    return [step for step, _ in points], [loss for _, loss in points]
+def _losses(rows: Rows, split: str) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row.get("split") == split and _is_number(row.get("loss"))]
 
 
 def _is_number(value: Any) -> bool:

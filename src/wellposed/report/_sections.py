@@ -8,7 +8,7 @@ from typing import Any
 
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
-from wellposed.report._aggregate import TaskComparison, VariantResult
+from wellposed.report._aggregate import TaskComparison, VariantResult, conclusions, metric_words
 from wellposed.report._figures import (
     Figure,
     Numbers,
@@ -21,8 +21,6 @@ from wellposed.report._figures import (
 from wellposed.report._heat import HeatMaps, Weights, heat_maps
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
 from wellposed.report._runs import Run
-from wellposed.report._tables import conclusions
-from wellposed.report._words import metric_words
 from wellposed.text_table import format_number
 
 SEED_COLUMNS = 8

@@ -126,6 +126,8 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
     if output is None:
         yield sys.stdout
         return
+    if output.is_dir():
+        raise DataError(f"{output}: is a folder, expected the name of a file to write")
     if not output.parent.is_dir():
         raise DataError(f"{output}: the folder {output.parent} does not exist; make it first")
     with open_replacing(output) as raw:
