@@ -6,9 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.support.words import succeed
 from tests.support.words import words as typed
-
-from wellposed.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -37,5 +36,5 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "2",
     ]
     words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
-    assert main(words) == 0
+    succeed(words)
     return folder / "run"

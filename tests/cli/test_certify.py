@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.support.words import succeed
 from tests.support.words import words as typed
 from transformers import BartConfig, BartModel
 
@@ -46,7 +47,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train text_classification --data", [folder / "train.tsv"], "--max-length 6", [*SHORT]
     )
     words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
-    assert main(words) == 0
+    succeed(words)
     return folder / "run"
 
 
@@ -55,7 +56,7 @@ def test_a_classifier_run_gives_table_curve_and_files(
 ) -> None:
     capsys.readouterr()
     words = typed("certify", [run_folder], "--examples 8 --attack-steps 3 --out", [tmp_path])
-    assert main([*words, "--require"]) == 0
+    succeed([*words, "--require"])
     text = capsys.readouterr().out
     assert "total, norm tok" in text
     assert "certified accuracy on test of text_classification" in text
@@ -74,17 +75,12 @@ def test_norm_length_and_radii_are_those_asked_for(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["certify", str(run_folder), "--norm", "2", "--seq-len", "4", "--radii", "0,0.5"]
-    assert main([*words, "--examples", "0"]) == 0
+    succeed([*words, "--examples", "0"])
     text = capsys.readouterr().out
     assert "total, norm 2" in text
     assert "<= 4 tokens" in text
     assert "certified accuracy" not in text
-    assert (
-        main(
-            ["certify", str(run_folder), "--radii", "0,0.5", "--examples", "4", "--split", "valid"]
-        )
-        == 0
-    )
+    succeed(["certify", str(run_folder), "--radii", "0,0.5", "--examples", "4", "--split", "valid"])
     assert "       0.5  " in capsys.readouterr().out
 
 
@@ -97,16 +93,13 @@ def test_a_layer_without_a_bound_is_named(
         hidden_size=8, num_attention_heads=2, num_hidden_layers=1, norm="none", vocab_size=9
     )
     WellposedForCausalLM(config).save_pretrained(tmp_path / "model")
-    assert main(["certify", str(tmp_path / "model"), "--seq-len", "8"]) == 0
+    succeed(["certify", str(tmp_path / "model"), "--seq-len", "8"])
     captured = capsys.readouterr()
     assert "uncertified" in captured.out
     assert "model.layers.0.attention" in captured.err
     assert "--radius" in captured.err
     assert main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--require"]) == 1
-    assert (
-        main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--radius", "9", "--require"])
-        == 0
-    )
+    succeed(["certify", str(tmp_path / "model"), "--seq-len", "8", "--radius", "9", "--require"])
     assert "mask causal, tokens with |x_i| <= 9" in capsys.readouterr().out
 
 
@@ -115,9 +108,9 @@ def test_a_total_of_no_use_says_so_first_and_costs_no_attack(
 ) -> None:
     words = ["train", "text_classification", "--data", str(run_folder.parent / "train.tsv")]
     words += ["--max-length", "6", *SHORT, "--variant", "l2_tied", "--out", str(tmp_path / "run")]
-    assert main(words) == 0
+    succeed(words)
     capsys.readouterr()
-    assert main(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    succeed(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     text = capsys.readouterr().out
     first = text.splitlines()[0]
     assert first.startswith("of no use: L = ")
@@ -132,7 +125,7 @@ def test_lengths_of_the_data_are_checked(
 ) -> None:
     """Every text has 4 tokens."""
     words = ["certify", str(run_folder), "--norm", "2", "--examples", "8", "--attack-steps", "2"]
-    assert main([*words, "--min-tokens", "4"]) == 0
+    succeed([*words, "--min-tokens", "4"])
     assert "4 to 6 tokens" in capsys.readouterr().out
     assert main([*words, "--min-tokens", "5"]) == 1
     captured = capsys.readouterr()
@@ -140,7 +133,7 @@ def test_lengths_of_the_data_are_checked(
     assert "certified accuracy on" not in captured.out
     assert main([*words, "--seq-len", "3"]) == 1
     assert "at most 3 tokens, received 4 (4 of 4 inputs are longer)" in capsys.readouterr().err
-    assert main(words) == 0
+    succeed(words)
     assert "<= 6 tokens" in capsys.readouterr().out
 
 
@@ -152,7 +145,7 @@ def plain_folder(run_folder: Path) -> Path:
         "train text_classification --data", [run_folder.parent / "train.tsv"], "--max-length 6"
     )
     words += [*SHORT, "--model.norm", "none", "--out", str(run_folder.parent / "plain")]
-    assert main(words) == 0
+    succeed(words)
     return run_folder.parent / "plain"
 
 
@@ -165,7 +158,7 @@ def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = typed("certify", [plain_folder], "--examples 8 --attack-steps 2 --out", [tmp_path])
-    assert main(words) == 0
+    succeed(words)
     captured = capsys.readouterr()
     assert (
         "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
@@ -186,7 +179,7 @@ def test_no_ball_is_suggested_where_none_helps(
         eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
     )  # fmt: skip
     BartModel(config).save_pretrained(tmp_path / "bart")
-    assert main(["certify", str(tmp_path / "bart"), "--seq-len", "4"]) == 0
+    succeed(["certify", str(tmp_path / "bart"), "--seq-len", "4"])
     said = capsys.readouterr().err
     assert "nor is there one on a ball" in said
     assert "two sequences" in said
@@ -198,7 +191,7 @@ def test_on_a_ball_radii_stay_inside(
     plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], norm: str
 ) -> None:
     words = ["certify", str(plain_folder), "--examples", "8", "--attack-steps", "2", "--norm", norm]
-    assert main([*words, "--radius", "9", "--radii", "0,1e-9,9", "--out", str(tmp_path)]) == 0
+    succeed([*words, "--radius", "9", "--radii", "0,1e-9,9", "--out", str(tmp_path)])
     text = capsys.readouterr().out
     assert "mask full, tokens with |x_i| <= 9" in text  # a classifier sees both sides
     assert "no radius reaches out of the ball |x_i| <= 9" in text
@@ -206,7 +199,7 @@ def test_on_a_ball_radii_stay_inside(
     rows = _rows(tmp_path)
     assert rows[1]["certified"] == rows[0]["certified"] > 0
     assert rows[2]["certified"] == 0.0
-    assert main([*words, "--radius", "1e-6", "--radii", "0,1e-9", "--out", str(tmp_path)]) == 0
+    succeed([*words, "--radius", "1e-6", "--radii", "0,1e-9", "--out", str(tmp_path)])
     assert "4 of 4 inputs lie outside the ball" in capsys.readouterr().out
     assert _rows(tmp_path)[1]["certified"] == 0.0
 

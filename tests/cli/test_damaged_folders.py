@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.words import succeed
 
 from wellposed.cli import main
 
@@ -181,7 +182,7 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(
     assert main(["measure", str(folder)]) == 1
     assert "model.foreign" in capsys.readouterr().err
     save_file(tensors, file, metadata={"format": "pt"})
-    assert main(["measure", str(folder)]) == 0
+    succeed(["measure", str(folder)])
 
 
 def test_a_flipped_bit_is_said_with_both_digests(
@@ -203,12 +204,12 @@ def test_a_copy_of_final_and_a_folder_without_manifests_load(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(run, tmp_path / "run"))
-    assert main(["measure", str(folder)]) == 0
+    succeed(["measure", str(folder)])
     table = capsys.readouterr().out
-    assert main(["measure", str(folder / "final")]) == 0
+    succeed(["measure", str(folder / "final")])
     assert capsys.readouterr().out == table
     (folder / "final/manifest.json").unlink()
     (folder / "manifest.json").unlink()
-    assert main(["measure", str(folder)]) == 0
+    succeed(["measure", str(folder)])
     assert capsys.readouterr().out == table
-    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    succeed(["report", str(folder), "--out", str(tmp_path / "page.html")])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tests.support.bert import make_checkpoint, make_table
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -38,7 +39,7 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(
     checkpoint: Path, table: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    assert main(_words(table, checkpoint, out, "--epochs", "2")) == 0
+    succeed(_words(table, checkpoint, out, "--epochs", "2"))
     config = (out / "config.toml").read_text()
     for line in (
         'schedule = "linear"',
@@ -51,23 +52,20 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.id2label == {0: "bad", 1: "good"}
-    assert (
-        main(_words(table, checkpoint, out, "--epochs", "2", "--resume", "auto")) == 0
+    succeed(
+        _words(table, checkpoint, out, "--epochs", "2", "--resume", "auto")
     )  # finished: nothing to do
-    assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
+    succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
 def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
     checkpoint: Path, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    assert main(_words(table, checkpoint, out, "--steps", "3")) == 0
+    succeed(_words(table, checkpoint, out, "--steps", "3"))
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     assert "epochs" not in (out / "config.toml").read_text()
-    assert (
-        main(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto"))
-        == 0
-    )
+    succeed(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto"))
     assert main(_words(table, checkpoint, tmp_path / "both", "--steps", "3", "--epochs", "2")) == 2
     assert "--steps 3 and --epochs 2 both say how long to train" in capsys.readouterr().err
 
@@ -76,7 +74,7 @@ def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
     table: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     options = ["--steps", "150", "--epochs", "None", "--learning-rate", "3e-3"]
-    assert main(_words(table, checkpoint / "config.json", tmp_path / "run", *options)) == 0
+    succeed(_words(table, checkpoint / "config.json", tmp_path / "run", *options))
     run = json.loads((tmp_path / "run" / "result.json").read_text())
     assert run["results"]["text_classification"]["accuracy,valid"] == 1.0
 

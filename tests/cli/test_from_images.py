@@ -15,6 +15,7 @@ import transformers
 from PIL import Image
 from tests.support.bert import make_checkpoint
 from tests.support.images import class_folders, image_config
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -55,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, pets: Path) -> Path:
     words = typed(
         "train image_classification --data", [pets], "--from", [image_config(folder / "vit")]
     )
-    assert main([*words, *LEARNING, "--flip", "--out", str(folder / "run")]) == 0
+    succeed([*words, *LEARNING, "--flip", "--out", str(folder / "run")])
     return folder / "run"
 
 
@@ -88,10 +89,7 @@ print(json.dumps(labels))
     found = json.loads(ran.stdout)
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join(map(str, images)) + "\n")
-    assert (
-        main(["predict", str(run), "--input", str(listed), "--output", str(tmp_path / "out.tsv")])
-        == 0
-    )
+    succeed(["predict", str(run), "--input", str(listed), "--output", str(tmp_path / "out.tsv")])
     rows = [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
     assert [row[2] for row in rows] == list(map(str, images))
     for label, probability, path in rows:
@@ -104,9 +102,9 @@ def test_predict_takes_an_image_or_a_folder(
     run: Path, pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")]) == 0
+    succeed(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")])
     assert capsys.readouterr().out.startswith("dog\t")
-    assert main(["predict", str(run), "--input", str(pets), "--batch-size", "7"]) == 0
+    succeed(["predict", str(run), "--input", str(pets), "--batch-size", "7"])
     assert len(capsys.readouterr().out.splitlines()) == 48
 
 
@@ -149,7 +147,7 @@ def test_variants_of_a_model_of_images_are_compared(
     words = typed(
         "compare image_classification --from", [image_config(tmp_path / family, family), *FAST]
     )
-    assert main([*words, "--variants", variants, "--out", str(tmp_path / "runs")]) == 0
+    succeed([*words, "--variants", variants, "--out", str(tmp_path / "runs")])
     names = variants.split(",")
     assert (tmp_path / "runs" / "report.html").is_file()
     finals = {
@@ -176,7 +174,7 @@ def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path: Path
 def test_measure_and_certify_read_such_a_run(
     run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")]) == 0
+    succeed(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")])
     said = capsys.readouterr().out
     assert "encoder.0.query" in said
     assert "vit.layers.0.attention" in said
@@ -185,7 +183,7 @@ def test_measure_and_certify_read_such_a_run(
     make_checkpoint(tmp_path)
     assert main(["measure", str(tmp_path), "--image", str(pets / "cat" / "01.jpg")]) != 0
     assert "reads no images; give --text TEXT" in capsys.readouterr().err
-    assert main(["certify", str(run)]) == 0
+    succeed(["certify", str(run)])
     assert "<= 4 tokens" in capsys.readouterr().out  # patches of 8 pixels of an image of 16
 
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from tests.support.bert import make_checkpoint, make_table
 from tests.support.tokenizer_folders import byte_level_bpe
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -163,7 +164,7 @@ def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
     )
     words += ["--steps", "2", "--variants", "plain"]
     assert main([*words, "--from", str(files / "three")]) == 2
-    assert main([*words, "--from", str(files / "bert")]) == 0
+    succeed([*words, "--from", str(files / "bert")])
     assert main([*words, "--from", str(files / "bert")]) == 2  # now there is something to lose
 
 
@@ -187,20 +188,13 @@ def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
 ) -> None:
     words = [word.format(files=files) for word in CLASSIFY]
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
-    assert (
-        main(
-            typed(
-                "train", [*words], "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet"
-            )
-        )
-        == 0
-    )
+    succeed("train", words, "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet")
     kept = (  # with both ends, the 16 tokens of training
         "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"
     )
     lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
     capsys.readouterr()
-    assert main(["predict", "--from", str(run), "--input", str(lines)]) == 0
+    succeed(["predict", "--from", str(run), "--input", str(lines)])
     said = capsys.readouterr()
     first, second, _ = said.out.splitlines()
     assert first == second

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -48,14 +49,7 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
     source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
     words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
-    assert (
-        main(
-            typed(
-                [*words], "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet"
-            )
-        )
-        == 0
-    )
+    succeed(words, "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet")
     found = results(run)
     task = build_task(
         "language_modeling", {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"}
@@ -67,10 +61,7 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
     assert type(model).__name__ == "GPT2LMHeadModel"
     capsys.readouterr()
-    assert (
-        main(typed("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0"))
-        == 0
-    )
+    succeed("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0")
     assert capsys.readouterr().out.startswith("the red")
 
 
@@ -148,7 +139,7 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
         "--max-length",
         "12",
     ]
-    assert main([*words, "--epochs", "1", "--out", str(run), "--quiet"]) == 0
+    succeed([*words, "--epochs", "1", "--out", str(run), "--quiet"])
     described = json.loads((run / "result.json").read_text())
     assert "text 'sentence1' + 'sentence2' as a pair" in json.dumps(described)
     wanted = {"input_ids", "attention_mask"} | ({"token_type_ids"} if family == "bert" else set())
@@ -158,7 +149,7 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
     lines = tmp_path / "lines.txt"
     lines.write_text(f"w0 w1\tw0 w2\nw1\tw0{' w3' * 30}\n")
     capsys.readouterr()
-    assert main(["predict", str(run), "--input", str(lines)]) == 0
+    succeed(["predict", str(run), "--input", str(lines)])
     said = capsys.readouterr()
     assert [line.split("\t")[0] in ("no", "yes") for line in said.out.splitlines()] == [True, True]
     assert "1 lines of more than 12 tokens were cut to their start: 2" in said.err
@@ -186,7 +177,7 @@ def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
     begin = ["train", "text_classification", "--from", str(source), "--data", str(table)]
-    assert main([*begin, *words, "--epochs", "1", "--out", str(run), "--quiet"]) == 0
+    succeed([*begin, *words, "--epochs", "1", "--out", str(run), "--quiet"])
     task = build_task(
         "text_classification", {"data": str(table), "tokenizer": f"hf:{source}", **options}
     )
@@ -200,7 +191,7 @@ def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task
     capsys.readouterr()
     for example, probabilities in zip(examples, logits.softmax(-1), strict=True):
         first, second, _ = rows[encoded.index(example["input_ids"])]
-        assert main(["predict", str(run), "--text", f"{first}\t{second}"]) == 0
+        succeed(["predict", str(run), "--text", f"{first}\t{second}"])
         label, probability = capsys.readouterr().out.split()
         assert label == model.config.id2label[int(probabilities.argmax())]
         assert float(probability) == pytest.approx(float(probabilities.max()), abs=1e-4)
@@ -277,19 +268,14 @@ def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
         "--learning-rate",
         "1e-2",
     ]
-    assert (
-        main(
-            [*words, "--generate-beams", "1", "--eval-every", "1000", "--out", str(run), "--quiet"]
-        )
-        == 0
-    )
+    succeed([*words, "--generate-beams", "1", "--eval-every", "1000", "--out", str(run), "--quiet"])
     assert results(run)["perplexity,valid"] < 1.2
     starts = {"t5": 0, "bart": 2, "marian": 0}
     config = json.loads((run / "final" / "config.json").read_text())
     assert config["decoder_start_token_id"] == starts[family]
     assert f'tokenizer = "hf:{source}"' in (run / "config.toml").read_text()
     capsys.readouterr()
-    assert main(["predict", str(run), "--text", "w0", "--beams", "1"]) == 0
+    succeed(["predict", str(run), "--text", "w0", "--beams", "1"])
     assert capsys.readouterr().out.strip() == "w1 w1"
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.bert import make_checkpoint, make_table
+from tests.support.words import succeed
 from tests.support.words import words as typed
 from transformers import AutoTokenizer
 
-from wellposed.cli import main
 from wellposed.models import load_pretrained, load_saved_model
 
 SMALL = typed(
@@ -61,7 +61,7 @@ def test_variants_of_a_checkpoint_are_compared(
     words = _words(
         files, "compare", out, "--variants", "plain,key:1e-2,orthogonal", "--seeds", "2", "--quiet"
     )
-    assert main(words) == 0
+    succeed(words)
     assert (out / "report.html").is_file()
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("plain", "key:1e-2", "orthogonal"))
@@ -70,7 +70,7 @@ def test_variants_of_a_checkpoint_are_compared(
 
 
 def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files: Path, tmp_path: Path) -> None:
-    assert main(_words(files, "compare", tmp_path / "runs", "--quiet")) == 0
+    succeed(_words(files, "compare", tmp_path / "runs", "--quiet"))
     assert json.loads((tmp_path / "runs" / "compare.json").read_text())["variants"] == [
         "plain",
         "key:1e-2",
@@ -83,7 +83,7 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(
 ) -> None:
     out = tmp_path / "run"
     source = "tiny-bert/config.json" if variant == "t_fixup" else "tiny-bert"
-    assert main([*_words(files, "train", out, source=source), "--variant", variant]) == 0
+    succeed([*_words(files, "train", out, source=source), "--variant", variant])
     said = capsys.readouterr().err
     assert said.count("starts from ") == 1
     card = (out / "final" / "README.md").read_text()
@@ -98,14 +98,14 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(
         assert torch.allclose(
             model(input_ids=torch.tensor([[2, 5, 6, 3]])).logits, logits, atol=1e-6
         )
-    assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
+    succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
 def test_what_was_drawn_stands_in_the_result_and_is_said_once(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    assert main(_words(files, "train", out)) == 0
+    succeed(_words(files, "train", out))
     started = _result(out)["train_info"]["started_from"]
     drawn = ["classifier.bias", "classifier.weight"]
     assert started == {"model": str(files / "tiny-bert"), "new_weights": drawn, "left_out": []}
@@ -118,7 +118,7 @@ def test_what_was_drawn_stands_in_the_result_and_is_said_once(
 
 def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path) -> None:
     words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", [*SMALL])
-    assert main([*words, "--out", str(tmp_path / "run")]) == 0
+    succeed([*words, "--out", str(tmp_path / "run")])
     final = tmp_path / "run" / "final"
     ids = "torch.tensor([[2, 5, 6, 3]])"
     model = load_saved_model(final)
@@ -142,7 +142,7 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path)
 
 def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path: Path) -> None:
     words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 2", [*SMALL])
-    assert main([*words, "--out", str(tmp_path / "run")]) == 0
+    succeed([*words, "--out", str(tmp_path / "run")])
     final = tmp_path / "run" / "final"
     line = (
         (final / "README.md").read_text().partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
@@ -161,7 +161,7 @@ def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
     files: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    assert main([*_words(files, "train", out), "--variant", "key:1e-2", "--seed", "3"]) == 0
+    succeed([*_words(files, "train", out), "--variant", "key:1e-2", "--seed", "3"])
     card = (out / "final" / "README.md").read_text()
     result = _result(out)
     accuracy = result["results"]["text_classification"]["accuracy,test"]
@@ -179,7 +179,7 @@ def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
     assert str(tmp_path) not in card
     assert "license" not in card
     (out / "final" / "README.md").write_text("mine\n" + card)  # not damage
-    assert main(["predict", str(out), "--text", "w1 good w2"]) == 0
+    succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
 def test_a_certificate_stands_in_the_card(files: Path, tmp_path: Path) -> None:
@@ -187,6 +187,6 @@ def test_a_certificate_stands_in_the_card(files: Path, tmp_path: Path) -> None:
         words = typed(
             "train text_classification --data", [files / "train.tsv"], "--steps 2", [*SMALL]
         )
-        assert main([*words, "--variant", variant, "--out", str(tmp_path / variant)]) == 0
+        succeed([*words, "--variant", variant, "--out", str(tmp_path / variant)])
         card = (tmp_path / variant / "final" / "README.md").read_text()
         assert ("- certificate: Lipschitz bound " in card) == certified

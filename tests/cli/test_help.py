@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.words import succeed
 
 from wellposed.cli import COMMANDS, main
 from wellposed.cli.parser import OTHER_SPELLINGS
@@ -46,8 +47,8 @@ def test_help_exits_zero_and_imports_nothing_heavy() -> None:
 def test_every_command_and_task_and_variant_is_in_the_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--help"]) == 0
-    assert main(["compare"]) == 0
+    succeed(["--help"])
+    succeed(["compare"])
     text = capsys.readouterr().out
     assert all(name in text for name in (*COMMANDS, *TASKS, *VARIANTS))
 
@@ -58,9 +59,9 @@ def test_the_first_help_fits_a_screen_and_the_second_is_whole(
     command: str, task: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main([command, task, "--help"]) == 0
+    succeed([command, task, "--help"])
     first = capsys.readouterr().out
-    assert main([command, task, "--help-all"]) == 0
+    succeed([command, task, "--help-all"])
     whole = capsys.readouterr().out
     assert len(first.splitlines()) <= 48
     assert "--help-all` lists all" in first
@@ -79,12 +80,12 @@ def test_spellings_of_other_libraries_are_told_what_they_are_here(
 ) -> None:
     assert main(["train", "char_lm", word, "3"]) == 2
     assert f"no option {word}; did you mean {meant}?" in capsys.readouterr().err
-    assert main(["train", "char_lm", "--help-all"]) == 0
+    succeed(["train", "char_lm", "--help-all"])
     assert meant.partition(" ")[0] in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+    succeed(["--version"])
     assert capsys.readouterr().out.startswith("wellposed 0.")
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -36,9 +37,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with gzip.open(folder / "prose.txt.gz", "wt", encoding="utf-8") as file:
         file.write(TEXT)
     words = typed("compare char_lm --data", [folder / "prose.txt.gz"], "--seq-len 24", [*SHORT])
-    assert (
-        main(typed([*words], "--variants post_ln,oc3:1e-3 --seeds 2 --out", [folder / "runs"])) == 0
-    )
+    succeed(words, "--variants post_ln,oc3:1e-3 --seeds 2 --out", [folder / "runs"])
     return folder
 
 
@@ -64,7 +63,7 @@ def test_resume_keeps_finished_runs(workspace: Path, capsys: pytest.CaptureFixtu
     words += ["--variants", "post_ln,oc3:1e-3", "--seeds", "2", "--out", str(workspace / "runs")]
     assert main(words) == 2
     assert "--resume auto" in capsys.readouterr().err
-    assert main([*words, "--resume", "auto"]) == 0
+    succeed([*words, "--resume", "auto"])
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert "difference" in capsys.readouterr().out
 
@@ -73,15 +72,13 @@ def test_predict_continues_a_text_past_the_positions(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(workspace / "runs" / "post_ln" / "seed-0")
-    assert main(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]) == 0
+    succeed(["predict", run, "--text", "the quick", "--max-new-tokens", "60"])
     first = capsys.readouterr().out
     assert first.startswith("the quick")
     assert len(first.rstrip("\n")) > len("the quick") + 40
-    assert main(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]) == 0
+    succeed(["predict", run, "--text", "the quick", "--max-new-tokens", "60"])
     assert capsys.readouterr().out == first
-    assert (
-        main(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"]) == 0
-    )
+    succeed(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"])
     assert capsys.readouterr().out != first
 
 
@@ -111,7 +108,7 @@ def test_measure_prints_and_writes(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
-    assert main(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]) == 0
+    succeed(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")])
     out = capsys.readouterr().out
     assert "query" in out
     assert "feedforward_in" in out
@@ -122,7 +119,7 @@ def test_report_over_several_folders(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    assert main(["report", str(workspace / "runs"), "--out", str(page)]) == 0
+    succeed(["report", str(workspace / "runs"), "--out", str(page)])
     assert page.is_file()
     assert str(page) in capsys.readouterr().out
 
@@ -139,16 +136,13 @@ def test_classify_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         [run],
         "--quiet",
     )
-    assert main(words) == 0
+    succeed(words)
     (tmp_path / "lines.txt").write_text(
         "the film was fine 3\nthe film was dull 4\n", encoding="utf-8"
     )
     out = tmp_path / "labels.tsv"
     capsys.readouterr()
-    assert (
-        main(["predict", str(run), "--input", str(tmp_path / "lines.txt"), "--output", str(out)])
-        == 0
-    )
+    succeed(["predict", str(run), "--input", str(tmp_path / "lines.txt"), "--output", str(out)])
     labels = [line.split("\t")[0] for line in out.read_text().splitlines()]
     assert len(labels) == 2
     assert set(labels) <= {"good", "bad"}
@@ -283,7 +277,7 @@ def test_missing_folders(words: list[str], says: str, capsys: pytest.CaptureFixt
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+    succeed(["doctor"])
     out = capsys.readouterr().out
     assert out.count("ok  ") == 3
     assert "torch" in out

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tests.support.bert import make_checkpoint
+from tests.support.words import succeed
 
 from wellposed.cli import main
 
@@ -30,7 +31,7 @@ def test_a_folder_is_the_same_as_the_first_word_and_after_from(
         [*command, "--from", str(bert)],
         [*command, f"--from={bert}"],
     ):
-        assert main(words) == 0
+        succeed(words)
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2] != ""
 
@@ -42,7 +43,7 @@ def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
     said = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        assert main([*command, "--from", str(bert / "config.json")]) == 0
+        succeed([*command, "--from", str(bert / "config.json")])
         captured = capsys.readouterr()
         said.append(captured.out)
         assert "config.json: random weights of a BertModel (seed 0)" in captured.err
@@ -83,5 +84,5 @@ def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(
     model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
     capsys.readouterr()
-    assert main(["predict", "--from", str(tmp_path), "--text", "w1 good w2"]) == 0
+    succeed(["predict", "--from", str(tmp_path), "--text", "w1 good w2"])
     assert capsys.readouterr().out.split("\t")[0] in ("bad", "good")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.words import succeed
 
 from wellposed.cli import main
 
@@ -33,7 +34,7 @@ def test_four_lines_are_four_labels(
         words = ["--input", "-"]
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     out = tmp_path / "labels"
-    assert main(["predict", str(small_run), *words, "--output", str(out)]) == 0
+    succeed(["predict", str(small_run), *words, "--output", str(out)])
     labels = out.read_text(encoding="utf-8").split("\n")
     assert len(labels) == len(LINES) + 1
     assert all(label.split("\t")[0] in ("pos", "neg") for label in labels[:-1])
@@ -65,7 +66,7 @@ def test_a_table_is_read_by_the_column_of_the_training(
     table.write_text('id,Text,other\n1,"a good film, x",b\n2,a bad film,c\n')
     labels = []
     for file in (plain, table):
-        assert main(["predict", str(small_run), "--input", str(file), "--output", str(out)]) == 0
+        succeed(["predict", str(small_run), "--input", str(file), "--output", str(out)])
         labels.append(out.read_text())
     assert labels[0] == labels[1]
     assert "a.csv: text 'Text'" in capsys.readouterr().err
@@ -73,7 +74,7 @@ def test_a_table_is_read_by_the_column_of_the_training(
     assert main(["predict", str(small_run), "--input", str(table)]) == 1
     assert "give --text-column NAME" in capsys.readouterr().err
     words = ["predict", str(small_run), "--input", str(table), "--text-column", "tweet"]
-    assert main([*words, "--output", str(out)]) == 0
+    succeed([*words, "--output", str(out)])
     assert len(out.read_text().splitlines()) == 1
 
 
@@ -99,5 +100,5 @@ def test_errors_advise_options_as_they_are_typed(
     assert main([*words, "--out", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().err
     assert "give --label-column stance --text-column tweet, or give --header no" in said
-    assert main(["train", "text_classification", "--help"]) == 0
+    succeed(["train", "text_classification", "--help"])
     assert "--label-column" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.words import words
+from tests.support.words import succeed
 
 from wellposed.cli import main
 from wellposed.training import load_run_model
@@ -19,13 +19,11 @@ def test_pairs_are_read_from_lines_with_a_tab(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert (
-        main(words("train retrieval --data builtin --num-train 8", [*SMALL], "--out", [run])) == 0
-    )
+    succeed("train retrieval --data builtin --num-train 8", SMALL, "--out", [run])
     assert type(load_run_model(run)[0]).__name__ == "WellposedForSequencePairClassification"
     lines, out = tmp_path / "pairs.txt", tmp_path / "labels.txt"
     lines.write_text("one text\tanother text\nthe same\tthe same\n", encoding="utf-8")
-    assert main(["predict", str(run), "--input", str(lines), "--output", str(out)]) == 0
+    succeed(["predict", str(run), "--input", str(lines), "--output", str(out)])
     labels = out.read_text(encoding="utf-8").splitlines()
     assert len(labels) == 2
     assert all(0.5 <= float(label.split("\t")[1]) <= 1 for label in labels)

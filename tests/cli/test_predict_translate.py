@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -180,7 +181,7 @@ def test_zipped_and_piped_input(
     assert predict(folder, gzip.compress(lines), name="in.txt.gz")[0] == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     capsys.readouterr()
-    assert main(typed("predict", [folder / "model"], "--input - --beams 1 --max-new-tokens 4")) == 0
+    succeed("predict", [folder / "model"], "--input - --beams 1 --max-new-tokens 4")
     assert capsys.readouterr().out == (folder / "out.txt").read_text()
 
 

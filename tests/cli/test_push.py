@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
+from tests.support.words import succeed
 
 from wellposed.cli import main
 
@@ -72,16 +73,14 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
-    assert main([*words, "--out", str(out)]) == 0
+    succeed([*words, "--out", str(out)])
     return out
 
 
 def test_a_finished_training_is_uploaded_with_its_card(
     hub: type[Hub], words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main([*words, "--out", str(finished), "--resume", "auto", "--push-to-hub", "me/prose"]) == 0
-    )
+    succeed([*words, "--out", str(finished), "--resume", "auto", "--push-to-hub", "me/prose"])
     assert capsys.readouterr().out.splitlines()[-1] == "https://hub.test/me/prose"
     assert hub.private == {"me/prose": True}
     final = {path.name: path.read_bytes() for path in (finished / "final").iterdir()}
@@ -112,12 +111,12 @@ def test_without_a_token_the_run_is_safe_and_the_command_told_works_later(
     again = shlex.split(said.err.partition("try again with: ")[2])
     monkeypatch.setattr(hub, "refusal", None)
     assert again[0] == "wellposed"
-    assert main(again[1:]) == 0
+    succeed(again[1:])
     assert "model.safetensors" in hub.files
 
 
 def test_the_verb_makes_a_public_repository_where_asked(hub: type[Hub], finished: Path) -> None:
-    assert main(["push", str(finished), "prose", "--public"]) == 0
+    succeed(["push", str(finished), "prose", "--public"])
     assert hub.private == {"prose": False}
 
 

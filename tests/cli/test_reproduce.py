@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.charts import Panel
@@ -18,7 +19,7 @@ from wellposed.registry import Registry
 
 
 def test_the_list_names_every_recipe_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "--list"]) == 0
+    succeed(["reproduce", "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == list(RECIPES)
     assert all(" min" in line or " h" in line for line in lines[1:-1])
@@ -60,36 +61,26 @@ def test_every_recipe_has_a_medium_scale_of_at_most_ten_hours() -> None:
 
 
 def test_a_plan_says_what_could_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "reproduce",
-                "sengupta2023/table-1",
-                "kim2021/figure-11",
-                "--plan",
-                "--scale",
-                "medium",
-            ]
-        )
-        == 0
+    succeed(
+        ["reproduce", "sengupta2023/table-1", "kim2021/figure-11", "--plan", "--scale", "medium"]
     )
     table, figure = capsys.readouterr().out.split("kim2021/figure-11")
     assert "seeds:        5" in table
     assert "a difference of 1.8 in test accuracy, in points is seen with a chance of 80%" in table
     assert "improved the loss on valid by less than 1%" in table
     assert "every seed has to agree: what fails in 42% of trainings fails here in 80%" in figure
-    assert main(["reproduce", "kim2021/figure-2", "--plan"]) == 0
+    succeed(["reproduce", "kim2021/figure-2", "--plan"])
     plan = capsys.readouterr().out
     assert "nothing is trained" in plan
     assert "--data" not in plan
-    assert main(["reproduce", "kim2021/figure-4", "mcgrath2024/qr", "--plan"]) == 0
+    succeed(["reproduce", "kim2021/figure-4", "mcgrath2024/qr", "--plan"])
     plan = capsys.readouterr().out
     assert "data:         --data, or English prose that ships with Python" in plan
     assert "data:         --data is needed" in plan
 
 
 def test_the_list_has_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "--list"]) == 0
+    succeed(["reproduce", "--list"])
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]}
     assert {name.partition("/")[0] for name in listed} == {
         "kim2021", "sengupta2023", "zhang2021", "huang2020", "mcgrath2024", "frontier",
@@ -124,10 +115,7 @@ def test_a_recipe_without_its_data_says_what_it_needs(
 def test_a_recipe_prints_paper_says_and_we_got(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["reproduce", "kim2021/figure-3", "--scale", "toy", "--out", str(tmp_path), "--quiet"])
-        == 0
-    )
+    succeed(["reproduce", "kim2021/figure-3", "--scale", "toy", "--out", str(tmp_path), "--quiet"])
     captured = capsys.readouterr()
     assert "paper says:" in captured.out
     assert "we got:" in captured.out
@@ -159,7 +147,7 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     assert "kim2021/figure-2: 0.2 min" in captured.err
     assert f"kim2021/figure-4: {RECIPES.get('kim2021/figure-4').time('mini')}" in captured.err
     assert "half way" in captured.err
-    assert main(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]) == 0
+    succeed(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"])
     assert "DOES NOT HOLD" in capsys.readouterr().out
 
 
@@ -182,7 +170,7 @@ def test_a_papers_name_gives_each_recipe_what_it_reads(
         [data],
         "--languages en,fr --vectors glove.txt",
     )
-    assert main(words) == 0
+    succeed(words)
     assert seen["zhang2021/theorem-2.1"] == (None, None, None)
     assert seen["zhang2021/table-1"] == (data, None, "en,fr")
     assert seen["zhang2021/table-4"] == (data, "glove.txt", None)

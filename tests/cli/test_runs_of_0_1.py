@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.support.words import succeed
 
 from wellposed.cli import main
 
@@ -55,7 +56,7 @@ def resume(run: Path, steps: int) -> int:
 def test_a_command_takes_the_run(
     old_run: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, str(old_run), *(["--out", "page"] if command == "report" else [])]) == 0
+    succeed([command, str(old_run), *(["--out", "page"] if command == "report" else [])])
     assert {"certify": "certified", "measure": "token_embedding", "report": "0.839"}[
         command
     ] in capsys.readouterr().out
@@ -65,7 +66,7 @@ def test_predictions_are_of_the_weights_it_saved(
     old_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("lines.txt").write_text("a good film x\na bad film y\n", encoding="utf-8")
-    assert main(["predict", str(old_run), "--input", "lines.txt"]) == 0
+    succeed(["predict", str(old_run), "--input", "lines.txt"])
     labels, probabilities = zip(
         *(line.split() for line in capsys.readouterr().out.splitlines()), strict=True
     )

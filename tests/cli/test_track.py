@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tests.support.notebook import Notebook
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -45,7 +46,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> None:
-    assert main(["train", "char_lm", *words, "--out", str(tmp_path / "run")]) == 0
+    succeed(["train", "char_lm", *words, "--out", str(tmp_path / "run")])
     (record,) = Notebook.records
     assert {"curves", "spectra"} <= {part for name in record.shown for part in name.split("-")}, (
         record.shown.keys()
@@ -59,14 +60,7 @@ def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> Non
 def test_a_comparison_is_one_record_more(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            typed(
-                "compare char_lm", [*words], "--variants post_ln,pre_ln --out", [tmp_path / "runs"]
-            )
-        )
-        == 0
-    )
+    succeed("compare char_lm", words, "--variants post_ln,pre_ln --out", [tmp_path / "runs"])
     *runs, comparison = Notebook.records
     assert [run.config["variant"] for run in runs] == ["post_ln", "pre_ln"]
     assert comparison.config["variant"] == "post_ln,pre_ln"

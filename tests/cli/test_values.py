@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.words import succeed
 
 from wellposed.cli import main
 from wellposed.errors import CheckpointError
@@ -44,11 +45,11 @@ def test_a_label_is_one_field_of_one_line(
 ) -> None:
     names = {"0": "a\nb\tc\x1b[2J\ud800", "1": "a\nb\tc\x1b[2J\ud800"}
     edit(foreign / "config.json", id2label=names)
-    assert main(["predict", str(foreign), "--text", "a good film x"]) == 0
+    succeed(["predict", str(foreign), "--text", "a good film x"])
     label, _ = capsys.readouterr().out.removesuffix("\n").split("\t")
     assert label == r"a\nb\tc\x1b[2J\ud800"
     out = tmp_path / "labels"
-    assert main(["predict", str(foreign), "--text", "a film x", "--output", str(out)]) == 0
+    succeed(["predict", str(foreign), "--text", "a film x", "--output", str(out)])
     assert out.read_text(encoding="utf-8").count("\n") == 1
 
 
@@ -59,7 +60,7 @@ def test_the_terminal_gets_no_escape_code_of_a_notice(capsys: pytest.CaptureFixt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wellposed.cli._report.run", says)
-        assert main(["report"]) == 0
+        succeed(["report"])
     assert capsys.readouterr().err == "weights moved by \\x1b[2J0.7\n"
     logging.getLogger("wellposed.constrain").info("not shown outside a command")
     assert capsys.readouterr().err == ""
@@ -70,9 +71,9 @@ def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(
 ) -> None:
     words = ["train", "char_lm", "--steps", "2", "--seq-len", "16", "--limit-chars", "2000"]
     words += ["--model.hidden-size", "8", "--eval-batches", "1"]
-    assert main([*words, "--quiet", "--out", str(tmp_path / "a")]) == 0
+    succeed([*words, "--quiet", "--out", str(tmp_path / "a")])
     assert capsys.readouterr().err == ""
-    assert main([*words, "--out", str(tmp_path / "b")]) == 0
+    succeed([*words, "--out", str(tmp_path / "b")])
     said = capsys.readouterr().err.splitlines()
     assert len([line for line in said if line.startswith("step 2/2 valid")]) == 1
 

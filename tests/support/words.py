@@ -10,3 +10,11 @@ def words(*parts: str | Sequence[object]) -> list[str]:
     return [
         str(word) for part in parts for word in (part.split() if isinstance(part, str) else part)
     ]
+
+
+def succeed(*parts: str | Sequence[object]) -> None:
+    """Run the command of these words, which must end well."""
+    from wellposed.cli import main
+
+    typed = words(*parts)
+    assert main(typed) == 0, typed
