@@ -6,9 +6,10 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from wellposed.errors import ConfigError, unknown_name
+from wellposed.options import is_plain, value_problems
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -35,6 +36,36 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
         return call(*args, **kwargs)
 
     return checked
+
+
+def checked_arguments(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a call refuse misspelt keywords, and values that its hints of numbers and literals do
+    not allow.
+
+    >>> from typing import Literal
+    >>> @checked_arguments
+    ... def draw(pairs: int, kind: Literal["a", "b"] = "a"): ...
+    >>> draw(2.5)
+    Traceback (most recent call last):
+    wellposed.errors.ConfigError: draw: pairs = 2.5, expected an integer
+    """
+    signature = inspect.signature(call)
+    name = call.__qualname__.removesuffix(".__init__")
+
+    @functools.cache
+    def hints() -> dict[str, Any]:
+        found = get_type_hints(call, include_extras=True)
+        return {each: hint for each, hint in found.items() if is_plain(hint)}
+
+    @functools.wraps(call)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        given = signature.bind(*args, **kwargs).arguments
+        problems = value_problems({each: given[each] for each in hints() if each in given}, hints())
+        if problems:
+            raise ConfigError(f"{name}: {'; '.join(problems)}")
+        return call(*args, **kwargs)
+
+    return known_keywords(checked)
 
 
 def require_module(call: str, model: object) -> None:

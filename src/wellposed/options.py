@@ -60,6 +60,16 @@ class Gt(_Limit):
         return value > self.limit
 
 
+class Le(_Limit):
+    """A constraint: at most ``limit``."""
+
+    sign = "<="
+
+    def holds(self, value: float) -> bool:
+        """Return whether ``value`` satisfies it."""
+        return value <= self.limit
+
+
 class Lt(_Limit):
     """A constraint: below ``limit``."""
 
@@ -167,6 +177,12 @@ def fits(value: Any, hint: Any) -> bool:
     (True, False, False)
     """
     return any(_fits(value, kind, limits) for kind, limits in _alternatives(hint))
+
+
+def is_plain(hint: Any) -> bool:
+    """Return whether `fits` can tell by a hint: numbers, flags, literals and ``None``."""
+    plain = (int, float, bool, NoneType)
+    return all(kind in plain or isinstance(kind, (str, int)) for kind, _ in _alternatives(hint))
 
 
 def value_problems(values: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:

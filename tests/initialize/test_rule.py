@@ -78,5 +78,5 @@ def test_dt_fixup_values() -> None:
     ],
 )
 def test_values_without_meaning_are_refused(call) -> None:
-    with pytest.raises(ConfigError, match="received"):
+    with pytest.raises(ConfigError, match="expected"):
         call()

@@ -150,7 +150,7 @@ def test_a_step_is_measured_and_taken_back() -> None:
     assert step_change(model, [x], biases=True) == pytest.approx(10.0, rel=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.weight.grad is None
-    with pytest.raises(ConfigError, match="lr: received 0"):
+    with pytest.raises(ConfigError, match="lr = 0"):
         step_change(model, x, lr=0)
     with pytest.raises(ConfigError, match="no floating tensor"):
         step_change(nn.Flatten(), torch.ones(2, 2, dtype=torch.long))

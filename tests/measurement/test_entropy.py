@@ -87,7 +87,7 @@ def test_layers_and_heads() -> None:
 
 def test_bad_input() -> None:
     x = torch.randn(1, 2, 8)
-    with pytest.raises(ConfigError, match="entropy estimator"):
+    with pytest.raises(ConfigError, match="estimator = 'kernel'"):
         differential_entropy(x, "kernel")
     with pytest.raises(ConfigError, match="neighbors = 0"):
         differential_entropy(x, neighbors=0)

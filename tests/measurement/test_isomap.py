@@ -72,7 +72,7 @@ def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="zebra"):
         isomap(states, TOKENS, chosen=["zebra"])
     for neighbors in (True, 2.0):
-        with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected a whole number"):
+        with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected an integer"):
             isomap(states, TOKENS, neighbors=neighbors)
     with pytest.raises(ShapeError, match="at least three"):
         isomap([torch.randn(1, 2, 4)] * 2, TOKENS[:2], neighbors=1)

@@ -8,32 +8,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import known_keywords
-from wellposed.errors import ConfigError, DataError, listed, unknown_name
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConfigError, DataError, listed
 from wellposed.initialize._factors import dt_fixup_factor
 from wellposed.initialize._layer_stacks import LayerStack, find_layer_stacks
 from wellposed.initialize._norms import check_norms, matches, norms_of, take_out
 from wellposed.initialize._plan import SCALED_ROLES, carry_out, largest_bias, plan, say
 from wellposed.initialize._report import DTFixupReport
 from wellposed.initialize._token_norms import Meter, reading
+from wellposed.options import Gt, Le, Size
 from wellposed.roles import Roles, find_roles, patterns_of
 from wellposed.watch import call_model, quiet_run, real_tokens
 
 
-@known_keywords
+@checked_arguments
 def dt_fixup_(
     model: nn.Module,
     loader: Iterable[Any],
     *,
     layers: str | None = None,
     mu: Literal["max", "quantile"] = "max",
-    quantile: float = 0.99,
-    max_batches: int | None = None,
+    quantile: Annotated[float, Gt(0), Le(1)] = 0.99,
+    max_batches: Size | None = None,
     zero_biases: bool = False,
     keep: str | Sequence[str] = (),
     leave: str | Sequence[str] = (),
@@ -98,7 +99,10 @@ def dt_fixup_(
     >>> report.mu, round(report.factors["new layers"], 6), len(report.norms_removed)
     (1.0, 0.125, 16)
     """
-    _check_arguments(loader, mu, quantile, max_batches, seed)
+    if not isinstance(loader, Iterable):
+        raise ConfigError(
+            f"loader: received {type(loader).__name__}; expected batches, as a list or a DataLoader"
+        )
     new = _submodule(model, layers)
     roles = find_roles(new, patterns=patterns)
     only = _only_stack(roles)
@@ -150,25 +154,6 @@ def dt_fixup_(
     if not dry_run:
         say(report.line(), report.moved)
     return report
-
-
-def _check_arguments(
-    loader: object, mu: str, quantile: object, max_batches: object, seed: object
-) -> None:
-    if not isinstance(loader, Iterable):
-        raise ConfigError(
-            f"loader: received {type(loader).__name__}; expected batches, as a list or a DataLoader"
-        )
-    if mu not in ("max", "quantile"):
-        raise unknown_name("mu", str(mu), ("max", "quantile"))
-    if not isinstance(quantile, (int, float)) or not 0 < quantile <= 1:
-        raise ConfigError(f"quantile: received {quantile!r}; expected a number in (0, 1]")
-    if max_batches is not None and (not isinstance(max_batches, int) or max_batches < 1):
-        raise ConfigError(
-            f"max_batches: received {max_batches!r}; expected at least 1, or None for all batches"
-        )
-    if seed is not None and not isinstance(seed, int):
-        raise ConfigError(f"seed: received {seed!r}; expected a whole number, or None")
 
 
 def _submodule(model: nn.Module, path: str | None) -> nn.Module:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
-from wellposed.errors import ConfigError
+from wellposed.call_checks import checked_arguments
+from wellposed.options import Ge, Size
 
 
-def t_fixup_encoder_factor(layers: int) -> float:
+@checked_arguments
+def t_fixup_encoder_factor(layers: Size) -> float:
     """Return 0.67 N^(-1/4), the factor of an encoder of N layers that feeds a decoder.
 
     Exact. Huang et al. (2020), appendix C: with inputs of size x = (9N)^(-1/4), N attention and N
@@ -18,11 +21,11 @@ def t_fixup_encoder_factor(layers: int) -> float:
     >>> round(t_fixup_encoder_factor(6), 5)
     0.42809
     """
-    _check(layers=layers)
     return 0.67 * layers**-0.25
 
 
-def t_fixup_decoder_factor(layers: int) -> float:
+@checked_arguments
+def t_fixup_decoder_factor(layers: Size) -> float:
     """Return (9N)^(-1/4), the factor of a decoder of N layers with cross-attention, and of
     embeddings.
 
@@ -31,11 +34,11 @@ def t_fixup_decoder_factor(layers: int) -> float:
     >>> round(t_fixup_decoder_factor(6), 5)
     0.36889
     """
-    _check(layers=layers)
     return (9 * layers) ** -0.25
 
 
-def t_fixup_factor(blocks: int, input_scale: float | None = None) -> float:
+@checked_arguments
+def t_fixup_factor(blocks: Size, input_scale: Annotated[float, Ge(0)] | None = None) -> float:
     """Return v with K (2 v^2 x^2 + v^4) = 1, the factor of one stack of K residual blocks with
     inputs of size x.
 
@@ -59,20 +62,15 @@ def t_fixup_factor(blocks: int, input_scale: float | None = None) -> float:
     >>> round(t_fixup_factor(12), 5), round(t_fixup_factor(12, (9 * 6) ** -0.25) * 6**0.25, 5)
     (0.40825, 0.66963)
     """
-    _check(blocks=blocks)
     if input_scale is None:
         return (3 * blocks) ** -0.25
-    if not isinstance(input_scale, (int, float)) or not 0 <= input_scale < math.inf:
-        raise ConfigError(
-            f"input_scale: received {input_scale!r}; expected a finite number >= 0, or None for"
-            " x = v"
-        )
     square = input_scale**2
     # 1/K / (sqrt(x^4 + 1/K) + x^2) is sqrt(x^4 + 1/K) - x^2 without the cancellation
     return math.sqrt(1 / blocks / (math.sqrt(square**2 + 1 / blocks) + square))
 
 
-def dt_fixup_factor(layers: int, largest_norm: float) -> float:
+@checked_arguments
+def dt_fixup_factor(layers: Size, largest_norm: Annotated[float, Ge(0)]) -> float:
     """Return (N (4 mu^2 + 2 mu + 2))^(-1/2), the factor of N new layers whose inputs have norm at
     most mu.
 
@@ -81,13 +79,4 @@ def dt_fixup_factor(layers: int, largest_norm: float) -> float:
     >>> [round(dt_fixup_factor(n, mu), 6) for n, mu in [(24, 10.0), (8, 10.0), (8, 1.0)]]
     [0.009937, 0.017211, 0.125]
     """
-    _check(layers=layers)
-    if not (math.isfinite(largest_norm) and largest_norm >= 0):
-        raise ConfigError(f"mu: received {largest_norm!r}; expected a finite norm >= 0")
     return (layers * (4 * largest_norm**2 + 2 * largest_norm + 2)) ** -0.5
-
-
-def _check(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name}: received {count!r}; expected at least 1")

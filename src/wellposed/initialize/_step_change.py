@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError
+from wellposed.options import Positive
 from wellposed.watch import call_model, first_tensor
 
 _LIMIT_STEP = 1e-9
 """Length of the step that stands for the limit, in units of the norm of all that is stepped."""
 
 
-@known_keywords
+@checked_arguments
 def step_change(
-    model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases: bool = False
+    model: nn.Module, batch: Any, *, lr: Positive | None = 1e-5, biases: bool = False
 ) -> float:
     """Return `|f(W - lr g) - f(W)| / lr`, where g is the gradient of `<f, u>` for a random
     direction u with `|u| = 1`.
@@ -49,8 +50,6 @@ def step_change(
     2.0
     """
     require_module("step_change", model)
-    if lr is not None and not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"lr: received {lr!r}; expected a number > 0")
     stepped = [p for p in model.parameters() if p.requires_grad and (biases or p.ndim >= 2)]
     with torch.enable_grad():
         before = _output(model, batch)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from wellposed.call_checks import known_keywords
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, listed
 from wellposed.initialize._factors import (
     t_fixup_decoder_factor,
@@ -23,15 +23,16 @@ from wellposed.initialize._norms import check_norms, take_out
 from wellposed.initialize._plan import Step, carry_out, largest_bias, plan, say
 from wellposed.initialize._report import InitializationReport, InitializedWeight
 from wellposed.initialize._token_norms import Meter, reading
+from wellposed.options import Ge
 from wellposed.roles import Roles, find_roles, patterns_of
 from wellposed.watch import call_model, quiet_run, real_tokens
 
 
-@known_keywords
+@checked_arguments
 def t_fixup_(
     model: nn.Module,
     *,
-    input_scale: float | None = None,
+    input_scale: Annotated[float, Ge(0)] | None = None,
     remove_norms: bool = True,
     zero_biases: bool = False,
     keep: str | Sequence[str] = (),

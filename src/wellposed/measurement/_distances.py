@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError, ConvergenceError, unknown_name
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.measurement._states import (
     States,
     checked_mask,
@@ -19,9 +20,9 @@ from wellposed.measurement._states import (
     refuse_non_finite,
     sequences,
 )
+from wellposed.options import Size
 
 DistanceMetric = Literal["euclidean", "cosine", "dot"]
-METRICS = ("euclidean", "cosine", "dot")
 _BY_LAYER = ("mean", "median", "smallest", "largest", "standard_error")
 _BLOCK = 512  # tokens whose distances to all others are held at once
 
@@ -67,12 +68,13 @@ class ActivationFactor:
         ]
 
 
+@checked_arguments
 def activation_factor(
     states: States,
     *,
     metric: DistanceMetric = "euclidean",
     attention_mask: Tensor | None = None,
-    pairs: int | None = None,
+    pairs: Size | None = None,
     seed: int = 0,
 ) -> ActivationFactor:
     """Return ``A(l) = E_X E_{i != j} |x_i^l - x_j^l| / |x_i^0 - x_j^0|`` for every layer l.
@@ -110,11 +112,6 @@ def activation_factor(
     >>> [round(factor, 4) for factor in activation_factor([x, 2 * x, x + 1]).mean]
     [2.0, 1.0]
     """
-    _check_metric(metric)
-    if pairs is not None and (not isinstance(pairs, int) or pairs < 1):
-        raise ConfigError(
-            f"activation_factor: pairs = {pairs!r}, expected a whole number of at least 1, or None"
-        )
     found = read_states(states)
     generator = torch.Generator().manual_seed(seed)
     real = checked_mask(attention_mask, found[0])
@@ -155,6 +152,7 @@ def activation_factor(
     )
 
 
+@checked_arguments
 def token_distances(
     states: States, *, metric: DistanceMetric = "euclidean", attention_mask: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -184,7 +182,6 @@ def token_distances(
     >>> moved[0].tolist()
     [[0.0, 3.0], [3.0, 0.0]]
     """
-    _check_metric(metric)
     found = read_states(states)
     real = checked_mask(attention_mask, found[0])
     both = real.unsqueeze(1) & real.unsqueeze(2)
@@ -249,11 +246,6 @@ def _drawn_pairs(
     second = (first + torch.randint(1, tokens, (pairs,), generator=generator)) % tokens
     first, second = first.to(sequence[0].device), second.to(sequence[0].device)
     yield [_paired(state[first], state[second], metric) for state in sequence]
-
-
-def _check_metric(metric: str) -> None:
-    if metric not in METRICS:
-        raise unknown_name("metric", str(metric), METRICS)
 
 
 def _between(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:

@@ -8,19 +8,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError, unknown_name
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.measurement._states import States, checked_mask, read_states
+from wellposed.options import Size
 
 EntropyEstimator = Literal["knn", "histogram"]
 
 
+@checked_arguments
 def differential_entropy(
     x: Tensor,
     estimator: EntropyEstimator = "knn",
     *,
     standardize: bool = False,
-    neighbors: int = 3,
-    bins: int | None = None,
+    neighbors: Size = 3,
+    bins: Size | None = None,
 ) -> Tensor:
     """Estimate ``h = -E log p(x)``, in nats, of the distribution that the values along the last
     axis are drawn from.
@@ -59,9 +62,7 @@ def differential_entropy(
     >>> [round(differential_entropy(x, name).item(), 1) for name in ("knn", "histogram")]
     [1.4, 1.4]
     """
-    if estimator not in ("knn", "histogram"):
-        raise unknown_name("entropy estimator", str(estimator), ("knn", "histogram"))
-    values = _checked(x, neighbors, bins, estimator)
+    values = _checked(x, neighbors, estimator)
     if standardize:
         values = values - values.mean(-1, keepdim=True)
         # Constant values are 0 / 0 otherwise; 0 / 1 is constant still.
@@ -73,15 +74,16 @@ def differential_entropy(
     return _histogram(values, round(math.sqrt(values.shape[-1])) if bins is None else bins)
 
 
+@checked_arguments
 def layer_entropy(
     states: States,
     estimator: EntropyEstimator = "knn",
     *,
-    heads: int = 1,
+    heads: Size = 1,
     attention_mask: Tensor | None = None,
     standardize: bool = False,
-    neighbors: int = 3,
-    bins: int | None = None,
+    neighbors: Size = 3,
+    bins: Size | None = None,
 ) -> Tensor:
     """Return ``E_j h(x_j)``: the mean over tokens j of the entropy of their hidden values, for each
     layer and head.
@@ -119,7 +121,7 @@ def layer_entropy(
         raise ConfigError(
             "layer_entropy: the attention_mask marks no real token, so there is nothing to measure"
         )
-    uneven = sorted({state.shape[-1] for state in found if heads < 1 or state.shape[-1] % heads})
+    uneven = sorted({state.shape[-1] for state in found if state.shape[-1] % heads})
     if uneven:
         raise ShapeError(
             f"layer_entropy: widths {uneven} cannot be cut into heads = {heads} equal parts"
@@ -166,20 +168,11 @@ def _histogram(values: Tensor, bins: int) -> Tensor:
     return torch.special.entr(share).sum(-1) + width.squeeze(-1).log()
 
 
-def _checked(x: Tensor, neighbors: int, bins: int | None, estimator: str) -> Tensor:
+def _checked(x: Tensor, neighbors: int, estimator: str) -> Tensor:
     if x.ndim < 1 or not x.is_floating_point():
         raise ShapeError(
             f"differential_entropy: expected a floating tensor (..., n), received {x.dtype}"
             f" {tuple(x.shape)}"
-        )
-    if not isinstance(neighbors, int) or neighbors < 1:
-        raise ConfigError(
-            f"differential_entropy: neighbors = {neighbors!r}, expected a whole number of at"
-            " least 1"
-        )
-    if bins is not None and (not isinstance(bins, int) or bins < 1):
-        raise ConfigError(
-            f"differential_entropy: bins = {bins!r}, expected a whole number of at least 1, or None"
         )
     least = neighbors + 1 if estimator == "knn" else 2
     if x.shape[-1] < least or x.numel() == 0:

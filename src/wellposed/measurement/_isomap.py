@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, ShapeError, missing_extra
 from wellposed.measurement._measurement import write_csv
 from wellposed.measurement._states import States, checked_mask, read_states, refuse_non_finite
+from wellposed.options import Size
 
 COLUMNS: tuple[str, ...] = ("layer", "position", "token", "chosen", "x", "y")
 
@@ -33,8 +35,9 @@ class IsomapPoints:
         return write_csv(Path(path), COLUMNS, self.rows)
 
 
+@checked_arguments
 def isomap(
-    states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (), neighbors: int = 5
+    states: States, tokens: Sequence[str], *, chosen: Sequence[str] = (), neighbors: Size = 5
 ) -> IsomapPoints:
     """Place the tokens of one sequence in a plane so that distances along their neighbourhood graph
     are kept.
@@ -82,10 +85,10 @@ def isomap(
             f"isomap: received {len(tokens)} tokens; expected at least three, for a plane to show"
             " anything"
         )
-    if type(neighbors) is not int or not 1 <= neighbors < len(tokens):
+    if neighbors >= len(tokens):
         raise ConfigError(
-            f"isomap: neighbors = {neighbors!r}, expected a whole number from 1 to"
-            f" {len(tokens) - 1} with {len(tokens)} tokens"
+            f"isomap: neighbors = {neighbors}, expected at most {len(tokens) - 1} with"
+            f" {len(tokens)} tokens"
         )
     absent = [token for token in chosen if token not in tokens]
     if absent:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords
-from wellposed.errors import ConfigError
+from wellposed.call_checks import checked_arguments
 from wellposed.measurement._measure import check_measurable, weight_row
 from wellposed.measurement._measurement import row_names
+from wellposed.options import Size
 from wellposed.roles import find_roles
 
 QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
@@ -44,10 +44,8 @@ class Monitor:
     [24, 0, 24]
     """
 
-    @known_keywords
-    def __init__(self, model: nn.Module, every: int = 100, *, spectra: bool = False) -> None:
-        if type(every) is not int or every < 1:
-            raise ConfigError(f"every is {every!r}; expected a positive whole number of steps")
+    @checked_arguments
+    def __init__(self, model: nn.Module, every: Size = 100, *, spectra: bool = False) -> None:
         self.every = every
         self.spectra = spectra
         self._weights = list(find_roles(getattr(model, "_orig_mod", model)).weights())
