@@ -1,5 +1,4 @@
-"""Examples by index, batches of indices, and batches of tensors, padded on the right to the longest
-example.
+"""Batches: which examples go together, and their tensors, padded on the right.
 
 Batches are grouped by length so that padding is small, and shuffled by (seed, epoch), never by the
 model.

@@ -1,5 +1,4 @@
-"""Task ``dialogue``: the next utterance of a conversation; token loss while training, nine measures
-at the end."""
+"""Task ``dialogue``: the next utterance of a conversation; token loss, and nine scores at the end."""
 
 from __future__ import annotations
 

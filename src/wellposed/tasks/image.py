@@ -1,5 +1,4 @@
-"""Task ``image``: the class of an image read as a sequence of pixels, as in the Long Range Arena
-(CIFAR-10)."""
+"""Task ``image``: classify an image read pixel by pixel, as in the Long Range Arena."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Task ``image_classification``: the class of an image, for a Hugging Face model that reads pixels
-(ViT, DeiT, ...)."""
+"""Task ``image_classification``: classify images with a Hugging Face model (ViT, DeiT, ...)."""
 
 from __future__ import annotations
 

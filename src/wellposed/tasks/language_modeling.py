@@ -1,5 +1,4 @@
-"""Task ``language_modeling``: predict the next token of a text, tokens of any tokenizer; bits per
-byte."""
+"""Task ``language_modeling``: predict the next token, with any tokenizer; bits per byte."""
 
 from __future__ import annotations
 

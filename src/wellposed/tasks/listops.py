@@ -1,5 +1,4 @@
-"""Task ``listops``: the value of a nested list expression, generated as in the Long Range Arena or
-read from a file."""
+"""Task ``listops``: the value of a nested list expression, generated or read from a file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Task ``marked``: which of two words stands first, or which word a pointer names; what a bag of
-words cannot tell."""
+"""Task ``marked``: which of two words stands first, or which word a pointer names."""
 
 from __future__ import annotations
 

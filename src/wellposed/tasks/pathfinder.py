@@ -1,5 +1,4 @@
-"""Task ``pathfinder``: are two dots on one dashed curve? Images as sequences of pixels, as in the
-Long Range Arena."""
+"""Task ``pathfinder`` of the Long Range Arena: are two dots on one dashed curve?"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Task ``retrieval``: do two documents belong together? Two towers over bytes, as in the Long Range
-Arena."""
+"""Task ``retrieval`` of the Long Range Arena: do two documents belong together?"""
 
 from __future__ import annotations
 

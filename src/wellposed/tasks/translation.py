@@ -1,5 +1,4 @@
-"""Task ``translation``: sentence pairs of two languages; token loss while training, BLEU and chrF
-at the end."""
+"""Task ``translation``: translate sentences; token loss while training, BLEU and chrF at the end."""
 
 from __future__ import annotations
 

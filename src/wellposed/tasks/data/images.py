@@ -1,5 +1,4 @@
-"""Labelled images of every split: npz files, CIFAR-10's binary version, a folder of images for each
-class, or data sets of the hub; decoded, turned gray and shrunk.
+"""Labelled images from npz files, CIFAR-10's binary files, folders by class, or the hub.
 
 Nothing is unpickled: npz files of objects and CIFAR-10's Python version are refused.
 """

@@ -1,4 +1,4 @@
-"""Labelled texts of every split: which columns of a table hold the label and the text, and their rows.
+"""Labelled texts: which columns of a table hold the label and the text, and what they hold.
 
 The first line of a csv or tsv is a header where it holds the names that were asked for, or else a
 name of `LABEL_NAMES` and one of `TEXT_NAMES`, in any case; where it holds but one of them and one
@@ -183,8 +183,10 @@ def join_text(parts: Sequence[str]) -> str:
 
 
 def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]], str] | None:
-    """Return the parts of the text of each row of a table that need not have labels, and what was
-    read; None for a file that is no table, and a tsv whose first line names no text column."""
+    """Return the parts of the text of each row of a table without labels, and what was read.
+
+    None for a file that is no table, and for a tsv whose first line names no text column.
+    """
 
     def has_header(first: Sequence[str]) -> bool:
         named = _named(first, options)
@@ -320,8 +322,7 @@ def _typed(name: str) -> str:
 
 
 def _refuse_unseen_header(table: Table) -> None:
-    """Refuse a first row that looks like a header of unknown names: in a column of values that all
-    repeat themselves it is the one that does not."""
+    """Refuse a first row that looks like a header: alone in a column of values that all repeat."""
     columns = [list(table.column(number)) for number in range(len(table.first))]
     size = [sum(map(len, values)) for values in columns]
     labels = []

@@ -1,5 +1,4 @@
-"""Sentence pairs: two aligned files by language ending, a file with one column per language, or
-``hf:name[:config]``.
+"""Sentence pairs from two aligned files, a file with one column per language, or the hub.
 
 Rules, in full:
 

@@ -1,5 +1,4 @@
-"""From decoded images to what a model of images reads: by its own processor, or by one made from
-the train images."""
+"""Image processors: a model's own, or one that normalises by the statistics of train."""
 
 from __future__ import annotations
 

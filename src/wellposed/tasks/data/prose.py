@@ -1,5 +1,4 @@
-"""English prose that ships with every CPython: the language reference of ``help()`` and docstrings
-of the library.
+"""English prose that ships with every CPython: the topics of ``help()`` and library docstrings.
 
 Docstrings are parsed out of the source files, so no module is executed. The text depends on the
 Python version alone; its sha256 is in the task's description.

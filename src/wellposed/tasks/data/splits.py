@@ -1,5 +1,4 @@
-"""The splits of a data source: their files found by name and read, and those that are missing cut
-from train."""
+"""Train, valid and test: found by file name, or cut from train by a fixed shuffle."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def find_split_files(
     suffixes: Sequence[str],
     unlike: re.Pattern[str] | None = None,
 ) -> tuple[dict[Split, Path], str]:
-    """Resolve a train file, or a folder, to the files of the splits, or raise `DataError` saying
-    what is missing; return how they were found too.
+    """Return the files of the splits of a train file or a folder, and how they were found.
 
     A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same
     name with ``train`` replaced by valid, validation, val or dev, and by test, with or without

@@ -1,5 +1,4 @@
-"""Running text of every split, for language models: files, the prose that ships with Python, or the
-hub."""
+"""Running text for language models: files, the prose that ships with Python, or the hub."""
 
 from __future__ import annotations
 

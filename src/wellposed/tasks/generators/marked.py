@@ -1,4 +1,4 @@
-"""Rows of words in which one is asked for by its place: no bag of the words holds the answer."""
+"""Rows of words whose label depends on word order: a bag of words cannot tell it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pathfinder images: two long dashed curves, short distractors and two dots; the label is known
-from the drawing.
+"""Pathfinder images: two long dashed curves, short distractors and two dots.
 
 Curves are drawn so that connectivity can be read off the picture: consecutive dashes of a curve are
 one pixel apart, dashes of different curves at least 1.4, and a dot is at least 1.4 pixels away from

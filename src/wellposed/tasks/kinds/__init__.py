@@ -1,1 +1,1 @@
-"""What tasks of one kind share: classification, sequence to sequence, losses, generation."""
+"""Base classes of tasks: classification, language modelling, sequence to sequence, images."""

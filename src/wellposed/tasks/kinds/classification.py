@@ -1,5 +1,4 @@
-"""What the classification tasks share: one label an example, accuracy, the majority class as the
-reference; texts with labels as token ids."""
+"""Base classes of classification: accuracy, the majority-class baseline, labelled token ids."""
 
 from __future__ import annotations
 

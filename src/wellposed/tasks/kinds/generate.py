@@ -1,4 +1,4 @@
-"""Output texts of an encoder-decoder, batched by length, in the order of the inputs."""
+"""Generation by an encoder-decoder: batches of similar length, results by index."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _generate_batch(
         model, tokenizer, longest=inputs["input_ids"].shape[1], decoding=decoding
     )
     if each_token is not None:
-        keywords["stopping_criteria"] = [_goes_on(each_token)]
+        keywords["stopping_criteria"] = [_never_stop(each_token)]
     with torch.inference_mode():
         out: Any = model.generate(**inputs, **keywords)  # type: ignore[operator]
     texts = tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
@@ -89,7 +89,7 @@ def _generate_batch(
     return [pairs[i : i + decoding.num_return] for i in range(0, len(pairs), decoding.num_return)]
 
 
-def _goes_on(each_token: Callable[[], None]) -> Callable[..., Tensor]:
+def _never_stop(each_token: Callable[[], None]) -> Callable[..., Tensor]:
     """Return a criterion that stops no row and calls ``each_token``."""
 
     def criterion(input_ids: Tensor, scores: Any, **keywords: Any) -> Tensor:

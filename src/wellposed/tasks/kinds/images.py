@@ -1,5 +1,4 @@
-"""What tasks of images share: where images come from, and their pixels as sequences of values 0 to
-255."""
+"""Base class of tasks that read an image as a sequence of pixels, and where images come from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What language models share: a text cut into blocks or lines, in which every token but the first is
-predicted exactly once; nats per token."""
+"""Base class of language modelling: a text cut into blocks or lines, each token predicted once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Losses and metrics as (sum, count) pairs, so that totals do not depend on how examples were
-batched or padded."""
+"""Losses and metrics as (sum, count) pairs: totals do not depend on batching or padding."""
 
 from __future__ import annotations
 

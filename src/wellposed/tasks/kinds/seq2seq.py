@@ -1,5 +1,4 @@
-"""What tasks of an encoder-decoder share: pairs of token ids, token loss, metrics of generated
-text."""
+"""Base class of encoder-decoder tasks: pairs of token ids, token loss, scores of generated text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The nine measures of generated replies in Zhang et al. (2021, Table 4), with SkipThought replaced
-by any encoder."""
+"""The nine scores of generated replies of Zhang et al. (2021, Table 4)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Embedding average, vector extrema and greedy matching of two sentences, with word vectors from a
-user's text file."""
+"""Similarity of two sentences by word vectors: average, extrema and greedy matching."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures of generated replies that compare words: METEOR, ROUGE-L and CIDEr, of nltk and
-rouge-score; no download."""
+"""Word-overlap scores: METEOR (nltk), ROUGE-L (rouge-score) and CIDEr; nothing is downloaded."""
 
 from __future__ import annotations
 

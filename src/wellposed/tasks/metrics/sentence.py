@@ -1,5 +1,4 @@
-"""Cosine of sentence embeddings of a user's encoder; it replaces SkipThought, whose weights nobody
-maintains."""
+"""Cosine of sentence embeddings, by any encoder; SkipThought's weights are not maintained."""
 
 from __future__ import annotations
 

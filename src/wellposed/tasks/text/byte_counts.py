@@ -1,4 +1,4 @@
-"""A running text as tokens of any tokenizer, and how many of its bytes each token stands for."""
+"""How many UTF-8 bytes of a text each token of any tokenizer stands for."""
 
 from __future__ import annotations
 

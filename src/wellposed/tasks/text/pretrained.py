@@ -1,4 +1,4 @@
-"""Any Hugging Face tokenizer as the encoder of a task, of texts or of sources and targets."""
+"""Hugging Face tokenizers as the encoders of tasks, of texts or of source-target pairs."""
 
 from __future__ import annotations
 

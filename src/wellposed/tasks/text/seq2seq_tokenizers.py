@@ -1,5 +1,4 @@
-"""One vocabulary for both sides of a pair: byte-pair merges learnt from train, or characters;
-special ids 0 to 3.
+"""A joint tokenizer of source and target: byte-pair merges learnt from train, or characters.
 
 The tokenizer puts ``</s>`` after every text, is saved beside the model and decodes back to the
 text, with runs of white space read as one space. It is a function of the train texts alone, so

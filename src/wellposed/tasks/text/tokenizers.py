@@ -1,5 +1,4 @@
-"""Tokenizers: characters, bytes, words between white space, or any Hugging Face tokenizer; bulk
-encoding in seconds.
+"""Tokenizers of characters, bytes and words, with bulk encoding; or any Hugging Face tokenizer.
 
 Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
 `PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are
