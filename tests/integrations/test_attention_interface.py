@@ -22,9 +22,9 @@ import wellposed as wp
 from wellposed.errors import ConfigError
 
 NAMES = wp.integrations.register_attention()
-ENCODERS = ("bert", "roberta", "distilbert")
+ENCODERS = ("bert", "distilbert")
 DECODERS = ("gpt2", "llama", "mistral, a window of 3", "phi3")
-SEQ2SEQ = ("t5", "bart", "marian")
+SEQ2SEQ = ("t5", "bart")
 EPS = 0.01
 
 
@@ -122,7 +122,7 @@ def inputs_of(family: str) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "qwen2", "vit"])
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
 def test_every_family_computes_what_the_loops_compute(family: str, name: str) -> None:
     """Padding, causal masks, grouped heads, position bias and cross-attention included; gradients
     as well."""

@@ -170,25 +170,6 @@ def test_states_of_a_model_are_read_in_evaluation_mode() -> None:
     assert activation_factor(hidden_states(model, {"x": x})).mean == [2.0]
 
 
-def test_states_of_a_hugging_face_model() -> None:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=8,
-    )
-    batch = {
-        "input_ids": torch.arange(1, 7)[None],
-        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]]),
-    }
-    states = hidden_states(BertModel(config), batch)
-    assert len(states) == 3
-    assert len(activation_factor(states, attention_mask=batch["attention_mask"]).mean) == 2
-
-
 def test_bad_input() -> None:
     x = torch.randn(1, 3, 2)
     with pytest.raises(ConfigError, match="metric"):

@@ -195,7 +195,6 @@ def encoder_layer() -> nn.TransformerEncoderLayer:
 
 ZOO: dict[str, Entry] = {
     "bert": Entry(lambda: hf.BertModel(hf.BertConfig(**PLAIN)), BERT, "encoder", (2, 2, 2), tokens),
-    "roberta": Entry(lambda: hf.RobertaModel(hf.RobertaConfig(**PLAIN, **SPECIAL)), BERT, "encoder", (2, 2, 2), tokens),
     "distilbert": Entry(
         lambda: hf.DistilBertModel(
             hf.DistilBertConfig(vocab_size=V, dim=D, n_layers=2, n_heads=HEADS, hidden_dim=F, pad_token_id=0)
@@ -213,13 +212,6 @@ ZOO: dict[str, Entry] = {
     ),
     "llama": Entry(
         lambda: hf.LlamaModel(hf.LlamaConfig(num_key_value_heads=2, **PLAIN)), LLAMA, "decoder", (2, 2, 1), tokens, 2
-    ),
-    "mistral": Entry(
-        lambda: hf.MistralModel(hf.MistralConfig(num_key_value_heads=2, **PLAIN)),
-        LLAMA, "decoder", (2, 2, 1), tokens, 2,
-    ),
-    "qwen2": Entry(
-        lambda: hf.Qwen2Model(hf.Qwen2Config(num_key_value_heads=2, **PLAIN)), LLAMA, "decoder", (2, 2, 1), tokens, 2
     ),
     "phi3": Entry(
         lambda: hf.Phi3Model(hf.Phi3Config(num_key_value_heads=2, **PLAIN, **SPECIAL)),
@@ -249,10 +241,6 @@ ZOO: dict[str, Entry] = {
     ),
     "bart": Entry(
         lambda: hf.BartModel(hf.BartConfig(**SEQ2SEQ)), linear("encoder.layers.1.{}", BART_NAMES, "fc1", "fc2"),
-        "encoder", (6, 4, 3), tokens, cross=bart_cross("decoder.layers.1.{}"),
-    ),
-    "marian": Entry(
-        lambda: hf.MarianModel(hf.MarianConfig(**SEQ2SEQ)), linear("encoder.layers.1.{}", BART_NAMES, "fc1", "fc2"),
         "encoder", (6, 4, 3), tokens, cross=bart_cross("decoder.layers.1.{}"),
     ),
     "vit": Entry(
