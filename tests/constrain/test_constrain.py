@@ -147,19 +147,6 @@ def test_remove_leaves_no_trace() -> None:
     assert max(errors(model).values()) > 1e-3
 
 
-def test_weights_without_gradient_are_left_alone() -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    constrain_(model, optimizer, where=NAMES)
-    before = copy.deepcopy(model.state_dict())
-    model.head(torch.ones(1, WIDTH)).sum().backward()
-    optimizer.step()
-    assert all(
-        torch.equal(model.state_dict()[f"{name}.weight"], before[f"{name}.weight"])
-        for name in NAMES
-    )
-
-
 def test_trains_a_teacher_as_well_as_a_parametrisation() -> None:
     """Student and teacher of orthogonal layers: the same loss as torch's Cayley parametrisation, or
     better."""

@@ -13,42 +13,7 @@ from tests.support.constrained import NAMES, WIDTH, Mixed, sgd
 from torch import nn
 
 from wellposed.constrain import MuonAndAdamW, constrain_, parameter_groups
-from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
-
-
-class TestWhere:
-    @pytest.mark.parametrize(
-        ("where", "expected"),
-        [
-            ("square", {"square"}),
-            ("tall.weight", {"tall"}),
-            (["square", "w*"], {"square", "wide"}),
-            ("re:(tall|wide)", {"tall", "wide"}),
-            ("*.square", {"square"}),
-            (nn.Linear, {"square", "tall", "wide", "head"}),
-            (
-                lambda name, module: isinstance(module, nn.Linear) and module.in_features == 24,
-                {"wide"},
-            ),
-        ],
-    )
-    def test_forms(self, where: object, expected: set[str]) -> None:
-        model = Mixed()
-        handle = constrain_(model, sgd(model), where=where)
-        assert {path.removesuffix(".weight") for path in handle.paths} == expected
-
-    def test_no_match_lists_near_names(self) -> None:
-        model = Mixed()
-        with pytest.raises(RoleNotFoundError, match=r"squere.*nearest: square"):
-            constrain_(model, sgd(model), where=["tall", "squere"])
-        with pytest.raises(RoleNotFoundError, match="Conv2d; types that hold one: Linear"):
-            constrain_(model, sgd(model), where=nn.Conv2d)
-
-    def test_not_a_where(self) -> None:
-        model = Mixed()
-        for bad in ([], 3, [3], "re:("):
-            with pytest.raises(ConfigError, match="where="):
-                constrain_(model, sgd(model), where=bad)
+from wellposed.errors import ConfigError, ShapeError
 
 
 class TestErrors:

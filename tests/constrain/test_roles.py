@@ -264,29 +264,6 @@ def test_a_resumed_run_of_parts_goes_on_bit_for_bit() -> None:
     )
 
 
-class TestParameterGroups:
-    def test_held_weights_biases_and_norms_do_not_decay(self) -> None:
-        model = gpt2()
-        decayed, free = parameter_groups(model, 0.1, roles=("query", "feedforward_in"))
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-        shrunk = {names[id(parameter)] for parameter in decayed["params"]}
-        kept = {names[id(parameter)] for parameter in free["params"]}
-        assert shrunk | kept == set(names.values())
-        assert not shrunk & kept
-        assert {name for name in kept if model.get_parameter(name).ndim == 2} == {
-            name for name in names.values() if name.endswith(("c_attn.weight", "c_fc.weight"))
-        }
-
-    def test_bad_input(self) -> None:
-        model = nn.Linear(2, 2)
-        with pytest.raises(ConfigError, match="at least 0, received -1"):
-            parameter_groups(model, -1.0)
-        model.requires_grad_(False)
-        with pytest.raises(ConfigError, match="no parameter that trains"):
-            parameter_groups(model, 0.1)
-
-
 class Adapted(nn.Module):
     """A linear layer as adapters leave it: the frozen layer inside, and two low-rank factors, the
     last one zero."""

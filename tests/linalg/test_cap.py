@@ -199,3 +199,135 @@ def test_bad_input() -> None:
     with pytest.raises(ConvergenceError, match="not finite"):
         cap_spectral_norm_(weight)
     assert cap_spectral_norm_(torch.zeros(0, 3)).method == "inside"
+
+
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+# The largest singular value that is left, as a share of the bound.
+TOP = 1.0 - 3e-6
+# Products are summed in pieces of this many terms.
+PIECE = 128
+# The allowances are this much larger than the worst case, at most.
+ROOM = 1.25
+
+
+def with_values(values: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(len(values) + rows)
+    left = torch.linalg.qr(torch.randn(rows, len(values), dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))[0]
+    return ((left * values) @ right).to(dtype)
+
+
+def longest_sum(terms: int) -> float:
+    """Roundings that the sum of so many products may carry when it is made in pieces, one after the
+    other."""
+    return min(terms, PIECE) + terms / PIECE
+
+
+def near_spectrum(kind: str, columns: int, top: float) -> Tensor:
+    values = torch.full((columns,), top, dtype=torch.float64)
+    if kind == "one above":
+        values[1:] = 0.3
+    return values
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.5])
+@pytest.mark.parametrize(("rows", "columns"), [(140, 140), (260, 200), (500, 300)])
+@pytest.mark.parametrize("kind", ["flat", "one above"])
+def test_what_is_proved_before_is_a_hundredth_and_the_rounding_of_the_proof_above(
+    kind: str, rows: int, columns: int, bound: float
+) -> None:
+    """Rump (2006): a factor of L I - G hides n u times its trace at most; G hides the rounding of
+    its sums."""
+    weight = with_values(bound * near_spectrum(kind, columns, 1.06), rows, torch.float32)
+    values = torch.linalg.svdvals(weight.double()) / bound
+    cap = cap_spectral_norm_(weight, bound=bound)
+    assert cap.method == "polynomial"
+    shift = 1.01 * float(values[0]) ** 2
+    trace = float(values.square().sum())
+    needed = longest_sum(rows) * trace + columns * max(columns * shift - trace, shift)
+    allowed = (cap.before / bound) ** 2 - shift
+    # Lanczos in float32 is within 1e-5 of the top; the allowances are some 1e-3.
+    assert (
+        needed * UNIT[torch.float32] - 2e-5 <= allowed <= ROOM * needed * UNIT[torch.float32] + 2e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(140, 140), (260, 200), (500, 300)])
+@pytest.mark.parametrize("top", [1.01, 1.06])
+def test_the_polynomial_is_as_strong_as_the_rounding_of_its_products_asks_for(
+    top: float, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Every product A B adds at most g |A|_F |B|_F to the errors of its factors, followed by the
+    norms as they are."""
+    weight = with_values(near_spectrum("flat", columns, top), rows, dtype)
+    before = torch.linalg.svdvals(weight.double())
+    length = cap_spectral_norm_(weight).before
+    after = torch.linalg.svdvals(weight.double())
+    strength = float(((before - after) / before**9).mean())
+
+    unit, g = UNIT[dtype], longest_sum(columns) * UNIT[dtype]
+    point = with_values(near_spectrum("flat", columns, length), rows, torch.float64)
+    gram = point.T @ point
+    error = longest_sum(rows) * unit * float(point.norm()) ** 2
+    for _ in range(2):
+        error = 2 * length_of(gram) * error + error**2 + g * (float(gram.norm()) + error) ** 2
+        gram = gram @ gram
+    error = length * error + g * float(point.norm()) * (float(gram.norm()) + error)
+    stored = columns / PIECE * unit * float(point.norm())
+    least = (length - TOP + stored) / (length**9 - error)
+    most = (length - TOP + 15 * stored) / (length**9 - ROOM * error)
+    measured = 2e-6 if dtype == torch.float32 else 1e-12
+    assert least - measured <= strength <= most + measured
+
+
+def length_of(symmetric: Tensor) -> float:
+    return float(torch.linalg.eigvalsh(symmetric)[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(12, 5), (90, 90), (300, 40)])
+def test_a_matrix_is_left_alone_up_to_the_rounding_of_its_proof(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Flat spectra just below the bound: the proof needs a part of n u below it, and finds it with
+    some of that."""
+    unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
+    hidden = (longest_sum(rows) * columns + columns) * unit
+    for share, is_inside in ((6.0, True), (-1.0, False)):
+        # In squares: what the proof hides, thrice, so that it is found; or nothing, and 1e-9 over
+        # the top.
+        square = TOP**2 - share * hidden if is_inside else TOP**2 * (1.0 + 1e-5)
+        weight = with_values(near_spectrum("flat", columns, math.sqrt(square)), rows, torch.float64)
+        scale = float(torch.linalg.svdvals(weight.to(dtype).double())[0]) / math.sqrt(square)
+        weight = (weight / scale).to(dtype) if dtype != torch.bfloat16 else weight.to(dtype)
+        largest = float(torch.linalg.svdvals(weight.double())[0])
+        bound = largest / math.sqrt(square)
+        cap = cap_spectral_norm_(weight, bound=bound)
+        assert (cap.method == "inside") == is_inside
+        if is_inside:
+            assert cap.before == pytest.approx(TOP * bound, rel=1e-9)
+
+
+def test_batches_on_an_accelerator_take_the_same_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Lanczos runs for a batch at once; here one matrix after the other, unless it is told
+    otherwise."""
+    kinds = [("flat", 1.05), ("one above", 1.08), ("flat", 1.02), ("one above", 1.4), ("flat", 0.9)]
+    weights = [
+        with_values(near_spectrum(kind, 140, top), 150, torch.float64) for kind, top in kinds
+    ]
+    own = [weight.clone() for weight in weights]
+    expected = cap_spectral_norms_(own)
+    monkeypatch.setattr("wellposed.linalg._norms._ONE_BY_ONE", 1000)
+    caps = cap_spectral_norms_(weights)
+    assert [cap.method for cap in caps] == [
+        "polynomial",
+        "polynomial",
+        "polynomial",
+        "exact",
+        "inside",
+    ]
+    for cap, other, weight, alone in zip(caps, expected, weights, own, strict=True):
+        assert cap.method == other.method
+        assert cap.before == pytest.approx(other.before, rel=1e-6)
+        assert float((weight - alone).abs().max()) <= 1e-6

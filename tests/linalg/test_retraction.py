@@ -11,7 +11,6 @@ from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
 from wellposed.linalg import (
-    Workspace,
     isometry_error,
     retract_,
     rotate,
@@ -107,19 +106,6 @@ def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
     assert worst_run <= 17
 
 
-@pytest.mark.parametrize(("size", "degree"), [(0.05, 2), (0.3, 3)])
-def test_the_polynomials_leave_the_defects_they_are_known_for(size: float, degree: int) -> None:
-    step = skew(16, size)
-    out = torch.empty_like(step)
-    # A tolerance this wide leaves the defect as it is; the drift says that the point is perfect.
-    taken = rotate(torch.eye(16, dtype=torch.float64), step, out=out, drift=0.0, tolerance=1e-5)
-    assert taken.method == ("quadratic", "cubic")[degree - 2]
-    power = torch.linalg.matrix_power(step, 2 * degree)
-    defect = power / 4 if degree == 2 else -power / 64
-    assert torch.allclose(out.T @ out - torch.eye(16), defect, atol=1e-14)
-    assert float(defect.abs().max()) <= taken.drift
-
-
 def test_rotate_heals_a_point_that_drifted() -> None:
     point = isometry(12, 12)
     for drift, limit in ((1e-6, 1e-5), (1e-3, 1e-5), (0.2, 1e-5), (3.0, 1e-5)):
@@ -140,23 +126,6 @@ def test_retract_is_the_polar_factor(size: float, gain: float) -> None:
     assert (taken.method == "svd") == (size > 1.0)
 
 
-def test_batches_equal_single_matrices() -> None:
-    points = torch.stack([isometry(8, 8) for _ in range(3)])
-    steps = torch.stack([skew(8, 0.2) for _ in range(3)])
-    together = torch.empty_like(points)
-    rotate(points, steps.clone(), out=together)
-    for point, step, expected in zip(points, steps, together, strict=True):
-        out = torch.empty_like(point)
-        rotate(point, step, out=out)
-        assert torch.allclose(out, expected, atol=1e-5)
-    tall = torch.stack([isometry(9, 4) + 0.05 for _ in range(3)])
-    single = [matrix.clone() for matrix in tall]
-    retract_(tall)
-    for matrix, expected in zip(single, tall, strict=True):
-        retract_(matrix)
-        assert torch.allclose(matrix, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("columns", [256, 300, 1100])
 def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns: int) -> None:
     point, step = torch.eye(columns), torch.randn(columns, columns)
@@ -166,16 +135,6 @@ def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns: in
     wide = step.double()
     expected = torch.eye(columns) + wide + wide @ wide / 2 + wide @ wide @ wide / 8
     assert torch.allclose(out.double(), expected, atol=1e-6)
-
-
-def test_a_workspace_changes_no_result() -> None:
-    work = Workspace()
-    for _ in range(2):
-        point, step = isometry(10, 10), skew(10, 0.3)
-        first, second = torch.empty_like(point), torch.empty_like(point)
-        rotate(point, step.clone(), out=first)
-        rotate(point, step, out=second, workspace=work)
-        assert torch.equal(first, second)
 
 
 def test_not_finite() -> None:
@@ -194,3 +153,129 @@ def test_shapes() -> None:
         retract_(torch.eye(2, 3))
     with pytest.raises(ShapeError):
         tangent_gradient_(torch.eye(3, 2), torch.eye(3))
+
+
+TOLERANCE = 1e-3
+SHARE = 0.9 * TOLERANCE
+
+
+def turn(angle: float) -> torch.Tensor:
+    return torch.tensor([[0.0, -angle], [angle, 0.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.5])
+@pytest.mark.parametrize("is_skew", [True, False])
+@pytest.mark.parametrize("angle", [0.01, 0.1, 0.18, 0.25, 0.5, 0.6])
+@pytest.mark.parametrize("defect", [0.0, 1e-5, 2e-4])
+def test_the_error_that_is_left_of_a_turn(
+    angle: float, defect: float, gain: float, is_skew: bool
+) -> None:
+    """Rows of A, A^2/2 and A^3/8 are t, t^2/2 and t^3/8; W^T W = (1 + defect) I has rows of the
+    defect."""
+    point = gain * math.sqrt(1 + defect) * torch.eye(2, dtype=torch.float64)
+    out = torch.empty_like(point)
+    taken = rotate(
+        point, gain * turn(angle), out=out, gain=gain, tolerance=TOLERANCE, step_is_skew=is_skew
+    )
+    assert float(isometry_error(out, gain=gain)) <= TOLERANCE
+    is_cubic = angle**4 / 4 > 0.4 * SHARE
+    own = angle**6 / 64 if is_cubic else angle**4 / 4
+    reach = angle + angle**2 / 2 + (angle**3 / 8 if is_cubic else 0.0)
+    spectral = math.sqrt(2) * defect
+    left = (
+        own
+        + reach * defect * (1 + spectral)
+        + reach**2 * spectral
+        + defect**2 * (0.75 + 0.25 * spectral)
+    )
+    if own <= SHARE and left <= SHARE:
+        assert taken.method == "corrected"
+        assert taken.drift == pytest.approx(left, rel=1e-6, abs=1e-14)
+        assert math.isnan(taken.size)
+    else:
+        assert taken.method == "newton_schulz"
+        # sqrt(n) times the largest row of A^2, or of A^3, bounds that power of |A|_2.
+        assert taken.size == pytest.approx(
+            min(angle * 2**0.25, angle * 2 ** (1 / 6) if is_cubic else 9.0), rel=1e-6
+        )
+
+
+def test_errors_of_steps_that_are_not_measured_add_up_until_they_are() -> None:
+    """Each adds its own defect and a twentieth of the tolerance; above nine tenths of it the error
+    is measured."""
+    own = 0.1**4 / 4
+    for drift in (0.0, 0.3 * TOLERANCE, SHARE - 0.05 * TOLERANCE - own):
+        out = torch.empty(2, 2, dtype=torch.float64)
+        taken = rotate(
+            torch.eye(2).double(),
+            turn(0.1),
+            out=out,
+            tolerance=TOLERANCE,
+            drift=drift * (1 - 1e-12),
+        )
+        assert taken.method == "quadratic"
+        assert taken.drift == pytest.approx(drift + own + 0.05 * TOLERANCE, rel=1e-9)
+    taken = rotate(
+        torch.eye(2).double(),
+        turn(0.1),
+        out=out,
+        tolerance=TOLERANCE,
+        drift=SHARE - 0.04 * TOLERANCE - own,
+    )
+    assert taken.method == "corrected"
+    assert taken.drift == pytest.approx(own, rel=1e-9)
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("error", "method"), [(1e-3, "series"), (0.3, "newton_schulz"), (0.9, "newton_schulz")]
+)
+def test_the_size_of_a_tall_step_is_that_of_its_error(
+    error: float, method: str, gain: float
+) -> None:
+    """W = g sqrt(1 + e) Q: W^T W / g^2 - I = e I, whose size is found exactly."""
+    columns = torch.linalg.qr(torch.randn(5, 2, dtype=torch.float64))[0]
+    weight = gain * math.sqrt(1 + error) * columns
+    taken = retract_(weight, gain=gain, tolerance=1e-9)
+    assert taken.method == method
+    assert taken.size == pytest.approx(error, rel=1e-9)
+    torch.testing.assert_close(weight, gain * columns, rtol=1e-9, atol=1e-9)
+    assert math.isnan(taken.drift)
+    far = gain * math.sqrt(1.96) * columns
+    assert retract_(far, gain=gain).method == "svd"
+    torch.testing.assert_close(far, gain * columns, rtol=1e-9, atol=1e-9)
+
+
+def test_batches_take_the_worst_and_report_it() -> None:
+    points = torch.stack([torch.eye(2).double()] * 3)
+    steps = torch.stack([turn(0.01), turn(0.1), turn(0.05)])
+    out = torch.empty_like(points)
+    taken = rotate(points, steps, out=out, tolerance=TOLERANCE, step_is_skew=True)
+    assert taken.drift == pytest.approx(0.1**4 / 4, rel=1e-9)
+    for place, angle in enumerate((0.01, 0.1, 0.05)):
+        assert float(out[place, 1, 0]) == pytest.approx(angle, rel=1e-9)
+        assert float(out[place, 0, 0]) == pytest.approx(1 - angle**2 / 2, rel=1e-6)
+    tall = torch.stack(
+        [math.sqrt(1 + error) * torch.eye(4, 2).double() for error in (0.1, 0.4, 0.2)]
+    )
+    assert retract_(tall).size == pytest.approx(0.4, rel=1e-9)
+    torch.testing.assert_close(tall, torch.eye(4, 2).double().expand(3, 4, 2), rtol=1e-5, atol=1e-5)
+    gradients = torch.randn(3, 2, 2, dtype=torch.float64)
+    expected = torch.stack([(gradient - gradient.T) / 2 for gradient in gradients])
+    torch.testing.assert_close(skew_gradient_(points, gradients.clone()), expected)
+    ambient = torch.randn(3, 4, 2, dtype=torch.float64)
+    frames = torch.eye(4, 2).double().expand(3, 4, 2).contiguous()
+    found = tangent_gradient_(frames, ambient.clone())
+    top = ambient[:, :2]
+    torch.testing.assert_close(found[:, :2], (top - top.mT) / 2)
+    torch.testing.assert_close(found[:, 2:], ambient[:, 2:])
+
+
+def test_a_batch_with_one_step_that_is_not_finite_is_left_as_it_was() -> None:
+    points = torch.stack([torch.eye(2).double()] * 2)
+    out = torch.empty_like(points)
+    with pytest.raises(ConvergenceError, match=r"\(2, 2, 2\)"):
+        rotate(points, torch.stack([turn(0.1), turn(math.inf)]), out=out)
+    assert torch.equal(out, points)
+    with pytest.raises(ShapeError, match=r"\(2, 2\) and \(3, 3\)"):
+        rotate(torch.eye(2), torch.eye(3), out=torch.empty(2, 2))

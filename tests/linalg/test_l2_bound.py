@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.linalg import L2Layer, l2_attention_bound, l2_constants
+from wellposed.linalg import (
+    L2Layer,
+    l2_attention_bound,
+    l2_constants,
+)
 
 HEADS, WIDTH = 2, 4
 CONSTANTS = l2_constants(5)
@@ -181,3 +185,32 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
             L2Layer(*weights)
     with pytest.raises(ConfigError, match="unknown norm"):
         L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")  # type: ignore[arg-type]
+
+
+def test_l2_bound_checks_shapes_carries_gradient_and_covers_silent_heads():
+    w, r, o = torch.randn(2, 4, 2), torch.randn(2, 2, 2), torch.randn(2, 2, 4)
+    with pytest.raises(ShapeError, match=r"\(H, d, d\)"):
+        l2_attention_bound(w, r[:1], o, l2_constants(3))
+    parameters = [part.clone().requires_grad_() for part in (w, r, o)]
+    for norm in ("tok", 2, "inf"):
+        value = l2_attention_bound(*parameters, l2_constants(3), norm=norm, method="gram").value
+        assert all(g.abs().sum() > 0 for g in torch.autograd.grad(value, parameters))
+        exact = l2_attention_bound(w, r, o, l2_constants(3), norm=norm).value
+        assert float(value.detach()) >= float(exact) * (1 - 1e-6)
+        w_silent = w.clone()
+        w_silent[1] = 0
+        alone = l2_attention_bound(w[:1], r[:1], o[:1], l2_constants(3), norm=norm).value
+        silent = l2_attention_bound(w_silent, r, o, l2_constants(3), norm=norm).value
+        assert float(silent) == pytest.approx(float(alone), rel=3e-6)
+        assert l2_attention_bound(w * 0, r, o, l2_constants(3), norm=norm).value == 0
+
+
+def test_wide_l2_bound_chooses_a_scaling_without_trying_all():
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(4, 200, 50, generator=generator) / 14
+    r = torch.randn(4, 50, 50, generator=generator) / 7
+    o = torch.randn(4, 50, 200, generator=generator) / 14
+    for norm in ("tok", 2):
+        wide = l2_attention_bound(w, r, o, l2_constants(16), norm=norm, method="cholesky")
+        cheap = l2_attention_bound(w, r, o, l2_constants(16), norm=norm, per_head_only=True)
+        assert wide.value <= cheap.value
