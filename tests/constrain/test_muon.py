@@ -10,7 +10,7 @@ import torch
 from tests.support.constrained import NAMES, Mixed, problem, train
 from torch import nn
 
-from wellposed.constrain import ConstraintWarning, MuonAndAdamW, constrain_
+from wellposed.constrain import MuonAndAdamW
 from wellposed.errors import ConfigError
 
 
@@ -72,20 +72,6 @@ def test_schedules_and_saved_states_reach_both() -> None:
     fresh = MuonAndAdamW(other, lr=7.0)
     fresh.load_state_dict(state)
     assert train(other, fresh, 3) == train(model, optimizer, 3)
-
-
-def test_a_copy_steps_by_itself_and_tells_of_a_lost_constraint() -> None:
-    torch.manual_seed(0)
-    model = Mixed()
-    optimizer = MuonAndAdamW(model, roles=None, where=NAMES, weight_decay=0.1)
-    constrain_(model, optimizer, where=NAMES)
-    train(model, optimizer, 2)
-    other, copied = copy.deepcopy((model, optimizer))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.warns(ConstraintWarning, match="constraint is lost"):
-        train(other, copied, 1)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert any(not torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_a_closure_runs_once() -> None:

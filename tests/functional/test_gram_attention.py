@@ -1,58 +1,85 @@
-"""gram_attention: against the formula in float64, both ways of computing it, and its Lipschitz
-constant."""
+"""Gram attention token by token, folded or not, when folding saves work, and its Lipschitz constant."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
-from wellposed.functional import gram_attention
+from wellposed.functional.gram import folding_pays, gram_attention, per_token, spectrum_fits
 
-D = 6
+B, N, D, E = 2, 3, 4, 5
+
+
+def sigma_of(kind: str, tokens: int = N) -> Tensor:
+    shape = {"one": (D,), "each": (B, D), "shared": (1, D), "token": (B, tokens, D)}[kind]
+    return torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("experts", [None, 1, E])
+@pytest.mark.parametrize("kind", ["one", "each", "shared", "token"])
+@pytest.mark.parametrize("folded", [None, True, False])
+@pytest.mark.parametrize("tokens", [1, N, 9])
+def test_every_token_of_every_expert(
+    experts: int | None, kind: str, folded: bool | None, tokens: int
+) -> None:
+    x = torch.randn(B, tokens, D, dtype=torch.float64)
+    lead = () if experts is None else (experts,)
+    left, right = torch.randn(2, *lead, D, D, dtype=torch.float64)
+    sigma = sigma_of(kind, tokens)
+    if folded and kind == "token":
+        with pytest.raises(ShapeError, match="one for each token; it cannot be folded"):
+            gram_attention(x, left, right, sigma, folded=folded)
+        return
+    found = gram_attention(x, left, right, sigma, folded=folded)
+    assert found.shape == (*lead, B, tokens, D)
+    for expert, b, i in itertools.product(range(experts or 1), range(B), range(tokens)):
+        u, v = (left, right) if experts is None else (left[expert], right[expert])
+        own = {
+            "one": sigma,
+            "each": sigma[b % len(sigma)],
+            "shared": sigma[0],
+            "token": sigma[b % len(sigma)],
+        }[kind]
+        own = own[i] if kind == "token" else own
+        value = (x[b, i] @ u * own) @ v
+        expected = torch.where(value > 0, value, value.exp() - 1)
+        torch.testing.assert_close(
+            found[b, i] if experts is None else found[expert, b, i], expected
+        )
+
+
+def test_folding_pays_where_more_than_d_tokens_share_a_sigma() -> None:
+    def pays(batch: int, tokens: int, kind: str) -> bool:
+        shape = {"one": (D,), "each": (batch, D), "token": (batch, tokens, D)}[kind]
+        return folding_pays(torch.zeros(batch, tokens, D), torch.zeros(shape))
+
+    assert [pays(1, tokens, "one") for tokens in (D, D + 1)] == [False, True]
+    assert [pays(2, tokens, "one") for tokens in (2, 3)] == [False, True]
+    assert [pays(2, tokens, "each") for tokens in (3, D, D + 1)] == [False, False, True]
+    assert not pays(2, 100, "token")
+
+
+def test_which_spectra_fit() -> None:
+    x = torch.zeros(B, N, D)
+    assert all(spectrum_fits(x, sigma_of(kind)) for kind in ("one", "each", "shared", "token"))
+    for shape in ((N,), (B + 1, D), (B, N), (N, D), (1, N, D), (B, 1, D), (B, N, D, 1), ()):
+        assert not spectrum_fits(x, torch.zeros(shape)), shape
+    assert not spectrum_fits(x[0], torch.zeros(D))
+    assert per_token(torch.zeros(B, D)).shape == (B, 1, D)
+    assert per_token(torch.zeros(B, N, D)).shape == (B, N, D)
+    assert per_token(torch.zeros(D)).shape == (D,)
+
+
+WIDTH = 6
 Shape = tuple[int, ...]
 
 
 def orthogonal(*shape: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(*shape, D, D, dtype=torch.float64))[0]
-
-
-def reference(x: Tensor, u: Tensor, v: Tensor, sigma: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            s = sigma if sigma.dim() == 1 else sigma[b] if sigma.dim() == 2 else sigma[b, t]
-            z = x[b, t] @ u @ torch.diag(s) @ v
-            out[b, t] = torch.where(z > 0, z, z.exp() - 1)
-    return out
-
-
-@pytest.mark.parametrize("folded", [None, True, False])
-@pytest.mark.parametrize("kind", ["shared", "sample"])
-@pytest.mark.parametrize("tokens", [3, 9])
-def test_formula(kind: str, folded: bool | None, tokens: int) -> None:
-    torch.manual_seed(0)
-    x, u, v = torch.randn(2, tokens, D, dtype=torch.float64), orthogonal(), orthogonal()
-    sigma = torch.rand((D,) if kind == "shared" else (2, D), dtype=torch.float64)
-    torch.testing.assert_close(
-        gram_attention(x, u, v, sigma, folded=folded), reference(x, u, v, sigma), rtol=0, atol=1e-13
-    )
-
-
-@pytest.mark.parametrize("shape", [(D,), (2, D), (2, 4, D)])
-@pytest.mark.parametrize("folded", [True, False])
-def test_experts_are_single_attentions(shape: tuple[int, ...], folded: bool) -> None:
-    torch.manual_seed(1)
-    x, u, v = torch.randn(2, 4, D, dtype=torch.float64), orthogonal(3), orthogonal(3)
-    sigma = torch.rand(shape, dtype=torch.float64)
-    if folded and len(shape) == 3:
-        with pytest.raises(ShapeError, match="cannot be folded"):
-            gram_attention(x, u, v, sigma, folded=True)
-        return
-    together = gram_attention(x, u, v, sigma, folded=folded)
-    for e in range(3):
-        torch.testing.assert_close(together[e], reference(x, u[e], v[e], sigma), rtol=0, atol=1e-13)
+    return torch.linalg.qr(torch.randn(*shape, WIDTH, WIDTH, dtype=torch.float64))[0]
 
 
 def test_both_ways_agree_to_rounding_in_float32_with_gradients() -> None:
@@ -71,8 +98,8 @@ def test_both_ways_agree_to_rounding_in_float32_with_gradients() -> None:
 
 def test_never_stretches() -> None:
     torch.manual_seed(3)
-    x, u, v = torch.randn(2, 40, D, dtype=torch.float64) * 5, orthogonal(), orthogonal()
-    y = gram_attention(x, u, v, torch.rand(2, D, dtype=torch.float64) * 2 - 1)
+    x, u, v = torch.randn(2, 40, WIDTH, dtype=torch.float64) * 5, orthogonal(), orthogonal()
+    y = gram_attention(x, u, v, torch.rand(2, WIDTH, dtype=torch.float64) * 2 - 1)
     before, after = (torch.cdist(z, z, compute_mode="donot_use_mm_for_euclid_dist") for z in (x, y))
     assert (after <= before * (1 + 1e-12) + 1e-12).all()
 
@@ -80,11 +107,11 @@ def test_never_stretches() -> None:
 @pytest.mark.parametrize(
     ("x", "left", "right", "sigma"),
     [
-        ((4, D), (D, D), (D, D), (D,)),
-        ((2, 4, D), (D, 5), (D, D), (D,)),
-        ((2, 4, D), (3, D, D), (D, D), (D,)),
-        ((2, 4, D), (D, D), (D, D), (3, D)),
-        ((2, 4, D), (D, D), (D, D), (2, 3, D)),
+        ((4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,)),
+        ((2, 4, WIDTH), (WIDTH, 5), (WIDTH, WIDTH), (WIDTH,)),
+        ((2, 4, WIDTH), (3, WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,)),
+        ((2, 4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (3, WIDTH)),
+        ((2, 4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (2, 3, WIDTH)),
     ],
 )
 def test_wrong_shapes(

@@ -23,6 +23,10 @@ TOGETHER = {
 }
 
 
+QUICK = ("bert", "gpt2", "llama", "t5", "torch encoder")
+FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+
+
 def everything_on(model: nn.Module) -> dict[str, object]:
     """Every attribute and hook of every module by path; modules and tensors by identity, hook
     tables by content."""
@@ -43,7 +47,7 @@ def strengths_for(model: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
-@pytest.mark.parametrize("family", ZOO)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_attach_train_save_load_and_detach(
     family: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
