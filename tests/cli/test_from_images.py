@@ -145,7 +145,8 @@ def test_variants_of_a_model_of_images_are_compared(
     family: str, variants: str, tmp_path: Path
 ) -> None:
     words = typed(
-        "compare image_classification --from", [image_config(tmp_path / family, family), *FAST]
+        "compare image_classification --seeds 1 --from",
+        [image_config(tmp_path / family, family), *FAST],
     )
     succeed([*words, "--variants", variants, "--out", str(tmp_path / "runs")])
     names = variants.split(",")

@@ -96,6 +96,7 @@ def test_a_run_records_what_it_imported(folder: Path) -> None:
     assert config["imports"] == {str(file.resolve()): sha256(file.read_bytes()).hexdigest()}
 
 
+@pytest.mark.slow
 def test_a_folder_runs_no_code_until_its_file_is_named(folder: Path) -> None:
     run, file = folder / "runs" / "mine" / "seed-0", folder.resolve() / "my.py"
     words = ("predict", run, "--text", "a good film x")
@@ -150,6 +151,7 @@ def test_a_file_that_fails_is_one_line(
     assert message.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_installed_package_brings_its_names_by_entry_points(
     folder: Path, tmp_path: Path
 ) -> None:

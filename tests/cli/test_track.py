@@ -60,7 +60,9 @@ def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> Non
 def test_a_comparison_is_one_record_more(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    succeed("compare char_lm", words, "--variants post_ln,pre_ln --out", [tmp_path / "runs"])
+    succeed(
+        "compare char_lm", words, "--seeds 1 --variants post_ln,pre_ln --out", [tmp_path / "runs"]
+    )
     *runs, comparison = Notebook.records
     assert [run.config["variant"] for run in runs] == ["post_ln", "pre_ln"]
     assert comparison.config["variant"] == "post_ln,pre_ln"

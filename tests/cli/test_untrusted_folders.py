@@ -146,6 +146,7 @@ def test_a_hub_name_is_one_line_offline(
         assert ("nearest: imdb" in message) == (name == "imbd")
 
 
+@pytest.mark.slow
 def test_without_a_network_the_hub_is_tried_once(tmp_path: Path) -> None:
     """Hugging Face alone prints a notice for every try, five after the first."""
     environment = {

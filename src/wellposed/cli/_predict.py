@@ -94,13 +94,15 @@ def run(words: Sequence[str]) -> int:
     if model.can_generate():
         from wellposed.cli.prediction.continuation import continue_text
 
-        count = options.max_new_tokens or MAX_NEW_TOKENS
-        sampling = {
-            "max_new_tokens": count,
-            "temperature": options.temperature,
-            "seed": options.seed,
-        }
-        lines: Iterable[str] = [continue_text(model, tokenizer, _text(options), **sampling)]
+        text = continue_text(
+            model,
+            tokenizer,
+            _text(options),
+            max_new_tokens=options.max_new_tokens or MAX_NEW_TOKENS,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        lines: Iterable[str] = [text]
     else:
         from wellposed.cli.prediction.labels import label_lines
 
@@ -168,15 +170,17 @@ def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str
 def _translate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments
 ) -> int:
-    from wellposed.cli.prediction.translation import Translator, build_decoding, translate_lines
+    from wellposed.cli.prediction.translation import Translator, translate_lines
+    from wellposed.models import GNMTLengthPenalty
+    from wellposed.tasks.kinds.generate import Decoding
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
-    decoding = build_decoding(
+    power, count = options.length_penalty, options.max_new_tokens
+    decoding = Decoding(
         beams=options.beams,
-        length_penalty=options.length_penalty,
-        gnmt=options.gnmt,
-        n_best=options.n_best,
-        max_new_tokens=options.max_new_tokens,
+        length_penalty=GNMTLengthPenalty(power) if options.gnmt else power,
+        num_return=options.n_best,
+        options={} if count is None else {"max_new_tokens": count},
     )
     translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
     with LineSource(text=options.text, path=options.input) as source:

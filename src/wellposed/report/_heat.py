@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from wellposed.measurement.figures import HeatMap, error_shown, heat_map, short_number, short_role
@@ -17,19 +16,6 @@ OPEN_ROWS = 30
 """Layers of all variants together up to which the maps are open."""
 Rows = Sequence[Mapping[str, Any]]
 Weights = Sequence[tuple[str, Rows, Rows]]
-
-
-@dataclass(frozen=True)
-class HeatMaps:
-    """What the page shows of one error: a row per variant, then a map per variant, before and after
-    training."""
-
-    formula: str
-    summary: Table
-    maps: Sequence[tuple[str, Sequence[Table]]]
-    scale: Sequence[tuple[str, str]]
-    """Colour and its lower end."""
-    open: bool
 
 
 class _Scale:
@@ -53,7 +39,7 @@ class _Scale:
         ]
 
 
-def heat_maps(name: str, weights: Weights) -> HeatMaps | None:
+def heat_maps(name: str, weights: Weights) -> dict[str, Any] | None:
     """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
     error = error_shown(row for _, before, after in weights for row in (*before, *after))
     maps = [
@@ -66,19 +52,19 @@ def heat_maps(name: str, weights: Weights) -> HeatMaps | None:
     if not any(heat.layers for _, *pair in maps for heat in pair):
         return None
     scale = _Scale(values)
-    return HeatMaps(
-        formula=error.formula,
-        summary=_summary(name, maps, scale),
-        maps=[
+    return {
+        "formula": error.formula,
+        "summary": _summary(name, maps, scale),
+        "maps": [
             (
                 variant,
                 [_map(f"{name}-{k}-before", first, scale), _map(f"{name}-{k}-after", last, scale)],
             )
             for k, (variant, first, last) in enumerate(maps)
         ],
-        scale=scale.ends(),
-        open=sum(len(last.layers) for _, _, last in maps) <= OPEN_ROWS,
-    )
+        "scale": scale.ends(),
+        "open": sum(len(last.layers) for _, _, last in maps) <= OPEN_ROWS,
+    }
 
 
 def _summary(name: str, maps: Sequence[tuple[str, HeatMap, HeatMap]], scale: _Scale) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,7 @@ LARGEST = 1e300
 Rows = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Running:
-    """A table of unfinished runs, and a panel for each task and split."""
-
-    table: Table
-    panels: Sequence[Any]
-
-
-def running_section(runs: Sequence[Run], numbers: Numbers) -> Running | None:
+def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | None:
     """Return what unfinished runs have logged; None where there is no such run."""
     if not runs:
         return None
@@ -44,10 +36,8 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> Running | None:
         columns,
         [_row(*each) for each in logged],
     )
-    return Running(
-        table,
-        [panel_svg(panel, f"running-{k}") for k, panel in enumerate(_panels(logged, numbers))],
-    )
+    panels = enumerate(_panels(logged, numbers))
+    return {"table": table, "panels": [panel_svg(panel, f"running-{k}") for k, panel in panels]}
 
 
 def rows_so_far(file: Path) -> list[Mapping[str, Any]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.report._aggregate import TaskComparison, VariantResult, conclusions, metric_words
 from wellposed.report._figures import (
-    Figure,
     Numbers,
     certified_figure,
     curves_figure,
@@ -18,7 +16,7 @@ from wellposed.report._figures import (
     spectra_figure,
     weight_rows,
 )
-from wellposed.report._heat import HeatMaps, Weights, heat_maps
+from wellposed.report._heat import Weights, heat_maps
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
 from wellposed.report._runs import Run
 from wellposed.text_table import format_number
@@ -26,32 +24,17 @@ from wellposed.text_table import format_number
 SEED_COLUMNS = 8
 """Seeds up to which each has its own column."""
 VARIANT = Column("variant", "variant", "text")
-
-
-@dataclass(frozen=True)
-class TaskSection:
-    """What the template shows of one task."""
-
-    anchor: str
-    name: str
-    bad: Sequence[str]
-    good: str
-    conclusions: Sequence[str]
-    tested: bool
-    results: Table
-    metrics: Table | None
-    figures: Sequence[Figure]
-    heat: HeatMaps | None
-    training: Table
-    settings: Table | None
-    weights: Table | None
-    data: Sequence[tuple[str, str]]
+TRAINING = {
+    "parameters": "parameters", "steps": "steps", "best_step": "best step", "tokens": "tokens",
+    "seconds": "time, s", "tokens_per_second": "tokens per second", "peak_memory_mib": "peak memory, MiB",
+}  # fmt: skip
+MEASURED = {"peak_memory_mib": "peak_memory_bytes"}
 
 
 def task_section(
     number: int, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
-) -> TaskSection:
-    """Return the section of one task; ``runs`` are those of each variant, with their files read."""
+) -> dict[str, Any]:
+    """Return what the template shows of one task; ``runs`` are those of each variant, with their files read."""
     name = f"{number}-{slug(task.task)}"[:40]
     weights = _weights(task, runs)
     measured = {variant for variant, _, _ in weights}
@@ -65,22 +48,22 @@ def task_section(
         certified_figure(f"{name}-certified", task, runs, numbers),
         spectra_figure(f"{name}-spectra", weights, numbers),
     )
-    return TaskSection(
-        anchor=f"task-{number}",
-        name=task.task,
-        bad=_not_learned(task),
-        good=_all_learned(task),
-        conclusions=[*conclusions(task), *notes],
-        tested=any(result.comparison for result in task.variants),
-        results=_results(f"{name}-results", task),
-        metrics=_metrics(f"{name}-metrics", task),
-        figures=[figure for figure in figures if figure],
-        heat=heat_maps(f"{name}-orthogonality", weights),
-        training=_training(f"{name}-training", task, runs),
-        settings=_settings(f"{name}-settings", task, runs),
-        weights=_weight_table(f"{name}-weights", weights) if weights else None,
-        data=_data(runs),
-    )
+    return {
+        "anchor": f"task-{number}",
+        "name": task.task,
+        "bad": _not_learned(task),
+        "good": _all_learned(task),
+        "conclusions": [*conclusions(task), *notes],
+        "tested": any(result.comparison for result in task.variants),
+        "results": _results(f"{name}-results", task),
+        "metrics": _metrics(f"{name}-metrics", task),
+        "figures": [figure for figure in figures if figure],
+        "heat": heat_maps(f"{name}-orthogonality", weights),
+        "training": _training(f"{name}-training", task, runs),
+        "settings": _settings(f"{name}-settings", task, runs),
+        "weights": _weight_table(f"{name}-weights", weights) if weights else None,
+        "data": _data(runs),
+    }
 
 
 def _weights(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Weights:
@@ -187,12 +170,9 @@ def _metrics(name: str, task: TaskComparison) -> Table | None:
 
 
 def _training(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Table:
-    units = {
-        "parameters": "parameters", "steps": "steps", "best_step": "best step", "tokens": "tokens",
-        "seconds": "time, s", "tokens_per_second": "tokens per second", "peak_memory_mib": "peak memory, MiB",
-    }  # fmt: skip
     columns = [
-        Column(key, unit, "number" if key == "seconds" else "count") for key, unit in units.items()
+        Column(key, unit, "number" if key == "seconds" else "count")
+        for key, unit in TRAINING.items()
     ]
     rows = [
         _training_row(r.variant, group)
@@ -203,24 +183,14 @@ def _training(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) ->
 
 
 def _training_row(variant: str, group: Sequence[Run]) -> dict[str, Any]:
-    infos = [run.result["train_info"] for run in group]
-
-    def mean(name: str) -> float | None:
-        values = [info[name] for info in infos if isinstance(info.get(name), (int, float))]
-        return sum(values) / len(values) if values else None
-
-    names = (
-        "steps",
-        "best_step",
-        "parameters",
-        "tokens",
-        "seconds",
-        "tokens_per_second",
-        "peak_memory_bytes",
-    )
-    values = {name: mean(name) for name in names}
-    memory = values.pop("peak_memory_bytes")
-    return {"variant": variant, **values, "peak_memory_mib": memory / 2**20 if memory else None}
+    row: dict[str, Any] = {"variant": variant}
+    for name in TRAINING:
+        found = [run.result["train_info"].get(MEASURED.get(name, name)) for run in group]
+        values = [value for value in found if isinstance(value, (int, float))]
+        row[name] = sum(values) / len(values) if values else None
+    if row["peak_memory_mib"]:
+        row["peak_memory_mib"] /= 2**20
+    return row
 
 
 def _settings(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Table | None:

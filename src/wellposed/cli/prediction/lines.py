@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -33,20 +33,18 @@ class LineSource:
     """
 
     def __init__(self, *, text: str | None, path: Path | None) -> None:
-        self._text = text
         self._path = path
         self._spool: IO[bytes] | None = None
         self.name = "--text" if path is None else str(path)
-        if path is not None and str(path) == "-":
+        if text is not None:
+            self._spool = io.BytesIO(text.encode(errors="surrogateescape"))
+        elif str(path) == "-":
             self.name = "standard input"
             self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the source)
             shutil.copyfileobj(sys.stdin.buffer, self._spool)
         elif path is not None and not path.is_file():
-            near = (
-                nearest_names(path.name, [entry.name for entry in path.parent.iterdir()])
-                if path.parent.is_dir()
-                else []
-            )
+            beside = path.parent.iterdir() if path.parent.is_dir() else ()
+            near = nearest_names(path.name, [entry.name for entry in beside])
             raise DataError(
                 f"{path}: no such file" + (f"; nearest: {', '.join(near)}" if near else "")
             )
@@ -60,8 +58,7 @@ class LineSource:
 
     def __iter__(self) -> Iterator[str]:
         with self._open() as file:
-            lines = file if isinstance(file, list) else bounded_lines(self.name, file)
-            for number, raw in enumerate(lines, 1):
+            for number, raw in enumerate(bounded_lines(self.name, file), 1):
                 try:
                     yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
                 except UnicodeDecodeError as error:
@@ -73,24 +70,22 @@ class LineSource:
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        if self._text is not None:
-            yield [line.encode() for line in self._text.removesuffix("\n").split("\n")]
-        elif self._spool is not None:
+        if self._spool is not None or self._path is None:
+            assert self._spool is not None
             self._spool.seek(0)
             yield self._spool
-        else:
-            assert self._path is not None
-            with self._path.open("rb") as file:
-                zipped = file.read(2) == _GZIP_MAGIC
-                file.seek(0)
-                with gzip.GzipFile(fileobj=file) if zipped else nullcontext(file) as lines:
-                    try:
-                        yield lines
-                    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                        raise DataError(
-                            f"{self.name}: the gzip data is damaged or cut short ({error}); copy"
-                            " the file again"
-                        ) from None
+            return
+        with self._path.open("rb") as file:
+            zipped = file.read(2) == _GZIP_MAGIC
+            file.seek(0)
+            with gzip.GzipFile(fileobj=file) if zipped else nullcontext(file) as lines:
+                try:
+                    yield lines
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise DataError(
+                        f"{self.name}: the gzip data is damaged or cut short ({error}); copy the"
+                        " file again"
+                    ) from None
 
 
 def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> list[str] | None:
@@ -108,7 +103,9 @@ def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> li
     config = Path(model) / "config.toml"
     trained = read_config(config).task_options if config.is_file() else {}
     kept: dict[str, Any] = {n: trained[n] for n in ("text_column", "header") if n in trained}
-    options = TableOptions(**(kept | ({"text_column": text_column} if text_column else {})))
+    if text_column:
+        kept["text_column"] = text_column
+    options = TableOptions(**kept)
     found = read_texts(path, options)
     if found is None:
         return None
@@ -136,52 +133,29 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
         file.detach()  # flushed; `raw` is synced and closed by its owner
 
 
-class LineProgress:
-    """A bar on a terminal and a plain line every ten seconds elsewhere, on standard error."""
+def counted(chunks: Iterable[list[str]], total: int) -> Iterator[list[str]]:
+    """Yield chunks of lines and show on standard error how many are done: a bar on a terminal, a
+    line every ten seconds elsewhere."""
+    done, began = 0, time.monotonic()
+    shown = began
+    bar = _bar(total) if sys.stderr.isatty() else None
+    with bar or nullcontext():
+        for chunk in chunks:
+            yield chunk
+            done += len(chunk)
+            now = time.monotonic()
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=done)
+            elif now - shown >= SECONDS_BETWEEN_LINES:
+                shown, speed = now, done / (now - began)
+                said = f"{done}/{total} lines, {speed:.3g} per second"
+                print(said, file=sys.stderr, flush=True)
 
-    def __init__(self, total: int, *, what: str = "lines") -> None:
-        self._total, self._what = total, what
-        self._done = 0
-        self._began = self._shown = time.monotonic()
-        self._bar: Any = None
 
-    def __enter__(self) -> LineProgress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
+def _bar(total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import Progress
 
-            columns = (
-                TextColumn(self._what),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task(self._what, total=self._total)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, count: int) -> None:
-        """Add ``count`` finished lines."""
-        self._done += count
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done)
-        elif now - self._shown >= SECONDS_BETWEEN_LINES:
-            self._shown = now
-            speed = self._done / (now - self._began)
-            print(
-                f"{self._done}/{self._total} {self._what}, {speed:.3g} per second",
-                file=sys.stderr,
-                flush=True,
-            )
+    bar = Progress(console=Console(stderr=True), transient=True)
+    bar.add_task("lines", total=total)
+    return bar

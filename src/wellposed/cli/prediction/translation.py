@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from wellposed.cli.prediction.lines import LineProgress, LineSource, line_writer
+from wellposed.cli.prediction.lines import LineSource, counted, line_writer
 from wellposed.errors import DataError, listed
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ def translate_lines(
             + listed([f"{source.name}:{number}: {count} tokens" for number, count in long_lines])
         )
     number = itertools.count(1)
-    with line_writer(output) as file, LineProgress(total) as progress:
-        for chunk in _chunks(source, CHUNK_BATCHES * translator.batch_size):
+    chunks = _chunks(source, CHUNK_BATCHES * translator.batch_size)
+    with line_writer(output) as file:
+        for chunk in counted(chunks, total):
             for hypotheses in translator.translate(chunk):
                 file.write(_rendered(next(number), hypotheses, n_best))
             file.flush()
-            progress.advance(len(chunk))
     if long_lines:
         what = "cut to their start" if translator.long == "truncate" else "translated in parts"
         shown = ", ".join(str(line) for line, _ in long_lines[:10]) + (
@@ -183,18 +183,3 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
     else:
         left = right = len(text) // 2
     return split_text(text[:left], fits) + split_text(text[right:], fits)
-
-
-def build_decoding(
-    *, beams: int, length_penalty: float, gnmt: bool, n_best: int, max_new_tokens: int | None
-) -> Any:
-    """Return the search that the options of the command describe."""
-    from wellposed.tasks.kinds.generate import Decoding
-
-    penalty = length_penalty
-    if gnmt:
-        from wellposed.models import GNMTLengthPenalty
-
-        penalty = GNMTLengthPenalty(length_penalty)
-    options = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    return Decoding(beams=beams, length_penalty=penalty, num_return=n_best, options=options)
