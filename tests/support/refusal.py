@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from wellposed.errors import DataError, WellposedError
+from wellposed.errors import ConfigError, DataError, WellposedError
 
 
 @contextmanager
@@ -17,3 +18,9 @@ def refused(*parts: object, kind: type[WellposedError] = DataError) -> Iterator[
         yield
     for part in parts:
         assert str(part) in str(caught.value)
+
+
+bad_data = functools.partial(pytest.raises, DataError)
+"""Expect a `DataError` whose message the pattern ``match`` is found in."""
+bad_config = functools.partial(pytest.raises, ConfigError)
+"""Expect a `ConfigError` whose message the pattern ``match`` is found in."""

@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+from tests.support.refusal import bad_config
 
-from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, TASKS, Task, build_task
 
 SMALL_LISTOPS = {"num_train": 90, "num_valid": 30, "num_test": 30}
@@ -55,12 +55,12 @@ def test_registered_names() -> None:
 
 
 def test_unknown_task_lists_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown task 'listop'; nearest: listops"):
+    with bad_config(match=r"unknown task 'listop'; nearest: listops"):
         build_task("listop")
 
 
 def test_every_bad_option_is_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with bad_config() as caught:
         build_task(
             "char_lm", {"seq_length": 3, "limit_chars": "many", "format": "wide", "seq_len": True}
         )
@@ -72,7 +72,7 @@ def test_every_bad_option_is_named_at_once() -> None:
 
 
 def test_a_missing_option_is_named() -> None:
-    with pytest.raises(ConfigError, match="option 'data' is missing"):
+    with bad_config(match="option 'data' is missing"):
         build_task("text_classification", {})
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.kinds.language_model import BlockDataset, BlockLengths, LineDataset
 
 
@@ -52,9 +52,9 @@ def test_sequence_behaviour() -> None:
 
 
 def test_too_short_text_and_block_are_refused() -> None:
-    with pytest.raises(DataError, match=r"valid\.txt: 1 tokens, expected at least 2"):
+    with bad_data(match=r"valid\.txt: 1 tokens, expected at least 2"):
         BlockDataset(np.arange(1), seq_len=4, where="valid.txt")
-    with pytest.raises(ConfigError, match="seq_len = 1"):
+    with bad_config(match="seq_len = 1"):
         BlockDataset(np.arange(9), seq_len=1, where="valid.txt")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.parallel import Languages, load_parallel
 from wellposed.tasks.data.texts import load_texts
 
@@ -71,14 +71,14 @@ def test_columns_by_language_are_the_pairs(
 )
 def test_bad_rows_are_named(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError) as caught:
+    with bad_data() as caught:
         load_texts(str(tmp_path / "a.jsonl"), valid=None, test=None)
     assert says in str(caught.value)
 
 
 def test_a_pair_without_text_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
-    with pytest.raises(DataError, match=r"a\.json:61: 'de' is NoneType, expected a string"):
+    with bad_data(match=r"a\.json:61: 'de' is NoneType, expected a string"):
         load_parallel(str(path), Languages("de", "en"))
 
 
@@ -94,7 +94,5 @@ def test_parquet_without_its_package_names_the_extra(
         return present(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        ConfigError, match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"
-    ):
+    with bad_config(match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):
         load_texts(str(path), valid=None, test=None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import DialogueTask, build_task
@@ -92,9 +93,7 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates() -> None:
 
 
 def test_an_unknown_format_says_what_was_expected() -> None:
-    with pytest.raises(
-        DataError, match=r"x.txt:1: neither format .* __eou__ .* received 'plain text'"
-    ):
+    with bad_data(match=r"x.txt:1: neither format .* __eou__ .* received 'plain text'"):
         detect_format(_file("plain text\n"))
 
 
@@ -172,7 +171,7 @@ def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path:
     assert _texts(task)[0] == ("ere !", "hi .")
     assert _texts(task)[1] == (" hi .", "how ar")
     assert task.description()["cut_to_max_tokens"]["train"] == {"contexts": 3, "replies": 2}
-    with pytest.raises(DataError, match=r"max_tokens = 6 tokens.*overflow='cut'"):
+    with bad_data(match=r"max_tokens = 6 tokens.*overflow='cut'"):
         _task(data, max_tokens=6, overflow="error")
 
 
@@ -214,7 +213,7 @@ def test_missing_splits_are_cut_by_whole_dialogues_that_share_no_persona_line(
 
 def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(DAILY)
-    with pytest.raises(DataError, match="1 dialogues are too few to cut valid and test from"):
+    with bad_data(match="1 dialogues are too few to cut valid and test from"):
         _task(tmp_path)
 
 
@@ -253,16 +252,16 @@ def test_options_out_of_range_are_refused(
 
 
 def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no built-in data"):
+    with bad_config(match="no built-in data"):
         _task("builtin")
-    with pytest.raises(DataError, match="no train file; looked for names like"):
+    with bad_data(match="no train file; looked for names like"):
         _task(tmp_path)
-    with pytest.raises(DataError, match="no such file"):
+    with bad_data(match="no such file"):
         _task(tmp_path / "none.txt")
     (tmp_path / "train.txt").write_text("alone __eou__\n")
     for name in ("valid", "test"):
         (tmp_path / f"{name}.txt").write_text(DAILY)
-    with pytest.raises(DataError, match=r"\(train\): no dialogue has a reply"):
+    with bad_data(match=r"\(train\): no dialogue has a reply"):
         _task(tmp_path)
 
 
@@ -277,9 +276,7 @@ def test_synonyms_are_groups_of_words_each_in_one(tmp_path: Path) -> None:
         "little": "small",
     }
     path.write_text("big large\nlarge huge\nalone\n")
-    with pytest.raises(
-        DataError, match=r"s.txt:2: 'large' is in a group already\n.*s.txt:3: expected two words"
-    ):
+    with bad_data(match=r"s.txt:2: 'large' is in a group already\n.*s.txt:3: expected two words"):
         read_synonyms(path)
 
 
@@ -307,7 +304,7 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
     assert scored.scores["rouge_l"] == pytest.approx(100)
     # "hi ." and "fine ." have a vector, "how are you ?" has none: two pairs of three.
     assert scored.scores["embedding_average"] == pytest.approx(200 / 3)
-    with pytest.raises(DataError, match="no such file"):
+    with bad_data(match="no such file"):
         _task(data, vectors=str(tmp_path / "none.vec"))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import DataError
 from wellposed.tasks import SPLITS, ImageTask, build_task
 
 X = np.random.default_rng(0).integers(0, 256, (30, 4, 4, 3), dtype=np.uint8)
@@ -77,35 +78,33 @@ def test_the_binary_version_of_cifar(tmp_path: Path) -> None:
     assert np.array_equal(ids(task, "test"), pixels[40:].transpose(0, 2, 3, 1).reshape(20, -1))
     assert task.labels[3] == "class3"
     (tmp_path / "test_batch.bin").write_bytes(b"\x0c" + records[0, 1:].tobytes())
-    with pytest.raises(DataError, match=r"test_batch.bin: record 0: label 12"):
+    with bad_data(match=r"test_batch.bin: record 0: label 12"):
         build(tmp_path)
     (tmp_path / "test_batch.bin").write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes, expected records of 3073"):
+    with bad_data(match="3 bytes, expected records of 3073"):
         build(tmp_path)
 
 
 def test_the_pickles_of_cifar_are_refused_unopened(tmp_path: Path) -> None:
     (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     for data in (tmp_path, tmp_path / "data_batch_1"):
-        with pytest.raises(DataError, match=r"data_batch_1: .* pickles.*take the binary version"):
+        with bad_data(match=r"data_batch_1: .* pickles.*take the binary version"):
             build(data)
 
 
 def test_npz_files_of_python_objects_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", x=np.array([{}], dtype=object), y=np.array([0]))
-    with pytest.raises(DataError, match="without unpickling"):
+    with bad_data(match="without unpickling"):
         build(tmp_path / "train.npz")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n", b"label,text\n", b"PK\x03\x04 cut short"])
 def test_files_that_are_no_npz_are_said_to_be_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"x.npz: is not an npz file .*write it with numpy.savez_compressed"
-    ):
+    with bad_data(match=r"x.npz: is not an npz file .*write it with numpy.savez_compressed"):
         build(tmp_path / "x.npz")
     np.save(tmp_path / "x.npy", X)
-    with pytest.raises(DataError, match=r"x.npy: is not an npz file"):
+    with bad_data(match=r"x.npy: is not an npz file"):
         build(tmp_path / "x.npy")
 
 
@@ -125,13 +124,13 @@ def test_folders_of_images_by_class(tmp_path: Path) -> None:
         assert (example["input_ids"][0] - 2) % 10 == example["labels"][0]
     (tmp_path / "test" / "cat" / "00.png").write_bytes(b"no image")
     image.fromarray(np.zeros((5, 4), np.uint8)).save(tmp_path / "test" / "dog" / "99.png")
-    with pytest.raises(DataError, match=r"00.png: cannot be decoded"):
+    with bad_data(match=r"00.png: cannot be decoded"):
         build(tmp_path)
     image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "test" / "cat" / "00.png")
-    with pytest.raises(DataError, match=r"99.png: 4 x 5 pixels, expected 4 x 4"):
+    with bad_data(match=r"99.png: 4 x 5 pixels, expected 4 x 4"):
         build(tmp_path)
     (tmp_path / "test" / "bird").mkdir()
-    with pytest.raises(DataError, match=r"bird: no image"):
+    with bad_data(match=r"bird: no image"):
         build(tmp_path)
 
 
@@ -154,25 +153,25 @@ def test_arrays_that_cannot_be_used(tmp_path: Path, arrays: dict[str, Any], mess
 
 def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path: Path) -> None:
     write_npz(tmp_path)
-    with pytest.raises(DataError, match="size = 3 does not divide them"):
+    with bad_data(match="size = 3 does not divide them"):
         build(tmp_path, size=3)
     np.savez(tmp_path / "test.npz", x=X, y=Y + 1)
-    with pytest.raises(DataError, match=r"labels that train does not have: .*'test': \[3\]"):
+    with bad_data(match=r"labels that train does not have: .*'test': \[3\]"):
         build(tmp_path)
     np.savez(tmp_path / "test.npz", x=X[:, :2], y=Y)
-    with pytest.raises(DataError, match="the splits differ in shape"):
+    with bad_data(match="the splits differ in shape"):
         build(tmp_path)
     np.savez(tmp_path / "test.npz", z=X)
-    with pytest.raises(DataError, match="no array x and y; it has z"):
+    with bad_data(match="no array x and y; it has z"):
         build(tmp_path)
     write_npz(tmp_path, x=X[..., 0])
-    with pytest.raises(ConfigError, match="the images are gray"):
+    with bad_config(match="the images are gray"):
         build(tmp_path, color="rgb")
-    with pytest.raises(ConfigError, match="data_seed says what is drawn"):
+    with bad_config(match="data_seed says what is drawn"):
         build(tmp_path, data_seed=3)
-    with pytest.raises(ConfigError, match="need data=FILE; the builtin shapes are gray"):
+    with bad_config(match="need data=FILE; the builtin shapes are gray"):
         build(color="rgb")
-    with pytest.raises(DataError, match="no such file or folder"):
+    with bad_data(match="no such file or folder"):
         build(tmp_path / "nothing")
 
 

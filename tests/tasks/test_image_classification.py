@@ -13,8 +13,9 @@ import torch
 import transformers
 from PIL import Image
 from tests.support.images import class_folders, image_config
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.errors import CheckpointError
 from wellposed.tasks import SPLITS, ImageClassificationTask, build_task
 from wellposed.tasks import image_classification as kind
 from wellposed.tasks.data.images import read_image_file
@@ -120,7 +121,7 @@ def test_folders_are_read_as_imagefolder_reads_them(tmp_path: Path) -> None:
     assert described["files"]["train"]["other_files_not_read"] == 1
     assert described["processor"]["image_mean"] == task.processor.image_mean
     again = class_folders(tmp_path / "split" / "train")
-    with pytest.raises(DataError, match=r"dev and no folder train; add it"):
+    with bad_data(match=r"dev and no folder train; add it"):
         build(class_folders(tmp_path / "no_train" / "dev").parent)
     class_folders(again.parent / "test", count=2)
     assert len(build(again.parent, processor=f"config:{config}").dataset("test")) == 4
@@ -155,7 +156,7 @@ def test_images_that_cannot_be_used_are_named_at_once(
     (root / "cat" / "02.png").write_bytes(b"")
     (root / "dog" / "02.png").write_bytes(b"<html>not found</html>")
     Image.fromarray(np.ones((3, 3), np.float32)).save(root / "dog" / "real.tif")
-    with pytest.raises(DataError) as caught:
+    with bad_data() as caught:
         build(root)
     said = str(caught.value)
     assert said.startswith("4 images that cannot be used; correct or remove them:")
@@ -168,46 +169,40 @@ def test_images_that_cannot_be_used_are_named_at_once(
         assert name in said
     for limit in (143, 71):  # an image between once and twice the limit is a mere warning of Pillow
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(
-            DataError, match=rf"00.png: has more than {limit} pixels; shrink it first"
-        ):
+        with bad_data(match=rf"00.png: has more than {limit} pixels; shrink it first"):
             read_image_file(root / "cat" / "deeper" / "00.png")
 
 
 def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> None:
     pets = class_folders(tmp_path / "pets", count=10)
-    with pytest.raises(DataError, match=r"images of \d+ sizes .*give --processor config:FOLDER"):
+    with bad_data(match=r"images of \d+ sizes .*give --processor config:FOLDER"):
         build(pets)
-    with pytest.raises(
-        DataError, match=r"cat: holds 6 images, such as 01.jpg, and nothing says of which class"
-    ):
+    with bad_data(match=r"cat: holds 6 images, such as 01.jpg, and nothing says of which class"):
         build(
             shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shutil.ignore_patterns("deeper"))
         )
-    with pytest.raises(DataError, match=r"01.jpg: is an image, and nothing says of which class"):
+    with bad_data(match=r"01.jpg: is an image, and nothing says of which class"):
         build(pets / "cat" / "01.jpg")
-    with pytest.raises(
-        ConfigError, match=r"processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"
-    ):
+    with bad_config(match=r"processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"):
         build(npz, processor="vit")
     with pytest.raises(
         CheckpointError, match=r"no preprocessor_config.json, which says how images become numbers"
     ):
         build(npz, processor=f"hf:{tmp_path}")
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match="a bert configuration has no image_size"):
+    with bad_config(match="a bert configuration has no image_size"):
         build(npz, processor=f"config:{tmp_path / 'bert'}")
     five = image_config(tmp_path / "five", num_channels=5)
-    with pytest.raises(ConfigError, match="the model reads images of 5 channels, expected 1 or 3"):
+    with bad_config(match="the model reads images of 5 channels, expected 1 or 3"):
         build(npz, processor=f"config:{five}")
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(tmp_path / "ragged")
     ragged = build(pets, processor=f"hf:{tmp_path / 'ragged'}")
-    with pytest.raises(DataError, match="the processor gives images of different shapes"):
+    with bad_data(match="the processor gives images of different shapes"):
         pixels(ragged)
     np.savez(tmp_path / "train.npz", x=np.zeros_like(X), y=Y)
-    with pytest.raises(DataError, match="every train image has the same pixels"):
+    with bad_data(match="every train image has the same pixels"):
         build(tmp_path)
-    with pytest.raises(ConfigError, match="has no tokenizer: its model reads images"):
+    with bad_config(match="has no tokenizer: its model reads images"):
         _ = build().tokenizer
 
 
@@ -235,13 +230,13 @@ def test_images_of_the_hub_are_those_of_a_folder(
     assert len(build("hf:pets", processor=config, limit_train=30).dataset("train")) == 30
     unnamed = rows.rename_column("image", "picture")
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": unnamed})
-    with pytest.raises(DataError, match=r"expected a column of images.*it has picture, label"):
+    with bad_data(match=r"expected a column of images.*it has picture, label"):
         build("hf:pets")
     columns["image"][3] = str(root / "cat" / "broken.png")
     (root / "cat" / "broken.png").write_bytes(b"no image")
     broken = datasets.Dataset.from_dict(columns, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"train": broken})
-    with pytest.raises(DataError, match=r"hf:pets \(train\):4: cannot be decoded"):
+    with bad_data(match=r"hf:pets \(train\):4: cannot be decoded"):
         build("hf:pets")
 
 

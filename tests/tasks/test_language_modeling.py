@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.support.refusal import bad_config
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
-from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, Task, build_task
 from wellposed.tasks.text.byte_counts import encode_with_bytes
 from wellposed.tasks.text.tokenizers import build_encoder
@@ -124,5 +124,5 @@ def test_the_tokenizer_and_what_it_loses_are_described(folder: Path) -> None:
     assert described["bytes_per_token"] == "by position, from the tokenizer's offsets"
     assert described["tokenizer"]["kind"].startswith("hf:")
     assert {len(task.lengths(split)) > 0 for split in SPLITS} == {True}
-    with pytest.raises(ConfigError, match="use the task word_lm"):
+    with bad_config(match="use the task word_lm"):
         build(folder, "word")

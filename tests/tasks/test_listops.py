@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, ListOpsTask, build_task
 from wellposed.tasks.generators.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
 
@@ -198,21 +198,19 @@ def test_generator_version_1_is_pinned() -> None:
 
 
 def test_impossible_bounds_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"
-    ):
+    with bad_config(match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"):
         build_task("listops", {"max_depth": 1, "max_args": 1, "min_length": 20, "max_length": 21})
-    with pytest.raises(ConfigError, match="num_valid = 0, expected an integer >= 1"):
+    with bad_config(match="num_valid = 0, expected an integer >= 1"):
         build_task("listops", {"num_valid": 0})
 
 
 def test_too_few_different_expressions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wellposed.tasks.generators.listops.MAX_FRUITLESS_TRIES", 3000)
-    with pytest.raises(ConfigError, match="too few different expressions: 400 found, 500 wanted"):
+    with bad_config(match="too few different expressions: 400 found, 500 wanted"):
         build_task(
             "listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 6}
         )
-    with pytest.raises(ConfigError, match="no expression within the bounds"):
+    with bad_config(match="no expression within the bounds"):
         build_task(
             "listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 10, "max_length": 20}
         )
@@ -274,7 +272,7 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
 def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> None:
     path = tmp_path / "train.tsv"
     data = write_rows(path, [*GOOD[:5], row, *GOOD])
-    with pytest.raises(DataError) as caught:
+    with bad_data() as caught:
         build_task("listops", {"data": data})
     assert f"{path}:6: " in str(caught.value)
     assert problem in str(caught.value)
@@ -283,15 +281,13 @@ def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> Non
 
 def test_generator_options_are_refused_for_a_file(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "train.tsv", GOOD)
-    with pytest.raises(
-        ConfigError, match="max_args, num_train bound what is generated and have no effect on"
-    ):
+    with bad_config(match="max_args, num_train bound what is generated and have no effect on"):
         build_task("listops", {"data": data, "max_args": 4, "num_train": 9})
 
 
 def test_max_length_bounds_a_file(tmp_path: Path) -> None:
     path = tmp_path / "train.tsv"
     data = write_rows(path, [*GOOD, "5\t[SM 7 8 0 ]"])
-    with pytest.raises(DataError, match="more than max_length = 4 tokens") as caught:
+    with bad_data(match="more than max_length = 4 tokens") as caught:
         build_task("listops", {"data": data, "max_length": 4})
     assert f"{path}:25: 5 tokens" in str(caught.value)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.errors import DataError, ShapeError
 from wellposed.tasks.metrics.bleu import score_texts
 from wellposed.tasks.metrics.dialogue import (
     DIALOGUE_METRICS,
@@ -140,7 +141,7 @@ VECTORS = WordVectors(
 
 
 def _scores(first: list[str], second: list[str]) -> dict[str, float]:
-    return dict(embedding_scores([first], [second], VECTORS).scores)
+    return embedding_scores([first], [second], VECTORS)[0]
 
 
 def test_embedding_metrics_by_hand() -> None:
@@ -160,10 +161,12 @@ def test_embedding_metrics_by_hand() -> None:
 
 
 def test_words_without_a_vector_are_left_out_and_counted() -> None:
-    found = embedding_scores([["a", "who"], ["who"], []], [["a"], ["b"], ["a"]], VECTORS)
-    assert found.scores == pytest.approx(dict.fromkeys(VECTOR_METRICS, 1 / 3))
-    assert found.unknown_words == {"who": 2}
-    assert (found.words, found.pairs_without_vectors) == (6, 2)
+    scores, counts, unknown = embedding_scores(
+        [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]], VECTORS
+    )
+    assert scores == pytest.approx(dict.fromkeys(VECTOR_METRICS, 1 / 3))
+    assert unknown == {"who": 2}
+    assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
 
 
 @given(
@@ -223,7 +226,7 @@ def test_files_that_cannot_be_read_are_data_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=says):
             read_word_vectors(tmp_path / name)
-    with pytest.raises(DataError, match="is a folder"):
+    with bad_data(match="is a folder"):
         read_word_vectors(tmp_path)
 
 
@@ -255,7 +258,7 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
     assert together.shape == (3, 8)
     np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
     assert sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with bad_config(match="cannot be loaded"):
         hf_sentence_encoder(str(tmp_path / "none"))
 
 
@@ -330,5 +333,5 @@ def test_signatures_say_what_was_counted() -> None:
 
 @pytest.mark.parametrize(("hypotheses", "references"), [(["a"], []), ([], [])])
 def test_texts_without_partners_are_refused(hypotheses: list[str], references: list[str]) -> None:
-    with pytest.raises(DataError, match="expected as many"):
+    with bad_data(match="expected as many"):
         score_texts(hypotheses, references)

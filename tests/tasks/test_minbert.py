@@ -7,6 +7,7 @@ import gzip
 from pathlib import Path
 
 import pytest
+from tests.support.refusal import bad_data
 
 from wellposed.errors import DataError
 from wellposed.tasks.data.minbert import encode_rows, read_minbert, train_word_pieces
@@ -105,7 +106,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
 
 def test_a_row_over_two_lines_does_not_shift_the_line_numbers(tmp_path: Path) -> None:
     text = HEADERS["ids-sst"] + '0\ta\t"two\nlines"\t1\n1\tb\tfilm\tgood\n'
-    with pytest.raises(DataError, match=r"ids-sst-train.csv:4: sentiment is 'good'"):
+    with bad_data(match=r"ids-sst-train.csv:4: sentiment is 'good'"):
         read_minbert(folder_of(tmp_path, ids_sst_train=text))
 
 
@@ -113,13 +114,13 @@ def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
     folder_of(tmp_path)
     (tmp_path / "sts-dev.csv").unlink()
     (tmp_path / "quora-train.csv").unlink()
-    with pytest.raises(DataError, match=r"(?s)para, train.*sts, valid.*it holds"):
+    with bad_data(match=r"(?s)para, train.*sts, valid.*it holds"):
         read_minbert(tmp_path)
     folder_of(tmp_path)
     (tmp_path / "sts-dev.csv.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(DataError, match=r"both plain and gzip"):
+    with bad_data(match=r"both plain and gzip"):
         read_minbert(tmp_path)
-    with pytest.raises(DataError, match="no such file or folder"):
+    with bad_data(match="no such file or folder"):
         read_minbert(tmp_path / "elsewhere")
 
 

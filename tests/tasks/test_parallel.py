@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import DataError
 from wellposed.tasks.data import parallel, splits
 from wellposed.tasks.data.parallel import Languages, load_parallel
 
@@ -69,16 +70,14 @@ def test_a_test_set_is_chosen_among_several(tmp_path: Path) -> None:
         ("test_2017_mscoco", 3),
     ):
         write_split(tmp_path, stem, count)
-    with pytest.raises(
-        DataError,
-        match=r"2 files could be the test split; choose one with test_set:\n  test_2016_fl",
+    with bad_data(
+        match=r"2 files could be the test split; choose one with test_set:\n  test_2016_fl"
     ):
         load_parallel(str(tmp_path), DE_EN)
     pairs, _ = load_parallel(str(tmp_path), Languages("de", "en", test_set="2017"))
     assert len(pairs["test"]) == 3
-    with pytest.raises(
-        ConfigError,
-        match=r"'2018' matches no test set; the folder holds: test_2016_flickr, test_2017",
+    with bad_config(
+        match=r"'2018' matches no test set; the folder holds: test_2016_flickr, test_2017"
     ):
         load_parallel(str(tmp_path), Languages("de", "en", test_set="2018"))
 
@@ -93,7 +92,7 @@ def test_missing_splits_are_cut_from_train_and_said_so(tmp_path: Path) -> None:
     assert sorted(rows) == sorted(PAIRS[:40])
     assert pairs["valid"].where(0, 1).startswith(f"{tmp_path / 'train.en'}:")
     write_split(tmp_path, "train", 39)
-    with pytest.raises(DataError, match="39 pairs are too few"):
+    with bad_data(match="39 pairs are too few"):
         load_parallel(str(tmp_path), DE_EN)
 
 
@@ -113,14 +112,14 @@ def test_a_table_of_pairs(tmp_path: Path, header: bool) -> None:
 
 def test_columns_without_names_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
-    with pytest.raises(
-        ConfigError, match=r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
+    with bad_config(
+        match=r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
     ):
         load_parallel(str(path), DE_EN)
-    with pytest.raises(ConfigError, match="columns = 'de,fr' must hold en once"):
+    with bad_config(match="columns = 'de,fr' must hold en once"):
         load_parallel(str(path), Languages("de", "en", columns="de,fr"))
     write(tmp_path, "all.tsv", ["a\tb", "one", "c\td"])
-    with pytest.raises(DataError, match=r"all\.tsv:2: 1 columns"):
+    with bad_data(match=r"all\.tsv:2: 1 columns"):
         load_parallel(str(path), Languages("de", "en", columns="de,en"))
 
 
@@ -137,24 +136,21 @@ def test_files_of_different_length(tmp_path: Path) -> None:
 def test_empty_sides_are_all_named(tmp_path: Path) -> None:
     write_split(tmp_path, "train", 40)
     write(tmp_path, "train.en", ["a", " ", *[en for _, en in PAIRS[2:39]], ""])
-    with pytest.raises(
-        DataError,
-        match=r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is empty",
+    with bad_data(
+        match=r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is empty"
     ):
         load_parallel(str(tmp_path), DE_EN)
 
 
 def test_an_unknown_language_names_those_that_exist(tmp_path: Path) -> None:
     write_split(tmp_path, "train", 40)
-    with pytest.raises(
-        DataError, match=r"no train file for language 'fr'.*languages that exist there: de, en"
-    ):
+    with bad_data(match=r"no train file for language 'fr'.*languages that exist there: de, en"):
         load_parallel(str(tmp_path), Languages("de", "fr"))
-    with pytest.raises(DataError, match=r"languages that exist there: de, en"):
+    with bad_data(match=r"languages that exist there: de, en"):
         load_parallel(str(tmp_path), Languages("cs", "fr"))
-    with pytest.raises(ConfigError, match="expected two languages"):
+    with bad_config(match="expected two languages"):
         load_parallel(str(tmp_path), Languages("de", "de"))
-    with pytest.raises(DataError, match="no such file or folder"):
+    with bad_data(match="no such file or folder"):
         load_parallel(str(tmp_path / "nowhere"), DE_EN)
 
 
@@ -179,7 +175,7 @@ def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs, _ = load_parallel("hf:some/pairs:de-en", DE_EN)
     assert list(zip(pairs["train"].source, pairs["train"].target, strict=True)) == PAIRS
     assert list(pairs["valid"].target) == [en for _, en in PAIRS[:3]]
-    with pytest.raises(DataError, match=r"hf:some/pairs \(train\): no cs; it has de, en"):
+    with bad_data(match=r"hf:some/pairs \(train\): no cs; it has de, en"):
         load_parallel("hf:some/pairs", Languages("cs", "en"))
 
 
@@ -210,9 +206,9 @@ def test_a_test_set_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "no"
     ]
     assert asked == [("hf:wmt/wmt14:de-en", "test")]
-    with pytest.raises(DataError, match="no such file"):
+    with bad_data(match="no such file"):
         load_parallel(str(train), DE_EN, test=str(other / "newstest2013.en"))
-    with pytest.raises(ConfigError, match="give one"):
+    with bad_config(match="give one"):
         load_parallel(
             str(train), Languages("de", "en", test_set="2014"), test=str(other / "newstest2014.en")
         )

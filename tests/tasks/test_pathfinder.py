@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, PathfinderTask, build_task
 from wellposed.tasks.generators.pathfinder import (
     DASH,
@@ -153,11 +153,11 @@ def test_difficulty_options_are_followed_and_impossible_ones_refused() -> None:
     assert task.description()["rules"] == {
         "size": 24, "contour_length": 3, "distractors": 0, "distractor_length": 2, "max_turn": 1.1,
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="do not fit into 6 x 6 pixels; lower contour_length"):
+    with bad_config(match="do not fit into 6 x 6 pixels; lower contour_length"):
         draw_image(PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
-    with pytest.raises(ConfigError, match="expected 0 or more, above 0"):
+    with bad_config(match="expected 0 or more, above 0"):
         build(**FEW, distractors=-1)
-    with pytest.raises(ConfigError, match="valid and test need data=FILE"):
+    with bad_config(match="valid and test need data=FILE"):
         build(valid="x.npz")
 
 
@@ -194,7 +194,7 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
     write_release(tmp_path)
     (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     metadata = tmp_path / "metadata" / "0.npy"
-    with pytest.raises(DataError, match="give unreadable='skip'") as caught:
+    with bad_data(match="give unreadable='skip'") as caught:
         build(tmp_path)
     assert f"{metadata}:4: " in str(caught.value)
     task = build(tmp_path, unreadable="skip")
@@ -204,19 +204,19 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
     metadata.write_text(
         "".join(line for line in metadata.read_text().splitlines(True) if "sample_3" not in line)
     )
-    with pytest.raises(DataError, match=r"imgs/1/sample_5.png: cannot be decoded"):
+    with bad_data(match=r"imgs/1/sample_5.png: cannot be decoded"):
         build(tmp_path)
     task = build(tmp_path, unreadable="skip")
     assert sum(len(task.dataset(split)) for split in SPLITS) == 28
     assert "sample_5.png: cannot be decoded" in task.description()["skipped_images"][0]
     metadata.write_bytes(b"imgs/0 caf\xe9.png 0 1\n")
-    with pytest.raises(DataError, match=r"0.npy:1: not UTF-8: byte 0xe9"):
+    with bad_data(match=r"0.npy:1: not UTF-8: byte 0xe9"):
         build(tmp_path, unreadable="skip")
     metadata.write_text("imgs/0 sample_0.png 0 2\n")
-    with pytest.raises(DataError, match=r"0.npy:1: expected folder, file, number, label"):
+    with bad_data(match=r"0.npy:1: expected folder, file, number, label"):
         build(tmp_path, unreadable="skip")
     np.save(metadata, np.zeros(3))
-    with pytest.raises(DataError, match="is a binary npy file"):
+    with bad_data(match="is a binary npy file"):
         build(tmp_path)
 
 
@@ -224,15 +224,14 @@ def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
     for name in ("curv_baseline", "curv_contour_length_9"):
         (tmp_path / "pathfinder32" / name / "metadata").mkdir(parents=True)
         (tmp_path / "pathfinder32" / name / "imgs").mkdir()
-    with pytest.raises(
-        DataError,
-        match=r"holds 2 releases \(curv_baseline, curv_contour_length_9\), expected one; give",
+    with bad_data(
+        match=r"holds 2 releases \(curv_baseline, curv_contour_length_9\), expected one; give"
     ):
         build(tmp_path / "pathfinder32")
-    with pytest.raises(DataError, match=r"metadata: no .npy file of text"):
+    with bad_data(match=r"metadata: no .npy file of text"):
         build(tmp_path / "pathfinder32" / "curv_baseline")
     (tmp_path / "pathfinder32" / "curv_baseline" / "metadata").rmdir()
-    with pytest.raises(DataError, match="holds imgs but no folder metadata"):
+    with bad_data(match="holds imgs but no folder metadata"):
         build(tmp_path / "pathfinder32" / "curv_baseline")
 
 
@@ -241,10 +240,10 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
         x = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
         np.savez(tmp_path / f"{split}.npz", x=x, y=np.array([0, 1, 0, 1]))
     assert [len(build(tmp_path).dataset(split)) for split in SPLITS] == [4, 4, 4]
-    with pytest.raises(ConfigError, match="num_train say what is drawn and have no effect on"):
+    with bad_config(match="num_train say what is drawn and have no effect on"):
         build(tmp_path, num_train=3)
     np.savez(tmp_path / "train.npz", x=x, y=np.array([0, 1, 2, 1]))
-    with pytest.raises(DataError, match=r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)"):
+    with bad_data(match=r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)"):
         build(tmp_path)
-    with pytest.raises(DataError, match="no such file or folder"):
+    with bad_data(match="no such file or folder"):
         build(tmp_path / "nothing")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, RetrievalTask, build_task
 
 PAIRS = [
@@ -63,7 +63,7 @@ def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path: Path) ->
 def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) -> None:
     path = tmp_path / "x.train.tsv"
     path.write_text(as_tsv([*PAIRS[:6], row, *PAIRS]))
-    with pytest.raises(DataError) as caught:
+    with bad_data() as caught:
         build(path)
     assert f"{path}:7: {problem}" in str(caught.value)
 
@@ -71,9 +71,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) 
 def test_a_first_row_that_is_cut_short_does_not_change_what_the_file_is(tmp_path: Path) -> None:
     path = tmp_path / "x.train.tsv"
     path.write_text(as_tsv([("1", "a", "b", "text"), *PAIRS]))
-    with pytest.raises(
-        DataError, match=r"1 rows that cannot be used.*\n.*x.train.tsv:1: 4 columns, expected 5"
-    ):
+    with bad_data(match=r"1 rows that cannot be used.*\n.*x.train.tsv:1: 4 columns, expected 5"):
         build(path)
 
 
@@ -106,7 +104,7 @@ def test_every_pair_can_be_drawn_and_one_more_is_refused(tmp_path: Path) -> None
         (tmp_path / f"{split}.tsv").write_text(as_tsv(rows))
     task = build(tmp_path, num_train=12, num_valid=2, num_test=2)
     assert len({frozenset(row[1:]) for row in decoded(task, "train")}) == 12
-    with pytest.raises(DataError, match=r"train.tsv: 6 pairs of one label, 7 wanted"):
+    with bad_data(match=r"train.tsv: 6 pairs of one label, 7 wanted"):
         build(tmp_path, num_train=13, num_valid=2, num_test=2)
 
 
@@ -141,21 +139,18 @@ def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="need data=FILE; builtin passages bring splits"):
+    with bad_config(match="need data=FILE; builtin passages bring splits"):
         build(valid="x.tsv")
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)num_train = 0, expected an integer >= 1.*max_length = -1, expected",
+    with bad_config(
+        match=r"(?s)num_train = 0, expected an integer >= 1.*max_length = -1, expected"
     ):
         build(num_train=0, max_length=-1)
     (tmp_path / "x.train.tsv").write_text(as_tsv(PAIRS))
-    with pytest.raises(
-        ConfigError, match=r"num_train bound pairs that are made; .*x.train.tsv brings pairs"
-    ):
+    with bad_config(match=r"num_train bound pairs that are made; .*x.train.tsv brings pairs"):
         build(tmp_path / "x.train.tsv", num_train=3)
-    with pytest.raises(DataError, match="no such file or folder"):
+    with bad_data(match="no such file or folder"):
         build(tmp_path / "nothing")
-    with pytest.raises(DataError, match="rows with more than max_length = 3 tokens"):
+    with bad_data(match="rows with more than max_length = 3 tokens"):
         build(tmp_path / "x.train.tsv", max_length=3, overflow="error")
 
 

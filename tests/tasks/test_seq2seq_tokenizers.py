@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.refusal import bad_config
 
-from wellposed.errors import ConfigError
 from wellposed.tasks.text.seq2seq_tokenizers import (
     BOS_ID,
     EOS_ID,
@@ -72,9 +72,7 @@ def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint() -> None:
 
 
 def test_a_vocabulary_below_the_characters_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"vocab_size = 10, but the texts hold \d+ characters; expected at least"
-    ):
+    with bad_config(match=r"vocab_size = 10, but the texts hold \d+ characters; expected at least"):
         build_pair_encoder("bpe", TEXTS, vocab_size=10)
 
 

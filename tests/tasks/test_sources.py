@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.refusal import bad_data
 
 from wellposed.errors import DataError
 from wellposed.tasks.data.files import read_text
@@ -40,7 +41,7 @@ def test_byte_order_mark_is_taken_off_and_said(tmp_path: Path) -> None:
 
 def test_not_utf8_names_line_byte_and_offset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\ncaf\xe9 x\n")
-    with pytest.raises(DataError) as caught:
+    with bad_data() as caught:
         read_text(tmp_path / "a.txt")
     message = str(caught.value)
     assert (
@@ -59,7 +60,7 @@ def test_not_utf8_names_line_byte_and_offset(tmp_path: Path) -> None:
 )
 def test_what_is_no_text_is_said_to_be_none(tmp_path: Path, content: bytes, hint: str) -> None:
     (tmp_path / "a.tsv").write_bytes(content)
-    with pytest.raises(DataError, match=rf"a.tsv:1: not UTF-8: .*{hint}"):
+    with bad_data(match=rf"a.tsv:1: not UTF-8: .*{hint}"):
         read_text(tmp_path / "a.tsv")
 
 
@@ -79,19 +80,17 @@ def test_gzip_cut_in_half_and_fake_gzip(tmp_path: Path) -> None:
     (tmp_path / "flipped.gz").write_bytes(stored[:12] + bytes(len(stored) - 12))
     (tmp_path / "fake.gz").write_bytes(b"plain text")
     for name in ("half.gz", "flipped.gz"):
-        with pytest.raises(DataError, match="damaged or cut short"):
+        with bad_data(match="damaged or cut short"):
             read_text(tmp_path / name)
-    with pytest.raises(DataError, match=r"named \.gz but is not gzip"):
+    with bad_data(match=r"named \.gz but is not gzip"):
         read_text(tmp_path / "fake.gz")
 
 
 def test_missing_file_lists_near_names(tmp_path: Path) -> None:
     touch(tmp_path, "ptb.char.train.txt.gz", "other.md")
-    with pytest.raises(
-        DataError, match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"
-    ):
+    with bad_data(match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"):
         read_text(tmp_path / "ptb.char.trian.txt.gz")
-    with pytest.raises(DataError, match=r"nearest in .*: ptb\.char\.train\.txt\.gz"):
+    with bad_data(match=r"nearest in .*: ptb\.char\.train\.txt\.gz"):
         find_split_files(str(tmp_path / "ptb.char.tran.txt.gz"), suffixes=SUFFIXES)
 
 
@@ -145,34 +144,29 @@ def test_explicit_files_win(tmp_path: Path) -> None:
     )
     assert found["valid"].name == "mine.tsv"
     assert "valid given" in how
-    with pytest.raises(DataError, match="no such file"):
+    with bad_data(match="no such file"):
         find_split_files(
             str(tmp_path / "train.tsv"), test=str(tmp_path / "absent.tsv"), suffixes=SUFFIXES
         )
 
 
 def test_folders_without_or_with_several_train_files(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"looked for names like train\.tsv\[\.gz\], train\.csv\[\.gz\].*found: nothing",
+    with bad_data(
+        match=r"looked for names like train\.tsv\[\.gz\], train\.csv\[\.gz\].*found: nothing"
     ):
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
     touch(tmp_path, "data.txt", "train.json")
-    with pytest.raises(
-        DataError, match=r"no train file;.*found: data\.txt, train\.json; give the file itself"
-    ):
+    with bad_data(match=r"no train file;.*found: data\.txt, train\.json; give the file itself"):
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
     touch(tmp_path, "a_train.tsv", "b_train.tsv")
-    with pytest.raises(DataError, match="2 train files, expected one") as caught:
+    with bad_data(match="2 train files, expected one") as caught:
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
     assert "a_train.tsv" in str(caught.value)
 
 
 def test_two_candidates_for_one_split_are_refused(tmp_path: Path) -> None:
     touch(tmp_path, "train.tsv", "test_a.tsv", "test_b.tsv")
-    with pytest.raises(
-        DataError, match=r"could be the test split of train\.tsv: test_a\.tsv, test_b\.tsv"
-    ):
+    with bad_data(match=r"could be the test split of train\.tsv: test_a\.tsv, test_b\.tsv"):
         find_split_files(str(tmp_path), suffixes=SUFFIXES)
 
 
@@ -202,10 +196,10 @@ def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match="hf:name: cannot be loaded: ConnectionError: offline"):
+    with bad_data(match="hf:name: cannot be loaded: ConnectionError: offline"):
         load_hub_dataset("hf:name")
-    with pytest.raises(DataError, match="no data set is named"):
+    with bad_data(match="no data set is named"):
         load_hub_dataset("hf:")
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"everything": None})
-    with pytest.raises(DataError, match="no split named train; it has everything"):
+    with bad_data(match="no split named train; it has everything"):
         load_hub_dataset("hf:name")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.data.splits import (
     SPLITS,
     Split,
@@ -45,9 +45,8 @@ def test_nothing_is_cut_where_nothing_is_missing() -> None:
 
 
 def test_too_few_rows_say_how_many_are_needed() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"x: 9 pairs are too few to cut valid and test from, expected at least 10; do y",
+    with bad_data(
+        match=r"x: 9 pairs are too few to cut valid and test from, expected at least 10; do y"
     ):
         cut_missing({"train": Numbers(range(9))}, "x", noun="pairs", at_least=10, remedy="do y")
 
@@ -89,5 +88,5 @@ def test_folders_of_splits(tmp_path: Path) -> None:
 
 def test_files_that_would_not_be_read_are_refused() -> None:
     refuse_split_files("why", valid=None, test=None)
-    with pytest.raises(ConfigError, match="option valid and test needs data=FILE; why"):
+    with bad_config(match="option valid and test needs data=FILE; why"):
         refuse_split_files("why", valid="a", test="b")

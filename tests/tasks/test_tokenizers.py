@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.refusal import bad_config
 
-from wellposed.errors import ConfigError
 from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
@@ -146,13 +146,9 @@ def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(brack
 
 
 def test_bad_tokenizer_names() -> None:
-    with pytest.raises(
-        ConfigError, match="tokenizer = 'chars', expected byte, character, word or hf:NAME_OR_PATH"
-    ):
+    with bad_config(match="tokenizer = 'chars', expected byte, character, word or hf:NAME_OR_PATH"):
         build_encoder("chars", [], max_words=1)
-    with pytest.raises(
-        ConfigError, match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"
-    ):
+    with bad_config(match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"):
         build_encoder("hf:/no/such/folder", [], max_words=1)
 
 
@@ -163,5 +159,5 @@ def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(
         tmp_path
     )
-    with pytest.raises(ConfigError, match="neither a pad nor an eos token"):
+    with bad_config(match="neither a pad nor an eos token"):
         build_encoder(f"hf:{tmp_path}", [], max_words=1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, Task, build_task
@@ -118,7 +119,7 @@ def test_token_batches_waste_little() -> None:
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     assert sum(lengths) / padded > 0.93
     assert sum(lengths) / (400 * len(batches)) > 0.85
-    with pytest.raises(ConfigError, match=r"tokens_per_batch = 39 .* at least 40 \(the longest"):
+    with bad_config(match=r"tokens_per_batch = 39 .* at least 40 \(the longest"):
         token_batches([40], [3], 39, 8, shuffle="a")
 
 
@@ -128,18 +129,16 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: P
             lines = (corpus / f"{split}.{language}").read_text().splitlines()
             lines[4:5] = [" ".join(lines[:9])] if split == "train" else lines[4:5]
             (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
-    with pytest.raises(
-        DataError,
-        match=r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t",
+    with bad_data(
+        match=r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
     ):
         build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     dropped = task.description()["train_pairs_dropped_as_too_long"]
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
-    with pytest.raises(
-        DataError,
-        match=r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;",
+    with bad_data(
+        match=r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;"
     ):
         build(corpus, max_tokens=3, overflow="drop")
 
@@ -227,9 +226,7 @@ def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
     assert 7 ** model.keywords["length_penalty"] == pytest.approx((12 / 6) ** 0.6)
     described = task.describe_generation()
     assert (described["length_penalty"], described["length_penalty_form"]) == (0.6, "gnmt")
-    with pytest.raises(
-        ConfigError, match="generate_length_penalty_form = 'gmnt', expected 'power' or 'gnmt'"
-    ):
+    with bad_config(match="generate_length_penalty_form = 'gmnt', expected 'power' or 'gnmt'"):
         build(corpus, generate_length_penalty_form="gmnt")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.refusal import bad_config
 
-from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, WordLMTask, build_task
 
 LINES = [" the cat <unk> N times ", " a dog 's bark ", "", " the dog sat "]
@@ -90,7 +90,7 @@ def test_limit_words_cuts_train_alone(folder: Path) -> None:
     assert (
         task.description()["train_words_left_out_by_limit_words"] == len(decoded(full, "train")) - 9
     )
-    with pytest.raises(ConfigError, match="limit_words = 1, expected an integer >= 2"):
+    with bad_config(match="limit_words = 1, expected an integer >= 2"):
         build(folder, limit_words=1)
 
 

@@ -12,6 +12,7 @@ from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import BlockDataset, LanguageModelTask, LineDataset
 from wellposed.tasks.task import register_task
+from wellposed.tasks.text.tokenizers import CharacterEncoder
 
 if TYPE_CHECKING:
     from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
@@ -70,8 +71,6 @@ class CharLMTask(LanguageModelTask):
     nats_name: ClassVar[str] = "nats_per_char"
 
     def __init__(self, options: CharLMOptions) -> None:
-        from wellposed.tasks.text.tokenizers import CharacterEncoder
-
         self.options = options
         texts, source = load_texts(
             options.data, valid=options.valid, test=options.test, text_format=options.format

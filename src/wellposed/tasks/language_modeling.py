@@ -13,6 +13,7 @@ from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import register_task
+from wellposed.tasks.text.tokenizers import build_encoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +69,6 @@ class LanguageModelingTask(LanguageModelTask):
     nats_name: ClassVar[str] = "nats_per_token"
 
     def __init__(self, options: LanguageModelingOptions) -> None:
-        from wellposed.tasks.text.tokenizers import build_encoder
-
         self.options = options
         if options.tokenizer == "word":
             raise ConfigError(

@@ -7,6 +7,8 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import numpy as np
+
 from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.generators.marked import (
@@ -17,6 +19,7 @@ from wellposed.tasks.generators.marked import (
 )
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import register_task
+from wellposed.tasks.text.tokenizers import WordEncoder
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,6 @@ class MarkedTask(ClassificationTask):
     name: ClassVar[str] = "marked"
 
     def __init__(self, options: MarkedOptions) -> None:
-        import numpy as np
-
-        from wellposed.tasks.text.tokenizers import WordEncoder
-
         self.options = options
         rules = MarkedRules(options.question, options.slots, options.words, options.repeats)
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}

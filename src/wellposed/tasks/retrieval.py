@@ -330,29 +330,25 @@ def _pair_problem(fields: Sequence[str]) -> str | None:
 def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
     """Cut the sections of the builtin prose into passages labelled by section, each section in one
     split."""
-    prose = gather_prose()
-    sections = [section for section in prose.text.split("\n\n\n") if len(section) >= 2 * _PASSAGE]
-    found: dict[Split, tuple[list[str], list[str], list[int]]] = {
-        split: ([], [], []) for split in SPLITS
-    }
+    prose, identity = gather_prose()
+    sections = [section for section in prose.split("\n\n\n") if len(section) >= 2 * _PASSAGE]
+    found: dict[Split, list[tuple[str, str, int]]] = {split: [] for split in SPLITS}
     for number, section in enumerate(sections):
-        texts, labels, lines = found[_SPLIT_OF_TENTH.get(number % 10, "train")]
-        for start in range(0, len(section) - _PASSAGE + 1, _PASSAGE):
-            texts.append(section[start : start + _PASSAGE])
-            labels.append(str(number))
-            lines.append(number)
+        found[_SPLIT_OF_TENTH.get(number % 10, "train")] += [
+            (section[start : start + _PASSAGE], str(number), number)
+            for start in range(0, len(section) - _PASSAGE + 1, _PASSAGE)
+        ]
+    source = "passages of CPython's documentation and docstrings; related = of the same section"
     described = {
-        "source": (
-            "builtin: passages of CPython's documentation and docstrings; related = of the same"
-            " section"
-        ),
-        **prose.description(),
+        "source": f"builtin: {source}",
+        **identity,
         "passage_characters": _PASSAGE,
         "sections": len(sections),
     }
     tables: dict[Split, LabelledTexts] = {}
-    for split in SPLITS:
-        tables[split] = LabelledTexts("builtin", *found[split], columns="section, passage")
+    for split, rows in found.items():
+        columns = zip(*rows, strict=True)
+        tables[split] = LabelledTexts("builtin", *columns, columns="section, passage")
     return tables, described
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
+
+import numpy as np
 
 from wellposed.errors import DataError, listed
 from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.parallel import Languages, ParallelTexts, load_parallel
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
+from wellposed.tasks.metrics.bleu import TextScores, score_texts
 from wellposed.tasks.task import register_task
-
-if TYPE_CHECKING:
-    from wellposed.tasks.batches import Ragged
+from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
 REPEATED: tuple[Split, Split] = ("valid", "test")
 
@@ -84,8 +86,6 @@ class TranslationTask(Seq2SeqTask):
     name: ClassVar[str] = "translation"
 
     def __init__(self, options: TranslationOptions) -> None:
-        from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
-
         self.options = options
         languages = Languages(options.src, options.tgt, options.test_set, options.columns)
         pairs, source = load_parallel(options.data, languages, test=options.test)
@@ -100,10 +100,7 @@ class TranslationTask(Seq2SeqTask):
             options.tokenizer, [*train.source, *train.target], vocab_size=options.vocab_size
         )
         unknown = {
-            split: {
-                "source": encoder.unknown(texts.source),
-                "target": encoder.unknown(texts.target),
-            }
+            split: {side: encoder.unknown(getattr(texts, side)) for side in ("source", "target")}
             for split, texts in pairs.items()
         }
         encoded: dict[Split, tuple[Ragged, Ragged]] = {}
@@ -111,13 +108,12 @@ class TranslationTask(Seq2SeqTask):
         for split in SPLITS:
             sides = encoder.encode(pairs[split].source), encoder.encode_targets(pairs[split].target)
             pairs[split], encoded[split] = self._within_positions(split, pairs[split], sides)
-        seen = set(zip(pairs["train"].source, pairs["train"].target, strict=True))
-        repeated = {
-            split: sum(
-                pair in seen for pair in zip(pairs[split].source, pairs[split].target, strict=True)
-            )
-            for split in REPEATED
+        rows = {
+            split: list(zip(texts.source, texts.target, strict=True))
+            for split, texts in pairs.items()
         }
+        seen = set(rows["train"])
+        repeated = {split: sum(pair in seen for pair in rows[split]) for split in REPEATED}
         super().__init__(
             encoder=encoder,
             encoded=encoded,
@@ -139,10 +135,6 @@ class TranslationTask(Seq2SeqTask):
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
         """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, or
         refused."""
-        import numpy as np
-
-        from wellposed.tasks.batches import Ragged
-
         limit, sides = self.options.max_tokens, [side.lengths for side in encoded]
         longer = np.flatnonzero(np.maximum(*sides) > limit)
         if not len(longer):
@@ -174,9 +166,7 @@ class TranslationTask(Seq2SeqTask):
         source, target = (Ragged.from_lists([side[i].tolist() for i in kept]) for side in encoded)
         return texts.select(kept), (source, target)
 
-    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
-        from wellposed.tasks.metrics.bleu import score_texts
-
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)
 
 

@@ -11,6 +11,7 @@ from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import register_task
+from wellposed.tasks.text.tokenizers import WordEncoder
 
 END = "<eos>"
 _PIECES = re.compile(r"\w+|[^\w\s]")
@@ -69,8 +70,6 @@ class WordLMTask(LanguageModelTask):
     nats_name: ClassVar[str] = "nats_per_word"
 
     def __init__(self, options: WordLMOptions) -> None:
-        from wellposed.tasks.text.tokenizers import WordEncoder
-
         self.options = options
         texts, source = load_texts(options.data, valid=options.valid, test=options.test)
         builtin = options.data == "builtin"

@@ -12,7 +12,6 @@ import hashlib
 import platform
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,45 +30,21 @@ unittest/case urllib/parse uuid wave wsgiref/handlers xml/etree/ElementTree
 """
 
 
-@dataclass(frozen=True)
-class Prose:
-    """The text and what identifies it."""
-
-    text: str
-    sha256: str
-    documents: int
-    missing_modules: tuple[str, ...]
-    python: str
-
-    def description(self) -> dict[str, Any]:
-        """Return what identifies the text."""
-        return {
-            "python": self.python,
-            "sha256": self.sha256,
-            "documents": self.documents,
-            "missing_modules": list(self.missing_modules),
-            "generator_version": GENERATOR_VERSION,
-        }
-
-
 @functools.cache
-def gather_prose() -> Prose:
-    """Gather the prose: the same text, byte for byte, for the same Python version.
+def gather_prose() -> tuple[str, dict[str, Any]]:
+    """Return the prose, byte for byte the same for the same Python version, and what identifies
+    it.
 
     Documents (a topic, or the docstrings of one module) are ordered by the hash of their names, so
     that a contiguous cut into train, valid and test gives each a mixture.
     """
-    documents = dict(_topics())
-    missing = []
     library = Path(sysconfig.get_paths()["stdlib"])
-    for module in _MODULES.split():
-        source = library / f"{module}.py"
-        if not source.is_file():
-            missing.append(module)
-            continue
-        text = "\n\n".join(_docstrings(source))
-        if text:
-            documents[f"module {module}"] = text
+    sources = {module: library / f"{module}.py" for module in _MODULES.split()}
+    missing = [module for module, source in sources.items() if not source.is_file()]
+    documents = dict(_topics())
+    for module, source in sources.items():
+        text = "" if module in missing else "\n\n".join(_docstrings(source))
+        documents |= {f"module {module}": text} if text else {}
     if not documents:
         raise DataError(
             f"builtin prose: {library} holds no library source and pydoc_data is absent; give"
@@ -77,8 +52,13 @@ def gather_prose() -> Prose:
         )
     names = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     text = "\n\n\n".join(documents[name].strip() for name in names) + "\n"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Prose(text, digest, len(names), tuple(missing), platform.python_version())
+    return text, {
+        "python": platform.python_version(),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "documents": len(names),
+        "missing_modules": missing,
+        "generator_version": GENERATOR_VERSION,
+    }
 
 
 def _topics() -> Iterator[tuple[str, str]]:

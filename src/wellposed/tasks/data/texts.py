@@ -24,10 +24,10 @@ def load_texts(
     """
     if data == "builtin":
         refuse_split_files("builtin prose brings its own splits", valid=valid, test=test)
-        prose = gather_prose()
+        prose, identity = gather_prose()
         source = "builtin: documentation topics and library docstrings of CPython"
-        described = {"source": source, **prose.description()}
-        texts, cut = cut_missing_text({"train": prose.text}, "builtin prose")
+        described = {"source": source, **identity}
+        texts, cut = cut_missing_text({"train": prose}, "builtin prose")
         return texts, described | cut
     spaced: list[str] = []
 

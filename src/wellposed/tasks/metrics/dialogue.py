@@ -118,11 +118,7 @@ def dialogue_scores(
     if vectors is None:
         missing |= dict.fromkeys(VECTOR_METRICS, "needs word vectors")
     else:
-        found = embedding_scores(said, wanted, vectors)
-        scores |= found.scores
-        details |= {
-            "words": found.words,
-            "words_without_a_vector": sum(found.unknown_words.values()),
-            "pairs_without_vectors": found.pairs_without_vectors,
-        }
+        similar, counts, _ = embedding_scores(said, wanted, vectors)
+        scores |= similar
+        details |= counts
     return DialogueScores({name: 100 * value for name, value in scores.items()}, missing, details)

@@ -42,24 +42,11 @@ class WordVectors:
         return len(self.rows)
 
 
-@dataclass(frozen=True)
-class EmbeddingScores:
-    """Means over pairs of sentences, and what had no vector."""
-
-    scores: Mapping[str, float]
-    """embedding_average, vector_extrema and greedy_matching, each in [-1, 1]."""
-    unknown_words: Mapping[str, int]
-    """How often each word without a vector was met."""
-    words: int
-    """Words of all sentences."""
-    pairs_without_vectors: int
-    """Pairs in which a sentence has no word with a vector; they count as 0."""
-
-
 def embedding_scores(
     hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]], vectors: WordVectors
-) -> EmbeddingScores:
-    """Return the means over pairs of three cosines of sentences, and the words without a vector.
+) -> tuple[dict[str, float], dict[str, int], Counter[str]]:
+    """Return the means over pairs of three cosines of sentences, each in [-1, 1]; counts of words
+    and pairs without a vector; and those words.
 
     embedding_average: of the sums of the word vectors. vector_extrema (Forgues et al. 2014): of the
     vectors that hold in each dimension the entry of greatest magnitude over the words.
@@ -67,12 +54,13 @@ def embedding_scores(
     word of the other, averaged over words, then over both directions.
 
     Status: exact for the vectors given, float32. Words without a vector are left out of their
-    sentence and counted (the suite of Sharma et al. (2017) gives them the mean vector of its file).
-    All three are symmetric, and 1 where both sentences hold the same words.
+    sentence and counted, and a pair with a sentence of none counts as 0 (the suite of Sharma et al.
+    (2017) gives such words the mean vector of its file). All three are symmetric, and 1 where both
+    sentences hold the same words.
 
     >>> vectors = WordVectors({"yes": np.array([1.0, 0.0]), "no": np.array([0.0, 1.0])}, 2)
-    >>> found = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
-    >>> {name: round(value, 4) for name, value in found.scores.items()}, found.unknown_words
+    >>> scores, _, unknown = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
+    >>> {name: round(value, 4) for name, value in scores.items()}, dict(unknown)
     ({'embedding_average': 0.7071, 'vector_extrema': 0.7071, 'greedy_matching': 0.75}, {'sir': 1})
     """
     measures: dict[str, Callable[[Vectors, Vectors], float]] = {
@@ -93,9 +81,12 @@ def embedding_scores(
         for name, measure in measures.items():
             totals[name] += measure(first, second)
     count = max(1, len(hypotheses))
-    return EmbeddingScores(
-        {name: total / count for name, total in totals.items()}, dict(unknown), words, bare
-    )
+    counts = {
+        "words": words,
+        "words_without_a_vector": unknown.total(),
+        "pairs_without_vectors": bare,
+    }
+    return {name: total / count for name, total in totals.items()}, counts, unknown
 
 
 def _extreme(vectors: Vectors) -> Vectors:
