@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from .tokenizer_folders import bert_words
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(20)), "good", "bad"]
 
@@ -20,18 +21,7 @@ def make_checkpoint(folder: Path) -> None:
         max_position_embeddings=32,
     )  # fmt: skip
     transformers.BertModel(config).save_pretrained(folder)
-    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    ).save_pretrained(folder)
+    bert_words(WORDS[4:]).save_pretrained(folder)
 
 
 def make_table(path: Path) -> None:

@@ -36,6 +36,8 @@ from wellposed.training import (
     train,
 )
 
+Run = Callable[[Path], None]
+Outcome = dict[str, object]
 STEPS = 40
 FILES = (
     f"checkpoint-{STEPS}/model.safetensors",
@@ -46,9 +48,7 @@ FILES = (
 
 
 def configuration(folder: Path) -> RunConfig:
-    words = random.Random(5).choices(
-        ["north", "wind", "and", "the", "sun", "were", "disputing"], k=1500
-    )
+    words = random.Random(5).choices(["north", "wind", "and", "the", "sun", "disputing"], k=1500)
     (folder / "text.txt").write_text(" ".join(words))
     return RunConfig(
         "char_lm",
@@ -114,10 +114,8 @@ def main() -> None:
     print(json.dumps(outcomes))
 
 
-def at_random_moments(
-    run: Callable[[Path], None], folder: Path, whole: float
-) -> list[dict[str, object]]:
-    outcomes: list[dict[str, object]] = []
+def at_random_moments(run: Run, folder: Path, whole: float) -> list[Outcome]:
+    outcomes: list[Outcome] = []
     while len(outcomes) < 3:
         out = folder / f"killed-{len(outcomes)}"
         kills = []
@@ -133,10 +131,10 @@ def at_random_moments(
     return outcomes
 
 
-def at_the_last_renames(run: Callable[[Path], None], folder: Path) -> list[dict[str, object]]:
+def at_the_last_renames(run: Run, folder: Path) -> list[Outcome]:
     """Kill a run that ends, before and after each rename; every start has the last ones alone to
     do."""
-    outcomes: list[dict[str, object]] = []
+    outcomes: list[Outcome] = []
     begun = folder / "begun"
     assert exit_code(forked(lambda: run(begun))) == 0
     for name in ("result.json", "manifest.json"):
@@ -156,27 +154,20 @@ def at_the_last_renames(run: Callable[[Path], None], folder: Path) -> list[dict[
 
 
 def compare(straight: Path, out: Path) -> dict[str, object]:
-    rows = [
-        [
-            {
-                key: value
-                for key, value in row.items()
-                if key not in ("seconds", "tokens_per_second")
-            }
-            for row in found
-        ]
-        for found in (read_metrics(straight), read_metrics(out))
+    rows = [[dict(row) for row in read_metrics(each)] for each in (straight, out)]
+    for row in itertools.chain(*rows):
+        for timed in ("seconds", "tokens_per_second"):
+            row.pop(timed, None)
+    starts = json.loads((out / "env.json").read_text())["starts"]
+    different = [
+        name for name in FILES if (straight / name).read_bytes() != (out / name).read_bytes()
     ]
     return {
-        "different": [
-            name for name in FILES if (straight / name).read_bytes() != (out / name).read_bytes()
-        ],
+        "different": different,
         "same_rows": rows[0] == rows[1],
         "litter": [path.name for path in out.iterdir() if path.name.startswith(".")],
         "recorded": (out / "manifest.json").is_file(),
-        "starts": [
-            start["from_step"] for start in json.loads((out / "env.json").read_text())["starts"]
-        ],
+        "starts": [start["from_step"] for start in starts],
     }
 
 

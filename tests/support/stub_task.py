@@ -34,18 +34,12 @@ class StubTask(Task):
         self.delay = delay
         self.read: list[str] = []
         generator = torch.Generator().manual_seed(1)
-        self._data = {
-            split: [
-                torch.randint(
-                    1,
-                    VOCABULARY,
-                    (int(torch.randint(2, 9, (1,), generator=generator)),),
-                    generator=generator,
-                )
-                for _ in range(size)
-            ]
-            for split, size in self.sizes.items()
-        }
+
+        def example() -> Tensor:
+            length = int(torch.randint(2, 9, (1,), generator=generator))
+            return torch.randint(1, VOCABULARY, (length,), generator=generator)
+
+        self._data = {split: [example() for _ in range(size)] for split, size in self.sizes.items()}
 
     def _build_tokenizer(self) -> NoReturn:
         raise NotImplementedError("the stub has token ids and no text")
@@ -66,11 +60,8 @@ class StubTask(Task):
         for row, example in enumerate(examples):
             input_ids[row, : len(example["input_ids"])] = torch.tensor(example["input_ids"])
         mask = (input_ids > 0).long()
-        return {
-            "input_ids": input_ids,
-            "attention_mask": mask,
-            "labels": input_ids.masked_fill(mask == 0, -100),
-        }
+        labels = input_ids.masked_fill(mask == 0, -100)
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
     def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         self.read.append(split)
@@ -84,14 +75,9 @@ class StubTask(Task):
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         labels = batch["labels"][:, 1:].reshape(-1)
+        wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
         total = nn.functional.cross_entropy(
-            logits[:, :-1]
-            .reshape(-1, VOCABULARY)
-            .to(torch.promote_types(logits.dtype, torch.float32)),
-            labels,
-            reduction="sum",
-            ignore_index=-100,
-            label_smoothing=label_smoothing,
+            wide.reshape(-1, VOCABULARY), labels, reduction="sum", label_smoothing=label_smoothing
         )
         return total, (labels != -100).sum()
 
@@ -156,18 +142,14 @@ def make_config(*, dropout: float = 0.0, variant: str = "post_ln", **options: An
         "schedule": "constant",
     }  # fmt: skip
     model = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=2, dropout=dropout)
-    return RunConfig(
-        "stub", variant=variant, model=model, train=TrainOptions(**{**values, **options})
-    )
+    train_options = TrainOptions(**{**values, **options})
+    return RunConfig("stub", variant=variant, model=model, train=train_options)
 
 
 def run(config: RunConfig, out: Path, **keywords: Any) -> Any:
     """Train the stub without a progress bar."""
-    return train(
-        config,
-        out,
-        **{"progress": False, "task": StubTask(), "model": make_model, "command": [], **keywords},
-    )
+    quiet = {"progress": False, "task": StubTask(), "model": make_model, "command": []}
+    return train(config, out, **{**quiet, **keywords})
 
 
 if __name__ == "__main__":

@@ -23,12 +23,8 @@ def byte_level_bpe(
         show_progress=False,
     )
     inner.train_from_iterator(lines, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="<|endoftext|>",
-        bos_token="<|endoftext|>",
-        unk_token="<|endoftext|>",
-    )
+    special = dict.fromkeys(("eos_token", "bos_token", "unk_token"), "<|endoftext|>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
 def word_level(words: Sequence[str], single: str, pair: str | None = None, **special: Any) -> Any:

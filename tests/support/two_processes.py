@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,28 +25,14 @@ def start_two(*words: str | Path) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *map(str, words)],
-            env={
-                **os.environ,
-                **shared,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[str]] = []
+    for rank in ("0", "1"):
+        env = {**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
+        started.append(subprocess.Popen([sys.executable, *map(str, words)], env=env, **pipes))
+    return started
 
 
 def run_commands(commands: Sequence[Sequence[str]], folder: Path) -> tuple[list[int], str]:
