@@ -148,7 +148,8 @@ def test_variants_of_a_model_of_images_are_compared(
         "compare image_classification --seeds 1 --from",
         [image_config(tmp_path / family, family), *FAST],
     )
-    succeed([*words, "--variants", variants, "--out", str(tmp_path / "runs")])
+    out = str(tmp_path / "runs")
+    succeed([*words, "--seeds", "1", "--variants", variants, "--out", out])
     names = variants.split(",")
     assert (tmp_path / "runs" / "report.html").is_file()
     finals = {

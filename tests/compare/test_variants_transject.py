@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from wellposed.compare.variants import EMBEDDING, apply_variant
 from wellposed.models import build_model
-from wellposed.nn import ORTHOGONAL_WEIGHTS, OrthogonalLinear
+from wellposed.nn import OrthogonalLinear
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_metrics, train
 from wellposed.training.loop.build import build_run_model, constrained_weights
@@ -32,11 +32,6 @@ def test_every_orthogonal_weight_of_a_model_is_held(variant: str, spectrum: str)
     maps = {id(part.weight) for part in model.modules() if isinstance(part, OrthogonalLinear)}
     assert held == {*maps, id(model.get_input_embeddings().weight)}
     assert config.constrain.embeddings == "fit"
-
-
-def test_the_patterns_are_those_of_the_blocks() -> None:
-    patterns = set(apply_variant("transject", RunConfig("listops")).constrain.patterns)
-    assert patterns == {*ORTHOGONAL_WEIGHTS, *EMBEDDING}
 
 
 def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_transformer() -> None:
@@ -83,13 +78,6 @@ def test_a_model_is_built_from_any_base(model: ModelOptions, variant: str) -> No
     assert expected == (
         found.hidden_size, found.num_hidden_layers, found.num_experts, found.spectrum_norm, found.position,
     )  # fmt: skip
-
-
-def test_the_other_variants_leave_experts_to_transject() -> None:
-    base = RunConfig("listops", model=ModelOptions(num_experts=4))
-    assert [
-        apply_variant(name, base).model.num_experts for name in ("transject", "post_ln", "rezero")
-    ] == [4, 1, 1]
 
 
 def test_the_value_of_the_variant_scales_the_learning_rate() -> None:

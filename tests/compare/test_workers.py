@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import worker_jobs
+from tests.support.words import words as typed
 from tests.support.worker_jobs import one_of_two
 
 from wellposed.cli import main
@@ -20,12 +21,10 @@ from wellposed.compare.workers import SPAWN, Workers, check_jobs
 from wellposed.errors import ConfigError, DataError, WellposedError
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
-WORDS = [
-    "compare", "listops", "--variants", "post_ln,key:1e38", "--seeds", "2", "--steps", "3", "--schedule", "constant",
-    "--min-length", "5", "--max-length", "12", "--num-train", "32", "--num-valid", "8", "--num-test", "12",
-    "--model.hidden-size", "8", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2", "--batch-size",
-    "4", "--log-every", "1",
-]  # fmt: skip
+WORDS = typed("compare listops --variants post_ln,key:1e38 --seeds 2 --steps 3 --schedule "
+"constant --min-length 5 --max-length 12 --num-train 32 --num-valid 8 "
+"--num-test 12 --model.hidden-size 8 --model.num-hidden-layers 1 "
+"--model.num-attention-heads 2 --batch-size 4 --log-every 1")  # fmt: skip
 
 
 def work_to_the_end(workers: Workers) -> None:

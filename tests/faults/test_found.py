@@ -319,7 +319,7 @@ def test_a_damaged_row_of_metrics_is_named(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("spec", ["post_ln_warmup:nan", "oc3:inf", "lipschitz:nan"])
 def test_a_variant_takes_finite_numbers(spec: str) -> None:
-    with pytest.raises(ConfigError, match=f"variant '{spec}': .* must be a number"):
+    with pytest.raises(ConfigError, match=f"variant '{spec}': .* must be a finite number"):
         apply_variant(spec, RunConfig("listops"))
 
 

@@ -401,8 +401,9 @@ def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
 def _with_former_gain(values: dict[str, Any]) -> dict[str, Any]:
     """Give constraints on a pretrained model that were recorded without a gain the one they had, 1."""
     held, start = values.get("constrain"), values.get("start")
-    is_old = isinstance(held, Mapping) and held.get("where") and "gain" not in held
-    if is_old and isinstance(start, Mapping) and start.get("model"):
+    if not isinstance(held, Mapping) or not isinstance(start, Mapping):
+        return values
+    if held.get("where") and "gain" not in held and start.get("model"):
         return {**values, "constrain": {**held, "gain": "one"}}
     return values
 

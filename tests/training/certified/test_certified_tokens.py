@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from wellposed.certification import certify
-from wellposed.errors import DataError
 from wellposed.models import WellposedConfig, WellposedForCausalLM, input_vectors
 from wellposed.training.certified.accuracy import certified_accuracy
 
@@ -100,13 +99,3 @@ def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:
                 assert math.isfinite(radius)
     print(f"largest share of a margin used up at the certified radius: {largest:.3f}")
     assert largest <= 1.0
-
-
-def test_labels_of_another_shape_are_refused() -> None:
-    model, batch = language_model(0, 1), texts()
-    with pytest.raises(
-        DataError, match=r"labels must be \(batch,\) class numbers, or \(batch, tokens\)"
-    ):
-        certified_accuracy(
-            model, [{**batch, "labels": batch["labels"][:, 1:]}], certify(model, seq_len=TOKENS)
-        )

@@ -56,16 +56,6 @@ def test_changed_data_is_refused_with_both_digests_and_restored_data_taken(
     )
 
 
-def test_a_finished_run_is_no_result_of_changed_data(tmp_path: Path, text: Path) -> None:
-    config = config_of(text, 2)
-    train(config, tmp_path / "run", progress=False)
-    assert train(config, tmp_path / "run", resume="auto", progress=False).status == "success"
-    text.write_text(TEXT.upper())
-    task = build_task(config.task, config.task_options)
-    with pytest.raises(DataError, match=r"SHA-256 was .* is "):
-        train(config, tmp_path / "run", resume="auto", progress=False, task=task)
-
-
 def test_data_that_moved_is_the_same_data(tmp_path: Path, text: Path) -> None:
     config = config_of(text, 2)
     train(config, tmp_path / "run", progress=False)

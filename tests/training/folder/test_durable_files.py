@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -108,36 +107,6 @@ def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
         interrupted()
     assert out.read_bytes() == "\u00fc\n".encode()
     assert os.listdir(tmp_path) == ["lines.txt"]
-
-
-@pytest.mark.parametrize("command", ["measure", "certify"])
-def test_a_command_that_dies_while_it_writes_leaves_nothing_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    from wellposed.cli import main
-
-    config = {
-        "model_type": "bert",
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    config |= {
-        "intermediate_size": 8,
-        "vocab_size": 9,
-        "max_position_embeddings": 8,
-        "architectures": ["BertModel"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    write = Path.write_text
-
-    def cut(path: Path, data: str, **options: object) -> int:
-        write(path, data[: len(data) // 2], encoding="utf-8")
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "write_text", cut)
-    assert main([command, str(tmp_path / "config.json"), "--out", str(tmp_path / "out")]) == 1
-    assert os.listdir(tmp_path / "out") == []
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

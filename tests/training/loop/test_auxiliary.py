@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from wellposed.training import TrainOptions, read_metrics
-from wellposed.training.loop.batches import MicroBatches, token_count
+from wellposed.training.loop.batches import MicroBatches
 from wellposed.training.loop.step import compute_gradients
 
 STRENGTH = 3.0
@@ -94,18 +94,3 @@ def test_one_that_is_not_finite_stops_the_run_by_name(stub: ModuleType, tmp_path
     assert result.status == "failed"
     assert "auxiliary loss is inf" in result.result["failure"]["what"]
     assert result.result["failure"]["layer"] == "(the auxiliary loss)"
-
-
-def test_every_text_of_a_batch_counts_as_tokens() -> None:
-    mask = torch.tensor([[1, 1, 0]])
-    pair = {
-        "input_ids": mask,
-        "attention_mask": mask,
-        "attention_mask_pair": torch.tensor([[1, 1, 1, 1]]),
-    }
-    assert token_count(pair) == 6
-    target = {
-        "decoder_input_ids": torch.tensor([[1, 5, 0]]),
-        "labels": torch.tensor([[5, -100, -100]]),
-    }
-    assert token_count({"input_ids": mask, "attention_mask": mask, **target}) == 3

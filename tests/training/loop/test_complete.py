@@ -148,11 +148,6 @@ def test_the_mean_of_orthogonal_weights_is_refused(stub: ModuleType, tmp_path: P
         stub.run(config, tmp_path / "run")
 
 
-def test_an_average_of_one_is_refused(stub: ModuleType) -> None:
-    with pytest.raises(ConfigError, match="average_checkpoints = 1, expected 0, or at least 2"):
-        stub.make_config(average_checkpoints=1)
-
-
 def writing_task(stub: ModuleType, calls: list[Any]) -> Any:
     """Return the stub task with texts to score: how many, and with which weights."""
 
@@ -195,21 +190,3 @@ def test_generated_text_is_scored_once_with_the_final_weights(
     assert [row["bleu"] for row in read_metrics(tmp_path / "run") if row["split"] == "test"] == [
         2.0
     ]
-
-
-def test_a_run_that_fails_reports_what_chose_its_weights(stub: ModuleType, tmp_path: Path) -> None:
-    config = stub.make_config(learning_rate=1e30, eval_every=1)
-    result = stub.run(config, tmp_path / "run", task=writing_task(stub, [])).result
-    assert result["train_info"]["status"] == "failed"
-    assert result["headline"] == "nats"
-    jsonschema.validate(result, result_schema())
-
-
-def test_plain_tasks_report_as_before(stub: ModuleType, tmp_path: Path) -> None:
-    result = stub.run(stub.make_config(steps=2), tmp_path / "run").result
-    assert (result["headline"], result["higher_is_better"]) == (
-        "nats",
-        {"loss": False, "nats": False},
-    )
-    assert not {"weights", "generation"} & set(result)
-    assert SimpleNamespace(**result).reference == {"nats": 2.3}

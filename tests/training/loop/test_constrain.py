@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from wellposed.errors import ConfigError
 from wellposed.report import build_report
 from wellposed.training import ConstrainOptions, RunConfig, read_metrics, result_schema
-from wellposed.training.loop.build import decay_groups
 
 WEIGHTS = ("blocks.0.inner.weight", "blocks.1.inner.weight")
 FILES = (
@@ -138,16 +137,6 @@ def test_a_crashed_run_continues_bit_for_bit(stub: ModuleType, tmp_path: Path) -
     assert straight == killed
 
 
-def test_weights_that_are_held_orthogonal_do_not_decay(stub: ModuleType) -> None:
-    model = stub.StubModel()
-    held = [model.blocks[0].inner.weight, model.blocks[1].inner.weight]
-    groups: list[Any] = decay_groups(model, 0.1, constrained=held)
-    decayed, free = groups
-    assert [id(parameter) for parameter in decayed["params"]] == [id(model.embedding.weight)]
-    assert set(map(id, held)) < {id(parameter) for parameter in free["params"]}
-    assert free["weight_decay"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("where", "says"),
     [
@@ -171,29 +160,3 @@ def test_names_that_cannot_be_held_are_refused_before_the_first_step(
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         stub.run(make_config(stub, where), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_an_empty_pattern_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected names or patterns between its commas"):
-        ConstrainOptions("*.q_proj,,*.k_proj")
-    with pytest.raises(
-        ConfigError, match="'fit' without where, so no weight is held; name the embedding"
-    ):
-        ConstrainOptions(embeddings="fit")
-    for options, says in (
-        ({"to": "stiefel"}, "to = 'stiefel', expected 'orthogonal', 'spectral' or 'columns'"),
-        ({"to": "spectral", "bound": 0.0}, r"bound = 0\.0, expected a finite number > 0"),
-        ({"bound": 0.5}, r"bound = 0\.5 with to = orthogonal, which has none"),
-        ({"to": "columns", "embeddings": "fit"}, "embeddings = 'fit' with to = 'columns'"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            ConstrainOptions("a", **options)
-    assert ConstrainOptions("a, b").patterns == ["a", "b"]
-    assert ConstrainOptions().patterns == []
-
-
-def test_the_section_survives_the_way_through_plain_values() -> None:
-    config = RunConfig("listops", constrain=ConstrainOptions("*.q_proj"))
-    assert RunConfig.from_dict(config.to_dict()) == config
-    older = {key: value for key, value in config.to_dict().items() if key != "constrain"}
-    assert RunConfig.from_dict(older).constrain == ConstrainOptions()

@@ -53,12 +53,6 @@ def blame(model: nn.Module, x: Tensor | None = None, **extra: Tensor) -> Any:
     return first_nonfinite_module(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
 
 
-def test_a_healthy_model_is_not_blamed(tower: Tower) -> None:
-    assert blame(tower) is None
-    assert all(p.grad is None for p in tower.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tower.modules())
-
-
 def test_weights_that_are_not_finite(tower: Tower) -> None:
     with torch.no_grad():
         tower.layers[1].o_proj.weight[2, 3] = float("nan")

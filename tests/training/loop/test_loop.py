@@ -167,19 +167,6 @@ def test_an_interrupted_run_continues_bit_for_bit(
     assert rows(tmp_path / "run") == rows(tmp_path / "straight")
 
 
-def test_the_stops_above_fall_at_different_places(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = set()
-    for ask in (1, 9, 10, 20):
-        with monkeypatch.context() as patch:
-            stop_at(patch, ask)
-            steps.add(
-                stub.run(stub.make_config(), tmp_path / str(ask)).result["train_info"]["steps"]
-            )
-    assert len(steps) >= 3
-
-
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     stub: ModuleType,
     tmp_path: Path,
@@ -279,12 +266,6 @@ def test_a_finished_run_is_returned_as_it_is(stub: ModuleType, tmp_path: Path) -
     assert stub.run(stub.make_config(), tmp_path / "run", resume="auto", task=task) == first
     assert task.read == []
     assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == stamp
-
-
-def test_resume_auto_starts_a_run_that_is_not_there(stub: ModuleType, tmp_path: Path) -> None:
-    assert (
-        stub.run(stub.make_config(steps=2), tmp_path / "a" / "b", resume="auto").status == "success"
-    )
 
 
 def test_seeds(stub: ModuleType, tmp_path: Path) -> None:

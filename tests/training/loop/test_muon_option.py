@@ -6,11 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from wellposed.compare.variants import apply_variant
-from wellposed.errors import ConfigError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.training import load_run_model, train
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
@@ -41,20 +39,3 @@ def test_a_held_weight_stays_in_its_set_and_a_longer_run_is_the_run_from_the_sta
     held = [weight for name, weight in whole.items() if name.endswith("_proj.weight")]
     assert held
     assert all(float(certified_spectral_norm(weight)) <= 1 + 1e-6 for weight in held)
-
-
-def test_the_steps_differ_from_those_of_adamw(tmp_path: Path) -> None:
-    for name in ("muon", "adamw"):
-        train(replace(BASE, train=replace(TRAIN, optimizer=name)), tmp_path / name, progress=False)
-    muon, adamw = weights_of(tmp_path / "muon"), weights_of(tmp_path / "adamw")
-    assert not torch.equal(
-        muon["model.layers.0.attention.q_proj.weight"],
-        adamw["model.layers.0.attention.q_proj.weight"],
-    )
-
-
-def test_another_name_is_refused() -> None:
-    values = BASE.to_dict()
-    values["train"]["optimizer"] = "lion"
-    with pytest.raises(ConfigError, match="optimizer"):
-        RunConfig.from_dict(values)

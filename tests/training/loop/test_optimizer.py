@@ -76,7 +76,7 @@ def test_each_name_is_that_optimizer_with_its_numbers(stub: ModuleType) -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optimizer = 'lion', expected adamw, muon, sgd"):
+    with pytest.raises(ConfigError, match="optimizer = 'lion', expected 'adamw', 'muon' or 'sgd'"):
         TrainOptions(optimizer="lion")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"momentum = 0\.9 with optimizer = adamw"):
         TrainOptions(momentum=0.9)

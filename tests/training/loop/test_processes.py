@@ -9,24 +9,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import stub_task
 from tests.support.two_processes import run_commands, start_two
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 from wellposed.training import read_metrics, verify_final
 
 SCRIPT = Path(stub_task.__file__)
 DATA = "To be, or not to be, that is the question. "
-COMMAND = [
-    "train", "char_lm", "--seq-len", "16", "--batch-size", "4", "--schedule", "constant", "--eval-every", "2",
-    "--log-every", "1", "--model.hidden-size", "16", "--model.num-attention-heads", "2", "--model.dropout", "0",
-    "--model.num-hidden-layers", "1",
-]  # fmt: skip
+COMMAND = typed("train char_lm --seq-len 16 --batch-size 4 --schedule constant --eval-every 2 "
+"--log-every 1 --model.hidden-size 16 --model.num-attention-heads 2 "
+"--model.dropout 0 --model.num-hidden-layers 1")  # fmt: skip
 
 
 def command(*words: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -85,33 +83,6 @@ def assert_same_final(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes(stub: ModuleType, tmp_path: Path) -> None:
-    out = tmp_path / "two"
-    for process in start_two(SCRIPT, out, "7", "0", "0", "never"):
-        stdout, stderr = process.communicate(timeout=200)
-        assert (process.returncode, stdout) == (0, "success\n"), stderr
-    config = stub.make_config(
-        steps=7, log_every=1, eval_every=5, checkpoint_every=3, gradient_accumulation=2
-    )
-    stub.run(config, tmp_path / "one")
-    for one, two in zip(read_metrics(tmp_path / "one"), read_metrics(out), strict=True):
-        assert one.keys() == two.keys()
-        for name in {"step", "loss", "grad_norm", "nats"} & one.keys():
-            assert one[name] == pytest.approx(two[name], rel=1e-5)
-    weights = [
-        load_file(folder / "checkpoint-7" / "model.safetensors")
-        for folder in (tmp_path / "one", out)
-    ]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5)
-    assert {path.name for path in (out / "checkpoint-7").glob("random_states_*")} == {
-        "random_states_0.safetensors", "random_states_1.safetensors",
-    }  # fmt: skip
-    assert json.loads((out / "result.json").read_text())["train_info"]["status"] == "success"
-    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
-
-
-@pytest.mark.slow
 def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) -> None:
     """The splits have 3 and 1 batches, which two processes cannot share evenly."""
     data = tmp_path / "train.txt"
@@ -157,27 +128,15 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
             [*sharded, *terms, "--steps", "7", "--out", two, "--resume", "auto"],
             [
                 *sharded,
-                "--gradient-accumulation",
-                "2",
+                *typed("--gradient-accumulation 2"),
                 *terms,
-                "--steps",
-                "7",
-                "--out",
+                *typed("--steps 7 --out"),
                 begun,
-                "--resume",
-                "auto",
+                *typed("--resume auto"),
             ],
             [
                 *sharded,
-                "--average-checkpoints",
-                "2",
-                "--optimizer",
-                "sgd",
-                "--steps",
-                "3",
-                "--eval-every",
-                "1",
-                "--out",
+                *typed("--average-checkpoints 2 --optimizer sgd --steps 3 --eval-every 1 --out"),
                 mean,
             ],
             [*sharded, "--learning-rate", "1e30", "--steps", "3", "--out", str(tmp_path / "wild")],
@@ -193,16 +152,9 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
         main(
             [
                 *alone,
-                "--average-checkpoints",
-                "2",
-                "--optimizer",
-                "sgd",
-                "--steps",
-                "3",
-                "--eval-every",
-                "1",
-                "--out",
-                f"{one}-m",
+                *typed(
+                    f"--average-checkpoints 2 --optimizer sgd --steps 3 --eval-every 1 --out {one}-m"
+                ),
             ]
         )
         == 0
@@ -227,18 +179,8 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
 def test_two_processes_compare_together(tmp_path: Path) -> None:
     data = tmp_path / "prose.txt"
     data.write_text(DATA * 60)
-    words = [
-        "compare",
-        *COMMAND[1:],
-        "--data",
-        str(data),
-        "--variants",
-        "post_ln,pre_ln",
-        "--steps",
-        "3",
-        "--quiet",
-    ]
-    words += ["--eval-batches", "2"]
+    what = typed("--variants post_ln,pre_ln --seeds 1 --steps 3 --eval-batches 2 --quiet")
+    words = ["compare", *COMMAND[1:], "--data", str(data), *what]
     done = command(*words, "--out", str(tmp_path / "two"), processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
@@ -258,10 +200,7 @@ def test_commands_of_one_process_refuse_several(
 ) -> None:
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    for name, says in (
-        ("doctor", "without torchrun"),
-        ("report", ""),
-    ):
+    for name, says in (("doctor", "without torchrun"), ("report", "")):
         assert main([name]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1

@@ -4,7 +4,6 @@ under NO_COLOR."""
 from __future__ import annotations
 
 import io
-import logging
 import sys
 from typing import Any
 
@@ -67,12 +66,6 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loss 1.2500" in plain
 
 
-def test_quiet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="wellposed.training"):
-        assert show(monkeypatch, io.StringIO(), enabled=False) == ""
-    assert "a [bold]message[/bold]" in caplog.text
-
-
 def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = iter([0.0, 9.0, 10.0, 10.5, 21.0])
     monkeypatch.setattr("wellposed.training.loop.progress.time.monotonic", lambda: next(clock))
@@ -86,19 +79,6 @@ def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.Monkey
         "generating: 2/7",
         "generating: 4/7",
     ]
-
-
-def test_a_part_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with Progress(enabled=True, steps=10, description="training") as progress:
-        progress.part("generating", 0, 7)
-        progress.part("generating", 3, 7)
-    assert "generating" in stream.getvalue()
-    assert "3/7" in stream.getvalue()
 
 
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])

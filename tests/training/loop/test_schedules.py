@@ -60,13 +60,6 @@ def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step() -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(values[7:]))
 
 
-def test_only_kim2021_depends_on_the_width() -> None:
-    for schedule in SCHEDULES:
-        options = dataclasses.replace(BASE, schedule=schedule)
-        narrow, wide = (learning_rate(3, options, hidden_size=size) for size in (16, 64))
-        assert narrow == (2 * wide if schedule == "kim2021" else wide)
-
-
 def test_a_schedule_that_needs_warmup_says_so() -> None:
     for schedule in ("kim2021", "inverse_sqrt_warmup"):
         with pytest.raises(

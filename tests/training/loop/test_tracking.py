@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from types import ModuleType
@@ -167,12 +166,3 @@ def test_a_resumed_run_continues_its_record(
         assert first["resume"] == "allow"
     stub.run(config, out, resume="auto", tracking=tracking)
     assert len(records) == 2  # nothing is left to report of a finished run
-
-
-def test_two_runs_are_two_records(
-    stub: ModuleType, tmp_path: Path, records: list[Notebook]
-) -> None:
-    for folder in ("a", "b"):
-        stub.run(stub.make_config(), tmp_path / folder, tracking=Tracking(("wandb",)))
-    assert records[0].options["id"] != records[1].options["id"]
-    assert json.loads((tmp_path / "a" / "trackers.json").read_bytes())["trackers"] == ["wandb"]

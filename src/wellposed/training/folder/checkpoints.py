@@ -21,17 +21,7 @@ from torch import nn
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed.training.folder import durable_files, manifest
-from wellposed.training.folder.tensors import (
-    decode,
-    encode,
-    load_model_tensors,
-    load_optimizer_tensors,
-    load_random_tensors,
-    model_tensors,
-    optimizer_tensors,
-    random_tensors,
-)
+from wellposed.training.folder import durable_files, manifest, tensors
 from wellposed.training.loop.state import TrainerState
 
 MODEL = "model.safetensors"
@@ -58,8 +48,8 @@ def take_snapshot(
     """Return the checkpoint of the present moment; ``random_states`` holds one entry per
     process."""
     files = {
-        MODEL: encode(model_tensors(model)[0]),
-        OPTIMIZER: encode(*optimizer_tensors(optimizer)),
+        MODEL: tensors.encode(tensors.model_tensors(model)[0]),
+        OPTIMIZER: tensors.encode(*tensors.optimizer_tensors(optimizer)),
         STATE: to_json(state.to_dict(), indent=2),
         **{random_name(rank): data for rank, data in enumerate(random_states)},
     }
@@ -72,13 +62,13 @@ def take_snapshot(
 def join_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep
     nothing."""
-    model_tensors(model, keep=False)
-    optimizer_tensors(optimizer, keep=False)
+    tensors.model_tensors(model, keep=False)
+    tensors.optimizer_tensors(optimizer, keep=False)
 
 
 def random_snapshot() -> bytes:
     """Return the state of the random-number generators of this process."""
-    return encode(*random_tensors())
+    return tensors.encode(*tensors.random_tensors())
 
 
 def random_name(rank: int) -> str:
@@ -134,7 +124,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     """
     _refuse(manifest.problems(folder, needed=(MODEL,), only=(MODEL,)))
     with _misfits(folder):
-        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+        tensors.load_model_tensors(model, tensors.decode((folder / MODEL).read_bytes())[0])
 
 
 def _refuse(problems: list[str]) -> None:
@@ -199,12 +189,14 @@ def load_checkpoint(
         CheckpointError: a file cannot be read, or belongs to another model.
     """
     with _misfits(folder):
-        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+        tensors.load_model_tensors(model, tensors.decode((folder / MODEL).read_bytes())[0])
         if optimizer is not None:
-            load_optimizer_tensors(optimizer, *decode((folder / OPTIMIZER).read_bytes()))
+            tensors.load_optimizer_tensors(
+                optimizer, *tensors.decode((folder / OPTIMIZER).read_bytes())
+            )
         random_file = folder / random_name(rank or 0)
         if rank is not None and random_file.is_file():
-            load_random_tensors(*decode(random_file.read_bytes()))
+            tensors.load_random_tensors(*tensors.decode(random_file.read_bytes()))
         values = {"processes": random_count(folder), **from_json((folder / STATE).read_bytes())}
     return TrainerState.from_dict(values, where=str(folder / STATE))
 

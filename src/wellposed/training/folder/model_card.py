@@ -21,23 +21,16 @@ from wellposed.training.loop.state import Evaluation
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
-HEADER = """---
-library_name: transformers
-tags:
-- wellposed
----
-"""
 WITH_OUR_CLASSES = """import wellposed.models
 from transformers import {auto}, AutoTokenizer
 
 model = {auto}.from_pretrained("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 AS_IT_IS = WITH_OUR_CLASSES.removeprefix("import wellposed.models\n")
-WITH_OUR_LOADER = """from transformers import AutoTokenizer
-from wellposed.models import load_saved_model
-
-model = load_saved_model("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+WITH_OUR_LOADER = AS_IT_IS.replace(
+    "import {auto}, AutoTokenizer",
+    "import AutoTokenizer\nfrom wellposed.models import load_saved_model",
+).replace("{auto}.from_pretrained", "load_saved_model", 1)
 NOTE_ON_CLASSES = (
     "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed:"
     " `modeling_wellposed.py` imports the classes. Tokens alone need neither:"
@@ -59,6 +52,8 @@ def model_card(
 ) -> str:
     """Return ``README.md``, with names in the place of paths of this machine; the licence is for
     the user to add."""
+    from huggingface_hub import ModelCardData
+
     facts = {
         "task": config.task,
         "data": ", ".join(_data_names(config, task)),
@@ -67,8 +62,9 @@ def model_card(
         "seed": str(config.train.seed),
         "certificate": _certificate(model),
     }
+    header = ModelCardData(library_name="transformers", tags=["wellposed"]).to_yaml()
     parts = [
-        f"{HEADER}# {config.task}, {config.variant}",
+        f"---\n{header}\n---\n# {config.task}, {config.variant}",
         "\n".join(f"- {name}: {value}" for name, value in facts.items() if value),
         _results(task, evaluations),
         *_loading(model),
@@ -104,12 +100,8 @@ def _loading(model: nn.Module) -> list[str]:
     if reads_images(model):
         code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
-    lines = [
-        "## How to load it",
-        f"```python\n{code.format(auto=auto)}\n```",
-        note.format(auto=auto),
-    ]
-    return [line for line in lines if line]
+    lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```"]
+    return [*lines, note.format(auto=auto)] if note else lines
 
 
 def _lost(changes: Mapping[str, Any]) -> Iterator[str]:
@@ -159,8 +151,5 @@ def _word(word: str) -> str:
 
 def _name(text: str) -> str:
     """Return ``text``, and of a path of this machine its last part."""
-    return (
-        Path(text).name
-        if Path(text).is_absolute() or (os.sep in text and Path(text).exists())
-        else text
-    )
+    is_path = Path(text).is_absolute() or (os.sep in text and Path(text).exists())
+    return Path(text).name if is_path else text

@@ -51,9 +51,7 @@ class RunResult:
 
 def result_schema() -> dict[str, Any]:
     """Return the JSON schema of ``result.json``."""
-    return json.loads(
-        files("wellposed.training").joinpath("result.schema.json").read_text(encoding="utf-8")
-    )
+    return json.loads((files("wellposed.training") / "result.schema.json").read_bytes())
 
 
 def read_result(run_folder: Path) -> RunResult | None:
@@ -69,13 +67,8 @@ def read_result(run_folder: Path) -> RunResult | None:
     try:
         values = from_json(path.read_bytes())
         info, metrics = values["train_info"], values["results"][values["task"]]
-        numbers = [
-            *(value for value in metrics.values() if value is not None),
-            values["config"]["train"]["steps"],
-        ]
-        if info["status"] not in EXIT_CODES or not all(
-            isinstance(value, int | float) for value in numbers
-        ):
+        known = info["status"] in EXIT_CODES and values["config"]["train"]["steps"] >= 0
+        if not known or not all(isinstance(each, int | float | None) for each in metrics.values()):
             raise TypeError("a value of another type")
         return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -88,9 +81,7 @@ def write_result(result: RunResult) -> RunResult:
     """Write the manifest of the run's records and last, in one step, ``result.json``: with it the
     run has ended."""
     path, data = result.out / RESULT, to_json(result.result, indent=2)
-    path.unlink(
-        missing_ok=True
-    )  # that of an earlier end would not be what the new manifest describes
+    path.unlink(missing_ok=True)  # that of an earlier end is not what the manifest describes
     manifest.write(result.out, manifest.RECORDS, coming={RESULT: data})
     durable_files.replace_file(path, data)
     return result
@@ -114,11 +105,9 @@ def describe_result(
     parameters: int = 0,
 ) -> dict[str, Any]:
     """Return the content of ``result.json``; keys that lm-eval also has carry its names."""
-    results = {
-        f"{metric},{split}": value
-        for split, evaluation in evaluations.items()
-        for metric, value in evaluation.metrics.items()
-    }
+    results: dict[str, float] = {}
+    for split, each in evaluations.items():
+        results |= {f"{metric},{split}": value for metric, value in each.metrics.items()}
     metrics = {task.headline, "loss"}.union(*(each.metrics for each in evaluations.values()))
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -164,10 +153,8 @@ def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
     """Return for each metric whether higher is better: as for the task's headline; always for
     generated text."""
     plain = task.headline if task.report_headline else None
-    return {
-        metric: metric != "loss" and (task.higher_is_better if plain in (None, metric) else True)
-        for metric in sorted(metrics)
-    }
+    rising = {m: task.higher_is_better or plain not in (None, m) for m in sorted(metrics)}
+    return {metric: metric != "loss" and rises for metric, rises in rising.items()}
 
 
 def peak_memory_bytes() -> int:

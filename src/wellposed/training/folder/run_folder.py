@@ -16,8 +16,7 @@ from wellposed.errors import CheckpointError, ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
 from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
-from wellposed.training.folder import checkpoints, durable_files
-from wellposed.training.folder import lock as folder_lock
+from wellposed.training.folder import checkpoints, durable_files, lock
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.version import __version__
 
@@ -110,47 +109,47 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
             another run or none at all.
     """
     check_name(out)
+    problem = ""
     if out.is_file():
-        raise ConfigError(
-            f"{out}: there is a file of that name, expected a folder; name another --out"
-        )
-    if _is_used(out) and resume == "never":
-        raise ConfigError(
-            f"{out}: already holds files; name another --out, or continue the run in it with"
-            " --resume auto"
-        )
-    if resume not in ("never", "auto") and not checkpoints.NAME.match(Path(resume).name):
-        raise ConfigError(
-            f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out) or"
-            f" the folder of a checkpoint, {out / 'checkpoint-STEP'}"
-        )
-    if resume not in ("never", "auto") and Path(resume).resolve().parent != out.resolve():
-        raise ConfigError(
-            f"--resume {resume}: not a checkpoint of {out}; a run continues in its own folder, "
-            f"so give --out {Path(resume).parent}"
-        )
-    if resume not in ("never", "auto") and not Path(resume).is_dir():
-        there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
-        raise ConfigError(f"--resume {resume}: no such checkpoint; in {out} there are: {there}")
+        problem = "there is a file of that name, expected a folder; name another --out"
+    elif _is_used(out) and resume == "never":
+        problem = "already holds files; name another --out, or continue it with --resume auto"
+    elif resume not in ("never", "auto"):
+        _check_named(out, Path(resume))
+    if not problem and _is_used(out) and not (out / CONFIG).is_file():
+        problem = f"holds files but no {CONFIG}, so it is not a run to resume; name another --out"
+    if problem:
+        raise ConfigError(f"{out}: {problem}")
     if not _is_used(out):
         return
-    if not (out / CONFIG).is_file():
-        raise ConfigError(
-            f"{out}: holds files but no {CONFIG}, so it is not a run to resume; name another --out"
-        )
     begun = read_config(out)
     difference = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
     grows = longer and config.train.steps > begun.train.steps
     if any(not (grows and line.startswith(LENGTH)) for line in difference):
-        shorter = (
-            "; a run can be trained longer, never shorter"
-            if config.train.steps < begun.train.steps
-            else ""
-        )
+        is_shorter = config.train.steps < begun.train.steps
+        shorter = "; a run can be trained longer, never shorter" if is_shorter else ""
         raise ConfigError(
             f"{out}: the run was started with another configuration:\n{listed(difference)}\n"
             f"resume with the same options, or train in another folder{shorter}"
         )
+
+
+def _check_named(out: Path, checkpoint: Path) -> None:
+    problem = ""
+    if not checkpoints.NAME.match(checkpoint.name):
+        problem = (
+            "expected never, auto (the newest complete checkpoint of --out) or the folder of a"
+            f" checkpoint, {out / 'checkpoint-STEP'}"
+        )
+    elif checkpoint.resolve().parent != out.resolve():
+        problem = (
+            f"not of {out}; a run continues in its own folder, so give --out {checkpoint.parent}"
+        )
+    elif not checkpoint.is_dir():
+        there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
+        problem = f"no such checkpoint; in {out} there are: {there}"
+    if problem:
+        raise ConfigError(f"--resume {checkpoint}: {problem}")
 
 
 def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
@@ -170,9 +169,8 @@ def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | 
     checkpoint, notes = find_checkpoint(out, resume)
     begun = read_config(out)
     if config.train.steps > begun.train.steps:
-        (out / RESULT).unlink(
-            missing_ok=True
-        )  # before the configuration: a kill between must not leave both
+        # Before the configuration: a kill between must not leave both.
+        (out / RESULT).unlink(missing_ok=True)
         notes.append(_longer(begun, config, checkpoints.step_of(checkpoint) if checkpoint else 0))
     if config != begun:
         write_config(out, config)
@@ -212,21 +210,16 @@ def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
     if checkpoint is None and damaged:
         raise CheckpointError(f"{out}: no checkpoint can be used:\n" + listed(damaged))
     notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
-    notes.append(
-        f"resuming from {checkpoint}"
-        if checkpoint
-        else f"{out}: no checkpoint yet; starting from step 0"
-    )
+    none = f"{out}: no checkpoint yet; starting from step 0"
+    notes.append(f"resuming from {checkpoint}" if checkpoint else none)
     return checkpoint, notes
 
 
 def _is_used(out: Path) -> bool:
     if not out.is_dir():
         return out.exists()
-    return any(
-        not durable_files.is_litter(path) and path.name != folder_lock.NAME
-        for path in out.iterdir()
-    )
+    names = [path.name for path in out.iterdir() if not durable_files.is_litter(path)]
+    return any(name != lock.NAME for name in names)
 
 
 def environment(command: Sequence[str] | None) -> dict[str, Any]:
@@ -306,13 +299,8 @@ def now() -> str:
 
 def _git(folder: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
@@ -370,9 +358,10 @@ def check_data(out: Path, task: Task) -> None:
     if not isinstance(begun, dict):
         return
     found = data_digests(task.description())
-    places = [place for place in {**begun, **found} if begun.get(place) != found.get(place)]
     changed = [
-        f"{place}: SHA-256 was {begun.get(place)}, is {found.get(place)}" for place in places
+        f"{place}: SHA-256 was {begun.get(place)}, is {found.get(place)}"
+        for place in {**begun, **found}
+        if begun.get(place) != found.get(place)
     ]
     if changed:
         raise DataError(

@@ -41,13 +41,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
         if is_sharded(tensor) or not tensor.numel():
             identity: object = id(tensor)
         else:
-            identity = (
-                tensor.device,
-                tensor.data_ptr(),
-                tuple(tensor.shape),
-                tensor.stride(),
-                tensor.dtype,
-            )
+            form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            identity = (tensor.device, tensor.data_ptr(), *form)
         names[name] = firsts.setdefault(identity, name)
     return names
 
@@ -56,13 +51,9 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
     """Give ``model`` the state `model_tensors` returned; names and shapes must be the same."""
     first, own = _first_names(model), model.state_dict()
     state = {**tensors, **{name: tensors[first[name]] for name in own if first[name] in tensors}}
-    model.load_state_dict(
-        {
-            name: cut_like(own[name], value) if name in own else value
-            for name, value in state.items()
-        },
-        strict=True,
-    )
+    for name in state.keys() & own.keys():
+        state[name] = cut_like(own[name], state[name])
+    model.load_state_dict(state, strict=True)
 
 
 def optimizer_tensors(
@@ -103,10 +94,10 @@ def load_optimizer_tensors(
         )
     for parameter, entries in plain["scalars"].items():
         state.setdefault(int(parameter), {}).update(entries)
-    groups = [
-        {name: tuple(value) if name == "betas" else value for name, value in group.items()}
-        for group in plain["groups"]
-    ]
+    groups = [dict(group) for group in plain["groups"]]
+    for group in groups:
+        if "betas" in group:
+            group["betas"] = tuple(group["betas"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -115,10 +106,8 @@ def random_tensors() -> tuple[Tensors, dict[str, Any]]:
     import numpy
 
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    tensors: Tensors = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(numpy.asarray(keys).astype("int64")),
-    }
+    numbers = torch.from_numpy(numpy.asarray(keys).astype("int64"))
+    tensors: Tensors = {"torch": torch.get_rng_state(), "numpy": numbers}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
     version, words, next_gauss = random.getstate()
@@ -137,9 +126,8 @@ def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str,
     if torch.cuda.is_available() and "cuda" in tensors:
         torch.cuda.set_rng_state(tensors["cuda"])
     position, has_gauss, gauss = plain["numpy"]
-    numpy.random.set_state(
-        ("MT19937", tensors["numpy"].numpy().astype("uint32"), position, has_gauss, gauss)
-    )
+    keys = tensors["numpy"].numpy().astype("uint32")
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss))
     version, words, next_gauss = plain["python"]
     random.setstate((version, tuple(words), next_gauss))
 

@@ -53,31 +53,21 @@ def build_optimizer(
         ConfigError: Muon, of a model without hidden matrices.
     """
     device = next(model.parameters()).device.type
-    adam: dict[str, Any] = {
-        "betas": (options.adam_beta1, options.adam_beta2),
-        "eps": options.adam_epsilon,
-    }
+    betas = (options.adam_beta1, options.adam_beta2)
+    adam: dict[str, Any] = {"betas": betas, "eps": options.adam_epsilon}
     if options.optimizer == "muon":
-        return MuonAndAdamW(
-            model,
-            lr=options.learning_rate,
-            adamw_lr=options.learning_rate,
-            momentum=0.95 if options.momentum is None else options.momentum,
-            weight_decay=options.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-            where=list(where) or None,
-            **adam,
-        )
+        adam |= {"momentum": 0.95 if options.momentum is None else options.momentum}
+        adam |= {"weight_decay": options.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        rate = options.learning_rate
+        return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
     if options.optimizer == "sgd":
         momentum = 0.9 if options.momentum is None else options.momentum
-        fused = device in FUSED_DEVICES and not any(
-            map(is_sharded, model.parameters())
-        )  # torch fuses no sharded SGD
+        # torch fuses no sharded SGD
+        fused = device in FUSED_DEVICES and not any(map(is_sharded, model.parameters()))
         return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=fused)
-    return torch.optim.AdamW(
-        groups, lr=options.learning_rate, fused=device in FUSED_DEVICES, **adam
-    )
+    fused = device in FUSED_DEVICES
+    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=fused, **adam)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -104,10 +94,10 @@ def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
     drawn, left_out = started_from["new_weights"], started_from["left_out"]
     everything = set(parameters) <= set(drawn)
     told = [f"starts from {started_from['model']}"]
-    told += (
-        [f"drawn at random: {'every weight' if everything else shortened(drawn)}"] if drawn else []
-    )
-    told += [f"in the file and not used: {shortened(left_out)}"] if left_out else []
+    if drawn:
+        told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
+    if left_out:
+        told.append(f"in the file and not used: {shortened(left_out)}")
     return "; ".join(told)
 
 
@@ -144,13 +134,8 @@ def build_start(config: RunConfig, task: Task) -> Start:
         given = {**model_keywords(config.model), **task.model_kwargs()}
         return Start(build_model(config.model.architecture, task.kind, **given), (), ())
     _refuse_other_tokens(options, task)
-    start = start_model(
-        options.model,
-        task.kind,
-        task.model_kwargs(),
-        from_scratch=options.from_scratch,
-        new_head=options.new_head,
-    )
+    how = {"from_scratch": options.from_scratch, "new_head": options.new_head}
+    start = start_model(options.model, task.kind, task.model_kwargs(), **how)
     if task.kind == "image_classification":
         _try_image(start.model, task, options.model)
     if options.init == "t_fixup":
@@ -180,9 +165,8 @@ def _draw_t_fixup(model: PreTrainedModel, task: Task) -> None:
     path = next(path for path, module in model.named_modules() if module is patches)
     leave = f"{path.rpartition('.')[0]}.*"
     dataset = task.dataset("train")
-    batch = model_inputs(
-        model, task.collate([dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))])
-    )
+    images = [dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))]
+    batch = model_inputs(model, task.collate(images))
     entering = t_fixup_(model, leave=leave, batch=batch, dry_run=True).entering
     t_fixup_(model, leave=leave, input_scale=max(entering.values()))
 
@@ -301,16 +285,10 @@ def build_constraint(
         return None
     from wellposed.constrain import constrain_
 
+    how = {"to": options.to, "bound": options.bound, "embeddings": options.embeddings}
+    how |= {"gain": _GAINS[options.gain]}
     try:
-        return constrain_(
-            model,
-            optimizer,
-            options.patterns,
-            to=options.to,
-            bound=options.bound,
-            gain=_GAINS[options.gain],
-            embeddings=options.embeddings,
-        )
+        return constrain_(model, optimizer, options.patterns, **how)
     except ShapeError as error:
         raise _unusable(options, error) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 from wellposed.errors import ConfigError
 
@@ -41,12 +41,7 @@ class StopRequest:
             self._previous = {number: signal.signal(number, self._handle) for number in asked}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}

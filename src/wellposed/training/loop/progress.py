@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger("wellposed.training")
@@ -54,12 +53,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

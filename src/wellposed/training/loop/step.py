@@ -18,14 +18,8 @@ from wellposed.errors import ConfigError
 from wellposed.linalg.sharded import gathered
 from wellposed.tasks.kinds.objectives import IGNORED_LABEL
 from wellposed.training.config import TrainOptions
-from wellposed.training.loop.batches import (
-    Batch,
-    check_target_count,
-    forward_with_auxiliary,
-    sequence_count,
-    to_device,
-    token_count,
-)
+from wellposed.training.loop import batches
+from wellposed.training.loop.batches import Batch, forward_with_auxiliary, sequence_count
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -48,11 +42,9 @@ def rows_of(kind: Kind, labels: Tensor) -> Tensor:
             "margin_radius is for classifiers and language models, received an encoder-decoder,"
             " whose decoder has no certificate; leave margin_radius 0"
         )
-    return (
-        functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-        if kind == "causal_lm"
-        else labels
-    )
+    if kind != "causal_lm":
+        return labels
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: float) -> Tensor:
@@ -197,7 +189,7 @@ def compute_gradients(
     counted = 0.0
     for number, batch in enumerate(micro_batches):
         share = sequence_count(batch) / sequences
-        batch = to_device(batch, device)
+        batch = batches.to_device(batch, device)
         last = number == len(micro_batches) - 1
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
         # the last micro-batch.
@@ -230,18 +222,15 @@ def compute_gradients(
         if check_targets:
             counted += float(count)
     if check_targets:
-        check_target_count(task, int(mine[0]), counted)
+        batches.check_target_count(task, int(mine[0]), counted)
     if loss_scale != 1:
-        torch._foreach_div_(
-            [weight.grad for weight in model.parameters() if weight.grad is not None], loss_scale
-        )
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        torch._foreach_div_(gradients, loss_scale)
     norm = _clip(accelerator, model, options.max_grad_norm)
     sums = sum_over_processes(accelerator, torch.stack([loss_sum, penalty_value, auxiliary_value]))
-    loss_number, penalty_number, auxiliary_number, norm_number = torch.cat(
-        [sums, norm.reshape(1)]
-    ).tolist()
-    own = auxiliary_number if has_auxiliary else None
-    return StepNumbers(loss_number, targets, penalty_number, norm_number, tokens, own)
+    loss, penalty_number, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
+    own = own if has_auxiliary else None
+    return StepNumbers(loss, targets, penalty_number, norm_number, tokens, own)
 
 
 def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
@@ -254,13 +243,8 @@ def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.
 
 def _totals(task: Task, micro_batches: Sequence[Batch]) -> torch.Tensor:
     """Return how many targets, sequences and tokens the micro-batches hold."""
-    return torch.tensor(
-        [
-            sum(task.target_count(batch) for batch in micro_batches),
-            sum(map(sequence_count, micro_batches)),
-            sum(map(token_count, micro_batches)),
-        ]
-    )
+    counts = (task.target_count, sequence_count, batches.token_count)
+    return torch.tensor([sum(map(count, micro_batches)) for count in counts])
 
 
 def _clip(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:

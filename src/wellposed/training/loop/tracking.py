@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -99,29 +98,21 @@ class Trackers:
             tracker = _build(name, folder, title=title, identity=identity, step=step)
             tracker.start()
             self._open[name] = tracker
-            if not (
-                name == "tensorboard" and name in begun
-            ):  # which would make a second record of it
+            if name != "tensorboard" or name not in begun:  # it would make a second record
                 tracker.store_init_configuration(plain)
 
         self._each(dict.fromkeys(tracking.names), start)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Send one row of ``metrics.jsonl``, as ``train/loss`` and so on."""
-        self._step = max(
-            self._step, int(row["step"])
-        )  # that of a test row may be past, and records only grow
-        self._log(
-            {f"{row['split']}/{name}": value for name, value in row.items() if name != "step"}
-        )
+        # The step of a test row may be past, and records only grow.
+        self._step = max(self._step, int(row["step"]))
+        self._log({f"{row['split']}/{name}": row[name] for name in row if name != "step"})
 
     def end(self, results: Mapping[str, float], *, succeeded: bool) -> None:
         """Send ``metric,split`` of the results as ``final/split/metric``, and the figures of a run
         that succeeded."""
-        named = {
-            "/".join(["final", *reversed(name.split(","))]): value
-            for name, value in results.items()
-        }
+        named = {"/".join(["final", *name.split(",")[::-1]]): results[name] for name in results}
         self._log({"final/succeeded": int(succeeded), **named})
         able = [name for name, tracker in self._open.items() if hasattr(tracker, "log_images")]
         if not (able and succeeded and self._figures):
@@ -131,33 +122,27 @@ class Trackers:
         except Exception as error:
             self._warn(f"no figures for {', '.join(able)}: {type(error).__name__}: {error}")
             return
-        self._each(
-            able,
-            lambda name: self._open[name].log_images(
-                images, step=self._step, **_image_options(name)
-            ),
-        )
+
+        def draw(name: str) -> None:
+            how = {"dataformats": "NHWC"} if name == "tensorboard" else {}
+            self._open[name].log_images(images, step=self._step, **how)
+
+        self._each(able, draw)
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in values.items() if _is_number(value)}
+        kinds = (int, float)
+        numbers = {name: value for name, value in values.items() if type(value) in kinds}
         self._each(self._open, lambda name: self._open[name].log(numbers, step=self._step))
 
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._each(self._open, lambda name: self._open[name].finish())
         for name, count in self._lost.items():
             if count > 1:
-                self._warn(
-                    f"tracker {name}: {count} records did not arrive; the files of the run have"
-                    " them"
-                )
+                lost = f"tracker {name}: {count} records did not arrive"
+                self._warn(f"{lost}; the files of the run have them")
 
     def _each(self, names: Iterable[str], act: Callable[[str], None]) -> None:
         for name in names:
@@ -181,15 +166,8 @@ def _build(name: str, folder: Path, *, title: str, identity: str, step: int) -> 
         "wandb": {"id": identity, "name": title, "resume": "allow"},
     }.get(name, {})
     project = name if name == "tensorboard" else PROJECT
-    return (
-        kind(project, folder, **options)
-        if kind.requires_logging_directory
-        else kind(project, **options)
-    )
-
-
-def _image_options(name: str) -> dict[str, str]:
-    return {"dataformats": "NHWC"} if name == "tensorboard" else {}
+    place = [folder] if kind.requires_logging_directory else []
+    return kind(project, *place, **options)
 
 
 def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:
@@ -204,7 +182,3 @@ def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:
     values = {"identity": identity, "trackers": list(dict.fromkeys([*begun, *names]))}
     durable_files.replace_file(path, to_json(values))
     return identity, begun
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
