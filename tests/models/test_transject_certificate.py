@@ -73,6 +73,6 @@ def test_certified_accuracy_is_below_the_attacked_one() -> None:
     labels = model(input_ids=IDS, attention_mask=MASK).logits.argmax(-1)
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
     curve = certified_accuracy(model, [batch], certificate, radii=[0.0, 1e-4, 10.0], attack_steps=5)
-    assert curve.rows[1].certified == 1.0
-    assert all(row.certified <= row.attacked for row in curve.rows)
-    assert curve.rows[2].certified < 1.0
+    assert curve.certified[1] == 1.0
+    assert all(sure <= seen for sure, seen in zip(curve.certified, curve.attacked, strict=True))
+    assert curve.certified[2] < 1.0
