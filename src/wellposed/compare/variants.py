@@ -85,7 +85,9 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    raise ConfigError(f"variant {spec!r}: {parameters[1]} must be a finite number, received {text[:40]!r}")
+    raise ConfigError(
+        f"variant {spec!r}: {parameters[1]} must be a finite number, received {text[:40]!r}"
+    )
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
