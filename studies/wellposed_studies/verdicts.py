@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from wellposed.recipes.recipe import Request, resolve
+from wellposed.recipes.recipe import Request
 from wellposed.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
 
 CHANCE = 0.8
@@ -133,9 +133,8 @@ def overfits(losses: Sequence[float]) -> bool:
 class Power:
     """What a verdict over seeds could see, stated before anything is trained."""
 
-    seeds: str | Callable[[Request], Any]
-    """Function of a `Request`, or ``module:function``, that returns the seeds, or sizes with
-    ``seeds``."""
+    seeds: Callable[[Request], Any]
+    """Function of a `Request` that returns the seeds, or sizes with ``seeds``."""
     quantity: str = ""
     """What is compared, with its unit."""
     deviation: float | None = None
@@ -157,7 +156,7 @@ class Power:
         Raises:
             ConfigError: scipy is not installed.
         """
-        found = resolve(self.seeds)(request)
+        found = self.seeds(request)
         seeds = int(getattr(found, "seeds", found))
         smallest, words = self._smallest(seeds)
         return {

@@ -14,7 +14,7 @@ import tyro
 from wellposed.cli.parser import parse_words
 from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import Given, check_installed
+from wellposed.recipes.recipe import Given, check_installed, recipe_names
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.training.folder.durable_files import replace_file
@@ -135,7 +135,7 @@ def _run_all(options: ReproduceArguments) -> int:
         )
     check_data(options.data)
     held = True
-    for name in RECIPES:
+    for name in recipe_names():
         done = finished(options.out, name)
         if done is not None and SCALES.index(done["scale"]) >= SCALES.index(options.scale):
             held = held and done["holds"] is not False
@@ -182,15 +182,15 @@ def _plan(name: str, options: ReproduceArguments) -> str:
 
 def _expand(name: str) -> list[str]:
     if name == "all":
-        return list(RECIPES)
-    inside = [recipe for recipe in RECIPES if recipe.startswith(f"{name}/")]
+        return recipe_names()
+    inside = [recipe for recipe in recipe_names() if recipe.startswith(f"{name}/")]
     return inside or [name]
 
 
 def _listing() -> str:
     width = max(map(len, RECIPES))
     lines = [f"{'recipe':<{width}}  {'mini':>8}  {'medium':>8}  {'paper':>10}  what"]
-    for name in RECIPES:
+    for name in recipe_names():
         recipe = RECIPES.get(name)
         mini, medium, paper = (recipe.time(scale) for scale in ("mini", "medium", "paper"))
         lines.append(f"{name:<{width}}  {mini:>8}  {medium:>8}  {paper:>10}  {recipe.summary}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -100,10 +100,12 @@ class Recipe:
     summary: str
     says: str
     """What the paper says."""
-    function: str | Callable[[Request], Reproduction]
-    """A function of a `Request`, or ``module:function``, imported when it is needed."""
-    minutes: Mapping[str, float]
-    """Minutes it takes by scale: mini and medium on two CPU cores, paper on one large GPU."""
+    function: Callable[[Request], Reproduction]
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Minutes by scale, as they were measured: mini and medium on two CPU cores, paper on one large
+    GPU."""
+    estimated: Mapping[str, float] = field(default_factory=dict)
+    """Minutes by scale, from updates times what one costs at mini."""
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that
     folder is read."""
@@ -111,35 +113,29 @@ class Recipe:
     """What it reads of a request; anything else given is refused."""
     builtin: str = ""
     """What it reads where no data is given; empty where it reads none, or cannot do without."""
-    measured: tuple[Scale, ...] = ()
-    """The scales whose minutes were measured; the others are estimates, from updates times what one
-    costs at mini."""
     power: Callable[[Request], Mapping[str, Any]] | None = None
     """What its verdict could see, where it trains: ``seeds``, ``words`` and ``levelled_off``, before
     anything is trained; None where nothing is."""
 
+    @property
+    def minutes(self) -> dict[str, float]:
+        """Minutes by scale, measured or estimated; a scale that is not here cannot be run."""
+        return {**self.estimated, **self.measured}
+
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe."""
-        return resolve(self.function)(request)
+        return self.function(request)
 
     def time(self, scale: Scale) -> str:
         """Return how long a scale takes, with ~ where that is an estimate.
 
-        >>> Recipe("a", "b", "c", "d:e", {"mini": 3, "medium": 240}, measured=("mini",)).time("medium")
+        >>> Recipe("a", "b", "c", print, {"mini": 3}, {"medium": 240}).time("medium")
         '~4 h'
         """
-        minutes = self.minutes.get(scale)
-        if minutes is None:
+        if scale not in self.minutes:
             return "-"
-        return duration(minutes) if scale in self.measured else f"~{duration(minutes)}"
-
-
-def resolve(function: str | Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Return a function, or what ``module:function`` names."""
-    if callable(function):
-        return function
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
+        about = "" if scale in self.measured else "~"
+        return f"{about}{duration(self.minutes[scale])}"
 
 
 def duration(minutes: float) -> str:
@@ -158,15 +154,7 @@ RECIPES: Registry[Recipe] = Registry("recipe", entry_points="wellposed.recipes")
 """Every recipe of the installed packages, by name."""
 
 
-def recipe(
-    name: str,
-    summary: str,
-    *,
-    says: str,
-    measured: Mapping[str, float] | None = None,
-    estimated: Mapping[str, float] | None = None,
-    **options: Any,
-) -> Callable[[Function], Function]:
+def recipe(name: str, summary: str, *, says: str, **options: Any) -> Callable[[Function], Function]:
     """Return a decorator that registers a function of a `Request` as a recipe, with its claim beside
     it.
 
@@ -174,23 +162,29 @@ def recipe(
         name: ``paper/item``.
         summary: one line for the list.
         says: what the paper says.
-        measured: minutes by scale, as they were measured.
-        estimated: minutes by scale, from updates times what one costs at mini.
-        options: of `Recipe`: ``folders``, ``takes``, ``builtin``, ``power``.
+        options: fields of `Recipe`: ``measured``, ``estimated``, ``folders``, ``takes``,
+            ``builtin``, ``power``.
 
     Raises:
         ConfigError: the name is taken.
     """
-    minutes = {**(measured or {}), **(estimated or {})}
 
     def register(function: Function) -> Function:
-        made = Recipe(
-            name, summary, says, function, minutes, measured=tuple(measured or ()), **options
-        )  # pyright: ignore
-        RECIPES.register(name)(made)
+        RECIPES.register(name)(Recipe(name, summary, says, function, **options))
         return function
 
     return register
+
+
+def recipe_names() -> list[str]:
+    """Return every name by paper, figures before tables, 2 before 10."""
+
+    def parts(name: str) -> list[tuple[int, str]]:
+        return [
+            (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+        ]
+
+    return sorted(RECIPES, key=parts)
 
 
 def check_installed() -> None:

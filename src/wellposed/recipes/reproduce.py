@@ -1,7 +1,8 @@
 """Every table and figure that can be made again, by name: ``kim2021/figure-2`` and so on; free of
 torch.
 
-A new recipe is one function of a `Request` and one row of its paper's catalogue.
+A new recipe is one function of a `Request` with its claim in a decorator, in a package with an
+entry point in the group ``wellposed.recipes``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from wellposed.recipes.recipe import (
     Request,
     Scale,
     check_installed,
+    recipe_names,
 )
 from wellposed.training.folder.durable_files import replace_files
 
@@ -103,7 +105,9 @@ def _refuse_unread(name: str, **given: str | None) -> None:
     """Raise `ConfigError` where a recipe would not read what it is given."""
     for option, value in given.items():
         if value is not None and option not in RECIPES.get(name).takes:
-            able = shortened([other for other in RECIPES if option in RECIPES.get(other).takes])
+            able = shortened(
+                [other for other in recipe_names() if option in RECIPES.get(other).takes]
+            )
             raise ConfigError(
                 f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
                 f" {able}"
@@ -187,6 +191,11 @@ def reproduce(
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
+    if scale not in ("toy", *recipe.minutes):
+        raise ConfigError(
+            f"{name}: has no {scale} scale, as nobody could wait for it; docs/paper_scale.md has the"
+            f" settings of the papers; its scales: {', '.join(recipe.minutes)}"
+        )
     _refuse_unread(name, data=data, encoder=encoder, vectors=vectors, languages=languages)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")

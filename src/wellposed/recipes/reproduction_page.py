@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.finite_json import from_json
-from wellposed.recipes.reproduce import RECIPES, file_stem
+from wellposed.recipes.recipe import RECIPES, recipe_names
+from wellposed.recipes.reproduce import file_stem
 
 VERDICTS = {True: "confirmed", False: "contradicted", None: "not comparable at this scale"}
 _ENTRIES: Mapping[str, Any] = {
@@ -59,14 +60,16 @@ def reproduction_page(folder: Path) -> str:
     no evidence."""
     found = [
         values
-        for name in RECIPES
+        for name in recipe_names()
         if (values := finished(folder, name)) and values["scale"] != "toy"
     ]
     counts = {
         verdict: sum(values["holds"] is holds for values in found)
         for holds, verdict in VERDICTS.items()
     }
-    missing = [name for name in RECIPES if name not in {values["recipe"] for values in found}]
+    missing = [
+        name for name in recipe_names() if name not in {values["recipe"] for values in found}
+    ]
     lines = [
         _HEAD,
         f"{len(found)} of {len(found) + len(missing)} artefacts: "

@@ -160,6 +160,12 @@ class Task(ABC):
         """Return how the texts of `generate_metrics` were searched for and scored."""
         return {}
 
+    def watch(self, model: nn.Module) -> dict[str, float]:
+        """Return what an evaluation on *valid* logs of the weights themselves: nothing, unless the
+        task has a study of them."""
+        del model
+        return {}
+
     @abstractmethod
     def reference(self) -> dict[str, float]:
         """Return the metrics on valid of the best predictor that does not look at its input."""

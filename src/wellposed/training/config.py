@@ -71,6 +71,8 @@ class PenaltyOptions(CheckedOptions):
     """How the affinity penalty is computed."""
     every: Size = 1
     """Apply on every k-th step, scaled by k."""
+    qr_method: Literal["householder", "gram_schmidt"] = "householder"
+    """How the form qr decomposes."""
 
     @property
     def active(self) -> bool:

@@ -10,15 +10,15 @@ from functools import partial
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
+from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Criterion, Reproduction, Request
-from wellposed.statistics import mean_and_standard_error
-from wellposed.training.config import ConstrainOptions, ModelOptions, RunConfig, TrainOptions
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.training.config import ConstrainOptions, RunConfig
 from wellposed_studies.frontier.characters_bounds import NextCharacters, next_characters
-from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
-from wellposed_studies.runs import FinishedRun, PlannedRun, plus_minus, train_grid
-from wellposed_studies.verdicts import UNCERTAINTY, every, within
+from wellposed_studies.study import FinishedRun, Sizes, run_config, said, train_grid
+from wellposed_studies.tuning import Tuned, rates_about, tune
+from wellposed_studies.verdicts import UNCERTAINTY, Power, every, within
 
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 POINTS = 0.05
@@ -26,25 +26,6 @@ REACH = 100.0
 """The largest logit that a loss reads, of every model: the temperature times the largest last
 state."""
 TOKENS = r"re:(.*\.)?embeddings\.token"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained at a scale."""
-
-    steps: int
-    seeds: int
-    factors: Sequence[float]
-    budgets: Sequence[str] = ("1", "2")
-    """Of our models."""
-    width: int = 64
-    layers: int = 2
-    heads: int = 4
-    seq_len: int = 64
-    batch_size: int = 32
-    blocks: int = 128
-    """Blocks of *test* that are measured."""
-    limit_chars: int | None = None
 
 
 def newhouse(base: RunConfig) -> RunConfig:
@@ -109,35 +90,43 @@ class Rivalry:
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
+    thirds, more = (1 / 3, 1.0, 3.0), {"budgets": ("1", "2", "4"), "blocks": 128}
+    toy = {"budgets": ("1", "2"), "blocks": 2}
     return request.pick(
         toy=Sizes(
-            3,
-            1,
-            (1.0,),
-            width=8,
-            layers=1,
-            heads=2,
-            seq_len=16,
-            batch_size=2,
-            blocks=2,
-            limit_chars=2000,
+            3, 1, 8, 1, 2, 2, seq_len=16, limit=2000, factors=(1.0,), options=toy, eval_batches=20
         ),
-        mini=Sizes(400, 3, (1.0, 3.0)),
-        medium=Sizes(2000, 5, (1 / 3, 1.0, 3.0), ("1", "2", "4"), width=96, seq_len=128),
+        mini=Sizes(400, 3, factors=(1.0, 3.0), options={**toy, "blocks": 128}, eval_batches=20),
+        medium=Sizes(2000, 5, 96, seq_len=128, factors=thirds, options=more, eval_batches=20),
         paper=Sizes(
             2000,
             3,
-            (1 / 3, 1.0, 3.0),
-            ("1", "2", "4"),
-            width=256,
-            layers=3,
-            seq_len=256,
+            256,
+            3,
             batch_size=512,
-            blocks=256,
+            seq_len=256,
+            factors=thirds,
+            options={**more, "blocks": 256},
+            eval_batches=20,
         ),
     )
 
 
+@recipe(
+    "frontier/characters",
+    "next characters of a text: accuracy against printed and sound Lipschitz bound, and certified"
+    " accuracy",
+    says=(
+        "a claim of ours: at equal training compute and no larger sound bound, `lipschitz` is five"
+        " points more accurate than the Transformer of Newhouse et al. (2025), or has more"
+        " certified accuracy at every radius"
+    ),
+    measured={"mini": 8},
+    estimated={"medium": 360, "paper": 300},
+    folders=("text/tinyshakespeare.txt.gz",),
+    takes=("data",),
+    power=Power(sizes_of, "certified accuracy", 0.014, "lipschitz:1 at the radius 0.03"),
+)
 def characters(request: Request) -> Reproduction:
     """Accuracy, both bounds and certified accuracy of every model, seed by seed."""
     if request.data is None:
@@ -228,18 +217,22 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     import torch
 
     from wellposed.tasks import build_task
-    from wellposed.training import load_run_model
 
     options = {
         "data": str(request.data),
         "seq_len": sizes.seq_len,
-        "limit_chars": sizes.limit_chars,
+        "limit_chars": sizes.limit,
     }
     task = build_task("char_lm", options)
     dataset = task.dataset("test")
-    texts = [dataset[index]["input_ids"] for index in range(min(sizes.blocks, len(dataset)))]
+    texts = [
+        dataset[index]["input_ids"] for index in range(min(sizes.options["blocks"], len(dataset)))
+    ]
     whole = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
-    ours = {f"lipschitz:{budget}": partial(lipschitz, budget=budget) for budget in sizes.budgets}
+    ours = {
+        f"lipschitz:{budget}": partial(lipschitz, budget=budget)
+        for budget in sizes.options["budgets"]
+    }
     for label, model in {**THEIRS, **ours}.items():
 
         def plan(
@@ -263,7 +256,7 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
                 None
                 if run.failure
                 else next_characters(
-                    load_run_model(run.folder)[0].eval(),
+                    run.model.eval(),
                     whole.split(32),
                     SHARES,
                     printed=label in THEIRS,
@@ -281,26 +274,9 @@ def _score(run: FinishedRun) -> float:
 def _base(
     options: Mapping[str, str | int | None], sizes: Sizes, rate: float, seed: int
 ) -> RunConfig:
-    return RunConfig(
-        task="char_lm",
-        task_options=options,
-        model=ModelOptions(
-            hidden_size=sizes.width,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            intermediate_size=4 * sizes.width,
-            tie_word_embeddings=False,
-        ),
-        train=TrainOptions(
-            steps=sizes.steps,
-            batch_size=sizes.batch_size,
-            learning_rate=rate,
-            eval_every=max(1, sizes.steps // 2),
-            eval_batches=20,
-            checkpoint_every=sizes.steps,
-            seed=seed,
-        ),
-    )
+    model = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
+    sizes = replace(sizes, learning_rate=rate)
+    return run_config("char_lm", options, sizes, seed=seed, model=model)
 
 
 def _rows(model: Measured) -> list[Row]:
@@ -321,15 +297,15 @@ def _said(model: Measured) -> str:
     ended = model.ended
     if not ended:
         return f"{model.label}: training failed"
-    accuracy = plus_minus(mean_and_standard_error([found.accuracy for found in ended]), 3)
-    sound = plus_minus(mean_and_standard_error([found.sound for found in ended]))
+    accuracy = said([found.accuracy for found in ended], 3)
+    sound = said([found.sound for found in ended])
     printed = [found.printed for found in ended if found.printed is not None]
-    said = f", printed {plus_minus(mean_and_standard_error(printed))}" if printed else ""
+    about = f", printed {said(printed)}" if printed else ""
     held = ", ".join(
         f"{fmean(found.certified[place] for found in ended):.3f} at {SHARES[place]:g}"
         for place in range(1, len(SHARES))
     )
-    return f"{model.label}: accuracy {accuracy}, sound bound {sound}{said}, certified {held}"
+    return f"{model.label}: accuracy {accuracy}, sound bound {sound}{about}, certified {held}"
 
 
 def _panels(measured: Sequence[Measured]) -> list[Panel]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from wellposed_studies.runs import FinishedRun
+from wellposed_studies.study import FinishedRun
 from wellposed_studies.verdicts import overfits, plateau
 
 Trained = Mapping[str, Sequence[FinishedRun]]

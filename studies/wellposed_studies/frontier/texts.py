@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
-from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed.training.config import RunConfig
+from wellposed_studies.study import Sizes, run_config
+
+
+@dataclass(frozen=True)
+class Model:
+    """One line of a figure: a variant, and what is changed in it."""
+
+    variant: str
+    temperature: float = 1.0
+    blocks: bool = True
+    norm: str | None = None
+    usual_rate: float = 1e-3
+    """The middle of the learning rates that it tries."""
+    rate_of: str = ""
+    """The model whose learning rate it takes, in place of trying its own."""
+
+    def config(self, base: RunConfig) -> RunConfig:
+        """Return the run of this model."""
+        base = replace(base, train=replace(base.train, temperature=self.temperature))
+        config = apply_variant(self.variant, base)
+        changes = {} if self.norm is None else {"norm": self.norm}
+        changes |= {} if self.blocks else {"num_hidden_layers": 0}
+        return replace(config, model=config.model.with_parts(**changes))
 
 
 @dataclass(frozen=True)
@@ -36,24 +60,6 @@ CORPORA: Mapping[str, Corpus] = {
     ),
     "trec": Corpus(24, "trec"),
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained at a scale."""
-
-    steps: int
-    seeds: int
-    width: int = 64
-    layers: int = 1
-    heads: int = 2
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    evaluations: int = 2
-    """On valid, evenly over the steps."""
-    examples: int = 256
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task, beside its data and length."""
 
 
 def find_texts(request: Request) -> dict[str, str]:
@@ -86,27 +92,7 @@ def find_texts(request: Request) -> dict[str, str]:
 
 def text_run(corpus: str, data: str, sizes: Sizes, seed: int) -> RunConfig:
     """Return what every variant starts from."""
-    return RunConfig(
-        task="text_classification",
-        task_options={
-            "data": data,
-            "max_length": CORPORA[corpus].max_length,
-            **CORPORA[corpus].options,
-            **sizes.options,
-        },
-        model=ModelOptions(
-            hidden_size=sizes.width,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            intermediate_size=2 * sizes.width,
-        ),
-        train=TrainOptions(
-            steps=sizes.steps,
-            batch_size=sizes.batch_size,
-            learning_rate=sizes.learning_rate,
-            eval_every=max(1, sizes.steps // sizes.evaluations),
-            checkpoint_every=sizes.steps,
-            eval_batches=20,
-            seed=seed,
-        ),
-    )
+    found = CORPORA[corpus]
+    own = {**found.options, **sizes.options}
+    options = {"data": data, "max_length": found.max_length, **own}
+    return run_config("text_classification", options, replace(sizes, eval_batches=20), seed=seed)

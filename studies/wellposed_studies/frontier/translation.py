@@ -16,23 +16,25 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
+from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
-from wellposed.recipes.recipe import Criterion, Reproduction, Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task
-from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
-from wellposed_studies.corpora import translation_data
+from wellposed.training.config import RunConfig, TrainOptions
 from wellposed_studies.frontier.doubling import Trained, at_plateau, double_until_plateau
-from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
-from wellposed_studies.runs import (
+from wellposed_studies.sentences import READS, translation_data
+from wellposed_studies.study import (
     FinishedRun,
-    PlannedRun,
+    Sizes,
     curves,
     mean_and_error,
     plus_minus,
+    run_config,
     train_grid,
 )
-from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, within
+from wellposed_studies.tuning import Tuned, rates_about, tune
+from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, Power, within
 
 TRANSFORMERS: Mapping[str, str] = {"post_ln": "post-LN", "pre_ln": "pre-LN", "t_fixup": "T-Fixup"}
 CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-III"}
@@ -49,60 +51,42 @@ TEST = (
 )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained at a scale."""
-
-    steps: int
-    seeds: int
-    width: int = 64
-    batch_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    vocab_size: int = 2000
-    pairs: int = 3000
-    """Generated, where no data is given."""
-    limit: int | None = None
-    """Pairs of train; all where not given."""
-    translated: int | None = None
-    """Sentences of test behind BLEU; all where not given."""
-    evaluations: int = 10
-    doublings: int = 0
-    """How often the steps of the Transformers are doubled at most, in search of a plateau."""
-
-
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
+    sampled, doubled = {"translated": 4, "doublings": 1}, {"doublings": 3}
     return request.pick(
-        toy=Sizes(
+        toy=Sizes(3, 1, 8, 1, 2, 4, pairs=60, evaluations=1, options=sampled),
+        mini=Sizes(
+            300,
             3,
-            1,
-            width=8,
-            batch_size=4,
-            layers=1,
-            heads=2,
-            pairs=60,
-            translated=4,
-            evaluations=1,
-            doublings=1,
+            batch_size=64,
+            pairs=3000,
+            limit=6000,
+            evaluations=10,
+            options={"translated": 200},
         ),
-        mini=Sizes(300, 3, batch_size=64, limit=6000, translated=200),
         # 8 epochs of the 29000 pairs of Multi30k, up to 64 for the Transformers.
-        medium=Sizes(7264, 3, batch_size=32, pairs=20_000, doublings=3),
-        paper=Sizes(
-            12_000,
-            5,
-            width=256,
-            layers=4,
-            heads=4,
-            vocab_size=8000,
-            pairs=20_000,
-            evaluations=20,
-            doublings=2,
-        ),
+        medium=Sizes(7264, 3, pairs=20_000, evaluations=10, options=doubled),
+        paper=None,
     )
 
 
+@recipe(
+    "frontier/translation",
+    "BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of its"
+    " settings",
+    says=(
+        "a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus:"
+        " T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN"
+        " and pre-LN with warm-up"
+    ),
+    measured={"mini": 10},
+    estimated={"medium": 380},
+    power=Power(
+        sizes_of, "BLEU on test", 1.0, "VAR-III less Transformer on Multi30k", ended=PLATEAU
+    ),
+    **READS,
+)
 def translation(request: Request) -> Reproduction:
     """BLEU of six models, mean over seeds, and the test of T-Fixup against LayerNorm."""
     study = Study.of(request, sizes_of(request))
@@ -111,7 +95,7 @@ def translation(request: Request) -> Reproduction:
     transformers = {name: found[name].runs for name in TRANSFORMERS}
     constrained = {name: found[name].runs for name in CONSTRAINTS}
     lengths = double_until_plateau(
-        transformers, lambda times: study.lengthen(transformers, times), study.sizes.doublings
+        transformers, lambda times: study.lengthen(transformers, times), study.doublings
     )
     settled = at_plateau(lengths)
     if len(lengths) > 1:
@@ -162,7 +146,7 @@ def translation(request: Request) -> Reproduction:
             ),
             (
                 "the Transformers then train for twice the steps at the rate they kept,"
-                f" {sizes.doublings} times at most, until each gains less than 1 % of its loss on"
+                f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
                 " valid by that, or overfits; the constraints, at their strengths, for as many"
                 " steps as the longest"
             ),
@@ -219,9 +203,7 @@ def about_constraints(runs: Trained) -> list[str]:
 def setting_of(run: FinishedRun) -> str:
     """Return what a run tried: its strength, or the learning rate of a Transformer."""
     _, _, strength = run.variant.partition(":")
-    return (
-        f"strength {float(strength):g}" if strength else f"rate {run.config.train.learning_rate:g}"
-    )
+    return f"strength {float(strength):g}" if strength else f"rate {run.rate:g}"
 
 
 @dataclass(frozen=True)
@@ -238,6 +220,11 @@ class Study:
         """Return the study of a request's corpus, or of a generated one."""
         base = _base(request, sizes)
         return cls(request, sizes, base, build_task(base.task, base.task_options))
+
+    @property
+    def doublings(self) -> int:
+        """How often the steps of the Transformers are doubled at most, in search of a plateau."""
+        return self.sizes.options.get("doublings", 0)
 
     def tune(self, name: str, rate: float | None = None) -> Tuned:
         """Train a model at three learning rates, or at three strengths where a rate is given, and
@@ -269,9 +256,13 @@ class Study:
         return {name: [next(done) for _ in runs] for name, runs in kept.items()}
 
     def _longer(self, name: str, run: FinishedRun, times: int) -> PlannedRun:
+        steps = times * self.sizes.steps
         train = replace(
-            _schedule(self.sizes, times),
-            learning_rate=run.config.train.learning_rate,
+            self.base.train,
+            steps=steps,
+            warmup_steps=steps // 10,
+            eval_every=max(1, steps // self.sizes.evaluations),
+            learning_rate=run.rate,
             seed=run.seed,
         )
         setting = setting_of(run)
@@ -295,37 +286,21 @@ class Study:
 def _base(request: Request, sizes: Sizes) -> RunConfig:
     options = {
         **translation_data(request, pairs=sizes.pairs, words=True),
-        "vocab_size": sizes.vocab_size,
+        "vocab_size": 2000,
         "max_tokens": 300,
         "overflow": "drop",
         "limit_pairs": sizes.limit,
         "generate_beams": 1,
-        "generate_max_examples": sizes.translated,
+        "generate_max_examples": sizes.options.get("translated"),
     }
-    return RunConfig(
-        task="translation",
-        task_options={name: value for name, value in options.items() if value is not None},
-        model=ModelOptions(
-            hidden_size=sizes.width,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            intermediate_size=2 * sizes.width,
-            activation="relu",
-        ),
-        train=_schedule(sizes),
-    )
-
-
-def _schedule(sizes: Sizes, times: int = 1) -> TrainOptions:
-    steps = times * sizes.steps
-    return TrainOptions(
-        steps=steps,
-        batch_size=sizes.batch_size,
-        warmup_steps=steps // 10,
+    shape = {"activation": "relu"}
+    return run_config(
+        "translation",
+        options,
+        sizes,
+        model=shape,
         label_smoothing=0.1,
-        eval_every=max(1, steps // sizes.evaluations),
-        checkpoint_every=sizes.steps,
-        log_every=max(1, steps // 20),
+        warmup_steps=sizes.steps // 10,
     )
 
 
@@ -358,7 +333,7 @@ def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
     return [
         {
             "model": LABELS[name],
-            "learning_rate": run.config.train.learning_rate,
+            "learning_rate": run.rate,
             "setting": setting_of(run),
             "steps": run.config.train.steps,
             "kept": run in kept,

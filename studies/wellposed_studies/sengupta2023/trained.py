@@ -1,20 +1,22 @@
-"""Sengupta et al. (2023): the runs behind tables 1 to 3 and the figures, trained once and shared;
-free of torch."""
+"""Sengupta et al. (2023): the tasks of tables 1 to 3, what is trained on them at each scale, once
+and for all recipes; free of torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
-from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
-from wellposed_studies.frontier.tuning import best_tried, rates_about, try_rates
-from wellposed_studies.runs import FinishedRun, PlannedRun, train_grid
+from wellposed.training.config import RunConfig
+from wellposed_studies import study as shared
+from wellposed_studies.study import FACTORS, FinishedRun, Sizes, train_grid
+from wellposed_studies.tuning import best_tried, rates_about, try_rates
 
 LABELS = {
     "post_ln": "Transformer",
@@ -30,37 +32,64 @@ SCALE_NOTE = (
 )
 TUNING_SEED = 1000
 PAPER_WIDTH = 512
-PAPER_HEADS = 8
-"""Not printed; 8 as in Vaswani et al. (2017)."""
+_TEXTS = {"imdb": ("imdb", "aclImdb"), "ag_news": ("ag_news",)}
+# The words, where the folder holds the characters of the same corpus too.
+_WORDS = ("ptb/ptb.train.txt.gz", "ptb/ptb.train.txt", "ptb.train.txt.gz", "ptb.train.txt", "ptb")
+_TOY: Mapping[str, Any] = {
+    "width": 8,
+    "batch_size": 4,
+    "experts": 2,
+    "heads": 2,
+    "evaluations": 1,
+    "factors": (),
+}
+_MINI: Mapping[str, Any] = {"seeds": 3, "eval_batches": 20, "evaluations": 8, "factors": ()}
+_MEDIUM: Mapping[str, Any] = {"seeds": 5, "eval_batches": 40, "evaluations": 12}
+# Of each model, in the order of VARIANTS, the rate that is best on valid at mini scale, with one
+# seed that no table reports, among rates a factor of three apart: around 1e-2 for the Transformers
+# and 1e-1 for TransJect, whose weights turn and whose embedding has entries of size one. Measured
+# by benchmarks/sengupta2023_rates.py; every rate tried is in benchmarks/RESULTS.md.
+_MINI_RATES = {
+    "imdb": (3e-3, 1e-2, 3e-2, 1e-1, 1e-1),
+    "ag_news": (3e-3, 1e-2, 1e-2, 3e-1, 1e-1),
+    "ptb-words": (3e-3, 1e-2, 1e-2, 3e-2, 3e-2),
+    "listops": (3e-3, 3e-3, 1e-2, 3e-1, 1e-1),
+    "text": (1e-2, 1e-2, 3e-2, 1e-1, 1e-1),
+    "retrieval": (1e-2, 3e-3, 3e-2, 3e-2, 3e-2),
+    "pathfinder": (1e-2, 1e-2, 1e-2, 1e-1, 1e-1),
+    "image": (3e-3, 1e-2, 3e-2, 1e-1, 3e-2),
+}
+_ARENA_FOLDERS = {
+    "listops": ("listops_lra", "lra_release/listops-1000"),
+    "text": ("imdb", "aclImdb"),
+    "retrieval": ("aan", "tsv_data", "ag_news"),
+    "pathfinder": ("pathfinder32", "curv_contour_length_14"),
+    "image": ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", "cifar10_subset"),
+}
+_PATHS = {"size": 16, "contour_length": 3, "distractors": 2, "distractor_length": 1}
+_TOY_PATHS = {"size": 16, "contour_length": 2, "distractors": 0}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained on one task at a scale."""
+def _rows(train: int, others: int) -> dict[str, int]:
+    return {"num_train": train, "num_valid": others, "num_test": others}
 
-    width: int
-    layers: int
-    batch_size: int
-    steps: int
-    learning_rate: float
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task."""
-    experts: int = 4
-    heads: int = PAPER_HEADS
-    pooling: Any = "mean"
-    seeds: int = 3
-    warmup: int = 0
-    schedule: Any = "constant"
-    patience: int | None = None
-    evaluations: int = 10
-    eval_batches: int | None = None
-    clip: float = 5.0
-    dropout: float = 0.0
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Learning rates of variants that do not take `learning_rate`."""
-    factors: Sequence[float] = ()
-    """Every variant tries its rate times these and takes the best on valid, further ones where that
-    is the first or the last; its rate as it is where empty."""
+
+_ARENA: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "listops": (_rows(40, 10), {"num_train": 20_000}, {"num_train": 40_000}),
+    "text": tuple({"tokenizer": "byte", "max_length": length} for length in (24, 256, 512)),
+    "retrieval": (
+        {**_rows(20, 8), "max_length": 16},
+        {**_rows(4000, 400), "max_length": 256},
+        {**_rows(10_000, 1000), "max_length": 256},
+    ),
+    "pathfinder": (
+        {**_rows(8, 4), **_TOY_PATHS},
+        {**_rows(2000, 300), **_PATHS},
+        {**_rows(10_000, 1000), **_PATHS},
+    ),
+    "image": ({"size": 4, "limit_train": 40}, {"size": 16}, {"size": 16}),
+}
+"""Options of each task of the Long Range Arena at toy, mini and medium scale."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +101,7 @@ class Study:
     task: str
     sizes: Sizes
     folders: tuple[str, ...] = ()
-    """Names of the data set's folder inside the folder given as data; empty where the builtin
-    source is wanted."""
+    """Names of the data set's folder inside the folder given as data."""
     needs_data: bool = True
     """Whether there is no builtin source."""
     scale_embeddings: bool = True
@@ -85,6 +113,15 @@ class Study:
         unscaled = not self.scale_embeddings and not variant.startswith("transject")
         return f"sengupta2023-{self.name}{'-unscaled' if unscaled else ''}"
 
+    def model_name(self, variant: str) -> str:
+        """Return what to call a model, with the scale of its embeddings where it has one."""
+        scaled = self.scale_embeddings and not variant.startswith("transject")
+        return f"{LABELS[variant]}, scaled" if scaled else LABELS[variant]
+
+    def resized(self, name: str, **sizes: Any) -> Study:
+        """Return the study under another name with some sizes changed."""
+        return replace(self, name=f"{self.name}-{name}", sizes=replace(self.sizes, **sizes))
+
     def options(self, request: Request) -> dict[str, Any]:
         """Return the options of the task, with its data."""
         found = find_data(request.data, self.folders)
@@ -94,22 +131,117 @@ class Study:
                 f" {' or '.join(self.folders)} (label and text in tsv, csv or jsonl files), or that"
                 " is this folder itself"
             )
-        return {**self.sizes.options, **({} if found is None else {"data": found})}
+        known = ("pooling", "schedule", "patience")
+        own = {name: value for name, value in self.sizes.options.items() if name not in known}
+        return {**own, **({} if found is None else {"data": found})}
 
 
-_ONE_RATE = "-one-rate"
+def text_study(request: Request, name: str) -> Study:
+    """Return IMDb or AG News (table 1): L = 6, E = 4, d = 512, mean pooling, Adam 5e-4, 30 epochs
+    of batch 32."""
+    # Medium: 5 epochs of the 20000 or 9000 texts at hand; paper: 30 of 25000.
+    length, steps = {"imdb": (96, 3125), "ag_news": (48, 1406)}[name]
+    short = {"max_words": 10_000, "max_length": length, "schedule": "cosine"}
+    toy = {"max_words": 50, "max_length": 12}
+    whole = {"tokenizer": "hf:bert-base-uncased", "max_length": 512, "patience": 4}
+    sizes = request.pick(
+        toy=Sizes(3, 2, eval_batches=2, options=toy, **_TOY),
+        mini=Sizes(150, learning_rate=3e-3, options=short, warmup=15, **_MINI),
+        medium=Sizes(
+            steps, learning_rate=5e-4, options=short, warmup=150, factors=FACTORS, **_MEDIUM
+        ),
+        # Heads are not printed; 8 as in Vaswani et al. (2017).
+        paper=Sizes(
+            23_430,
+            3,
+            PAPER_WIDTH,
+            6,
+            8,
+            learning_rate=5e-4,
+            options=whole,
+            evaluations=30,
+            factors=(),
+        ),
+    )
+    return Study(name, "text_classification", _with_rates(request, sizes, name), _TEXTS[name])
+
+
+def _with_rates(request: Request, sizes: Sizes, name: str) -> Sizes:
+    """Return the sizes with the rate that each variant has at mini scale."""
+    tuned = request.scale in ("mini", "medium")
+    rates = dict(zip(VARIANTS, _MINI_RATES[name], strict=True)) if tuned else {}
+    return replace(sizes, rates=rates)
+
+
+def arena_studies(request: Request) -> list[Study]:
+    """Return the five tasks of the Long Range Arena (table 2): L = 2, E = 4, d = 512, 50000
+    steps."""
+    return [arena_study(request, name) for name in _ARENA]
+
+
+def arena_study(request: Request, name: str) -> Study:
+    """Return one task of the Long Range Arena."""
+    toy, mini, medium = _ARENA[name]
+    options = dict(request.pick(toy=toy, mini=mini, medium=medium, paper={}))
+    folders, is_text = _ARENA_FOLDERS[name], name == "text"
+    if name in ("listops", "pathfinder") and find_data(request.data, folders) is not None:
+        options = {}  # they bound what is generated
+    options |= {"pooling": "mean" if is_text else "max"}
+    cosine = {**options, "schedule": "cosine"}
+    sizes = request.pick(
+        toy=Sizes(2, layers=1, eval_batches=1, options=options, **_TOY),
+        mini=Sizes(
+            200,
+            width=32,
+            batch_size=16,
+            learning_rate=3e-3,
+            options=cosine,
+            warmup=20,
+            **_MINI,
+        ),
+        medium=Sizes(
+            1500,
+            width=48,
+            batch_size=16,
+            learning_rate=1e-4,
+            options=cosine,
+            warmup=100,
+            factors=(),
+            **_MEDIUM,
+        ),
+        paper=None,
+    )
+    task = "text_classification" if is_text else name
+    return Study(f"lra-{name}", task, _with_rates(request, sizes, name), folders, is_text)
+
+
+def words_study(request: Request) -> Study:
+    """Return Penn Treebank words (table 3): L = 6, d = 512, 35 words, Adam 0.01, 10 epochs of batch
+    16."""
+    toy = {"max_words": 40, "seq_len": 8, "limit_words": 400}
+    mini = {"max_words": 4000, "seq_len": 36, "limit_words": 300_000, "schedule": "cosine"}
+    # Three epochs of blocks of 35 words.
+    medium = {"max_words": 10_000, "seq_len": 36, "schedule": "cosine"}
+    sizes = request.pick(
+        toy=Sizes(2, layers=1, eval_batches=1, options=toy, **_TOY),
+        mini=Sizes(400, learning_rate=3e-3, options=mini, warmup=40, **_MINI),
+        medium=Sizes(
+            2500, learning_rate=1e-2, options=medium, warmup=200, factors=FACTORS, **_MEDIUM
+        ),
+        paper=None,
+    )
+    sizes = _with_rates(request, sizes, "ptb-words")
+    return Study("ptb-words", "word_lm", sizes, _WORDS, needs_data=False)
 
 
 def at_one_rate(study: Study) -> Study:
     """Return the study with the same rate for every variant."""
-    return replace(
-        study, name=f"{study.name}{_ONE_RATE}", sizes=replace(study.sizes, rates={}, factors=())
-    )
+    return study.resized("one-rate", rates={}, factors=())
 
 
 def base_name(name: str) -> str:
     """Return the name of a study without what `at_one_rate` adds."""
-    return name.removesuffix(_ONE_RATE)
+    return name.removesuffix("-one-rate")
 
 
 def find_data(data: str | None, folders: Sequence[str]) -> str | None:
@@ -149,35 +281,25 @@ def refuse_other_data(data: str | None, studies: Sequence[Study]) -> None:
 def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int) -> RunConfig:
     """Return the run of one variant: Adam (0.9, 0.98), the paper's, and the sizes of the study."""
     sizes = study.sizes
-    base = RunConfig(
-        task=study.task,
-        task_options=dict(options),
-        model=ModelOptions(
-            hidden_size=sizes.width,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_experts=sizes.experts,
-            position="sinusoidal",
-            pooling=sizes.pooling,
-            tie_word_embeddings=False,
-            dropout=sizes.dropout,
-            scale_embeddings=study.scale_embeddings,
-        ),
-        train=TrainOptions(
-            steps=sizes.steps,
-            batch_size=sizes.batch_size,
-            learning_rate=sizes.rates.get(variant, sizes.learning_rate),
-            schedule=sizes.schedule,
-            warmup_steps=sizes.warmup,
-            weight_decay=0.0,
-            max_grad_norm=sizes.clip,
-            patience=sizes.patience,
-            eval_every=max(1, sizes.steps // sizes.evaluations),
-            eval_batches=sizes.eval_batches,
-            checkpoint_every=sizes.steps,
-            log_every=max(1, sizes.steps // 20),
-            seed=seed,
-        ),
+    base = shared.run_config(
+        study.task,
+        options,
+        sizes,
+        seed=seed,
+        model={
+            "intermediate_size": None,
+            "num_experts": sizes.experts,
+            "position": "sinusoidal",
+            "pooling": sizes.options.get("pooling", "mean"),
+            "tie_word_embeddings": False,
+            "dropout": sizes.dropout,
+            "scale_embeddings": study.scale_embeddings,
+        },
+        learning_rate=dict(sizes.rates).get(variant, sizes.learning_rate),
+        schedule=sizes.options.get("schedule", "constant"),
+        patience=sizes.options.get("patience"),
+        weight_decay=0.0,
+        max_grad_norm=5.0,
     )
     config = apply_variant(variant, base)
     # Only TransJect has experts; an option that a model lacks has to stay at its default.
@@ -205,17 +327,20 @@ def train_study(
     options = study.options(request)
     task = build_task(study.task, options) if task is None else task
     study = tuned_study(request, study, task, variants)
+    seeds = range(study.sizes.seeds) if seeds is None else seeds
     planned = [
-        PlannedRun(
-            request.runs(study.group(variant)) / variant_folder(variant) / f"seed-{seed}",
-            f"{study.name}, {LABELS.get(variant, variant)}, seed {seed}",
-            run_config(study, options, variant, seed),
-        )
-        for seed, variant in itertools.product(
-            range(study.sizes.seeds) if seeds is None else seeds, variants
-        )
+        _planned(request, study, options, variant, f"seed-{seed}", seed)
+        for seed, variant in itertools.product(seeds, variants)
     ]
     return task, train_grid(request, planned, task=task)
+
+
+def _planned(
+    request: Request, study: Study, options: Mapping[str, Any], variant: str, what: str, seed: int
+) -> PlannedRun:
+    folder = request.runs(study.group(variant)) / variant_folder(variant) / what
+    label = f"{study.name}, {LABELS.get(variant, variant)}, {what.replace('-', ' ', 1)}"
+    return PlannedRun(folder, label, run_config(study, options, variant, seed))
 
 
 def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[str]) -> Study:
@@ -230,16 +355,8 @@ def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[st
         return study
 
     def plan(variant: str, rate: float) -> PlannedRun:
-        return PlannedRun(
-            request.runs(study.group(variant)) / variant_folder(variant) / f"rate-{rate:g}",
-            f"{study.name}, {LABELS.get(variant, variant)}, rate {rate:g}",
-            run_config(
-                replace(study, sizes=replace(sizes, rates={variant: rate})),
-                options,
-                variant,
-                TUNING_SEED,
-            ),
-        )
+        at_rate = replace(study, sizes=replace(sizes, rates={variant: rate}))
+        return _planned(request, at_rate, options, variant, f"rate-{rate:g}", TUNING_SEED)
 
     tried = try_rates(
         lambda planned: train_grid(request, planned, task=task, test_batches=1),
@@ -256,24 +373,5 @@ def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[st
 
 
 def _score(run: FinishedRun) -> float:
-    return (
-        -run.metric("perplexity,valid")
-        if run.config.task == "word_lm"
-        else run.metric("accuracy,valid")
-    )
-
-
-def model_name(variant: str, *, scaled: bool) -> str:
-    """Return what to call a model, with the scale of its embeddings where it has one."""
-    return (
-        f"{LABELS[variant]}, scaled"
-        if scaled and not variant.startswith("transject")
-        else LABELS[variant]
-    )
-
-
-def trained_model(run: FinishedRun) -> Any:
-    """Return the model of a run with the weights that were best on valid, in evaluation mode."""
-    from wellposed.training import load_run_model
-
-    return load_run_model(run.folder)[0]
+    language_model = run.config.task == "word_lm"
+    return -run.metric("perplexity,valid") if language_model else run.metric("accuracy,valid")

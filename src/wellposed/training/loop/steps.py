@@ -115,7 +115,7 @@ def validate(run: Run) -> None:
     state = run.state
     found = evaluate(run, "valid")
     better = state.record_evaluation(found, run.task)
-    row = {"step": state.step, "split": "valid", **found.metrics}
+    row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(run.model)}
     run.add_row({**row, "best": better, "seconds": run.elapsed()})
     if run.history is not None:
         run.history.add(state.step, run.model, write=run.is_main)

@@ -1,0 +1,207 @@
+"""Huang et al. (2020), Theorem 3.1: how far a step moves one attention block, by the sizes of its
+weights and input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.charts import Panel, Row, Series, where
+from wellposed.initialize import step_change
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.huang2020.exponents import exponent
+from wellposed_studies.study import mean_and_error, plus_minus
+from wellposed_studies.verdicts import UNCERTAINTY, every, within
+
+TOKENS = 16
+Sizes = tuple[float, float, float]
+"""Exponents of L in |v|, |w| and |m|."""
+MEETING: Mapping[str, Sizes] = {
+    "v = w = m = L^-1/4": (-0.25, -0.25, -0.25),
+    "v = 1, w = m = L^-1/2": (0.0, -0.5, -0.5),
+    "m = 1/L, v = w = L^-1/4": (-0.25, -0.25, -1.0),
+}
+MISSING: Mapping[str, Sizes] = {"v = w = m = L^-1/8": (-0.125, -0.125, -0.125)}
+SETTINGS = {**MEETING, **MISSING}
+_NEAR = 0.1
+_BLOCKS = (60, 180, 600, 1800, 6000)
+
+
+@recipe(
+    "huang2020/theorem-3.1",
+    "|change of G| / rate of one attention block against the number of blocks L, by the sizes of v,"
+    " w and m",
+    says=(
+        "|change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is"
+        " Theta(1 / L)"
+    ),
+    measured={"mini": 0.2, "medium": 0.1},
+    estimated={"paper": 3},
+)
+def theorem_3_1(request: Request) -> Reproduction:
+    """|change of G| / rate against the number of blocks, where the theorem's condition is met and
+    where it is not."""
+    blocks: tuple[int, ...] = request.pick(
+        toy=(60, 600), mini=_BLOCKS, medium=_BLOCKS, paper=(*_BLOCKS, 18000)
+    )
+    widths: tuple[int, ...] = request.pick(
+        toy=(1, 8), mini=(1, 64), medium=(1, 64, 256), paper=(1, 64, 512)
+    )
+    seeds: int = request.pick(toy=2, mini=5, medium=20, paper=20)
+    rows = [
+        measure_block(setting, width, count, seed)
+        for setting, width in itertools.product(SETTINGS, widths)
+        for count, seed in itertools.product(blocks, range(seeds))
+    ]
+    found = {
+        (setting, width): [
+            _exponent(where(rows, setting=setting, width=width, seed=seed)) for seed in range(seeds)
+        ]
+        for setting, width in itertools.product(SETTINGS, widths)
+    }
+    scalar = where(rows, width=1)
+    exact, printed = (
+        max(abs(row[column] / row["change_over_rate"] - 1) for row in scalar)
+        for column in ("closed_form", "closed_form_as_printed")
+    )
+    said = "; ".join(
+        f"{setting}: "
+        + ", ".join(
+            f"{plus_minus(mean_and_error(found[setting, width]))} at d = {width}"
+            for width in widths
+        )
+        for setting in SETTINGS
+    )
+    return Reproduction(
+        rows,
+        [_panel(rows, width, blocks) for width in widths],
+        got=(
+            f"exponent of L in |change of G| / rate, {said}; at d = 1 the closed form of the proof"
+            f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
+            f" {printed:.1g} with the 1 that is printed"
+        ),
+        holds=judge_theorem_3_1(
+            [each for (setting, _), each in found.items() if setting in MEETING],
+            [each for (setting, _), each in found.items() if setting in MISSING],
+        ),
+        criterion=Criterion(
+            f"the exponent of L is within {_NEAR:g} of -1 in every setting that meets the"
+            f" condition, and within {_NEAR:g} of -1/2 where the sum in it is of order L^-1/2",
+            seeds,
+            UNCERTAINTY,
+        ),
+        notes=(
+            (
+                f"one query, {TOKENS} memory tokens, sizes are those of a row; the gradient of the"
+                " loss in G has norm 1 and a random direction; float64, the limit of small rates;"
+                " m is stepped and y is not, as the theorem says"
+            ),
+            (
+                "at d = 1 all numbers are positive (assumption 1 of the paper), at larger d they"
+                " are normal"
+            ),
+        ),
+    )
+
+
+def judge_theorem_3_1(
+    meeting: Sequence[Sequence[float]], missing: Sequence[Sequence[float]]
+) -> bool | None:
+    """Say whether the update is of order 1 / L where the condition is met, and of the order of its
+    sum elsewhere."""
+    parts = [within(exponents, -1 - _NEAR, -1 + _NEAR) for exponents in meeting]
+    return every(
+        [*parts, *(within(exponents, -0.5 - _NEAR, -0.5 + _NEAR) for exponents in missing)]
+    )
+
+
+def measure_block(setting: str, width: int, blocks: int, seed: int) -> dict[str, Any]:
+    """Return |change of G| / rate of a block drawn for ``blocks`` of them, and the sum in the
+    theorem's condition."""
+    torch.manual_seed(seed)
+    v, w, m = sizes = [blocks**power for power in SETTINGS[setting]]
+    block, y = AttentionBlock(width, sizes), draw_numbers(1, width)
+    return {
+        "setting": setting,
+        "width": width,
+        "L": blocks,
+        "seed": seed,
+        "condition": (v * w) ** 2 + (w * m) ** 2 + (v * m) ** 2,
+        "change_over_rate": step_change(block, y, lr=None),
+        **(_closed_forms(block, y) if width == 1 else {}),
+    }
+
+
+def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
+    """Return the paper's |change of G| / rate in one dimension, y fixed, as it is and as it is
+    printed.
+
+    The mixed term of the square of dG/dm_i has the factor 2; the proof prints 1.
+    """
+    m = block.memory.detach()[:, 0]
+    k, q, v, w, t = (
+        float(each.detach()) for each in (block.key, block.query, block.value, block.output, y)
+    )
+    s = (t * q * k * m).softmax(-1)
+    mean = (s * m).sum()
+    away = m - mean
+    spread = (s * m * away).sum()
+    weights = (v * w * spread) ** 2 * ((q * t) ** 2 + (t * k) ** 2) + mean**2 * (w**2 + v**2)
+    found = {}
+    for name, mixed in (("closed_form", 2), ("closed_form_as_printed", 1)):
+        memory = s**2 * (1 + (k * q * t * away) ** 2 + mixed * k * q * t * away)
+        found[name] = float(weights + (v * w) ** 2 * memory.sum())
+    return found
+
+
+def _exponent(rows: Sequence[Row]) -> float:
+    return exponent([row["L"] for row in rows], [row["change_over_rate"] for row in rows])
+
+
+def _panel(rows: Sequence[Row], width: int, blocks: Sequence[int]) -> Panel:
+    series = []
+    for setting in SETTINGS:
+        mine = where(rows, setting=setting, width=width)
+        means = [
+            mean_and_error([row["change_over_rate"] for row in where(mine, L=count)])[0]
+            for count in blocks
+        ]
+        series.append(Series(setting, blocks, means, "dotted" if setting in MISSING else "solid"))
+    slope = Series("1 / L", blocks, [1 / count for count in blocks], "dashed")
+    title = f"d = {width}, {'positive' if width == 1 else 'normal'} numbers"
+    return Panel(
+        title, "blocks L", "|change of G| / rate", [*series, slope], x_scale="log", y_scale="log"
+    )
+
+
+class AttentionBlock(nn.Module):
+    """`G(m, y) = softmax(y q (m k)^T / sqrt d) m v w`, with the memory m among what a step moves.
+
+    ``sizes`` are the factors of v, w and m on what `draw_numbers` draws.
+    """
+
+    def __init__(self, width: int, sizes: Sequence[float]) -> None:
+        super().__init__()
+        value, output, memory = sizes
+        self.query, self.key = (nn.Parameter(draw_numbers(width, width)) for _ in range(2))
+        self.value, self.output = (
+            nn.Parameter(size * draw_numbers(width, width)) for size in (value, output)
+        )
+        self.memory = nn.Parameter(memory * draw_numbers(TOKENS, width))
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Return one output token for each of y, (tokens, width)."""
+        scores = y @ self.query @ (self.memory @ self.key).mT / math.sqrt(y.shape[-1])
+        return scores.softmax(-1) @ self.memory @ self.value @ self.output
+
+
+def draw_numbers(rows: int, width: int) -> Tensor:
+    """Return rows of norm about 1: uniform in (0.5, 1) in one dimension, normal in more."""
+    if width == 1:
+        return 0.5 + torch.rand(rows, 1, dtype=torch.float64) / 2
+    return torch.randn(rows, width, dtype=torch.float64) / math.sqrt(width)

@@ -1,0 +1,358 @@
+"""Kim et al. (2021), what bounded attention costs: character-level language models by attention and
+depth, and how deep they train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from wellposed.charts import Panel, Series
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.kim2021.language_models import (
+    CONTRACTIVE,
+    LABELS,
+    READS,
+    SMALL_SCALE,
+    character_entropy,
+    fixed,
+    nll,
+    pair_entropy,
+    train_models,
+    tuned,
+)
+from wellposed_studies.kim2021.printed import TABLE_2, TABLE_3
+from wellposed_studies.study import FinishedRun, Sizes, depths_trained, listing, said
+from wellposed_studies.verdicts import AGREED, LEVELLED_OFF, UNCERTAINTY, Power, every, within
+
+_LEARNED = 0.95
+# Differences of NLL in nats; the paper prints 0.002 for L2, 0.052 for tying, 0.011 for the
+# contraction at 14 layers.
+_SMALL, _TYING, _GAIN = 0.05, 0.15, 0.02
+_USED = 0.05
+_UNJUDGED = (
+    f"not judged where a model is not at least {_USED:g} below the entropy of a character given the"
+    f" one before it, nor before every training has levelled off: {LEVELLED_OFF}"
+)
+_PAPERS = "l2_contractive_kim2021"
+"""The paper divides by the bound of Theorem 3.2, so its claims are judged with that."""
+_FIXED_RATE_KINDS = ("dot_product", "l2_tied", *CONTRACTIVE)
+_JUDGED = ("dot_product", "l2", "l2_tied", _PAPERS)
+_COSTS = Power(
+    tuned, "best test NLL, in nats", 0.012, "dot product less L2 on PTB", ended=LEVELLED_OFF
+)
+_DEPTHS = Power(fixed)
+_COSTS_TEST = (
+    f"at its best depth L2 is within {_SMALL:g} of dot product, tied L2 at most {_TYING:g} above"
+    " L2; contractive L2 by Theorem 3.2, as in the paper, is above tied L2 at the least depth,"
+    f" gains at least {_GAIN:g} to the greatest and ends at most {_SMALL:g} above tied L2;"
+    f" {_UNJUDGED}"
+)
+_DEPTH_TEST = (
+    "at the greatest depth dot product does not train and the others do; a depth trains where every"
+    f" seed's test NLL ends below {_LEARNED:g} of the entropy of single characters"
+)
+Printed = Mapping[str, Mapping[int, float]]
+ByDepth = Mapping[int, Sequence[float]]
+"""Test NLL of every seed by depth."""
+
+
+@recipe(
+    "kim2021/figure-4",
+    "character language models by attention and depth: curves",
+    says=(
+        "L2 costs hardly any performance, tying queries and keys a little, the contraction more,"
+        " which depth makes up for"
+    ),
+    measured={"mini": 10, "medium": 206},
+    power=_COSTS,
+    **READS,
+)
+def figure_4(request: Request) -> Reproduction:
+    """Curves of the language models by attention and depth, with the schedule."""
+    kinds = ("lstm", "dot_product", "l2", "l2_tied", *CONTRACTIVE)
+    sizes = tuned(request)
+    runs = train_models(request, "figure-4", kinds, sizes)
+    found, pairs = by_depth(runs), pair_entropy(runs[0])
+    deeper = [
+        f"{LABELS[kind]} by depth {listing(_said(values) for values in found[kind].values())}"
+        for kind in CONTRACTIVE
+    ]
+    got = (
+        f"best test NLL (nats per character): {_best_of_each(found)}; {'; '.join(deeper)}; pairs of"
+        f" characters {pairs:.3f}"
+    )
+    holds = judge_costs(found, pairs) if _settled(runs, _JUDGED) else None
+    criterion = Criterion(_COSTS_TEST, sizes.seeds, UNCERTAINTY)
+    return _curves(runs, sizes, got, holds, criterion, TABLE_2)
+
+
+@recipe(
+    "kim2021/figure-9",
+    "tied L2 attention with the parameters of the untied one (runs shared with figure 4)",
+    says="twice the columns of W_Q do not help: the loss by tying is not one of parameters",
+    measured={"mini": 2.2},
+    estimated={"medium": 180},
+    power=_COSTS,
+    **READS,
+)
+def figure_9(request: Request) -> Reproduction:
+    """Tying queries and keys with and without the parameters it saves."""
+    kinds = ("l2", "l2_tied", "l2_tied_wide")
+    sizes = tuned(request)
+    runs = train_models(request, "figure-4", kinds, sizes)
+    counts = {run.variant: run.info["parameters"] for run in reversed(runs)}
+    parameters = listing(f"{LABELS[kind]} {counts[kind]}" for kind in kinds)
+    found, pairs = by_depth(runs), pair_entropy(runs[0])
+    gain = _said(_minus(best(found["l2_tied"]), best(found["l2_tied_wide"])))
+    got = (
+        f"best test NLL: {_best_of_each(found)}; parameters at the least depth: {parameters}; twice"
+        f" the columns gain {gain}; pairs of characters {pairs:.3f}"
+    )
+    holds = judge_columns(found, pairs) if _settled(runs, kinds) else None
+    test = f"twice the columns change the best NLL by at most {_SMALL:g}; {_UNJUDGED}"
+    return _curves(runs, sizes, got, holds, Criterion(test, sizes.seeds, UNCERTAINTY), TABLE_2)
+
+
+@recipe(
+    "kim2021/figure-11",
+    "training curves at a fixed learning rate by depth (mini: 2, 6, 12 layers; medium: 2 to 18)",
+    says=(
+        "dot product fails to train beyond 10 layers; tied and contractive L2 train stably up to 18"
+    ),
+    measured={"mini": 14},
+    estimated={"medium": 270},
+    power=_DEPTHS,
+    **READS,
+)
+def figure_11(request: Request) -> Reproduction:
+    """Training curves at a fixed learning rate, by depth."""
+    sizes = fixed(request)
+    runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
+    learned = depths_learned(runs)
+    trains = [f"{LABELS[kind]} trains at {listing(at)} layers" for kind, at in learned.items()]
+    got = (
+        f"fixed rate {sizes.learning_rate:g}, no warm-up, {' '.join(map(str, sizes.depths))} layers"
+        f" tried: {'; '.join(trains)}"
+    )
+    holds = judge_depths(learned, max(sizes.depths))
+    criterion = Criterion(_DEPTH_TEST, sizes.seeds, AGREED)
+    return _curves(runs, sizes, got, holds, criterion, TABLE_3, split="train")
+
+
+@recipe(
+    "kim2021/table-2",
+    "best test NLL by attention and depth (the runs of figure 4)",
+    says="dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers)",
+    measured={"mini": 4.3, "medium": 195},
+    power=_COSTS,
+    **READS,
+)
+def table_2(request: Request) -> Reproduction:
+    """Best test NLL by attention and depth; the runs are those of figure 4."""
+    sizes = tuned(request)
+    runs = train_models(request, "figure-4", (*_JUDGED, "l2_contractive"), sizes)
+    holds = judge_costs(by_depth(runs), pair_entropy(runs[0])) if _settled(runs, _JUDGED) else None
+    return _table(runs, sizes, TABLE_2, holds, Criterion(_COSTS_TEST, sizes.seeds, UNCERTAINTY))
+
+
+@recipe(
+    "kim2021/table-3",
+    "best test NLL at a fixed learning rate (the runs of figure 11)",
+    says=(
+        "dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2 1.029"
+        " (16)"
+    ),
+    measured={"mini": 14},
+    estimated={"medium": 270},
+    power=_DEPTHS,
+    **READS,
+)
+def table_3(request: Request) -> Reproduction:
+    """Best test NLL at a fixed learning rate; the runs are those of figure 11."""
+    sizes = fixed(request)
+    runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
+    holds = judge_depths(depths_learned(runs), max(sizes.depths))
+    return _table(runs, sizes, TABLE_3, holds, Criterion(_DEPTH_TEST, sizes.seeds, AGREED))
+
+
+def depths_learned(runs: Sequence[FinishedRun]) -> dict[str, list[int]]:
+    """Return for each kind the depths at which every seed ends well below the entropy of single
+    characters."""
+
+    def learns(run: FinishedRun) -> bool:
+        return nll(run) < _LEARNED * character_entropy(run)
+
+    kinds = dict.fromkeys(run.variant for run in runs)
+    return {
+        kind: depths_trained([run for run in runs if run.variant == kind], learns) for kind in kinds
+    }
+
+
+def judge_depths(learned: Mapping[str, Sequence[int]], depth: int) -> bool:
+    """Say whether at a depth only dot product fails to train."""
+    judged = [(kind, depths) for kind, depths in learned.items() if kind in _JUDGED]
+    return all((depth in depths) == (kind != "dot_product") for kind, depths in judged)
+
+
+def by_depth(runs: Sequence[FinishedRun]) -> dict[str, dict[int, list[float]]]:
+    """Return the test NLL of every seed by attention and depth."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        found.setdefault(run.variant, {}).setdefault(run.depth, []).append(nll(run))
+    return found
+
+
+def best(found: ByDepth) -> Sequence[float]:
+    """Return the values of the depth with the least mean."""
+    return min(found.values(), key=fmean)
+
+
+def _uses_attention(found: Mapping[str, ByDepth], kinds: Sequence[str], pairs: float) -> bool:
+    return all(within(best(found[kind]), high=pairs - _USED) for kind in kinds)
+
+
+def _settled(runs: Sequence[FinishedRun], kinds: Sequence[str]) -> bool:
+    return all(run.settled for run in runs if run.variant in kinds)
+
+
+def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
+    """Say whether L2, tying and contraction cost what the paper says; None where attention is not
+    used."""
+    if not _uses_attention(found, _JUDGED, pairs):
+        return None
+    plain, l2, tied, contractive = (best(found[kind]) for kind in _JUDGED)
+    by_layers = found[_PAPERS]
+    least, greatest = by_layers[min(by_layers)], by_layers[max(by_layers)]
+    return every(
+        (
+            within(_minus(l2, plain), -_SMALL, _SMALL),
+            within(_minus(tied, l2), -_SMALL, _TYING),
+            within(_minus(least, found["l2_tied"][min(by_layers)]), low=0),
+            within(_minus(least, greatest), low=_GAIN),
+            within(_minus(contractive, tied), high=_SMALL),
+        )
+    )
+
+
+def judge_columns(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
+    """Say whether twice the columns change little; None where attention is not used."""
+    if not _uses_attention(found, ("l2_tied", "l2_tied_wide"), pairs):
+        return None
+    return within(_minus(best(found["l2_tied"]), best(found["l2_tied_wide"])), -_SMALL, _SMALL)
+
+
+def _minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def _best_of_each(found: Mapping[str, ByDepth]) -> str:
+    texts = []
+    for kind, depths in found.items():
+        depth = min(depths, key=lambda layers: fmean(depths[layers]))
+        texts.append(f"{LABELS[kind]} {_said(depths[depth])} at {depth} layers")
+    return ", ".join(texts)
+
+
+def _said(values: Sequence[float]) -> str:
+    return said(values, 3) if all(map(math.isfinite, values)) else "diverged"
+
+
+def _curves(
+    runs: Sequence[FinishedRun],
+    sizes: Sizes,
+    got: str,
+    holds: bool | None,
+    criterion: Criterion,
+    printed: Printed,
+    *,
+    split: str = "valid",
+) -> Reproduction:
+    rows = [
+        {
+            "attention": LABELS[run.variant],
+            "layers": run.depth,
+            "seed": run.seed,
+            "step": step,
+            "split": name,
+            "nll": loss,
+        }
+        for run in runs
+        for step, name, loss in run.losses()
+    ]
+    panels = [
+        _curve_panel([run for run in runs if run.variant == kind], kind, split, printed)
+        for kind in dict.fromkeys(run.variant for run in runs)
+    ]
+    return Reproduction(rows, panels, got, holds, _notes(sizes), criterion)
+
+
+def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Printed) -> Panel:
+    """Draw the mean over seeds of each depth in their range, and the best value that the paper
+    prints."""
+    series = []
+    for depth in dict.fromkeys(run.depth for run in runs):
+        of_seeds = [dict(run.curve(split)) for run in runs if run.depth == depth]
+        steps = [step for step in of_seeds[0] if all(step in curve for curve in of_seeds)]
+        losses = [[curve[step] for curve in of_seeds] for step in steps]
+        band = (list(map(min, losses)), list(map(max, losses))) if len(of_seeds) > 1 else ()
+        series.append(Series(f"{depth} layers", steps, list(map(fmean, losses)), band=band))
+    least = min(printed.get(kind, {}).values(), default=None)
+    level = None if least is None else (f"paper's best on test {least:g}", least)
+    return Panel(LABELS[kind], "step", f"{split} NLL", series, level=level)
+
+
+def _table(
+    runs: Sequence[FinishedRun],
+    sizes: Sizes,
+    printed: Printed,
+    holds: bool | None,
+    criterion: Criterion,
+) -> Reproduction:
+    found, entropy, series = by_depth(runs), character_entropy(runs[0]), []
+    rows = [
+        {
+            "attention": LABELS[run.variant],
+            "layers": run.depth,
+            "seed": run.seed,
+            "test_nll": nll(run),
+            "valid_nll": nll(run, "valid"),
+            "test_nll_paper": printed.get(run.variant, {}).get(run.depth),
+            "setting": run.folder.name,
+            "parameters": run.info.get("parameters", 0),
+        }
+        for run in runs
+    ]
+    for number, (kind, depths) in enumerate(found.items()):
+        means = [min(fmean(values), 2 * entropy) for values in depths.values()]
+        series.append(Series(LABELS[kind], list(depths), means, colour=number))
+        if paper := printed.get(kind):
+            label, values = f"{LABELS[kind]}, paper", list(paper.values())
+            series.append(Series(label, list(paper), values, "dotted", number))
+    got = (
+        f"best test NLL: {_best_of_each(found)}; character entropy {entropy:.3f}, of pairs"
+        f" {pair_entropy(runs[0]):.3f}"
+    )
+    panel = Panel("test NLL by depth", "layers", "nats per character", series)
+    return Reproduction(rows, [panel], got, holds, _notes(sizes), criterion)
+
+
+def _notes(sizes: Sizes) -> tuple[str, ...]:
+    sentences = "examples" in sizes.options
+    what = "sentences" if sentences else f"blocks of {sizes.seq_len} characters"
+    read = (sizes.eval_batches or 0) * sizes.batch_size
+    scale = sizes.options.get("init_scale", SMALL_SCALE)
+    notes = [
+        (
+            "validation curves, and the test set read once, where the paper shows the test set"
+            " throughout"
+        ),
+        f"initial scale s = {scale:g} of L2 attention",
+        "" if sentences else "blocks of running text where the paper has one sentence an example",
+        f"one setting (gamma 0.5, warm-up {sizes.warmup}) where the paper tunes over 84"
+        if sizes.warmup
+        else "",
+        f"D = {sizes.width}, {sizes.steps} steps of {sizes.batch_size} {what}; valid and test NLL"
+        f" on {read} of them",
+    ]
+    return tuple(filter(None, notes))

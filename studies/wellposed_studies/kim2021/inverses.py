@@ -1,0 +1,322 @@
+"""Kim et al. (2021): is ``x + c f(x)`` invertible, and how wide are the outputs of attention f."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.charts import Panel, Row, Series, medians, where
+from wellposed.nn import ATTENTIONS
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.kim2021.language_models import (
+    HEADS,
+    LABELS,
+    READS,
+    one_layer,
+    trained_attentions,
+)
+from wellposed_studies.study import spanned
+from wellposed_studies.verdicts import AGREED, Power, agreed
+
+CONSTANTS = (0.5, 0.7, 0.9)
+SPREADS = (1.0, 10.0)
+KINDS = ("l2_tied", "dot_product", "l2_contractive")
+_SOLVED = 1e-4
+_DRAWS = 3
+_NOTE = (
+    "the paper draws the tokens 'uniformly at random' without saying how wide: both widths are in"
+    f" the table, the figure shows {SPREADS[-1]:g}"
+)
+_CUT_NOTE = "the paper says 'similar' and 'much wider' without a number: both cuts at 2 are ours"
+_CERTIFIED_NOTE = (
+    "contractive L2 (divided by its certified bound) is invertible for every input by proof; it is"
+    " not in the paper's figure"
+)
+
+
+@recipe(
+    "kim2021/figure-3",
+    "invertibility of x + c f(x) at random weights, N = D = 64",
+    says=(
+        "dot product is not invertible by fixed-point iteration; L2 attention is for small enough c"
+    ),
+    measured={"mini": 0.2, "medium": 0.6},
+    estimated={"paper": 5},
+)
+def figure_3(request: Request) -> Reproduction:
+    """Invertibility at random weights, N = D = 64."""
+    tokens, width, batch = request.pick(
+        toy=(6, 8, 2), mini=(64, 64, 32), medium=(64, 64, 128), paper=(64, 64, 128)
+    )
+    rows: list[dict[str, Any]] = []
+    for seed in range(_DRAWS):
+        rows += _invert(request, _random_layers(KINDS, width, tokens, seed), tokens, batch, seed)
+    return _reproduction(rows, f"random weights, N = {tokens}, D = {width}")
+
+
+@recipe(
+    "kim2021/figure-5",
+    "invertibility of x + c f(x) with trained weights",
+    says="trained dot product is not invertible by fixed-point iteration",
+    measured={"mini": 0.8, "medium": 6.9},
+    estimated={"paper": 360},
+    power=Power(one_layer),
+    **READS,
+)
+def figure_5(request: Request) -> Reproduction:
+    """Invertibility with trained weights."""
+    tokens, batch = request.pick(toy=(6, 2), mini=(64, 32), medium=(64, 128), paper=(64, 128))
+    kinds = ("dot_product", "l2_tied")
+    of_seeds = zip(*(trained_attentions(request, kind) for kind in kinds), strict=True)
+    rows: list[dict[str, Any]] = []
+    for seed, layers in enumerate(of_seeds):
+        rows += _invert(request, dict(zip(kinds, layers, strict=True)), tokens, batch, seed)
+    return _reproduction(rows, f"trained weights, N = {tokens}, D = {rows[0]['D']}")
+
+
+@recipe(
+    "kim2021/figure-6",
+    "invertibility of x + c f(x) over N and D",
+    says="for all N and D tried, L2 attention is invertible for small enough c and dot product is not",
+    measured={"mini": 0.2, "medium": 5.7},
+    estimated={"paper": 20},
+)
+def figure_6(request: Request) -> Reproduction:
+    """Invertibility over N and D."""
+    sizes = request.pick(
+        toy=[(4, 8), (8, 16)],
+        mini=[(tokens, width) for tokens in (32, 64, 128) for width in (64, 128)],
+        medium=[(tokens, width) for tokens in (32, 64, 128, 256) for width in (64, 128, 256)],
+        paper=[(tokens, width) for tokens in (32, 64, 128, 256) for width in (64, 128, 256, 512)],
+    )
+    batch = request.pick(toy=2, mini=8, medium=32, paper=128)
+    rows: list[dict[str, Any]] = []
+    for (tokens, width), seed in itertools.product(sizes, range(_DRAWS)):
+        layers = _random_layers(("l2_tied", "dot_product"), width, tokens, seed)
+        rows += _invert(request, layers, tokens, batch, seed)
+    return _reproduction(rows, "random weights")
+
+
+def _random_layers(
+    kinds: Sequence[str], width: int, tokens: int, seed: int
+) -> dict[str, nn.Module]:
+    torch.manual_seed(seed)
+    return {kind: random_layer(kind, width, tokens) for kind in kinds}
+
+
+def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
+    """An attention with 8 heads and Glorot's weights."""
+    options = {
+        "attention": kind,
+        "attention_dropout": 0.0,
+        "qk_norm": False,
+        "layer_norm_eps": 1e-5,
+    }
+    config = SimpleNamespace(
+        hidden_size=width, num_attention_heads=HEADS, max_position_embeddings=tokens, **options
+    )
+    layer = ATTENTIONS.get(kind)(config)
+    if kind == "dot_product":
+        for parameter in layer.parameters():
+            nn.init.xavier_uniform_(parameter) if parameter.ndim == 2 else nn.init.zeros_(parameter)
+    return layer.eval().requires_grad_(False)
+
+
+def probe_inputs(batch: int, tokens: int, width: int, spread: float, seed: int) -> Tensor:
+    """Inputs whose first token is 0, where the dot-product Jacobian grows with the spread of the
+    others."""
+    generator = torch.Generator().manual_seed(1 + seed)
+    x = spread * (2 * torch.rand(batch, tokens, width, generator=generator) - 1)
+    x[:, 0] = 0
+    return x
+
+
+@torch.no_grad()
+def reconstruction_errors(layer: nn.Module, x: Tensor, c: float, iterations: int) -> list[float]:
+    """Largest ``|x_k - x|`` of ``x_(k+1) = y - c f(x_k)`` from ``x_0 = y = x + c f(x)``, after each
+    iteration."""
+    y = x + c * layer(x)
+    found, errors = y, []
+    for _ in range(iterations):
+        found = y - c * layer(found)
+        errors.append(float((found - x).abs().max()))
+    return errors
+
+
+def _invert(
+    request: Request, layers: Mapping[str, nn.Module], tokens: int, batch: int, seed: int
+) -> list[dict[str, Any]]:
+    """Return the error after each iteration for every width of inputs, layer and constant."""
+    iterations = request.pick(toy=4, mini=25, medium=25, paper=25)
+    width = _width(next(iter(layers.values())))
+    request.announce(f"N = {tokens}, D = {width}, seed {seed}")
+    rows = []
+    for spread, (kind, layer), c in itertools.product(SPREADS, layers.items(), CONSTANTS):
+        errors = reconstruction_errors(
+            layer, probe_inputs(batch, tokens, width, spread, seed), c, iterations
+        )
+        setting = {
+            "attention": LABELS[kind],
+            "N": tokens,
+            "D": width,
+            "spread": spread,
+            "c": c,
+            "seed": seed,
+        }
+        rows += [
+            {**setting, "iteration": number, "max_error": error}
+            for number, error in enumerate(errors, start=1)
+        ]
+    return rows
+
+
+def _width(attention: Any) -> int:
+    return attention.o_proj.out_features
+
+
+def _reproduction(rows: list[dict[str, Any]], title: str) -> Reproduction:
+    last = max(row["iteration"] for row in rows)
+    ends = where(rows, iteration=last)
+    narrow = max(
+        row["max_error"] for row in where(ends, spread=SPREADS[0], attention=LABELS["dot_product"])
+    )
+    wide = where(rows, spread=SPREADS[-1])
+    sizes = list(dict.fromkeys((row["N"], row["D"]) for row in rows))
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    said, panels = [], []
+    for name in (LABELS[kind] for kind in KINDS):
+        errors = [row["max_error"] for row in where(wide, attention=name, iteration=last)]
+        if not errors:
+            continue
+        inverted = sum(map(_is_solved, errors))
+        said.append(
+            f"{name}: {inverted} of {len(errors)} settings inverted, worst error {max(errors):.2g}"
+        )
+        for tokens, width in sizes:
+            heading = f"{name}\nN = {tokens}, D = {width}" if len(sizes) > 1 else f"{name}\n{title}"
+            panels.append(_panel(heading, where(wide, attention=name, N=tokens, D=width)))
+    by_seed = [
+        all(
+            judge_inverses(where(wide, iteration=last, seed=seed, N=tokens, D=width))
+            for tokens, width in sizes
+        )
+        for seed in seeds
+    ]
+    contractive = where(rows, attention=LABELS["l2_contractive"])
+    return Reproduction(
+        rows,
+        panels,
+        got=(
+            f"after {last} iterations, tokens in +-{SPREADS[-1]:g}: {'; '.join(said)}; "
+            f"tokens in +-{SPREADS[0]:g}: dot product {narrow:.2g}"
+        ),
+        holds=agreed(by_seed),
+        criterion=Criterion(
+            f"in tokens of +-{SPREADS[-1]:g} and at every N and D, some constant inverts tied L2 to"
+            f" {_SOLVED:g} of that width, none inverts dot product, and every one inverts"
+            " contractive L2 where it is shown",
+            seeds=len(seeds),
+            uncertainty=f"{AGREED}; the worst error over all inputs counts",
+        ),
+        notes=(_NOTE, *([_CERTIFIED_NOTE] if contractive else [])),
+    )
+
+
+def _is_solved(error: float) -> bool:
+    return error <= _SOLVED * SPREADS[-1]
+
+
+def judge_inverses(rows: Sequence[Row]) -> bool:
+    """Say whether L2 is invertible where dot product is not, from the errors at every constant."""
+    tied, dot_product, contractive = (
+        [_is_solved(row["max_error"]) for row in where(rows, attention=LABELS[kind])]
+        for kind in KINDS
+    )
+    return any(tied) and not any(dot_product) and all(contractive)
+
+
+def _panel(title: str, rows: Sequence[Row]) -> Panel:
+    # An exact inverse has no place on a log axis.
+    cut = [{**row, "max_error": max(row["max_error"], 1e-9)} for row in rows]
+    series = medians(cut, "iteration", "max_error", by=lambda row: f"c = {row['c']}")
+    return Panel(title, "fixed point iterations", "max reconstruction error", series, y_scale="log")
+
+
+@recipe(
+    "kim2021/figure-10",
+    "histograms of inputs and outputs of trained attention",
+    says=(
+        "outputs of L2 attention stay in a range like that of the inputs, those of dot product are"
+        " much wider"
+    ),
+    measured={"mini": 0.6, "medium": 3.1},
+    estimated={"paper": 360},
+    power=Power(one_layer),
+    **READS,
+)
+def figure_10(request: Request) -> Reproduction:
+    """Histograms of inputs and outputs of trained attention."""
+    tokens, batch, bins = request.pick(
+        toy=(6, 2, 11), mini=(64, 32, 61), medium=(64, 128, 101), paper=(64, 128, 101)
+    )
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for kind in ("l2_tied", "dot_product"):
+        layers = trained_attentions(request, kind)
+        inputs = [
+            probe_inputs(batch, tokens, _width(layer), SPREADS[-1], seed)
+            for seed, layer in enumerate(layers)
+        ]
+        with torch.no_grad():
+            pairs[kind] = [(x, layer(x)) for layer, x in zip(layers, inputs, strict=True)]
+    deviations = {
+        kind: [float(y.std() / x.std()) for x, y in of_seeds] for kind, of_seeds in pairs.items()
+    }
+    ranges = {
+        kind: [float(y.abs().max() / x.abs().max()) for x, y in of_seeds]
+        for kind, of_seeds in pairs.items()
+    }
+    limit = max(
+        float(values.abs().max()) for values in itertools.chain(*itertools.chain(*pairs.values()))
+    )
+    centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
+    rows, panels = [], []
+    for kind, of_seeds in pairs.items():
+        series = []
+        for label, values in zip(
+            ("input", "output"), map(torch.stack, zip(*of_seeds, strict=True)), strict=True
+        ):
+            shares = (torch.histc(values.double(), bins, -limit, limit) / values.numel()).tolist()
+            series.append(Series(label, centres, shares, "bars"))
+            bars = zip(centres, shares, strict=True)
+            rows += [
+                {"attention": LABELS[kind], "values": label, "bin_centre": at, "share": share}
+                for at, share in bars
+            ]
+        panels.append(Panel(LABELS[kind], "value", "share", series))
+    got = "; ".join(
+        f"{LABELS[kind]}: standard deviation of outputs {spanned(deviations[kind])} and range "
+        f"{spanned(ranges[kind])} times that of inputs"
+        for kind in ranges
+    )
+    by_seed = [
+        dict(zip(ranges, found, strict=True)) for found in zip(*ranges.values(), strict=True)
+    ]
+    criterion = Criterion(
+        "outputs of tied L2 reach at most twice as far as the inputs, those of dot product more"
+        " than twice as far as those of tied L2",
+        len(by_seed),
+        AGREED,
+    )
+    holds = agreed([judge_figure_10(of) for of in by_seed])
+    return Reproduction(rows, panels, got, holds, (_NOTE, _CUT_NOTE), criterion)
+
+
+def judge_figure_10(ranges: Mapping[str, float]) -> bool:
+    """Say whether the range of dot product's outputs over that of its inputs is much the wider
+    one."""
+    return ranges["dot_product"] > 2 * ranges["l2_tied"] and ranges["l2_tied"] <= 2

@@ -1,0 +1,646 @@
+"""McGrath (2024): Figures 1 and 3, Table 1, the QR loss and a pretrained encoder, each of the cells it
+needs.
+
+All share one folder of runs, so that a training is done once, whichever recipe asks first. Scores
+are those of the last step on the dev rows, as in the paper.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from wellposed.charts import Panel, Row, Series, where
+from wellposed.compare.runs import PlannedRun
+from wellposed.compare.variants import apply_variant
+from wellposed.errors import ConfigError
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.statistics import (
+    Failure,
+    PairedComparison,
+    SeedResults,
+    compare_seeds,
+    holm_correction,
+    mean_and_standard_error,
+    paired_comparison,
+)
+from wellposed.tasks.text.tokenizer_files import has_tokenizer
+from wellposed.training.config import ModelOptions, RunConfig, StartOptions
+from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
+from wellposed_studies.mcgrath2024.task import ERROR, SCALE_FREE, SETS
+from wellposed_studies.study import (
+    FinishedRun,
+    Sizes,
+    mean_series,
+    plus_minus,
+    run_config,
+    train_grid,
+)
+from wellposed_studies.verdicts import UNCERTAINTY, Power, every, within
+
+BASELINE = "baseline"
+STRENGTHS = ("1e-2", "1e-4", "1e-6")
+PLACES = ("key", "query", "key+query")
+QR_METHODS = ("householder", "gram_schmidt")
+GRAM = tuple(f"{place}:{strength}" for place in PLACES for strength in STRENGTHS)
+QR = tuple(f"{method}:{strength}" for method in QR_METHODS for strength in STRENGTHS)
+PRETRAINED = ("key:1e-2", "query:1e-2", "householder:1e-6")
+# Table 1, in its order. The key row equals the query row in all four columns, so one of them is
+# very likely a copy.
+COLUMNS = (*SETS, "overall")
+PAPER_TABLE: Mapping[str, tuple[float, ...]] = {
+    BASELINE: (0.485, 0.876, 0.8358, 0.7596),
+    "key": (0.4968, 0.871, 0.8362, 0.762),
+    "query": (0.4968, 0.871, 0.8362, 0.762),
+    "key+query": (0.4687, 0.871, 0.8377, 0.7528),
+}
+HEADINGS = ("SST accuracy", "Para accuracy", "STS Pearson", "overall")
+ROLES = ("token_embedding", "query", "key", "value", "affinity")
+NOTHING = "no training ended"
+DRIFT_TEST = (
+    "err_orth at the end over its initial value, without a penalty, is below 1 for every weight in"
+    " every layer and not for every affinity; one weight significantly above 1 (t-tests over seeds,"
+    " Holm-corrected over weights, at 5 %) or every affinity below it is against the claim"
+)
+_PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
+_MAX_JOBS = 8
+_GREY = 6
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return how the encoder is trained: a small one from scratch, or the one that is given."""
+    toy = {"vocab_size": 400, "max_length": 16}
+    sizes = request.pick(
+        toy=Sizes(3, 2, 16, 1, 2, 12, limit=400, evaluations=1, options=toy),
+        # 30 trainings of Figure 1 in about twenty minutes on two CPU cores.
+        mini=Sizes(350, 3, batch_size=48, limit=12_000, evaluations=5),
+        medium=Sizes(2000, 5, 128, batch_size=48, limit=50_000, evaluations=20),
+        # A pretrained BERT base on every row: three passes over the largest set.
+        paper=Sizes(
+            5300, 3, batch_size=48, learning_rate=2e-5, evaluations=20, options={"max_length": 128}
+        ),
+    )
+    if request.encoder is not None and not Path(request.encoder).is_file():
+        steps = request.pick(toy=3, mini=200, medium=1000, paper=5300)
+        rate = request.pick(toy=1e-3, mini=5e-5, medium=5e-5, paper=2e-5)
+        return replace(sizes, steps=steps, learning_rate=rate)
+    return sizes
+
+
+_SCATTER = "key at 1e-2 less the baseline"
+_READS: dict[str, Any] = {"folders": ("minbert",), "takes": ("data", "encoder")}
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell over its seeds, and its overall score against the baseline's on the same seeds."""
+
+    name: str
+    runs: Sequence[FinishedRun]
+    failed: Sequence[FinishedRun]
+    against: PairedComparison | None = None
+
+    @cached_property
+    def scores(self) -> list[Row]:
+        """The last evaluation of every seed."""
+        return [evaluations(run)[-1] for run in self.runs]
+
+    @property
+    def group(self) -> str:
+        """The name without its strength: a row of Table 1, or a QR form."""
+        return self.name.partition(":")[0]
+
+    @property
+    def strength(self) -> float:
+        """Of the penalty, 0 of the baseline."""
+        return float(self.name.partition(":")[2] or 0)
+
+    def mean(self, column: str) -> tuple[float, float | None]:
+        """Return mean and standard error of one score over the seeds."""
+        return mean_and_standard_error([scores[column] for scores in self.scores])
+
+    def overall(self) -> str:
+        """Return the overall score in words."""
+        return plus_minus(self.mean("overall"), 4) if self.runs else "failed"
+
+    def by_seed(self) -> SeedResults:
+        """Return the overall score of every seed, or why it has none."""
+        seeds = [run.seed for run in self.runs]
+        return SeedResults(
+            self.name,
+            {seed: of["overall"] for seed, of in zip(seeds, self.scores, strict=True)},
+            {run.seed: Failure("failed", run.failure) for run in self.failed},
+        )
+
+    def seconds(self) -> float:
+        """Return the mean time of a training."""
+        return fmean(run.info["seconds"] for run in self.runs)
+
+    def columns(self) -> dict[str, float | None]:
+        """Return means and standard errors of the scores."""
+        found: dict[str, float | None] = {}
+        for name in COLUMNS:
+            found[name], found[f"{name}_se"] = self.mean(name) if self.runs else (None, None)
+        return found
+
+    def row(self) -> Row:
+        """Return a row of the sweep."""
+        against = self.against
+        return {
+            "cell": self.name,
+            "strength": self.strength,
+            "seeds": len(self.runs),
+            "failed": len(self.failed),
+            **self.columns(),
+            "seconds": self.seconds() if self.runs else None,
+            "difference": against and against.mean_difference,
+            "difference_se": against and against.standard_error,
+            "p_value": against and against.p_value,
+            "p_holm": against and against.p_holm,
+            "verdict": against and against.verdict,
+        }
+
+
+Cells = Sequence[CellResult]
+
+
+def evaluations(run: FinishedRun) -> list[Row]:
+    """Return the rows of every evaluation on valid."""
+    from wellposed.training import read_metrics
+
+    return [row for row in read_metrics(run.folder) if row["split"] == "valid"]
+
+
+@recipe(
+    "mcgrath2024/figure-1",
+    "the sweep: three scores by strength of the penalty on key, query and both (needs --data)",
+    says=(
+        "over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key or"
+        " the query alone"
+    ),
+    estimated={"mini": 22, "medium": 240, "paper": 450},
+    power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=9),
+    **_READS,
+)
+def figure_1(request: Request) -> Reproduction:
+    """Every score by strength for key, query and both."""
+    cells = _cells(request, GRAM)
+    test = (
+        "some strength of key or query alone is significantly better than the baseline; every one"
+        " of them worse is against the claim"
+    )
+    holds = judge_alone(_tests_alone(cells))
+    rows = [cell.row() for cell in cells]
+    return _made(request, cells, rows, _sweep(cells), about_scores(cells), holds, test, _PAIRED)
+
+
+@recipe(
+    "mcgrath2024/table-1",
+    "scores of the baseline and of the best strength on key, query and both (the runs of figure 1;"
+    " needs --data)",
+    says=(
+        "overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of one"
+        " run each"
+    ),
+    estimated={"mini": 22, "medium": 240, "paper": 450},
+    power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=9),
+    **_READS,
+)
+def table_1(request: Request) -> Reproduction:
+    """The baseline and the best strength of key, query and both."""
+    cells = _cells(request, GRAM)
+    best = {group: found for group in PAPER_TABLE if (found := best_of(cells, group))}
+    tested = {group: found.against for group, found in best.items() if found.against}
+    test = (
+        "key and query alone are significantly better than the baseline and both together"
+        " significantly worse; one of them significantly the other way is against the claim"
+    )
+    rows: list[Row] = []
+    for group, printed in PAPER_TABLE.items():
+        rows.append({"row": group, "source": "paper", **dict(zip(COLUMNS, printed, strict=True))})
+        if group in best:
+            found = best[group]
+            rows.append({"row": group, "source": "ours", "cell": found.name, **found.columns()})
+    panels = []
+    for place, (column, heading) in enumerate(zip(COLUMNS, HEADINGS, strict=True)):
+        paper = [printed[place] for printed in PAPER_TABLE.values()]
+        at = [list(PAPER_TABLE).index(group) for group in best]
+        means, errors = zip(*(found.mean(column) for found in best.values()), strict=True)
+        series = [
+            Series("paper says", range(len(paper)), paper, "dots"),
+            Series("we got", at, means, "dots", errors=[error or 0.0 for error in errors]),
+        ]
+        names = list(PAPER_TABLE)
+        panels.append(Panel(heading, "penalty", heading, series, legend=place == 0, names=names))
+    holds = judge_table_1(tested)
+    return _made(request, cells, rows, panels, about_scores(cells), holds, test, _PAIRED)
+
+
+@recipe(
+    "mcgrath2024/figure-3",
+    "err_orth of the unconstrained baseline over training, by weight and layer (needs --data)",
+    says="every weight ends below its initial error, the key in every layer; the affinity does not",
+    estimated={"mini": 4, "medium": 25, "paper": 45},
+    power=Power(
+        sizes_of, "err_orth over its initial value", 2.0, "the query of layer 2, from scratch"
+    ),
+    **_READS,
+)
+def figure_3(request: Request) -> Reproduction:
+    """err_orth of the unconstrained baseline over training."""
+    cells = _cells(request, ())
+    rows = list(error_rows(cells))
+    test = (
+        f"{DRIFT_TEST}; not judged on a model from scratch, whose random weights begin close to"
+        " orthogonal"
+    )
+    pretrained = request.scale == "paper" or request.encoder is not None
+    holds = judge_drift(rows) if pretrained else None
+    return _made(request, cells, rows, _drift(rows), about_drift(cells), holds, test, UNCERTAINTY)
+
+
+@recipe(
+    "mcgrath2024/pretrained",
+    "key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data and"
+    " --encoder)",
+    says=(
+        "every weight ends below its initial err_orth; key or query alone gain; QR more than halves"
+        " the accuracy"
+    ),
+    estimated={"mini": 50, "medium": 210, "paper": 180},
+    power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=3),
+    **_READS,
+)
+def pretrained(request: Request) -> Reproduction:
+    """Baseline, key and query at 1e-2 and the QR loss at 1e-6 on the pretrained encoder of the
+    request."""
+    if request.encoder is None:
+        raise ConfigError(
+            "a pretrained encoder is fine-tuned here: give --encoder FOLDER, with weights and"
+            " tokenizer"
+        )
+    cells = _cells(request, PRETRAINED)
+    drift = list(error_rows(cells))
+    parts = {
+        "drift to orthogonality": judge_drift(drift),
+        "gain of key or query alone": judge_alone(_tests_alone(cells)),
+        "failure of the QR loss": judge_shares([qr_shares(cells, "householder")]),
+    }
+    words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
+    said = "; ".join(f"{part}: {words[verdict]}" for part, verdict in parts.items())
+    test = (
+        f"three parts, one contradicted is enough against the claim: (1) {DRIFT_TEST}; (2) key or"
+        " query at 1e-2 is significantly better than the baseline, both worse is against it; (3)"
+        " with the QR loss at 1e-6 the overall score is below half of the baseline's"
+    )
+    got = " ".join([f"{said}.", about_scores(cells), about_drift(cells), about_qr(cells)])
+    rows, uncertainty = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2)"
+    holds = every(parts.values())
+    return _made(request, cells, rows, _drift(drift), got, holds, test, f"{uncertainty} {_PAIRED}")
+
+
+@recipe(
+    "mcgrath2024/qr",
+    "the QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data)",
+    says="a failure: accuracy is more than halved even at 1e-6, and it is too slow",
+    estimated={"mini": 8, "medium": 200, "paper": 600},
+    power=Power(
+        sizes_of,
+        "the share of the baseline's overall score",
+        0.011,
+        "the baseline's own score",
+    ),
+    **_READS,
+)
+def qr(request: Request) -> Reproduction:
+    """The QR loss on key and query by Householder reflections and by Gram-Schmidt."""
+    cells = _cells(request, QR)
+    holds = judge_shares([qr_shares(cells, method) for method in QR_METHODS])
+    test = (
+        "with either method the overall score at the least strength is below half of the baseline's"
+        " of the same seed"
+    )
+    rows = [cell.row() for cell in cells]
+    return _made(request, cells, rows, _sweep(cells), about_qr(cells), holds, test, UNCERTAINTY)
+
+
+def _made(
+    request: Request,
+    cells: Cells,
+    rows: Sequence[Row],
+    panels: Sequence[Panel],
+    got: str,
+    holds: bool | None,
+    test: str,
+    uncertainty: str,
+) -> Reproduction:
+    differs = (
+        "a pretrained encoder that is not his, fine-tuned for fewer steps than his"
+        if request.encoder
+        else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
+        " difference here says little of his"
+    )
+    failed = [
+        f"{cell.name} seed {run.seed}: {run.failure}" for cell in cells for run in cell.failed
+    ]
+    notes = (*failed, *(() if request.scale == "paper" else (differs,)))
+    criterion = Criterion(test, sizes_of(request).seeds, uncertainty)
+    return Reproduction(rows, panels, got or NOTHING, holds, notes, criterion)
+
+
+def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
+    """Train what is not there yet and return the baseline and the named cells, each tested against
+    the baseline with Holm's correction over all."""
+    if request.data is None:
+        raise ConfigError(
+            "McGrath (2024) is about three labelled sets at once: give --data FOLDER with"
+            " ids-sst-train.csv, quora-train.csv, sts-train.csv and ids-sst-dev.csv, quora-dev.csv,"
+            " sts-dev.csv (plain or .gz)"
+        )
+    encoder = request.encoder or ("bert-base-uncased" if request.scale == "paper" else None)
+    sizes = sizes_of(request)
+    group = "-".join(["mcgrath2024", *([Path(encoder).name] if encoder else [])])
+    planned = []
+    for name in (BASELINE, *names):
+        for seed in range(sizes.seeds):
+            folder = request.runs(group) / name.replace(":", "-") / f"seed-{seed}"
+            config = _config(request, sizes, encoder, name, seed)
+            planned.append(PlannedRun(folder, f"{name} seed {seed}", config))
+    alone = request.scale == "toy" or sizes.steps > 2000
+    jobs = request.jobs or (1 if alone else min(os.cpu_count() or 1, _MAX_JOBS))
+    runs = train_grid(replace(request, jobs=jobs), planned, test_batches=1)
+    found = []
+    for place, name in enumerate((BASELINE, *names)):
+        mine = runs[place * sizes.seeds : (place + 1) * sizes.seeds]
+        good, failed = ([run for run in mine if bool(run.metrics) is ok] for ok in (True, False))
+        found.append(CellResult(name, good, failed))
+    base, *others = found
+    tests = holm_correction([compare_seeds(cell.by_seed(), base.by_seed()) for cell in others])
+    tested = zip(others, tests, strict=True)
+    return [base, *(replace(cell, against=test) for cell, test in tested)]
+
+
+def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed: int) -> RunConfig:
+    options = {"data": request.data, "limit_train": sizes.limit, **sizes.options}
+    if encoder is not None:
+        folder = Path(encoder).parent if Path(encoder).is_file() else Path(encoder)
+        own = not Path(encoder).is_file() or has_tokenizer(folder)
+        options |= {"tokenizer": f"hf:{folder}" if own else "wordpiece"}
+    config = run_config(
+        "minbert",
+        options,
+        sizes,
+        seed=seed,
+        model={"intermediate_size": None, "activation": "gelu", "pooling": "first", "dropout": 0.1},
+        schedule="linear",
+        warmup_steps=max(1, sizes.steps // 10),
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        device="cpu" if request.scale in ("toy", "mini") else "auto",
+    )
+    if encoder is not None:
+        config = replace(config, model=ModelOptions(), start=StartOptions(encoder, new_head=True))
+    baseline = "plain" if encoder else "post_ln"
+    return apply_variant(baseline if name == BASELINE else name.replace("+", "_"), config)
+
+
+def best_of(cells: Cells, group: str) -> CellResult | None:
+    """Return the cell of a row of Table 1 with the best mean overall score over its strengths."""
+    mine = [cell for cell in cells if cell.group == group and cell.runs]
+    return max(mine, key=lambda cell: cell.mean("overall")[0], default=None)
+
+
+def _tests_alone(cells: Cells) -> list[PairedComparison]:
+    return [cell.against for cell in cells if cell.group in ("key", "query") and cell.against]
+
+
+def judge_alone(tests: Sequence[PairedComparison]) -> bool | None:
+    """Say whether some penalty on key or query alone is better; False where every one of them is
+    worse."""
+    gains = [test.mean_difference or 0 for test in tests if test.significant]
+    if any(gain > 0 for gain in gains):
+        return True
+    return False if gains and len(gains) == len(tests) else None
+
+
+def judge_table_1(tests: Mapping[str, PairedComparison]) -> bool | None:
+    """Say whether key and query gain alone and lose together; None where the seeds cannot tell."""
+    signs = {"key": 1, "query": 1, "key+query": -1}
+    agree = [
+        (test.mean_difference or 0) * signs[group] > 0 if test.significant else None
+        for group, test in tests.items()
+    ]
+    return every([*agree, *(None for group in signs if group not in tests)])
+
+
+def judge_shares(shares_of_methods: Sequence[Sequence[float]]) -> bool | None:
+    """Say whether the score with the QR loss is less than half of the baseline's with every
+    method."""
+    return every(within(shares, high=0.5) for shares in shares_of_methods)
+
+
+def error_rows(cells: Cells, prefix: str = ERROR) -> Iterator[Row]:
+    """Yield err_orth of the baseline over training, or its scale-free form, beside its value over
+    the first."""
+    for run in cells[0].runs:
+        moments = [{"step": 0, **_initial_errors(run)}, *evaluations(run)]
+        for moment in moments:
+            for name, value in moment.items():
+                if name.startswith(prefix):
+                    first = moments[0][name]
+                    yield {
+                        "seed": run.seed,
+                        "step": moment["step"],
+                        "weight": name.removeprefix(prefix),
+                        "error": value,
+                        "error_over_initial": value / first if first else None,
+                    }
+
+
+def _initial_errors(run: FinishedRun) -> dict[str, float]:
+    """Return what `MinBertTask.watch` says of the weights that the run began with, drawn again."""
+    from accelerate.utils import set_seed
+
+    from wellposed.tasks import build_task
+    from wellposed.training.loop.build import build_run_model
+
+    task: Any = build_task(run.config.task, run.config.task_options)
+    set_seed(run.seed)
+    return task.watch(build_run_model(run.config, task))
+
+
+def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Return err_orth at the end over its initial value of every weight, one number a seed."""
+    last = max((row["step"] for row in rows), default=0)
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["step"] == last and row["error_over_initial"] is not None:
+            found.setdefault(row["weight"], []).append(row["error_over_initial"])
+    return found
+
+
+def judge_drift(rows: Sequence[Row]) -> bool | None:
+    """Return whether err_orth of every weight he shows fell, and that of the affinities did not."""
+    shown = ratios_by_weight(rows)
+    if not all(math.isfinite(ratio) for ratios in shown.values() for ratio in ratios):
+        return None
+    # Of sixty weights that did not move some are two errors above 1 by chance.
+    tests = holm_correction(
+        [paired_comparison(ratios, [1.0] * len(ratios)) for ratios in shown.values()]
+    )
+    fell = {
+        weight: _fell(ratios, test)
+        for (weight, ratios), test in zip(shown.items(), tests, strict=True)
+    }
+    affinities = every(found for weight, found in fell.items() if weight.startswith("affinity"))
+    weights = every(found for weight, found in fell.items() if not weight.startswith("affinity"))
+    return every([weights, None if affinities is None else not affinities]) if fell else None
+
+
+def _fell(ratios: Sequence[float], against_1: PairedComparison) -> bool | None:
+    # Equal on all seeds: nothing to doubt.
+    no_spread = against_1.pairs > 1 and against_1.p_value is None
+    if (against_1.significant or no_spread) and (against_1.mean_difference or 0.0) > 0:
+        return False
+    return within(ratios, high=1) or None
+
+
+def qr_shares(cells: Cells, method: str) -> list[float]:
+    """Return the overall score of a QR form at its least strength over the baseline's, of every
+    seed that has both."""
+    weakest = _weakest(cells, method)
+    if weakest is None:
+        return []
+    ours, plain = weakest.by_seed().values, cells[0].by_seed().values
+    return [ours[seed] / plain[seed] for seed in ours if seed in plain]
+
+
+def _weakest(cells: Cells, method: str) -> CellResult | None:
+    mine = [cell for cell in cells if cell.group == method and cell.runs]
+    return min(mine, key=lambda cell: cell.strength, default=None)
+
+
+def about_scores(cells: Cells) -> str:
+    """Return the penalised cells against the baseline; empty where nothing can be compared."""
+    base = cells[0]
+    compared = [(cell, cell.against) for cell in cells if cell.group in PLACES and cell.against]
+    unsaid = [f"{cell.name}: {test.verdict}" for cell, test in compared if test.obstacle]
+    tested = [(cell, test) for cell, test in compared if not test.obstacle]
+    if not tested:
+        return f"Key and query penalties: {'; '.join(unsaid)}" if unsaid else ""
+    best, against = max(tested, key=lambda pair: pair[0].mean("overall")[0])
+    different = [f"{cell.name} is {test.verdict}" for cell, test in tested if test.significant]
+    said = (
+        "; ".join(different)
+        or f"none of the {len(tested)} penalised cells differs significantly from the baseline"
+    )
+    if all(test.p_value is None for _, test in tested):
+        said = "nothing can be tested with so few seeds"
+    error = against.standard_error
+    width = "" if error is None else f" +- {error:.4f}"
+    seen = (
+        f" His gain of 0.0024, of one run each, is {0.0024 / error:.1f} of these standard errors."
+        if error
+        else ""
+    )
+    return (
+        "Key and query penalties (paper: key or query alone gain 0.0024, both lose 0.0068):"
+        f" {'; '.join([said, *unsaid])} (paired t-tests over {len(base.runs)} seeds, Holm over every"
+        f" cell). The best, {best.name}, differs from the baseline's {base.overall()} by"
+        f" {against.mean_difference:+.4f}{width}: {against.verdict}.{seen}"
+    )
+
+
+def about_drift(cells: Cells) -> str:
+    """Return how the baseline's own err_orth moved; empty where it was not trained."""
+    if not cells[0].runs:
+        return ""
+    raw, scale_free = (_ratios_in_words(list(error_rows(cells, p))) for p in (ERROR, SCALE_FREE))
+    return (
+        "Drift of the unconstrained baseline, err_orth at the end over its initial value, all"
+        " layers and seeds (paper: every weight below 1, the key in every layer, the affinity not):"
+        f" {raw}. The same of the error that does not change with the scale: {scale_free}."
+    )
+
+
+def _ratios_in_words(rows: Sequence[Row]) -> str:
+    ratios = ratios_by_weight(rows)
+    texts = []
+    for role in ROLES:
+        mine = [
+            r for weight, found in ratios.items() if role == weight.split(".")[0] for r in found
+        ]
+        if mine:
+            mean = plus_minus(mean_and_standard_error(mine), 4)
+            texts.append(f"{role} {mean} (below 1 in {sum(r < 1 for r in mine)} of {len(mine)})")
+    return "; ".join(texts)
+
+
+def about_qr(cells: Cells) -> str:
+    """Return a sentence for each QR form with a result."""
+    base, texts = cells[0], []
+    for method in QR_METHODS:
+        weakest = _weakest(cells, method)
+        if weakest is None or not base.runs:
+            continue
+        share = weakest.mean("overall")[0] / base.mean("overall")[0]
+        verdict = weakest.against.verdict if weakest.against else "not tested"
+        texts.append(
+            f"QR loss by {method} (paper: a failure, accuracy more than halved even at 1e-6, and"
+            f" too slow): at {weakest.name} the overall score is {weakest.overall()},"
+            f" {100 * share:.0f} % of the baseline's: {verdict}; a training takes"
+            f" {weakest.seconds() / base.seconds():.2f} times as long."
+        )
+    return " ".join(texts)
+
+
+def _sweep(cells: Cells) -> list[Panel]:
+    """Return a panel a score: means by strength, a line a place or QR form, and the baseline."""
+    rows = [
+        {"group": cell.group, "strength": cell.strength, **scores}
+        for cell in cells
+        for scores in cell.scores
+    ]
+    groups = list(dict.fromkeys(cell.group for cell in cells[1:]))
+    panels = []
+    for column, heading in zip(COLUMNS, HEADINGS, strict=True):
+        series = []
+        for number, group in enumerate(groups):
+            # Side by side, so that bars of one strength can be told apart.
+            beside = 1.12 ** (number - 2)
+            mine = [
+                {**row, "strength": beside * row["strength"]} for row in where(rows, group=group)
+            ]
+            series.append(mean_series(mine, "strength", column, group))
+        ends = [x for line in series for x in line.x]
+        if ends and cells[0].runs:
+            level = [cells[0].mean(column)[0]] * 2
+            series.append(Series(BASELINE, [min(ends), max(ends)], level, "dashed", _GREY))
+        legend = column == COLUMNS[0]
+        panels.append(Panel(heading, "strength", heading, series, "log", legend=legend))
+    return panels
+
+
+def _drift(rows: Sequence[Row]) -> list[Panel]:
+    """Return a panel a role: err_orth of the baseline over its initial value, a line a layer."""
+    known = [row for row in rows if row["error_over_initial"] is not None]
+    panels = []
+    for role in ROLES:
+        names = dict.fromkeys(row["weight"] for row in known if row["weight"].split(".")[0] == role)
+        series = [
+            mean_series(
+                where(known, weight=name),
+                "step",
+                "error_over_initial",
+                f"layer {name.partition('.')[2]}" if "." in name else "all",
+            )
+            for name in names
+        ]
+        panels.append(Panel(role.replace("_", " "), "step", "err_orth / initial", series))
+    return panels

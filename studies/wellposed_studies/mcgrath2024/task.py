@@ -1,0 +1,288 @@
+"""Task ``minbert``: sentiment, paraphrase and similarity at once (McGrath 2024, sec. 4.1); free of
+torch until a batch is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from wellposed.tasks import TASKS, Task, TaskSpec
+from wellposed.tasks.batches.batching import bucketed_batches
+from wellposed.tasks.batches.collate import pad_inputs
+from wellposed.tasks.data.minbert import EncodedRows, encode_rows, read_minbert, train_word_pieces
+from wellposed.tasks.kinds.objectives import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SETS = ("sst", "para", "sts")
+OUTPUTS = {"sst": slice(0, 5), "para": slice(5, 6), "sts": slice(6, 7)}
+"""Which logits are the head of each set."""
+LABELS = (*(f"sst {stars}" for stars in range(5)), "para", "sts")
+ERROR, SCALE_FREE = "err_orth/", "scale_free_err_orth/"
+PROBE_ROWS = 16
+
+
+@dataclass(frozen=True)
+class MinBertOptions:
+    """Options of the task `minbert`."""
+
+    data: str
+    """Folder of ids-sst-train.csv, quora-train.csv, sts-train.csv and their dev files, plain or
+    gzip."""
+    tokenizer: str = "wordpiece"
+    """wordpiece, learned from the train rows, or hf:NAME_OR_PATH."""
+    vocab_size: int = 4000
+    """Word pieces that are learned."""
+    max_length: int = 48
+    """Longest row in tokens, pairs together; longer rows are cut and counted."""
+    limit_train: int | None = None
+    """Train on the first so many rows of each set; all where not given."""
+    sts_loss: Literal["squared_error", "cosine"] = "squared_error"
+    """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as
+    vectors."""
+
+
+class MinBertTask(Task):
+    """Three heads on one encoder, as seven outputs: five classes, a paraphrase or not, a similarity.
+
+    A train batch holds as many rows of each set, and its loss is the sum of the three means; a set
+    is drawn from in passes, so that smaller ones come again. *valid* and *test* are the dev rows, as
+    in the paper.
+    """
+
+    name: ClassVar = "minbert"
+    kind: ClassVar = "sequence_classification"
+    headline: ClassVar = "overall"
+    higher_is_better: ClassVar = True
+
+    def __init__(self, options: MinBertOptions) -> None:
+        self.options = options
+        sets = read_minbert(options.data)
+        self._files = {name: list(found.files) for name, found in sets.items()}
+        kept = {name: found.train.first(options.limit_train) for name, found in sets.items()}
+        length = options.max_length
+        if options.tokenizer.startswith("hf:"):
+            from transformers import AutoTokenizer
+
+            from wellposed.models import load_pretrained
+
+            tokenizer: Any = load_pretrained(AutoTokenizer, options.tokenizer.removeprefix("hf:"))
+        else:
+            texts = [text for rows in kept.values() for row in rows.sentences for text in row]
+            tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
+        self._tokens = tokenizer
+        train = {
+            name: encode_rows(rows, tokenizer, max_length=length) for name, rows in kept.items()
+        }
+        valid = {
+            name: encode_rows(found.valid, tokenizer, max_length=length)
+            for name, found in sets.items()
+        }
+        self._sizes = [len(rows) for rows in train.values()]
+        self._cut = {name: train[name].cut + valid[name].cut for name in SETS}
+        self._rows = {"train": list(_examples(train)), "valid": list(_examples(valid))}
+        self._rows["test"] = self._rows["valid"]
+
+    def _build_tokenizer(self) -> Any:
+        return self._tokens
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {
+            "vocab_size": len(self._tokens),
+            "max_position_embeddings": self.options.max_length,
+            "pad_token_id": self._tokens.pad_token_id,
+            "num_labels": len(LABELS),
+            "id2label": dict(enumerate(LABELS)),
+            "label2id": {label: number for number, label in enumerate(LABELS)},
+        }
+
+    def dataset(self, split: str) -> Sequence[Any]:
+        return self._rows[split]
+
+    def lengths(self, split: str) -> Sequence[int]:
+        return [len(row["input_ids"]) for row in self._rows[split]]
+
+    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        import torch
+
+        batch = pad_inputs(examples, pad_id=self._tokens.pad_token_id)
+        if "token_type_ids" in examples[0]:
+            types = [{"input_ids": row["token_type_ids"]} for row in examples]
+            batch["token_type_ids"] = pad_inputs(types, pad_id=0)["input_ids"]
+        return {**batch, "labels": torch.tensor([row["labels"] for row in examples])}
+
+    def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+        if split != "train":
+            return bucketed_batches(self.lengths(split), batch_size, shuffle=split)
+        each = max(1, batch_size // len(SETS))
+        count = max(1, max(self._sizes) // each)
+        firsts = [0, self._sizes[0], self._sizes[0] + self._sizes[1]]
+        drawn = [
+            _passes(size, f"{seed}/{name}", epoch * count * each, count * each)
+            for name, size in zip(SETS, self._sizes, strict=True)
+        ]
+        return [
+            [
+                first + rows[place]
+                for first, rows in zip(firsts, drawn, strict=True)
+                for place in range(batch * each, (batch + 1) * each)
+            ]
+            for batch in range(count)
+        ]
+
+    def loss_sum(
+        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return three times the summed losses and the number of rows: the sum of the three means
+        where the sets have as many rows.
+
+        sst: cross entropy of five classes. para: binary cross entropy. sts: ``squared_error``, the
+        mean of ``(5 sigmoid(z) - y)^2``; or ``cosine``, ``1 - cos(z, y)`` with z and y the batch's
+        outputs and scores as vectors. McGrath (2024, sec. 4.1) prints "cosine embedding loss on the
+        output node"; of one number the cosine is +1 or -1 and has no gradient, so the vector over
+        the batch is the reading that trains.
+        """
+        import torch
+        from torch.nn import functional
+
+        found = self._by_set(logits.float(), batch["labels"])
+        total = logits.new_zeros((), dtype=torch.float32)
+        for name, (output, labels) in found.items():
+            if name == "sst":
+                classes = labels.long()
+                total = total + functional.cross_entropy(
+                    output, classes, reduction="sum", label_smoothing=label_smoothing
+                )
+            elif name == "para":
+                total = total + functional.binary_cross_entropy_with_logits(
+                    output[:, 0], labels, reduction="sum"
+                )
+            elif self.options.sts_loss == "cosine":
+                cosine = functional.cosine_similarity(output[:, 0], labels, dim=0)
+                total = total + (1 - cosine) * len(labels)
+            else:
+                scores = 5 * output[:, 0].sigmoid()
+                total = total + functional.mse_loss(scores, labels, reduction="sum")
+        return len(SETS) * total, torch.tensor(float(len(batch["labels"])))
+
+    def metric_sums(
+        self, logits: Tensor, batch: Mapping[str, Tensor]
+    ) -> dict[str, tuple[float, float]]:
+        found = self._by_set(logits, batch["labels"])
+        sums = dict.fromkeys(("sst", "para", *_MOMENTS), (0.0, 0.0))
+        for name, (output, labels) in found.items():
+            count = float(len(labels))
+            if name == "sst":
+                sums[name] = float((output.argmax(-1) == labels.long()).sum()), count
+            elif name == "para":
+                sums[name] = float(((output[:, 0] > 0) == labels.bool()).sum()), count
+            else:
+                x, y = output[:, 0].double(), labels.double()
+                values = (x, y, x * x, y * y, x * y)
+                moments = zip(_MOMENTS, values, strict=True)
+                sums |= {moment: (float(value.sum()), count) for moment, value in moments}
+        return sums
+
+    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        means = {name: total / max(1.0, count) for name, (total, count) in totals.items()}
+        x, y, xx, yy, xy = (means[moment] for moment in _MOMENTS)
+        spread = (xx - x * x) * (yy - y * y)
+        # Pearson's r of a constant output, which is not defined, is given as 0: it orders nothing.
+        r = (xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0
+        scores = {"sst": means["sst"], "para": means["para"], "sts": r}
+        return {**scores, "overall": overall_score(scores)}
+
+    def watch(self, model: nn.Module) -> dict[str, float]:
+        """Return err_orth of embeddings, queries, keys, values and affinities, by role and layer."""
+        from wellposed.measurement import measure
+        from wellposed.training.loop.batches import model_inputs, to_device
+
+        device = next(model.parameters()).device
+        probe = [row for row in self._rows["valid"] if row["labels"][-1] != IGNORED_LABEL]
+        batch = to_device(self.collate(probe[:PROBE_ROWS]), device)
+        measured = measure(model, model_inputs(model, batch), spectra=False)
+        found = {}
+        for row in measured.rows:
+            if row["role"] in ("query", "key", "value", "token_embedding"):
+                layer = "" if row["layer"] is None else f".{row['layer']}"
+                name = f"{row['role']}{layer}"
+                found[ERROR + name] = row["orthogonality_error"]
+                found[SCALE_FREE + name] = row["scale_free_orthogonality_error"]
+        for row in measured.activations:
+            if heads := row["affinity_orthogonality_error"]:
+                found[f"{ERROR}affinity.{row['layer']}"] = sum(heads) / len(heads)
+        return found
+
+    def reference(self) -> dict[str, float]:
+        labels = [row["labels"] for row in self._rows["valid"]]
+        scores = {"sts": 0.0}
+        for place, name in enumerate(SETS[:2]):
+            mine = [row[place] for row in labels if row[place] != IGNORED_LABEL]
+            scores[name] = max(map(mine.count, set(mine))) / len(mine)
+        return {"overall": overall_score(scores)}
+
+    def description(self) -> dict[str, Any]:
+        rows = dict(zip(SETS, self._sizes, strict=True))
+        return {"task": self.name, "files": self._files, "train_rows": rows, "rows_cut": self._cut}
+
+    def _by_set(self, logits: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the outputs and labels of the rows of each set that is there."""
+        found = {}
+        for place, name in enumerate(SETS):
+            mine = labels[:, place] != IGNORED_LABEL
+            if mine.any():
+                found[name] = (logits[mine][:, OUTPUTS[name]], labels[mine, place])
+        return found
+
+
+_MOMENTS = ("x", "y", "xx", "yy", "xy")
+
+
+def _examples(sets: Mapping[str, EncodedRows]) -> Iterator[dict[str, Any]]:
+    for place, name in enumerate(SETS):
+        rows = sets[name]
+        for index, label in enumerate(rows.labels):
+            labels = [float(IGNORED_LABEL)] * len(SETS)
+            labels[place] = label
+            columns = {column: values[index] for column, values in rows.columns.items()}
+            yield {**columns, "labels": labels}
+
+
+def _passes(size: int, seed: str, first: int, count: int) -> list[int]:
+    """Return ``count`` rows from the ``first`` on of a stream in which every row comes once a pass,
+    each pass in a new order."""
+    import random
+
+    rows: list[int] = []
+    for number in range(first // size, (first + count - 1) // size + 1):
+        order = list(range(size))
+        random.Random(f"{seed}/{number}").shuffle(order)
+        rows += order
+    start = first % size
+    return rows[start : start + count]
+
+
+def overall_score(scores: Mapping[str, float]) -> float:
+    """Return ``(sst + para + (sts + 1) / 2) / 3``: accuracies as they are, the correlation moved to
+    0..1.
+
+    Status: exact. Source: the score of the CS224N project, which reproduces every row of McGrath
+    (2024, Table 1) to its last printed digit.
+
+    >>> round(overall_score({"sst": 0.485, "para": 0.876, "sts": 0.8358}), 4)
+    0.7596
+    """
+    return (scores["sst"] + scores["para"] + (scores["sts"] + 1) / 2) / 3
+
+
+TASKS.register("minbert")(
+    TaskSpec(
+        "minbert",
+        MinBertOptions,
+        MinBertTask,
+        "sentiment, paraphrase and similarity at once, from the files of the minBERT project",
+    )
+)

@@ -1,0 +1,33 @@
+"""The penalties of McGrath (2024) that are no variants of the library: on key and query together, and
+the QR loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wellposed.compare.variants import VARIANTS, key
+from wellposed.training.config import RunConfig
+
+
+@VARIANTS.register("key_query")
+def key_query(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |K K^T - I|_F and |Q Q^T - I|_F on keys and queries (McGrath
+    2024)."""
+    config = key(base, strength)
+    return replace(config, penalty=replace(config.penalty, query=strength))
+
+
+@VARIANTS.register("householder")
+def householder(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + the QR loss on keys and queries, by Householder reflections
+    (McGrath 2024)."""
+    config = key_query(base, strength)
+    return replace(config, penalty=replace(config.penalty, form="qr"))
+
+
+@VARIANTS.register("gram_schmidt")
+def gram_schmidt(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + the QR loss on keys and queries, by Gram-Schmidt (McGrath
+    2024)."""
+    config = householder(base, strength)
+    return replace(config, penalty=replace(config.penalty, qr_method="gram_schmidt"))

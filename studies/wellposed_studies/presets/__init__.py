@@ -1,0 +1,24 @@
+"""The runs of Zhang et al. (2021) and Huang et al. (2020) on each corpus, one file each, as
+``--preset``.
+
+What a paper prints is taken as printed. What it leaves to its framework (Tensor2Tensor for Zhang,
+fairseq for Huang) is that framework's public setting; what neither fixes is named in the file.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from wellposed.compare.named import NAMED
+from wellposed.training.config import RunConfig, read_toml
+
+PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+"""The file of each preset."""
+
+
+def read_preset(path: Path) -> RunConfig:
+    """Return the configuration of a file."""
+    return RunConfig.from_dict(read_toml(path), where=str(path))
+
+
+for _name, _path in PRESETS.items():
+    NAMED.register(_name)(partial(read_preset, _path))

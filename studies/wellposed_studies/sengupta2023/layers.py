@@ -1,0 +1,420 @@
+"""Sengupta et al. (2023): what trained models do layer by layer: activation factors, entropies of
+layers, heads and experts, residual weights, weights of experts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from wellposed.charts import Panel, Row, Series, lines, where
+from wellposed.errors import ConfigError
+from wellposed.measurement import correlate
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.sengupta2023.printed import (
+    ENTROPY,
+    FACTOR,
+    GATE_MODE,
+    LARGEST_WEIGHT,
+    PART_ENTROPY,
+)
+from wellposed_studies.sengupta2023.states import (
+    METRICS,
+    Layers,
+    gate_weights,
+    measure_layers,
+    part_entropies,
+    probe_batches,
+    quantile,
+    residual_weights,
+)
+from wellposed_studies.sengupta2023.tokens import imdb_seeds
+from wellposed_studies.sengupta2023.trained import (
+    LABELS,
+    SCALE_NOTE,
+    Study,
+    arena_study,
+    text_study,
+    train_study,
+)
+from wellposed_studies.study import said
+from wellposed_studies.verdicts import AGREED, UNCERTAINTY, Power, every, within
+
+NEIGHBOURS_NOTE = (
+    "entropies in nats by the three nearest neighbours; the paper names no estimator; entropy"
+    " depends on scale"
+)
+FACTORS = Power(imdb_seeds, "median activation factors", 0.12, "Transformer by dropout on IMDb")
+_MODELS = ("transject", "post_ln", "rezero", "orthogonal")
+_MUCH_HIGHER = 1.5
+_DRAWN = ("activation factor, euclidean", "activation factor, cosine", "entropy")
+_BOX = {
+    "least": 0.0,
+    "lower_quartile": 0.25,
+    "median": 0.5,
+    "upper_quartile": 0.75,
+    "greatest": 1.0,
+}
+_TAIL = 0.005
+
+
+def figure_studies(request: Request) -> list[Study]:
+    """Return IMDb and its characters."""
+    return [text_study(request, "imdb"), arena_study(request, "text")]
+
+
+@recipe(
+    "sengupta2023/figure-3a",
+    "activation factors and entropies by layer of four models, and their correlations (the runs of"
+    " tables 1 and 2)",
+    says=(
+        "the median activation factor of TransJect is about 1, that of Transformer much higher;"
+        " entropy -1.3 against 5.8"
+    ),
+    measured={"mini": 19},
+    estimated={"medium": 470},
+    takes=("data",),
+    power=FACTORS,
+)
+def figure_3a(request: Request) -> Reproduction:
+    """Activation factor (three distances) and entropy by layer, and the correlations of section
+    5."""
+    rows: list[Row] = []
+    panels: list[Panel] = []
+    texts: list[str] = []
+    verdicts: list[bool | None] = []
+    for study in figure_studies(request):
+        found = _measured(request, replace(study, scale_embeddings=False), _MODELS)
+        found |= _measured(request, study, _MODELS[1:])
+        mine = [
+            row
+            for model, runs in found.items()
+            for row in _layer_rows(study.name, model, [layers for layers, _ in runs])
+        ]
+        rows += mine
+        for quantity in _DRAWN:
+            shown = where(mine, quantity=quantity)
+            boxes = [_boxes(model, where(shown, model=model)) for model in found]
+            printed = {LABELS["transject"]: FACTOR} if quantity == _DRAWN[0] else {}
+            if quantity == "entropy" and study.name == "imdb":
+                printed = ENTROPY
+            drawn = [
+                _printed_line(model, height, shown, list(found).index(model))
+                for model, height in printed.items()
+            ]
+            panels.append(Panel(study.name, "layer", quantity, [*boxes, *drawn]))
+        factors, entropies = (
+            {model: [of(layers) for layers, _ in runs] for model, runs in found.items()}
+            for of in (Layers.median_factor, Layers.entropy)
+        )
+        by_model = [
+            ", ".join(f"{model} {said(values)}" for model, values in of.items())
+            for of in (factors, entropies)
+        ]
+        points = [
+            (layers.median_factor(), layers.entropy(), score)
+            for runs in found.values()
+            for layers, score in runs
+        ]
+        texts.append(
+            f"{study.name}: median activation factor {by_model[0]}; entropy {by_model[1]}"
+            f"{_correlations(points)}"
+        )
+        verdicts.append(judge_figure_3a(factors[LABELS["transject"]], factors[LABELS["post_ln"]]))
+    return Reproduction(
+        rows,
+        panels,
+        got="; ".join(texts),
+        holds=every(verdicts),
+        notes=(
+            NEIGHBOURS_NOTE,
+            SCALE_NOTE,
+            (
+                "the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on"
+                " characters, and Spearman(factor, entropy) 1.0, over its four models"
+            ),
+            (
+                "-inf: some value occurs more often than there are neighbours, as TransJect's code"
+                " of a position does in the embeddings of many texts, so that they have no density"
+            ),
+        ),
+        criterion=Criterion(
+            "at the last layer, on both tasks and without scaled embeddings, the median activation"
+            " factor of TransJect is within 0.9 to 1.1 and that of the Transformer at least"
+            f" {_MUCH_HIGHER:g} times as high",
+            imdb_seeds(request),
+            UNCERTAINTY,
+        ),
+    )
+
+
+def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
+    """Say whether TransJect keeps distances, and the Transformer's factor is much higher."""
+    ratios = [plain / ours for plain, ours in zip(transformer, transject, strict=False)]
+    return every((within(transject, 0.9, 1.1), within(ratios, low=_MUCH_HIGHER)))
+
+
+def _measured(
+    request: Request, study: Study, variants: Sequence[str]
+) -> dict[str, list[tuple[Layers, float]]]:
+    """Train a study and return, for each model, what was measured and the test accuracy, seed by
+    seed."""
+    task, runs = train_study(request, study, variants=variants)
+    batches = probe_batches(request, task)
+    found: dict[str, list[tuple[Layers, float]]] = {}
+    for run in runs:
+        if run.metrics:
+            measured = measure_layers(run.model, batches), 100 * run.metric("accuracy,test")
+            found.setdefault(study.model_name(run.variant), []).append(measured)
+    missing = {study.model_name(variant) for variant in variants}.difference(found)
+    if missing:
+        raise ConfigError(f"{study.name}: training diverged for {', '.join(sorted(missing))}")
+    return found
+
+
+def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
+    """Return quartiles over the sequences of all seeds, for each layer of each quantity."""
+    quantities = {
+        f"activation factor, {metric}": [of.factors[metric] for of in seeds] for metric in METRICS
+    }
+    quantities["entropy"] = [of.entropies for of in seeds]
+    quantities["entropy, standardized"] = [of.standardized for of in seeds]
+    rows = []
+    for quantity, by_seed in quantities.items():
+        first = 0 if quantity.startswith("entropy") else 1
+        for layer, of_layer in enumerate(zip(*by_seed, strict=True), start=first):
+            values = list(itertools.chain(*of_layer))
+            rows.append(
+                {
+                    "task": task,
+                    "model": model,
+                    "quantity": quantity,
+                    "layer": layer,
+                    "mean": fmean(values),
+                    **{name: quantile(values, share) for name, share in _BOX.items()},
+                }
+            )
+    return rows
+
+
+def _correlations(points: Sequence[tuple[float, float, float]]) -> str:
+    """Say the correlations over models and seeds, where the numbers vary."""
+    if len(points) < 3 or any(min(column) == max(column) for column in zip(*points, strict=True)):
+        return ""
+    factor, entropy, accuracy = zip(*points, strict=True)
+    with_accuracy = correlate(factor, accuracy, names=("activation factor", "accuracy"))
+    with_entropy = correlate(factor, entropy, names=("activation factor", "entropy"))
+    return (
+        f"; r(factor, accuracy) {with_accuracy.pearson:.2f} (p {with_accuracy.p_value:.2f}), "
+        f"Spearman(factor, entropy) {with_entropy.spearman:.2f} (n = {with_accuracy.n})"
+    )
+
+
+def _boxes(label: str, rows: Sequence[Row]) -> Series:
+    """Return a box a layer: median, quartiles and extremes; layers where any of these is infinite
+    have none."""
+    drawn = [row for row in rows if all(math.isfinite(row[name]) for name in _BOX)]
+    least, lower, median, upper, greatest = ([row[name] for row in drawn] for name in _BOX)
+    layers = [row["layer"] for row in drawn]
+    band, whiskers = (lower, upper), (least, greatest)
+    return Series(label, layers, median, "boxes", band=band, whiskers=whiskers)
+
+
+def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -> Series:
+    """Return a number of the paper as a dashed line over the layers."""
+    layers = [row["layer"] for row in rows]
+    ends = [min(layers), max(layers)]
+    return Series(f"paper, {label}", ends, [height, height], "dashed", colour)
+
+
+@recipe(
+    "sengupta2023/figure-3b",
+    "entropy of each head and each expert by layer (the runs of table 1)",
+    says="the mean entropy of experts is -2.2, that of attention heads 0.67",
+    measured={"mini": 1.5},
+    estimated={"medium": 90},
+    takes=("data",),
+    power=Power(
+        imdb_seeds,
+        "mean entropy of heads and experts, in nats",
+        0.025,
+        "experts less heads on IMDb",
+    ),
+)
+def figure_3b(request: Request) -> Reproduction:
+    """Entropy of each head of the Transformer and each expert of TransJect, by layer."""
+    study = text_study(request, "imdb")
+    task, runs = train_study(request, study, variants=("transject", "post_ln"))
+    batches = probe_batches(request, task)
+    rows: list[Row] = []
+    means: dict[str, list[float]] = {}
+    for run in runs:
+        kind, label = "expert" if run.variant == "transject" else "head", LABELS[run.variant]
+        layers = part_entropies(run.model, batches)
+        for layer, values in enumerate(layers, start=1):
+            common = {"model": label, "seed": run.seed, "layer": layer}
+            for part, value in enumerate(values, start=1):
+                rows.append({**common, "part": f"{kind} {part}", "entropy": value})
+        means.setdefault(label, []).append(fmean(itertools.chain(*layers)))
+    drawn = []
+    for model in means:
+        boxes = []
+        for layer in sorted({row["layer"] for row in rows}):
+            values = [row["entropy"] for row in where(rows, model=model, layer=layer)]
+            of_box = {name: quantile(values, share) for name, share in _BOX.items()}
+            boxes.append({"layer": layer, **of_box})
+        drawn.append(_boxes(model, boxes))
+    for colour, model in enumerate(means):
+        drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
+    experts, heads = (means[LABELS[variant]] for variant in ("transject", "post_ln"))
+    return Reproduction(
+        rows,
+        [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)],
+        got=f"mean entropy of experts {said(experts)}, of heads {said(heads)} nats (over seeds)",
+        holds=judge_figure_3b(experts, heads),
+        criterion=Criterion(
+            "the mean entropy of experts is below that of heads", len(experts), UNCERTAINTY
+        ),
+        notes=(
+            NEIGHBOURS_NOTE,
+            (
+                "heads are narrower than experts, so their entropy rests on fewer values; drawn:"
+                " parts of all seeds, and the printed means"
+            ),
+        ),
+    )
+
+
+def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:
+    """Say whether experts have the lower entropy, seed by seed."""
+    return within([expert - head for expert, head in zip(experts, heads, strict=True)], high=0)
+
+
+@recipe(
+    "sengupta2023/figure-5",
+    "residual weights of TransJect by layer after training (the runs of tables 1 and 2)",
+    says="residual weights alpha/L remain below 0.33",
+    measured={"mini": 1.8},
+    estimated={"medium": 70},
+    takes=("data",),
+    power=Power(imdb_seeds),
+)
+def figure_5(request: Request) -> Reproduction:
+    """Residual weights alpha_l / L of trained TransJect models."""
+    rows: list[Row] = []
+    panels = []
+    for study in figure_studies(request):
+        mine: list[Row] = []
+        for run in train_study(request, study, variants=("transject",))[1]:
+            alphas = residual_weights(run.model)
+            common = {"task": study.name, "seed": run.seed, "of": f"seed {run.seed}"}
+            for layer, alpha in enumerate(alphas, start=1):
+                share = {"alpha": alpha, "alpha_over_layers": alpha / len(alphas)}
+                mine.append({**common, "layer": layer, **share})
+        series = lines(mine, "layer", "alpha_over_layers", by="of")
+        level = (f"paper: below {LARGEST_WEIGHT:g}", LARGEST_WEIGHT)
+        panels.append(Panel(study.name, "layer", "alpha / L", series, level=level))
+        rows += mine
+    weights = [row["alpha_over_layers"] for row in rows]
+    return Reproduction(
+        rows,
+        panels,
+        got=f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers",
+        holds=judge_figure_5(weights),
+        criterion=Criterion(
+            f"|alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed",
+            imdb_seeds(request),
+            AGREED,
+        ),
+        notes=(
+            (
+                "alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid"
+                " starts at one half"
+            ),
+            (
+                "|alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the"
+                " paper's six"
+            ),
+        ),
+    )
+
+
+def judge_figure_5(weights: Sequence[float]) -> bool:
+    """Say whether every residual weight stays below a third."""
+    return max(map(abs, weights)) < LARGEST_WEIGHT
+
+
+@recipe(
+    "sengupta2023/figure-7",
+    "weights of the experts over test texts (the runs of tables 1 and 2)",
+    says="experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4",
+    measured={"mini": 2},
+    estimated={"medium": 70},
+    takes=("data",),
+    power=Power(imdb_seeds),
+)
+def figure_7(request: Request) -> Reproduction:
+    """Histogram of expert weights over test texts, by layer."""
+    rows: list[Row] = []
+    panels: list[Panel] = []
+    even = 1.0
+    for study in figure_studies(request):
+        task, runs = train_study(request, study, variants=("transject",))
+        batches = probe_batches(request, task)
+        pooled: dict[int, list[float]] = {}
+        for run in runs:
+            for layer, weights in enumerate(gate_weights(run.model, batches), start=1):
+                pooled.setdefault(layer, []).extend(itertools.chain(*weights))
+                even = 1 / len(weights[0])
+                for expert, of_expert in enumerate(zip(*weights, strict=True), start=1):
+                    rows.append(
+                        {
+                            "task": study.name,
+                            "seed": run.seed,
+                            "layer": layer,
+                            "expert": expert,
+                            "mean_weight": fmean(of_expert),
+                            "lower_quartile": quantile(of_expert, 0.25),
+                            "upper_quartile": quantile(of_expert, 0.75),
+                        }
+                    )
+        values = [*itertools.chain(*pooled.values()), GATE_MODE]
+        reach = (quantile(values, _TAIL), quantile(values, 1 - _TAIL))
+        series = [_histogram(f"layer {layer}", of, reach) for layer, of in pooled.items()]
+        height = [0, max(max(bars.y) for bars in series)]
+        mode = f"paper: mode about {GATE_MODE:g}"
+        series.append(Series(mode, [GATE_MODE, GATE_MODE], height, "dashed"))
+        panels.append(Panel(study.name, "expert weight", "share of weights", series))
+    means = [row["mean_weight"] for row in rows]
+    return Reproduction(
+        rows,
+        panels,
+        got=(
+            f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f}"
+            " being even"
+        ),
+        holds=judge_figure_7(means, even),
+        criterion=Criterion(
+            "the mean weight of every expert, in every layer of every seed, is within a factor 2 of"
+            " even",
+            imdb_seeds(request),
+            AGREED,
+        ),
+        notes=(f"drawn: all but the {_TAIL:.1%} of weights at either end",),
+    )
+
+
+def judge_figure_7(means: Sequence[float], even: float) -> bool:
+    """Say whether every expert is used about evenly."""
+    return max(means) < 2 * even and min(means) > even / 2
+
+
+def _histogram(label: str, values: Sequence[float], reach: tuple[float, float]) -> Series:
+    """Return the share of values in each twentieth of ``reach``."""
+    counts, edges = np.histogram(values, 20, range=reach)
+    centres, shares = (edges[:-1] + edges[1:]) / 2, counts / len(values)
+    return Series(label, centres.tolist(), shares.tolist(), "bars")

@@ -1,0 +1,132 @@
+"""Sentence pairs for studies of translation: the user's, or words of a generated language."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import ConfigError
+from wellposed.recipes.recipe import Request
+
+SOURCE, TARGET = "source", "target"
+_LETTERS = "abcdefgh"
+_NOT_LANGUAGES = {"tsv", "csv", "jsonl", "txt", "md"}
+READS: dict[str, Any] = {
+    "folders": ("multi30k", "iwslt14_de_en"),
+    "takes": ("data", "languages"),
+    "builtin": "walks over eight letters that mostly step by one, to be written backwards",
+}
+"""What a recipe says of its sentences."""
+
+
+def small_corpus(
+    request: Request, *, max_tokens: int, wanted: tuple[str, str] = ("de", "en")
+) -> dict[str, Any]:
+    """Return the options of the task `translation`: the user's sentences, or generated words."""
+    pairs, limit, generated = request.pick(
+        toy=(60, 6000, 4), mini=(3000, 6000, 200), medium=(20_000, 100_000, 500), paper=()
+    )
+    return {
+        **translation_data(request, wanted=wanted, words=True, pairs=pairs),
+        "max_tokens": max_tokens,
+        "overflow": "drop",
+        "limit_pairs": limit,
+        "generate_beams": 1,
+        "generate_max_examples": generated,
+        "vocab_size": 2000,
+    }
+
+
+def translation_data(
+    request: Request,
+    *,
+    wanted: tuple[str, str] = ("de", "en"),
+    pairs: int = 2000,
+    words: bool = False,
+) -> dict[str, Any]:
+    """Return the options of the task `translation` that say where its data is: the user's, or
+    generated in ``out``.
+
+    Args:
+        request: its ``data`` is a folder of aligned files, or where it names ``languages`` anything
+            that the task reads; where None the corpus is generated.
+        wanted: source and target language where the request names none; where the folder has other
+            ones, the first two it has, in order of name.
+        pairs: generated train pairs.
+        words: separate the letters of the generated language by spaces, so that BLEU has words to
+            count.
+
+    Raises:
+        ConfigError: a folder with fewer than two languages, or languages that are not two names or
+            go with no data.
+    """
+    if request.languages is not None:
+        return _named_languages(request.data, request.languages)
+    if request.data is None:
+        generated = str(_generate(request.out / "corpus", pairs, words))
+        return {"data": generated, "src": SOURCE, "tgt": TARGET}
+    if not request.data.startswith("hf:"):
+        root = Path(request.data)
+        files = [path.name.removesuffix(".gz") for path in root.glob("*train*")]
+        names = sorted({name.rpartition(".")[2] for name in files} - _NOT_LANGUAGES)
+        if not set(wanted) <= set(names):
+            if len(names) < 2:
+                raise ConfigError(
+                    f"{root}: no aligned train files of two languages (train.{wanted[0]},"
+                    f" train.{wanted[1]}); found {', '.join(names) or 'none'}; where a file holds"
+                    " both languages, give --languages SRC,TGT"
+                )
+            wanted = (names[0], names[1])
+    return {"data": request.data, "src": wanted[0], "tgt": wanted[1]}
+
+
+def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
+    """Return the options for languages that the user named, which are the columns of a tsv without
+    a header too."""
+    names = [name.strip() for name in languages.split(",")]
+    if len(names) != 2 or not all(names) or names[0] == names[1]:
+        raise ConfigError(
+            f"languages = {languages!r}: expected source and target, two names as en,fr"
+        )
+    if data is None:
+        raise ConfigError(
+            f"languages = {languages!r} without data: the generated corpus has none; give --data"
+        )
+    return {"data": data, "src": names[0], "tgt": names[1], "columns": ",".join(names)}
+
+
+def _generate(folder: Path, pairs: int, words: bool) -> Path:
+    """Write train, valid and test of the generated language, the same in every call, and return the
+    train file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ending = f"{pairs}{'-words' if words else ''}.tsv"
+    for split, rng, rows in splits("", pairs):
+        lines = [f"{SOURCE}\t{TARGET}"]
+        for _ in range(rows):
+            word = random_walk(rng)
+            sides = ((" " if words else "").join(side) for side in (word, word[::-1]))
+            lines.append("\t".join(sides))
+        path = folder / f"{split}-{ending}"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder / f"train-{ending}"
+
+
+def splits(valid: str, rows: int) -> Iterator[tuple[str, random.Random, int]]:
+    """Yield each split with its own random numbers and how many rows it gets, a tenth outside
+    train."""
+    for split in ("train", valid or "valid", "test"):
+        yield (
+            split,
+            random.Random(f"{split}/{rows}"),
+            rows if split == "train" else max(8, rows // 10),
+        )
+
+
+def random_walk(rng: random.Random) -> str:
+    """Return four to eight letters, each one or two after the one before."""
+    steps = [rng.randrange(len(_LETTERS))]
+    while len(steps) < rng.randint(4, 8):
+        steps.append((steps[-1] + rng.choice((1, 1, 1, 2))) % len(_LETTERS))
+    return "".join(_LETTERS[step] for step in steps)

@@ -1,0 +1,162 @@
+"""A model at its best learning rate: as many tried for every model, the best on *valid* kept; free
+of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from wellposed.charts import Row
+from wellposed.compare.runs import PlannedRun
+from wellposed_studies.study import FACTORS, FinishedRun
+
+Found = TypeVar("Found")
+CHOSEN_BY = "accuracy,valid"
+
+
+def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> list[float]:
+    """Return the rates to try, to one digit.
+
+    >>> rates_about(0.02)
+    [0.007, 0.02, 0.06]
+    """
+    return [float(f"{usual * factor:.1g}") for factor in factors]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What one model tried, and its runs at the rate it kept."""
+
+    trials: Sequence[FinishedRun]
+    """The first seed at every rate."""
+    runs: Sequence[FinishedRun]
+    """Every seed at the chosen rate."""
+
+    @property
+    def rate(self) -> float:
+        """The chosen rate."""
+        return self.runs[0].rate
+
+    @property
+    def settled(self) -> bool:
+        """Whether no seed failed and the loss on *valid* of every one had levelled off."""
+        return all(run.settled for run in self.runs)
+
+    def rows(
+        self,
+        fixed: Row,
+        measured: Sequence[Found | None],
+        described: Callable[[FinishedRun, Found], tuple[Row, Sequence[Row]]],
+    ) -> list[Row]:
+        """Return the rows of a table: those of each seed, or one with its failure where nothing was
+        measured.
+
+        Args:
+            fixed: what stands in every row.
+            measured: of each run, None where it failed.
+            described: what stands in every row of a seed, and its rows.
+        """
+        rows: list[Row] = []
+        for run, found in zip(self.runs, measured, strict=True):
+            mine = {**fixed, "rate": self.rate, "seed": run.seed}
+            if found is None:
+                rows.append({**mine, "error": run.failure})
+                continue
+            whole, points = described(run, found)
+            rows += [{**mine, **whole, **point} for point in points]
+        return rows
+
+
+def best_rate(scores: Sequence[tuple[float, float]]) -> float:
+    """Return the rate with the best score, of equals the lowest; a score that is not finite is the
+    worst.
+
+    >>> best_rate([(0.003, 0.8), (0.01, 0.9), (0.03, 0.9), (0.1, math.nan)])
+    0.01
+    """
+    return max(sorted(scores), key=lambda pair: pair[1] if math.isfinite(pair[1]) else -math.inf)[0]
+
+
+Train = Callable[[list[PlannedRun]], list[FinishedRun]]
+Score = Callable[[FinishedRun], float]
+Tried = Mapping[float, FinishedRun]
+"""The run of every rate that was tried."""
+
+
+def by_accuracy(run: FinishedRun) -> float:
+    """Return the score of a run that classifies."""
+    return run.metric(CHOSEN_BY)
+
+
+def tune(
+    train: Train,
+    plan: Callable[[float, int], PlannedRun],
+    rates: Sequence[float],
+    seeds: int,
+    *,
+    score: Score = by_accuracy,
+    widen: bool = False,
+) -> Tuned:
+    """Train the first seed of a model at every rate, and the other seeds at the best.
+
+    Args:
+        train: trains what is planned.
+        plan: the run of a rate and a seed.
+        rates: to try.
+        seeds: trainings at the best rate.
+        score: of a run, the greatest is the best.
+        widen: try further rates while the best is the least or the greatest, as many again at most.
+    """
+    (tried,) = try_rates(
+        train,
+        lambda _, rate: plan(rate, 0),
+        {"model": rates},
+        score=score,
+        most=2 * len(rates) if widen else 0,
+    ).values()
+    rate = best_tried(tried, score)
+    others = train([plan(rate, seed) for seed in range(1, seeds)])
+    return Tuned(list(tried.values()), [tried[rate], *others])
+
+
+def try_rates(
+    train: Train,
+    plan: Callable[[str, float], PlannedRun],
+    rates: Mapping[str, Sequence[float]],
+    *,
+    score: Score = by_accuracy,
+    most: int = 0,
+) -> dict[str, Tried]:
+    """Train every model at every one of its rates, then at further ones while its best is the least
+    or the greatest.
+
+    Args:
+        train: trains what is planned, all models together.
+        plan: the run of a model and a rate.
+        rates: to try, by model.
+        score: of a run, the greatest is the best.
+        most: rates that a model tries at most.
+    """
+    tried: dict[str, dict[float, FinishedRun]] = {model: {} for model in rates}
+    wanted = [(model, rate) for model, those in rates.items() for rate in those]
+    while wanted:
+        for (model, rate), run in zip(wanted, train([plan(*each) for each in wanted]), strict=True):
+            tried[model][rate] = run
+        unfinished = [model for model, found in tried.items() if len(found) < most]
+        wanted = [(model, rate) for model in unfinished for rate in _further(tried[model], score)]
+    return dict(tried)
+
+
+def _further(tried: Tried, score: Score) -> list[float]:
+    """Return the rate after the best where that is the least or the greatest."""
+    rate = best_tried(tried, score)
+    if rate not in (min(tried), max(tried)):
+        return []
+    return rates_about(rate, FACTORS[-1:] if rate == max(tried) else FACTORS[:1])
+
+
+def best_tried(tried: Tried, score: Score) -> float:
+    """Return the rate with the best score."""
+    return best_rate([(rate, score(run)) for rate, run in tried.items()])
