@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wellposed.charts import Panel, Series, draw
 from wellposed.training import read_metrics
-from wellposed_studies.runs import mean_and_error
+from wellposed_studies.study import mean_and_error
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "depth.svg"
 

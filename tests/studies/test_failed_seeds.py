@@ -1,37 +1,24 @@
-"""Recipes and sweeps with failed seeds: the reason is written down, and no verdict is drawn from
+"""Recipes with failed seeds: the reason is written down, and no verdict is drawn from
 the survivors."""
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from wellposed.compare.compare import compare
 from wellposed.recipes.reproduce import Request
 from wellposed.report import aggregate, build_report
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
-from wellposed_studies.huang2020.depth import Sizes, summarise, train_depths
-from wellposed_studies.mcgrath2024 import output, sweep
-from wellposed_studies.mcgrath2024.grid import chosen_cells
-from wellposed_studies.mcgrath2024.multitask_options import MultiTaskOptions
-from wellposed_studies.runs import FinishedRun
-from wellposed_studies.zhang2021 import tables_1_2_3_4 as tables
-
-GOOD = {
-    "baseline": (0.50, 0.51, 0.52),
-    "key:1e-2": (0.60, 0.62, 0.63),
-    "query:1e-2": (0.55, 0.56, 0.58),
-}
+from wellposed_studies.huang2020.depth import summarise, train_depths
+from wellposed_studies.study import FinishedRun, Sizes
+from wellposed_studies.zhang2021 import tables
 
 
 def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
     request = Request("toy", tmp_path)
-    sizes = Sizes((1,), steps=4, seeds=1, width=8, batch_size=4, pairs=40, learning_rates=(1e30,))
+    sizes = Sizes(4, 1, 8, batch_size=4, pairs=40, depths=(1,), rates=(1e30,))
     fixup, post_ln = train_depths(request, sizes)
     reasons = {
         json.loads(file.read_text())["train_info"]["reason"]
@@ -76,84 +63,6 @@ def test_a_real_comparison_whose_baseline_diverges_says_so_everywhere(tmp_path: 
     assert said in build_report(asked_for, tmp_path / "report.html").read_text()
 
 
-def write_results(folder: Path, failed: dict[str, tuple[int, ...]]) -> sweep.SweepSettings:
-    """The results of a sweep of three cells, some of whose seeds failed."""
-    settings = sweep.SweepSettings(
-        data="", out=str(folder), scale="mini", options=MultiTaskOptions(),
-        cells=chosen_cells(["key:1e-2", "query:1e-2"]), seeds=(0, 1, 2),
-    )  # fmt: skip
-    errors: list[dict[str, Any]] = [
-        {"step": 0, "layer.0.key": 1.0},
-        {"step": 1, "layer.0.key": 0.5},
-    ]
-    for cell in settings.cells:
-        for seed in settings.seeds:
-            record: dict[str, Any] = {
-                "cell": cell.name,
-                "seed": seed,
-                "scale": "mini",
-                "status": "success",
-            }
-            if seed in failed.get(cell.name, ()):
-                record |= {"status": "failed", "error": "step 9: loss is nan"}
-            else:
-                overall = GOOD[cell.name][seed]
-                scores = {
-                    "sst": overall,
-                    "para": overall,
-                    "sts": 2 * overall - 1,
-                    "overall": overall,
-                }
-                record |= {"scores": scores, "cpu_seconds": 1.0, "errors": errors}
-            path = settings.result_path(sweep.Training(cell, seed))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record))
-    return settings
-
-
-@pytest.mark.parametrize(
-    ("failed", "verdicts"),
-    [
-        ({}, {"key:1e-2": "better by ", "query:1e-2": "better by "}),
-        (
-            {"key:1e-2": (2,)},
-            {
-                "key:1e-2": "cannot be said: 1 of 3 seeds failed (step 9: loss is nan)",
-                "query:1e-2": "better by ",
-            },
-        ),
-        (
-            {"baseline": (0, 1, 2)},
-            dict.fromkeys(
-                ("key:1e-2", "query:1e-2"), "cannot be said: the baseline cell failed on all seeds"
-            ),
-        ),
-        (
-            {"baseline": (1,), "key:1e-2": (0, 1, 2)},
-            {
-                "key:1e-2": (
-                    "cannot be said: 3 of 3 seeds failed (step 9: loss is nan); the baseline cell:"
-                    " 1 of 3"
-                ),
-                "query:1e-2": "cannot be said: the baseline cell: 1 of 3 seeds failed",
-            },
-        ),
-    ],
-)
-def test_cells_of_the_sweep_with_failed_seeds_have_no_verdict(
-    tmp_path: Path, failed: dict[str, tuple[int, ...]], verdicts: dict[str, str]
-) -> None:
-    settings = write_results(tmp_path, failed)
-    text = output.write_outputs(settings)
-    with (tmp_path / "sweep.csv").open() as file:
-        rows = {row["cell"]: row for row in csv.DictReader(file)}
-    for cell, verdict in verdicts.items():
-        assert rows[cell]["verdict"].startswith(verdict)
-        assert (rows[cell]["p_holm"] == "") == verdict.startswith("cannot")
-        assert rows[cell]["verdict"] in text
-        assert rows[cell]["failed"] == str(len(failed.get(cell, ())))
-
-
 def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[FinishedRun]:
     """Runs with these BLEU scores by variant and seed; None is a run that failed."""
     return [
@@ -170,7 +79,7 @@ def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[Finishe
 
 
 def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path: Path) -> None:
-    study = tables.Study("corpus", RunConfig(task="translation"), {})
+    study = tables.Study("corpus", RunConfig(task="translation"))
     plain, oc3 = tables.TRANSFORMER, f"{tables.OC3}_at_1e-06"
 
     def compared(**scores: tuple[float | None, ...]) -> tuple[str, bool | None]:

@@ -22,8 +22,8 @@ from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, PLAIN
 from wellposed_studies.frontier.accuracy_verdict import Evidence, judge_accuracy
 from wellposed_studies.frontier.curves import curves_panel
 from wellposed_studies.frontier.texts import CORPORA, Sizes, find_texts, text_run
-from wellposed_studies.frontier.tuning import Tuned, rates_about, tune
-from wellposed_studies.runs import FinishedRun, PlannedRun
+from wellposed_studies.study import FinishedRun, PlannedRun
+from wellposed_studies.tuning import Tuned, rates_about, tune
 
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 

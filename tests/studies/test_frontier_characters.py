@@ -23,7 +23,7 @@ from wellposed_studies.frontier.characters_bounds import (
     printed_bound,
     sound_bound,
 )
-from wellposed_studies.frontier.tuning import Tuned
+from wellposed_studies.tuning import Tuned
 
 RADII = len(SHARES) - 1
 MORE, LESS, UNSURE, EQUAL = (

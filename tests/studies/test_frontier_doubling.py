@@ -11,7 +11,7 @@ import pytest
 
 from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.doubling import Trained, at_plateau, double_until_plateau
-from wellposed_studies.runs import FinishedRun
+from wellposed_studies.study import FinishedRun
 
 Given = tuple[float, float]
 """The least loss of a model, and its last in units of that."""

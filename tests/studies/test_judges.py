@@ -1,33 +1,46 @@
-"""Each verdict function is fed a made-up result on either side, and says so."""
+"""Every recipe of the studies: a made-up result on either side of its claim changes its verdict."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Reproduction
-from wellposed_studies.huang2020 import signal, theorem_3_1, updates
-from wellposed_studies.huang2020 import table_1 as huang
-from wellposed_studies.kim2021 import bound_ratio, table_1_speed
-from wellposed_studies.kim2021 import figures_2_7_8_bounds as bounds
-from wellposed_studies.kim2021 import figures_3_5_6_10_inverse as inverse
-from wellposed_studies.sengupta2023 import (
-    figure_3a,
-    figure_3b,
-    figure_5,
-    figure_6,
-    figure_7,
-    figures_1_4,
-    table_4_speed,
-    table_5_parameters,
-)
-from wellposed_studies.sengupta2023.trained import LABELS
-from wellposed_studies.zhang2021 import theorem_2_1
+from wellposed.recipes.recipe import RECIPES, Reproduction, recipe_names
+from wellposed.statistics import PairedComparison, paired_comparison
+from wellposed.training.config import RunConfig, TrainOptions
+from wellposed_studies.frontier import accuracy_verdict, characters, order
+from wellposed_studies.frontier import depth as deep_frontier
+from wellposed_studies.frontier import translation as small_translation
+from wellposed_studies.huang2020 import attention_block, settings, signal, updates
+from wellposed_studies.huang2020 import depth as deep
+from wellposed_studies.kim2021 import bound_ratio, costs, inverses, jacobians, step_time
+from wellposed_studies.mcgrath2024 import scores as mcgrath
+from wellposed_studies.sengupta2023 import layers, parameters, speed, sweeps, tables, tokens
+from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
+from wellposed_studies.study import FinishedRun
+from wellposed_studies.verdicts import every
+from wellposed_studies.zhang2021 import affinity_rows
+from wellposed_studies.zhang2021 import tables as bleu
+
+Judge = Callable[..., Any]
+
+
+class Fed(NamedTuple):
+    """A verdict function, and arguments for which the claim holds, and for which it does not."""
+
+    judge: Judge
+    holds: Sequence[Any]
+    against: Sequence[Any]
+    read: Callable[[Any], bool | None] = lambda verdict: verdict
+    further: Mapping[str, Any] = {}
+
 
 NEAR = (0.0, 0.01, -0.01)
 """Three seeds that agree."""
@@ -103,110 +116,227 @@ TRAINS, STALLS = (
     {"valid_loss": math.inf, "unigram_loss": 2.0},
 )
 
-CASES: list[tuple[Callable[..., bool | None], bool | None, tuple[Any, ...]]] = [
-    (bounds.judge_figure_2, True, (two_bounds(0.9), STEEP)),
-    (bounds.judge_figure_2, False, (two_bounds(0.7), STEEP)),
-    (bounds.judge_figure_2, False, (two_bounds(1.1), STEEP)),
-    (bounds.judge_figure_2, False, (two_bounds(0.9, checked=0.5), STEEP)),
-    (bounds.judge_figure_2, False, (two_bounds(0.9), {**STEEP, "lower": 0.5})),
-    (bounds.judge_figure_7, True, (lower_bounds(math.log),)),
-    (bounds.judge_figure_7, False, (lower_bounds(math.sqrt),)),
-    (bounds.judge_figure_7, False, (lower_bounds(math.log, upper=1.0),)),
-    (inverse.judge_inverses, True, (errors_at_the_end(),)),
-    (inverse.judge_inverses, True, (errors_at_the_end(contractive=()),)),
-    (inverse.judge_inverses, False, (errors_at_the_end(dot=(1e-6, 9.0)),)),
-    (inverse.judge_inverses, False, (errors_at_the_end(tied=(1.0, 1.0)),)),
-    (inverse.judge_inverses, False, (errors_at_the_end(contractive=(1.0,)),)),
-    (inverse.judge_figure_10, True, ({"dot_product": 5.0, "l2_tied": 1.0},)),
-    (inverse.judge_figure_10, False, ({"dot_product": 1.5, "l2_tied": 1.0},)),
-    (bound_ratio.judge_ratio, True, ([1.0, 1250.0],)),
-    (bound_ratio.judge_ratio, False, ([0.9, 1250.0],)),
-    (table_1_speed.judge_table_1, True, ([{"over_dot_product": 1.0}, {"over_dot_product": 1.4}],)),
-    (table_1_speed.judge_table_1, False, ([{"over_dot_product": 1.0}, {"over_dot_product": 1.6}],)),
-    (signal.judge_signal, True, ([1.0, 1.1], [3.0, 1e6])),
-    (signal.judge_signal, False, ([1.0, 1.3], [3.0, 1e6])),
-    (signal.judge_signal, False, ([1.0, 1.1], [3.0, 3.0])),
-    (updates.judge_updates, True, (by_stack(0.0), by_stack(3.0))),
-    (updates.judge_updates, False, (by_stack(0.3), by_stack(3.0))),
-    (updates.judge_updates, False, (by_stack(0.0), by_stack(0.5))),
-    (updates.judge_updates, None, (by_stack(0.0, APART), by_stack(3.0))),
-    (theorem_3_1.judge_theorem_3_1, True, ([seeds(-1.0), seeds(-1.01)], [seeds(-0.5)])),
-    (theorem_3_1.judge_theorem_3_1, False, ([seeds(-1.0), seeds(-0.8)], [seeds(-0.5)])),
-    (theorem_3_1.judge_theorem_3_1, False, ([seeds(-1.0), seeds(-1.0)], [seeds(-1.0)])),
-    (theorem_3_1.judge_theorem_3_1, None, ([seeds(-1.0, APART)], [seeds(-0.5)])),
-    (huang.judge_table_1, True, ([TRAINS, TRAINS],)),
-    (huang.judge_table_1, False, ([TRAINS, STALLS],)),
-    (theorem_2_1.judge_theorem, True, (opposite(0.999),)),
-    (theorem_2_1.judge_theorem, False, (opposite(1.1),)),
-    (theorem_2_1.judge_theorem, False, (opposite(0.9),)),
-    (figures_1_4.judge_figure_1, True, (seeds(2.0), seeds(1.0))),
-    (figures_1_4.judge_figure_1, False, (seeds(0.6), seeds(1.0))),
-    (figures_1_4.judge_figure_1, False, (seeds(2.0), seeds(3.0))),
-    (figures_1_4.judge_figure_1, None, (seeds(2.0, APART), seeds(1.0))),
-    (figures_1_4.judge_figure_4, True, (seeds(0.9), seeds(0.5))),
-    (figures_1_4.judge_figure_4, False, (seeds(0.5), seeds(0.9))),
-    (figures_1_4.judge_figure_4, None, (seeds(0.9, APART), seeds(0.5))),
-    (figure_3a.judge_figure_3a, True, (seeds(1.0), seeds(4.0))),
-    (figure_3a.judge_figure_3a, False, (seeds(1.0), seeds(1.2))),
-    (figure_3a.judge_figure_3a, False, (seeds(1.5), seeds(4.0))),
-    (figure_3a.judge_figure_3a, None, (seeds(1.0), seeds(1.5))),
-    (figure_3b.judge_figure_3b, True, (seeds(-2.2), seeds(0.7))),
-    (figure_3b.judge_figure_3b, False, (seeds(0.7), seeds(-2.2))),
-    (figure_3b.judge_figure_3b, None, (seeds(0.0, APART), seeds(0.1))),
-    (figure_5.judge_figure_5, True, ([0.1, -0.3],)),
-    (figure_5.judge_figure_5, False, ([0.1, -0.4],)),
-    (figure_6.judge_figure_6, True, (changes(1.0, 2.0, -0.5, -1.0),)),
-    (figure_6.judge_figure_6, False, (changes(-1.0, 2.0, 0.5, -1.0),)),
-    (figure_6.judge_figure_6, False, (changes(1.0, 1.0, -2.0, -1.0),)),
-    (figure_6.judge_figure_6, False, (changes(1.0, 2.0, 0.5, 1.0),)),
-    (figure_6.judge_figure_6, None, (changes(0.1, 2.0, 0.5, -1.0),)),
-    (figure_6.judge_figure_6, None, (changes(math.nan, 2.0, 0.5, -1.0),)),
-    (figure_7.judge_figure_7, True, ([0.2, 0.3], 0.25)),
-    (figure_7.judge_figure_7, False, ([0.1, 0.4], 0.25)),
-    (table_4_speed.judge_table_4, True, ([5.0, 10.0, 13.0, 26.0],)),
-    (table_4_speed.judge_table_4, False, ([5.0, 10.0, 8.0, 26.0],)),
-    (table_4_speed.judge_table_4, False, ([2.0, 4.0, 6.0, 8.0],)),
-    (table_5_parameters.judge_table_5, True, ([1.0, 1.001],)),
-    (table_5_parameters.judge_table_5, False, ([10.0, 1.0],)),
-    (table_5_parameters.judge_table_5, None, ([],)),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(("judge", "verdict", "result"), CASES)
-def test_a_verdict_follows_from_the_result(
-    judge: Callable[..., bool | None], verdict: bool | None, result: tuple[Any, ...]
-) -> None:
-    assert judge(*result) is verdict
-
-
-def test_every_verdict_function_is_fed_both_sides() -> None:
-    modules = {inspect.getmodule(judge) for judge, _, _ in CASES}
-    found = {
-        (module.__name__, name)
-        for module in modules
-        if module is not None
-        for name in vars(module)
-        if name.startswith("judge_") and name != "judge_figure_8"
+def by_kind(**nll: float) -> dict[str, dict[int, list[float]]]:
+    """NLL of one and three layers; only the contractive one gains by depth."""
+    good = {
+        "dot_product": 1.0,
+        "l2": 1.01,
+        "l2_tied": 1.05,
+        "l2_contractive_kim2021": 1.1,
+        "l2_tied_wide": 1.04,
     }
-    for verdict in (True, False):
-        assert {
-            (judge.__module__, judge.__name__) for judge, said, _ in CASES if said is verdict
-        } == found
+    found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (good | nll).items()}
+    found["l2_contractive_kim2021"][3] = tight(1.06)
+    return found
+
+
+def tight(value: float) -> list[float]:
+    return [value + offset / 10 for offset in NEAR]
+
+
+def against_plain(gain: float) -> PairedComparison:
+    return paired_comparison(seeds(0.5 + gain), [0.5, 0.505, 0.495])
+
+
+def drift(key: float) -> list[dict[str, Any]]:
+    ends = {"key.0": tight(key), "affinity.0": tight(1.5)}
+    return [
+        {"seed": seed, "step": 9, "weight": weight, "error_over_initial": ratio}
+        for weight, ratios in ends.items()
+        for seed, ratio in enumerate(ratios)
+    ]
+
+
+def translated(gain: float) -> list[Any]:
+    """A study and its runs: BLEU of the Transformer and of VAR-III, which gains."""
+    variants = {bleu.TRANSFORMER: 20.0, f"{bleu.OC3}:1e-06": 20.0 + gain}
+    runs = [
+        FinishedRun(
+            RunConfig("translation", variant=variant, train=TrainOptions(seed=seed)),
+            Path("nowhere"),
+            {"bleu,test": value, "perplexity,valid": 9.0},
+        )
+        for variant, mean in variants.items()
+        for seed, value in enumerate([mean, 1.01 * mean, 0.98 * mean])
+    ]
+    return [bleu.Study("corpus", RunConfig(task="translation")), runs, [bleu.OC3]]
+
+
+def scores(transject: float) -> list[Any]:
+    test = {
+        variant: seeds(transject if variant == "transject" else 70.0, (0.0, 0.1, 0.3))
+        for variant in VARIANTS
+    }
+    test["transject"][1] += 0.05
+    return [tables.Scores(test, level=True), "transject"]
+
+
+def evidence(fallen: int) -> list[Any]:
+    plain = {"post_ln": [0.79, 0.80, 0.795], "rezero": [0.75, 0.76, 0.75]}
+    known = accuracy_verdict.Evidence(
+        "imdb",
+        (0.80, 0.81, 0.805),
+        plain,
+        (0.7, 0.71, 0.7),
+        4000,
+        attacked=50,
+        fallen=fallen,
+        settled=True,
+    )
+    return [[known, dataclasses.replace(known, corpus="ag_news")]]
+
+
+def rival(gain: float) -> list[Any]:
+    return [[[characters.Rivalry(tight(gain), [tight(gain)] * 5)]]]
+
+
+COSTS = Fed(costs.judge_costs, (by_kind(), 2.5), (by_kind(l2=2.0), 2.5))
+DEPTHS = Fed(
+    costs.judge_depths,
+    ({"dot_product": [2], "l2_tied": [2, 12]}, 12),
+    ({"dot_product": [2, 12], "l2_tied": [2, 12]}, 12),
+)
+INVERSES = Fed(
+    inverses.judge_inverses, (errors_at_the_end(),), (errors_at_the_end(dot=(1e-6, 9.0)),)
+)
+BLEU = Fed(bleu.compare_variants, translated(2.0), translated(-2.0), lambda found: found[1])
+SCORES = Fed(tables.judge, scores(80.0), scores(60.0))
+VERDICTS: Mapping[str, Fed] = {
+    "huang2020/table-1": Fed(settings.judge_table_1, ([TRAINS],), ([TRAINS, STALLS],)),
+    "huang2020/depth": Fed(
+        deep.judge_depth, ([True, True], [False, False]), ([True, False], [False, False])
+    ),
+    "huang2020/signal": Fed(
+        signal.judge_signal, ([1.0, 1.1], [3.0, 1e6]), ([1.0, 1.3], [3.0, 1e6])
+    ),
+    "huang2020/updates": Fed(
+        updates.judge_updates, (by_stack(0.0), by_stack(3.0)), (by_stack(0.3), by_stack(3.0))
+    ),
+    "huang2020/theorem-3.1": Fed(
+        attention_block.judge_theorem_3_1,
+        ([seeds(-1.0), seeds(-1.01)], [seeds(-0.5)]),
+        ([seeds(-1.0), seeds(-0.8)], [seeds(-0.5)]),
+    ),
+    "kim2021/figure-2": Fed(
+        jacobians.judge_figure_2, (two_bounds(0.9), STEEP), (two_bounds(0.7), STEEP)
+    ),
+    "kim2021/bound-ratio": Fed(bound_ratio.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
+    "kim2021/figure-3": INVERSES,
+    "kim2021/figure-4": COSTS,
+    "kim2021/table-1": Fed(
+        step_time.judge_table_1, ([{"over_dot_product": 1.4}],), ([{"over_dot_product": 1.6}],)
+    ),
+    "kim2021/table-2": COSTS,
+    "kim2021/figure-5": INVERSES,
+    "kim2021/figure-6": INVERSES,
+    "kim2021/figure-7": Fed(
+        jacobians.judge_figure_7, (lower_bounds(math.log),), (lower_bounds(math.sqrt),)
+    ),
+    "kim2021/figure-8": Fed(
+        jacobians.judge_figure_8,
+        ((1.0, 2.0), (1.0, 2.0, 4.0)),
+        ((2.0, 1.0), (1.0, 2.0, 4.0)),
+        further={"largest_tied": 1.0, "bound": 5.0},
+    ),
+    "kim2021/figure-9": Fed(
+        costs.judge_columns, (by_kind(), 2.5), (by_kind(l2_tied_wide=0.5), 2.5)
+    ),
+    "kim2021/figure-10": Fed(
+        inverses.judge_figure_10,
+        ({"dot_product": 5.0, "l2_tied": 1.0},),
+        ({"dot_product": 1.5, "l2_tied": 1.0},),
+    ),
+    "kim2021/figure-11": DEPTHS,
+    "kim2021/table-3": DEPTHS,
+    "mcgrath2024/figure-1": Fed(
+        mcgrath.judge_alone, ([against_plain(0.2)],), ([against_plain(-0.2)],)
+    ),
+    "mcgrath2024/table-1": Fed(
+        mcgrath.judge_table_1,
+        (
+            {
+                "key": against_plain(0.2),
+                "query": against_plain(0.2),
+                "key+query": against_plain(-0.2),
+            },
+        ),
+        (
+            {
+                "key": against_plain(0.2),
+                "query": against_plain(0.2),
+                "key+query": against_plain(0.2),
+            },
+        ),
+    ),
+    "mcgrath2024/figure-3": Fed(mcgrath.judge_drift, (drift(0.9),), (drift(1.1),)),
+    "mcgrath2024/pretrained": Fed(every, ([True, True, True],), ([True, None, False],)),
+    "mcgrath2024/qr": Fed(mcgrath.judge_shares, ([tight(0.3)],), ([tight(0.3), tight(0.9)],)),
+    "sengupta2023/figure-1": Fed(
+        tokens.judge_figure_1, (seeds(2.0), seeds(1.0)), (seeds(0.6), seeds(1.0))
+    ),
+    "sengupta2023/table-1": SCORES,
+    "sengupta2023/table-2": SCORES,
+    "sengupta2023/table-3": Fed(
+        tables.judge, scores(60.0), scores(80.0), further={"higher_is_better": False}
+    ),
+    "sengupta2023/table-4": Fed(
+        speed.judge_table_4, ([5.0, 10.0, 13.0, 26.0],), ([5.0, 10.0, 8.0, 26.0],)
+    ),
+    "sengupta2023/table-5": Fed(parameters.judge_table_5, ([1.0, 1.001],), ([10.0, 1.0],)),
+    "sengupta2023/figure-3a": Fed(
+        layers.judge_figure_3a, (seeds(1.0), seeds(4.0)), (seeds(1.0), seeds(1.2))
+    ),
+    "sengupta2023/figure-3b": Fed(
+        layers.judge_figure_3b, (seeds(-2.2), seeds(0.7)), (seeds(0.7), seeds(-2.2))
+    ),
+    "sengupta2023/figure-4": Fed(
+        tokens.judge_figure_4, (seeds(0.9), seeds(0.5)), (seeds(0.5), seeds(0.9))
+    ),
+    "sengupta2023/figure-5": Fed(layers.judge_figure_5, ([0.1, -0.3],), ([0.1, -0.4],)),
+    "sengupta2023/figure-6": Fed(
+        sweeps.judge_figure_6, (changes(1.0, 2.0, -0.5, -1.0),), (changes(-1.0, 2.0, 0.5, -1.0),)
+    ),
+    "sengupta2023/figure-7": Fed(layers.judge_figure_7, ([0.2, 0.3], 0.25), ([0.1, 0.4], 0.25)),
+    "zhang2021/theorem-2.1": Fed(affinity_rows.judge_theorem, (opposite(0.999),), (opposite(1.1),)),
+    "zhang2021/table-1": BLEU,
+    "zhang2021/table-2": BLEU,
+    "zhang2021/table-3": BLEU,
+    "zhang2021/table-4": BLEU,
+    "frontier/accuracy": Fed(accuracy_verdict.judge_accuracy, evidence(0), evidence(1)),
+    "frontier/depth": Fed(
+        deep_frontier.judge_depth, ([2, 8], (2, 8), 0.9), ([2, 8], (2, 8), math.inf)
+    ),
+    "frontier/characters": Fed(characters.judge, rival(0.2), rival(-0.2)),
+    "frontier/order": Fed(order.judge, ([[tight(0.5)]] * 2,), ([[tight(0.0)]] * 2,)),
+    "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
+}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_made_up_result_on_either_side_changes_the_verdict(name: str) -> None:
+    judge, holds, against, read, further = VERDICTS[name]
+    sides = [judge(*holds, **further), judge(*against, **further)]
+    assert [read(side) for side in sides] == [True, False]
+    source = inspect.getsource(inspect.getmodule(RECIPES.get(name).function))
+    assert f"{judge.__name__}(" in source.replace(f"def {judge.__name__}(", ""), (
+        "the recipe asks it"
+    )
 
 
 @pytest.mark.parametrize(
-    ("alone", "helped", "tied", "holds"),
+    ("judge", "result"),
     [
-        ((1.0, 2.0), (1.0, 2.0, 4.0), 1.0, True),
-        ((2.0, 1.0), (1.0, 2.0, 4.0), 1.0, False),
-        ((1.0, 2.0), (1.0, 2.0, 2.1), 1.0, False),
-        ((1.0, 2.0), (1.0, 2.0, 4.0), 9.0, False),
+        (updates.judge_updates, (by_stack(0.0, APART), by_stack(3.0))),
+        (attention_block.judge_theorem_3_1, ([seeds(-1.0, APART)], [seeds(-0.5)])),
+        (tokens.judge_figure_4, (seeds(0.9, APART), seeds(0.5))),
+        (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
+        (sweeps.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0),)),
+        (parameters.judge_table_5, ([],)),
     ],
 )
-def test_figure_8_wants_growth_of_dot_product_and_a_bound_of_l2(
-    alone: tuple[float, ...], helped: tuple[float, ...], tied: float, holds: bool
-) -> None:
-    assert bounds.judge_figure_8(alone, helped, largest_tied=tied, bound=5.0) is holds
+def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge: Judge, result: Any) -> None:
+    assert judge(*result) is None
 
 
 def test_a_verdict_without_its_test_is_refused() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,10 @@ from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
 from wellposed.recipes.reproduce import RECIPES, Request, reproduce
-from wellposed_studies.kim2021 import figures_2_7_8_bounds as bounds
-from wellposed_studies.kim2021 import figures_3_5_6_10_inverse as inverse
-from wellposed_studies.kim2021.figures_4_9_11_tables_2_3 import depths_learned, figure_4
+from wellposed_studies.kim2021 import inverses as inverse
+from wellposed_studies.kim2021 import jacobians as bounds
+from wellposed_studies.kim2021.costs import depths_learned, figure_4
 from wellposed_studies.kim2021.language_models import run_config
-from wellposed_studies.kim2021.printed import TABLE_2
 
 TRAINING = (
     "figure-4",
@@ -139,31 +139,14 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     from wellposed_studies.kim2021 import language_models as training
 
     request = Request("paper", tmp_path)
-    sizes = training.tuned(request)
-    assert len(sizes.dropouts) * len(sizes.gammas) * len(sizes.warmups) == 84
-    assert sizes.steps == 100 * 663
-    for kind, printed in TABLE_2.items():
-        assert set(sizes.depths_of(kind)) == set(printed), kind
-    assert TABLE_2["l2_contractive_kim2021"][14] == 1.005
-    config = run_config(
-        request, sizes, "l2_contractive_kim2021", 5, dropout=0.1, gamma=0.4, warmup=4000
-    )
+    sizes = training.one_layer(request)
+    config = run_config(request, sizes, "l2_contractive_kim2021", 1)
     assert (config.task_options["examples"], config.model.contractive_bound) == ("lines", "kim2021")
-    assert (
-        run_config(request, sizes, "l2_contractive", 5, warmup=1).model.contractive_bound == "sharp"
-    )
-    assert (
-        config.model.hidden_size,
-        config.model.num_attention_heads,
-        config.train.batch_size,
-    ) == (512, 8, 64)
-    assert (config.train.schedule, config.train.gamma, config.train.warmup_steps) == (
-        "kim2021",
-        0.4,
-        4000,
-    )
-    fixed = training.fixed(request)
-    assert max(fixed.depths) == 18
+    assert run_config(request, sizes, "l2_contractive", 1).model.contractive_bound == "sharp"
+    model, train = config.model, config.train
+    assert (model.hidden_size, model.num_attention_heads, train.batch_size) == (512, 8, 64)
+    assert (train.schedule, train.steps, train.warmup_steps) == ("kim2021", 100 * 663, 4000)
+    fixed = training.fixed(Request("medium", tmp_path))
     assert run_config(request, fixed, "dot_product", 18).train.schedule == "constant"
 
 
@@ -172,14 +155,16 @@ def test_runs_are_kept_and_a_diverged_run_is_a_row(
 ) -> None:
     from wellposed_studies.kim2021 import language_models as training
 
-    sizes = training.Sizes(16, 16, 4, 3, (1,), fixed_rate=1e30, limit_chars=2000, eval_batches=1)
+    sizes = training.Sizes(
+        3, 1, 16, heads=8, batch_size=4, seq_len=16, depths=(1,), limit=2000, eval_batches=1
+    )
+    wild = replace(sizes, learning_rate=1e30)
     request = Request("toy", tmp_path, text)
-    (run,) = training.train_models(request, "diverge", ("dot_product",), sizes)
+    (run,) = training.train_models(request, "diverge", ("dot_product",), wild)
     assert math.isinf(training.nll(run))
-    assert depths_learned([run], "dot_product") == []
-    monkeypatch.setattr("wellposed_studies.kim2021.figures_4_9_11_tables_2_3.tuned", lambda request: training.Sizes(
-        16, 16, 4, 3, (1,), warmups=(2,), limit_chars=2000, eval_batches=1
-    ))  # fmt: skip
+    assert depths_learned([run]) == {"dot_product": []}
+    small = replace(sizes, warmup=2)
+    monkeypatch.setattr("wellposed_studies.kim2021.costs.tuned", lambda request: small)
     figure_4(request)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/**/result.json")}
     assert len(before) == 7

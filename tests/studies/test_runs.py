@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.reproduce import Request
 from wellposed.training import ModelOptions, RunConfig, RunResult, TrainOptions
-from wellposed_studies.runs import FinishedRun, PlannedRun, curves, mean_and_error, train_grid
+from wellposed_studies.study import FinishedRun, curves, mean_and_error, train_grid
 
 BASE = RunConfig(
     task="listops",

@@ -12,15 +12,14 @@ import pytest
 
 from wellposed.recipes.reproduce import Request, reproduce
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
-from wellposed_studies.kim2021 import figures_4_9_11_tables_2_3 as kim
-from wellposed_studies.kim2021.language_models import LABELS, Sizes
-from wellposed_studies.runs import FinishedRun
-from wellposed_studies.sengupta2023 import ablations as parts
-from wellposed_studies.sengupta2023 import tables_1_2_3 as sengupta
+from wellposed_studies.kim2021 import costs as kim
+from wellposed_studies.kim2021.language_models import LABELS
+from wellposed_studies.sengupta2023 import sweeps as parts
+from wellposed_studies.sengupta2023 import tables as sengupta
 from wellposed_studies.sengupta2023.printed import PAPER
-from wellposed_studies.sengupta2023.studies import text_study
 from wellposed_studies.sengupta2023.trained import LABELS as MODELS
-from wellposed_studies.sengupta2023.trained import VARIANTS, Study
+from wellposed_studies.sengupta2023.trained import VARIANTS, Study, text_study
+from wellposed_studies.study import FinishedRun, Sizes
 
 ENTROPY = 3.0
 ACCURACIES = ("accuracy,test", "accuracy,valid")
@@ -322,6 +321,6 @@ def test_ablations_are_beside_the_whole_model_of_the_same_seed(
         ("Transformer, one head", "test", -2.1),
         ("TransJect, one expert", "valid", -4.7),
     ]
-    assert f": {words}" in parts.about(found)
-    assert parts.ablation_row(found[0])["paper_change"] == -2.1
+    assert f": {words}" in found[0].words()
+    assert found[0].row()["paper_change"] == -2.1
     assert parts.ablations(Request("mini", tmp_path), replace(study, name="ag_news")) == []

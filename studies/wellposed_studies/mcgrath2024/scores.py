@@ -30,7 +30,7 @@ from wellposed.statistics import (
     mean_and_standard_error,
     paired_comparison,
 )
-from wellposed.tasks.text.tokenizer_files import has_tokenizer
+from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed.training.config import ModelOptions, RunConfig, StartOptions
 from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
 from wellposed_studies.mcgrath2024.task import ERROR, SCALE_FREE, SETS

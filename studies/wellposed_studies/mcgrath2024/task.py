@@ -4,13 +4,13 @@ torch until a batch is made."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.tasks import TASKS, Task, TaskSpec
-from wellposed.tasks.batches.batching import bucketed_batches
-from wellposed.tasks.batches.collate import pad_inputs
+from wellposed.tasks.batches import bucketed_batches, pad_inputs
 from wellposed.tasks.data.minbert import EncodedRows, encode_rows, read_minbert, train_word_pieces
 from wellposed.tasks.kinds.objectives import IGNORED_LABEL
 
@@ -254,8 +254,6 @@ def _examples(sets: Mapping[str, EncodedRows]) -> Iterator[dict[str, Any]]:
 def _passes(size: int, seed: str, first: int, count: int) -> list[int]:
     """Return ``count`` rows from the ``first`` on of a stream in which every row comes once a pass,
     each pass in a new order."""
-    import random
-
     rows: list[int] = []
     for number in range(first // size, (first + count - 1) // size + 1):
         order = list(range(size))

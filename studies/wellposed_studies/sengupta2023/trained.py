@@ -48,7 +48,7 @@ _MEDIUM: Mapping[str, Any] = {"seeds": 5, "eval_batches": 40, "evaluations": 12}
 # Of each model, in the order of VARIANTS, the rate that is best on valid at mini scale, with one
 # seed that no table reports, among rates a factor of three apart: around 1e-2 for the Transformers
 # and 1e-1 for TransJect, whose weights turn and whose embedding has entries of size one. Measured
-# by benchmarks/sengupta2023_rates.py; every rate tried is in benchmarks/RESULTS.md.
+# by benchmarks/sengupta2023_rates.py; every rate tried is in benchmarks/HISTORY.md.
 _MINI_RATES = {
     "imdb": (3e-3, 1e-2, 3e-2, 1e-1, 1e-1),
     "ag_news": (3e-3, 1e-2, 1e-2, 3e-1, 1e-1),

@@ -1,0 +1,260 @@
+"""McGrath (2024): the task of three sets, its losses and scores, and the recipes at toy size."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.minbert import write_minbert
+from tests.support.recipes import check_reproduced
+from torch.nn import functional
+from transformers import BertConfig, BertModel
+
+from wellposed.cli import main
+from wellposed.compare.variants import apply_variant
+from wellposed.errors import ConfigError
+from wellposed.recipes.recipe import Request
+from wellposed.recipes.reproduce import Reproduced, reproduce
+from wellposed.training import RunConfig, read_metrics
+from wellposed_studies.mcgrath2024 import scores as study
+from wellposed_studies.mcgrath2024.task import MinBertOptions, MinBertTask, overall_score
+from wellposed_studies.study import FinishedRun
+
+
+@pytest.fixture(scope="session")
+def minbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_minbert(tmp_path_factory.mktemp("minbert"))
+
+
+@pytest.fixture(scope="session")
+def task(minbert: Path) -> MinBertTask:
+    return MinBertTask(MinBertOptions(str(minbert), vocab_size=120, max_length=16))
+
+
+@pytest.fixture(scope="module")
+def encoder(task: MinBertTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights and the tokenizer of a BERT of one layer."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=len(task.tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=16,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_overall_score_gives_every_row_of_his_table() -> None:
+    for row in study.PAPER_TABLE.values():
+        scores = dict(zip(study.COLUMNS, row, strict=True))
+        assert overall_score(scores) == pytest.approx(scores["overall"], abs=6e-5)
+
+
+def batch(task: MinBertTask, rows: int = 6) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and a batch of a few rows of each set."""
+    members = task.batches("train", 3 * rows, seed=0, epoch=0)[0]
+    found = task.collate([task.dataset("train")[member] for member in members])
+    return torch.randn(3 * rows, 7, generator=torch.Generator().manual_seed(1)), found
+
+
+def test_the_loss_is_the_sum_of_the_three_means(task: MinBertTask, minbert: Path) -> None:
+    logits, found = batch(task)
+    labels = found["labels"]
+    sst = functional.cross_entropy(logits[:6, :5], labels[:6, 0].long())
+    para, duplicate = logits[6:12, 5], labels[6:12, 1]
+    signs = duplicate * functional.logsigmoid(para) + (1 - duplicate) * functional.logsigmoid(-para)
+    sts = (5 / (1 + torch.exp(-logits[12:, 6])) - labels[12:, 2]).square().mean()
+    total, count = task.loss_sum(logits, found)
+    assert float(count) == task.target_count(found) == 18
+    torch.testing.assert_close(total / count, sst - signs.mean() + sts)
+    cosine = MinBertTask(MinBertOptions(str(minbert), max_length=16, sts_loss="cosine"))
+    logits[12:, 6] = 3 * labels[12:, 2]
+    total, count = cosine.loss_sum(logits, found)
+    assert float(total / count) == pytest.approx(float(sst - signs.mean()), rel=1e-5)
+
+
+def test_the_cosine_of_one_output_node_has_no_gradient() -> None:
+    output = torch.randn(6, 1, requires_grad=True)
+    functional.cosine_embedding_loss(output, torch.rand(6, 1) + 0.1, torch.ones(6)).backward()
+    assert output.grad is not None
+    assert output.grad.abs().max() < 1e-6
+
+
+def test_scores_of_several_batches_are_those_of_all_rows(task: MinBertTask) -> None:
+    logits, found = batch(task, 10)
+    totals: dict[str, tuple[float, float]] = {}
+    for part in (slice(0, 11), slice(11, 25), slice(25, 30)):
+        sums = task.metric_sums(logits[part], {"labels": found["labels"][part]})
+        totals = {
+            name: tuple(map(sum, zip(totals.get(name, (0.0, 0.0)), pair, strict=True)))
+            for name, pair in sums.items()
+        }  # type: ignore[misc]
+    scores = task.summarize(totals)
+    pair = torch.stack([logits[20:, 6], found["labels"][20:, 2]]).double()
+    assert scores["sts"] == pytest.approx(float(torch.corrcoef(pair)[0, 1]), abs=1e-9)
+    right = (logits[:10, :5].argmax(-1) == found["labels"][:10, 0]).double().mean()
+    assert scores["sst"] == pytest.approx(float(right))
+    constant = task.metric_sums(torch.zeros(30, 7), found)
+    assert task.summarize(constant)["sts"] == 0.0, "it orders nothing"
+
+
+def test_batches_hold_rows_of_each_set_and_every_row_once_a_pass(task: MinBertTask) -> None:
+    sizes = (40, 40, 40)
+    drawn = [member for epoch in (0, 1) for each in task.batches("train", 12, seed=1, epoch=epoch)
+             for member in each]  # fmt: skip
+    first = list(drawn[:120])
+    assert sorted(first) == list(range(sum(sizes)))
+    assert task.batches("train", 12, seed=1, epoch=0) == task.batches("train", 12, seed=1, epoch=0)
+    assert task.batches("train", 12, seed=2, epoch=0) != task.batches("train", 12, seed=1, epoch=0)
+    for each in task.batches("train", 12, seed=1, epoch=0):
+        assert [member // 40 for member in each] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("variant", "penalty"),
+    [
+        ("key_query:1e-4", {"key": 1e-4, "query": 1e-4, "form": "gram"}),
+        ("gram_schmidt:1e-6", {"key": 1e-6, "form": "qr", "qr_method": "gram_schmidt"}),
+        ("householder", {"query": 1e-4, "form": "qr", "qr_method": "householder"}),
+    ],
+)
+def test_his_penalties_are_variants(variant: str, penalty: dict[str, Any]) -> None:
+    found = vars(apply_variant(variant, RunConfig("minbert")).penalty)
+    assert {name: found[name] for name in penalty} == penalty
+
+
+@pytest.mark.slow
+def test_the_recipes_train_each_cell_once_by_the_common_loop(
+    minbert: Path, encoder: Path, tmp_path: Path
+) -> None:
+    made: dict[str, Reproduced] = {}
+    for item in ("figure-3", "figure-1", "table-1", "qr"):
+        name = f"mcgrath2024/{item}"
+        made[item] = reproduce(name, scale="toy", out=tmp_path, data=str(minbert))
+        check_reproduced(made[item])
+    runs = tmp_path / "runs" / "mcgrath2024-toy"
+    cells = ["baseline", *study.GRAM, *study.QR]
+    assert {path.name for path in runs.iterdir()} == {cell.replace(":", "-") for cell in cells}
+    assert [row["cell"] for row in made["figure-1"].result.rows] == ["baseline", *study.GRAM]
+    evaluated = [
+        [row for row in read_metrics(runs / "baseline" / f"seed-{seed}") if row["split"] == "valid"]
+        for seed in (0, 1)
+    ]
+    ours = made["table-1"].result.rows[1]
+    assert ours["overall"] == pytest.approx(sum(rows[-1]["overall"] for rows in evaluated) / 2)
+    drift = made["figure-3"].result.rows
+    last = [
+        row["error"]
+        for row in drift
+        if (row["seed"], row["step"], row["weight"]) == (1, 3, "key.0")
+    ]
+    assert last == [evaluated[1][-1]["err_orth/key.0"]]
+    initial = json.loads((runs / "baseline" / "seed-0" / "measure-initial.json").read_text())
+    keys = [row["orthogonality_error"] for row in initial["rows"] if row["role"] == "key"]
+    first = next(row for row in drift if (row["seed"], row["weight"]) == (0, "key.0"))
+    assert (first["step"], first["error"]) == (0, pytest.approx(keys[0]))
+    name, own = "mcgrath2024/pretrained", str(encoder)
+    done = reproduce(name, scale="toy", out=tmp_path, data=str(minbert), encoder=own)
+    scores = [row["cell"] for row in done.result.rows if "overall" in row]
+    assert scores == ["baseline", *study.PRETRAINED]
+    claim = json.loads(done.files[2].read_text())
+    assert claim["command"].endswith("--encoder ENCODER")
+
+
+@pytest.mark.slow
+def test_compare_does_what_the_sweep_did(minbert: Path, tmp_path: Path) -> None:
+    words = (
+        "compare minbert --vocab-size 120 --max-length 16 --variants post_ln,key:1e-2,key_query:1e-2"
+        " --seeds 1 --steps 3 --batch-size 12 --eval-every 2 --model.hidden-size 16"
+        " --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
+    )
+    out = tmp_path / "out"
+    assert main([*words.split(), "--data", str(minbert), "--out", str(out)]) == 0
+    rows = read_metrics(out / "key-1e-2" / "seed-0")
+    assert any("err_orth/affinity.0" in row for row in rows)
+
+
+def test_an_encoder_and_data_are_asked_for(minbert: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --encoder FOLDER"):
+        reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert))
+    with pytest.raises(ConfigError, match=r"give --data FOLDER with ids-sst-train.csv"):
+        reproduce("mcgrath2024/qr", scale="toy", out=tmp_path)
+
+
+def test_a_pretrained_encoder_is_fine_tuned_gently(encoder: Path, tmp_path: Path) -> None:
+    for scale, steps in (("mini", 200), ("medium", 1000)):
+        sizes = study.sizes_of(Request(scale, tmp_path, encoder=str(encoder)))  # type: ignore[arg-type]
+        assert (sizes.steps, sizes.learning_rate) == (steps, 5e-5)
+    assert study.sizes_of(Request("mini", tmp_path)).learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("alone", "both", "qr", "verdicts"),
+    [
+        (0.1, -0.1, -0.4, (True, True, True, True)),
+        (-0.1, -0.1, 0.0, (False, False, False, False)),
+        (0.0, 0.0, -0.4, (None, None, True, None)),
+    ],
+)
+def test_verdicts_at_mini_scale(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    alone: float,
+    both: float,
+    qr: float,
+    verdicts: tuple[bool | None, ...],
+) -> None:
+    def trained(request: Request, planned: list[Any], **_: Any) -> list[FinishedRun]:
+        del request
+        return [
+            FinishedRun(p.config, p.folder, {"overall,valid": 1.0}, info={"seconds": 1.0})
+            for p in planned
+        ]
+
+    def evaluated(run: FinishedRun) -> list[dict[str, Any]]:
+        name = run.variant.partition(":")[0]
+        gain = {"plain": 0.0, "key": alone, "query": alone, "key_query": both}.get(name, qr)
+        overall = 0.5 + 0.001 * run.seed + gain + (1e-4 * run.seed if name != "plain" else 0.0)
+        scores = {"sst": 0.3, "para": 0.6, "sts": 0.1, "overall": overall}
+        drift = {"err_orth/key.0": 0.9, "err_orth/affinity.0": 2.0}
+        return [{"step": 9, **scores, **drift}]
+
+    initial = {"err_orth/key.0": 1.0, "err_orth/affinity.0": 1.0}
+    monkeypatch.setattr(study, "train_grid", trained)
+    monkeypatch.setattr(study, "evaluations", evaluated)
+    monkeypatch.setattr(study, "_initial_errors", lambda run: initial)
+    request = Request("mini", tmp_path, "data", encoder="mine")
+    recipes = (study.figure_1, study.table_1, study.qr, study.pretrained)
+    assert tuple(recipe(request).holds for recipe in recipes) == verdicts
+    assert study.figure_3(request).holds is True
+    assert study.figure_3(Request("mini", tmp_path, "data", encoder="mine")).holds is True
+
+
+@pytest.mark.parametrize(
+    ("key", "affinity", "verdict"),
+    [
+        ((0.9, 0.92, 0.91), (1.1, 1.11, 1.12), True),
+        ((0.9, 0.92, 0.91), (0.8, 0.82, 0.81), False),
+        ((1.1, 1.12, 1.11), (1.1, 1.11, 1.12), False),
+        # Two errors above 1, and p = 0.07 before Holm's correction.
+        ((1.01, 1.03, 1.02), (1.1, 1.11, 1.12), None),
+        ((0.9, 0.92, 0.91), (1.1, 1.11, math.nan), None),
+    ],
+)
+def test_the_drift_is_judged_by_every_weight_with_its_error(
+    key: tuple[float, ...], affinity: tuple[float, ...], verdict: bool | None
+) -> None:
+    ends = {"key.0": key, "key.1": (0.9, 0.9, 0.9), "affinity.0": affinity}
+    rows = [
+        {"seed": seed, "step": step, "weight": weight, "error_over_initial": ratio if step else 1.0}
+        for step, (weight, ratios) in itertools.product((0, 9), ends.items())
+        for seed, ratio in enumerate(ratios)
+    ]
+    assert study.judge_drift(rows) is verdict
+    assert study.judge_drift([]) is None
