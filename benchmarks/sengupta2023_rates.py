@@ -25,8 +25,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wellposed.recipes.recipe import Request
 from wellposed.tasks import Task, build_task
-from wellposed_studies.sengupta2023.trained import arena_study, text_study, words_study
-from wellposed_studies.sengupta2023.trained import VARIANTS, Study, train_study
+from wellposed_studies.sengupta2023.trained import (
+    VARIANTS,
+    Study,
+    arena_study,
+    text_study,
+    train_study,
+    words_study,
+)
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SEED = 1000
