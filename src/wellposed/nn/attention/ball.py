@@ -14,6 +14,7 @@ from wellposed.errors import ConfigError
 from wellposed.model_options import BallOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.attention.masks import AttentionMask
 from wellposed.nn.unit_ball import project_to_ball
 from wellposed.options import Positive, Size
 
@@ -68,18 +69,10 @@ class _BallAttention(HeadProjections):
     def _tokens(self, x: Tensor) -> Tensor:
         return project_to_ball(x)
 
-    def _weighted(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         temperature, scale = (part.to(query.dtype)[:, None, None] for part in self.head_scales())
         heads = F.scaled_dot_product_attention(
-            query * temperature, key, value, attn_mask=mask, is_causal=is_causal, scale=1.0
+            query * temperature, key, value, **seen.flags, scale=1.0
         )
         return heads * scale
 

@@ -13,6 +13,7 @@ from wellposed.functional import cosine_attention
 from wellposed.model_options import CosineOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.attention.masks import AttentionMask
 from wellposed.options import Positive, Rate, Size
 
 
@@ -54,15 +55,7 @@ class _CosineAttention(HeadProjections):
         """tau of each head, (heads,), positive."""
         return self.log_tau.exp()
 
-    def _weighted(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         return cosine_attention(
             query,
             key,
@@ -70,8 +63,7 @@ class _CosineAttention(HeadProjections):
             eps=self.eps,
             tau=self.temperature[:, None, None],
             nu=self.nu[:, None, None],
-            attn_mask=mask,
-            is_causal=is_causal,
+            **seen.flags,
             dropout_p=self.dropout if self.training else 0.0,
         )
 

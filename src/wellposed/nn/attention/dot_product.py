@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.attention.masks import AttentionMask
 from wellposed.nn.positions import rotate_by_position
 from wellposed.options import Rate, Size, Strength
 
@@ -40,19 +41,9 @@ class SoftmaxHeads(HeadProjections):
         key, value = super()._key_value(memory)
         return (key if self.k_norm is None else self.k_norm(key).to(key.dtype)), value
 
-    def _weighted(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
-        )
+        return F.scaled_dot_product_attention(query, key, value, **seen.flags, dropout_p=dropout)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
@@ -175,21 +166,11 @@ class InverseDAttention(SelfAttention):
                 " entries make pairs to rotate; change embed_dim or num_heads"
             )
 
-    def _weighted(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        is_causal: bool = False,
-    ) -> Tensor:
-        seen = key.shape[-2] - query.shape[-2]
-        query, key, value = rotate_by_position(query, seen), rotate_by_position(key), value / 3
+    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
+        first = key.shape[-2] - query.shape[-2]
+        query, key, value = rotate_by_position(query, first), rotate_by_position(key), value / 3
         scale = 1 / self.head_dim
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale
-        )
+        return F.scaled_dot_product_attention(query, key, value, **seen.flags, scale=scale)
 
     def extra_repr(self) -> str:
         """Everything that is not seen from the projections."""

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
 from wellposed.nn._registry import LayerCache, MemoryCache
-from wellposed.nn.attention.masks import PaddingMask, attention_mask, check_batch, memory_mask
+from wellposed.nn.attention.masks import (
+    AttentionMask,
+    PaddingMask,
+    attention_mask,
+    check_batch,
+    memory_mask,
+)
 from wellposed.nn.checks import Part, check_tokens
 from wellposed.options import Rate, Size
 
@@ -105,16 +111,8 @@ class HeadProjections(Part, ABC):
         )
 
     @abstractmethod
-    def _weighted(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """Means of the values, (batch, heads, tokens, d); ``mask`` as in `AttentionMask`."""
+    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
+        """Means of the values, (batch, heads, tokens, d)."""
 
 
 class SelfAttention(HeadProjections):
@@ -149,12 +147,8 @@ class SelfAttention(HeadProjections):
         query, (key, value) = self._query(x), self._key_value(x)
         if cache is not None:
             key, value = cache.update(key, value)
-        allowed = attention_mask(
-            key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device
-        )
-        return self.o_proj(
-            join_heads(self._weighted(query, key, value, allowed.mask, is_causal=allowed.is_causal))
-        )
+        seen = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
+        return self.o_proj(join_heads(self._weighted(query, key, value, seen)))
 
 
 class MemoryAttention(HeadProjections):
@@ -208,8 +202,5 @@ class MemoryAttention(HeadProjections):
 
         key, value = project() if cache is None else cache.once(project)
         query = self._query(self._tokens(x))
-        return self.o_proj(
-            join_heads(
-                self._weighted(query, key, value, memory_mask(key_padding_mask, memory).mask)
-            )
-        )
+        seen = memory_mask(key_padding_mask, memory)
+        return self.o_proj(join_heads(self._weighted(query, key, value, seen)))

@@ -479,9 +479,8 @@ class L2SelfAttention(Part):
         scale = 1 / math.sqrt(self.head_dim)
         queries, keys = query.shape[-2], key.shape[-2]
         if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
-            allowed = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
-            flags = {"attn_mask": allowed.mask, "is_causal": allowed.is_causal}
-            return l2_attention(query, key, value, **flags, dropout_p=dropout, scale=scale)
+            seen = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
+            return l2_attention(query, key, value, **seen.flags, dropout_p=dropout, scale=scale)
         # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
         # hand.
         heads = l2_attention(

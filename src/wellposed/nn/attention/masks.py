@@ -3,7 +3,7 @@ needed."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ class AttentionMask(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     kind: MaskKind = "any"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What `scaled_dot_product_attention` takes of it."""
+        return {"attn_mask": self.mask, "is_causal": self.is_causal}
 
 
 PaddingMask = Tensor | AttentionMask | None
