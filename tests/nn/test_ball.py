@@ -113,37 +113,6 @@ def test_cross_attention_matches_the_reference(options: dict[str, Any]) -> None:
         )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_changes_nothing(is_causal: bool) -> None:
-    layer, x = build(BallAttention), draw(2, 6, D)
-    padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
-    out = layer(x, key_padding_mask=padding, is_causal=is_causal)
-    torch.testing.assert_close(
-        out[:1, :4], layer(x[:1, :4], is_causal=is_causal), atol=1e-12, rtol=0
-    )
-    torch.testing.assert_close(out[1:], layer(x[1:], is_causal=is_causal), atol=1e-12, rtol=0)
-
-
-def test_causality_by_gradient_and_cache() -> None:
-    layer, x = build(BallAttention), draw(2, 6, D).requires_grad_()
-    out = layer(x, is_causal=True)
-    (gradient,) = torch.autograd.grad(out[:, :3].square().sum(), x)
-    assert torch.equal(gradient[:, 3:], torch.zeros_like(gradient[:, 3:]))
-    assert bool((gradient[:, :3] != 0).any(-1).all())
-    kept: list[Tensor] = []
-
-    def update(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        earlier = kept or [key[..., :0, :]] * 2
-        kept[:] = [
-            torch.cat([old, new], -2) for old, new in zip(earlier, (key, value), strict=True)
-        ]
-        return kept[0], kept[1]
-
-    cache = SimpleNamespace(update=update)
-    pieces = [layer(x[:, i : i + 2], is_causal=True, cache=cache) for i in range(0, 6, 2)]
-    torch.testing.assert_close(torch.cat(pieces, 1), out, atol=1e-12, rtol=0)
-
-
 class LargestTensor(TorchDispatchMode):
     """Watches the number of entries of every tensor that an operation returns."""
 
@@ -168,7 +137,6 @@ def test_no_matrix_of_tokens_by_tokens_is_made(is_causal: bool) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "attention": (lambda: BallAttention(D, 2), 1),
     "attention with biases": (lambda: BallAttention(D, 4, bias=True, unit_lipschitz=False), 1),
     "cross": (lambda: BallCrossAttention(D, 2), 2),
     "projection": (lambda: BallProjection(D), 1),
@@ -214,13 +182,6 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         assert float(off) <= 16 * torch.finfo(dtype).eps * float(right.detach().abs().max())
         out.square().sum().backward()
         assert all(bool(tokens.grad is not None and tokens.grad.isfinite().all()) for tokens in x)
-
-
-def test_under_autocast() -> None:
-    layer = BallAttention(D, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(draw(2, 5, D).float(), is_causal=True)
-    assert bool(out.isfinite().all())
 
 
 @pytest.mark.parametrize(

@@ -67,17 +67,6 @@ def test_self_attention_matches_reference(options: dict[str, Any], size: float) 
     )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding(is_causal: bool) -> None:
-    layer, x = build(CosineSelfAttention), draw(2, 6, D)
-    padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
-    out = layer(x, key_padding_mask=padding, is_causal=is_causal)
-    torch.testing.assert_close(
-        out[:1, :4], layer(x[:1, :4], is_causal=is_causal), atol=1e-12, rtol=0
-    )
-    torch.testing.assert_close(out[1:], layer(x[1:], is_causal=is_causal), atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("options", [*OPTIONS, {"memory_dim": 5}])
 def test_cross_attention_matches_reference(options: dict[str, Any]) -> None:
     layer = build(CosineCrossAttention, **options)
@@ -101,25 +90,6 @@ def test_a_memory_of_padding_only_is_finite_in_both_directions() -> None:
     torch.testing.assert_close(out[0, 0], layer.o_proj.bias)
     assert x.grad is not None
     assert x.grad.isfinite().all()
-
-
-def test_causality_by_gradient_and_cache() -> None:
-    layer, x = build(CosineSelfAttention), draw(2, 6, D).requires_grad_()
-    out = layer(x, is_causal=True)
-    (gradient,) = torch.autograd.grad(out[:, :3].square().sum(), x)
-    assert torch.equal(gradient[:, 3:], torch.zeros_like(gradient[:, 3:]))
-    kept: list[Tensor] = []
-
-    def update(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        earlier = kept or [key[..., :0, :]] * 2
-        kept[:] = [
-            torch.cat([old, new], -2) for old, new in zip(earlier, (key, value), strict=True)
-        ]
-        return kept[0], kept[1]
-
-    cache = SimpleNamespace(update=update)
-    pieces = [layer(x[:, i : i + 2], is_causal=True, cache=cache) for i in range(0, 6, 2)]
-    torch.testing.assert_close(torch.cat(pieces, 1), out, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -197,16 +167,6 @@ def test_save_and_load_and_arguments_matter(options: dict[str, Any], tmp_path: A
         torch.manual_seed(0)
         changed = CosineSelfAttention(D, H, **options)
         assert not torch.allclose(plain(x.float()), changed(x.float()), rtol=1e-3)
-
-
-def test_autocast_and_compile() -> None:
-    layer, x = build(CosineSelfAttention).float(), draw(2, 6, D).float()
-    expected = layer(x, is_causal=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(x, is_causal=True)
-    assert (out.float() - expected).abs().max() <= 4 * D * 2.0**-9 * expected.abs().max()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, is_causal=True), expected)
 
 
 def test_builder_and_bad_options() -> None:

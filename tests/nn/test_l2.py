@@ -117,75 +117,6 @@ def test_padding_matches_reference(
     )
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"contractive": 0.7}, {"contractive": 0.7, "max_tokens": 9}, {"tied": False}]
-)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_changes_nothing(options: dict[str, Any], is_causal: bool) -> None:
-    layer, x = build(**options), tokens(batch=1, n=4)
-    padded = torch.cat([x, tokens(batch=1, n=3, size=50.0)], 1)
-    mask = torch.tensor([[False] * 4 + [True] * 3])
-    together = torch.cat([padded, tokens(batch=1, n=7, seed=8)])
-    masks = torch.cat([mask, torch.zeros(1, 7, dtype=torch.bool)])
-    out = layer(together, key_padding_mask=masks, is_causal=is_causal)
-    torch.testing.assert_close(out[:1, :4], layer(x, is_causal=is_causal), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("options", FORMS)
-def test_gradcheck(options: dict[str, Any]) -> None:
-    layer = build(**options)
-    names = [name for name, _ in layer.named_parameters()]
-
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        state = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(layer, state, (x,), {"key_padding_mask": PADDING[:, 1:4]})
-
-    x = tokens(n=3).requires_grad_()
-    parameters = [p.detach().requires_grad_() for p in layer.parameters()]
-    assert torch.autograd.gradcheck(call, (x, *parameters), fast_mode=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"contractive": 0.9}, {"tied": False}])
-def test_causality_by_gradient(options: dict[str, Any]) -> None:
-    layer, x = build(**options), tokens().requires_grad_()
-    out = layer(x, is_causal=True)
-    (gradient,) = torch.autograd.grad(out[:, :3].square().sum(), x)
-    assert torch.equal(gradient[:, 3:], torch.zeros_like(gradient[:, 3:]))
-    assert (gradient[:, :3].abs().sum((0, 2)) > 0).all()
-
-
-class GrowingCache:
-    """The smallest cache there is."""
-
-    def __init__(self) -> None:
-        self.key: Tensor | None = None
-        self.value: Tensor | None = None
-
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.key = key if self.key is None else torch.cat([self.key, key], -2)
-        self.value = value if self.value is None else torch.cat([self.value, value], -2)
-        return self.key, self.value
-
-
-@pytest.mark.parametrize("options", [*FORMS, {"contractive": 0.9, "max_tokens": 6}])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (3, 1, 2)])
-def test_cache_gives_the_same_as_the_whole_sequence(
-    options: dict[str, Any], padded: bool, steps: tuple[int, ...]
-) -> None:
-    layer, x = build(**options), tokens()
-    mask = PADDING if padded else None
-    whole = layer(x, key_padding_mask=mask, is_causal=True)
-    cache, pieces, start = GrowingCache(), [], 0
-    for step in steps:
-        seen = None if mask is None else mask[:, : start + step]
-        pieces.append(
-            layer(x[:, start : start + step], key_padding_mask=seen, is_causal=True, cache=cache)
-        )
-        start += step
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-12, rtol=0)
-
-
 def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
     layer, x = build(), tokens().requires_grad_()
     mask = torch.tensor([[True] * 6, [False] * 6])
@@ -197,17 +128,6 @@ def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
         torch.testing.assert_close(
             out, reference(layer, x, allowed_pairs(mask, is_causal)), atol=1e-11, rtol=0
         )
-
-
-@pytest.mark.parametrize("options", [*FORMS, {"contractive": 0.5}])
-def test_save_and_load(options: dict[str, Any], tmp_path: Any) -> None:
-    layer, x = build(**options), tokens()
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    torch.manual_seed(7)
-    fresh = L2SelfAttention(D, H, **options).double()
-    assert not torch.equal(fresh(x), layer(x))
-    fresh.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    assert torch.equal(fresh(x), layer(x))
 
 
 @pytest.mark.parametrize(
@@ -260,36 +180,6 @@ def test_initial_weights(values: Any) -> None:
             largest = float(projection.weight.detach().abs().max())
             assert 0.98 * 0.25 / 8 < largest <= 0.25 / 8
             assert not projection.bias.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_stays_near_float64(dtype: torch.dtype) -> None:
-    layer, x = build().to(dtype), tokens().to(dtype)
-    expected = reference(layer, x, torch.ones(6, 6).tril().bool())
-    got = layer(x, is_causal=True)
-    assert got.dtype is dtype
-    unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
-    # z, P z, the mixing and the output are each rounded once; products of at most D terms each.
-    assert (got.double() - expected).abs().max() <= 4 * D * unit * expected.abs().max()
-
-
-@pytest.mark.parametrize("options", [{}, {"contractive": 0.9, "max_tokens": 8}, {"tied": False}])
-def test_autocast(options: dict[str, Any]) -> None:
-    layer, x = build(**options).float(), tokens().float()
-    expected = layer(x, key_padding_mask=PADDING)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(x, key_padding_mask=PADDING)
-    assert (out.float() - expected).abs().max() <= 4 * D * 2.0**-9 * expected.abs().max()
-    out.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiles_in_one_graph(padded: bool) -> None:
-    layer, x = build(), tokens()
-    options = {"key_padding_mask": PADDING} if padded else {"is_causal": True}
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, **options), layer(x, **options))
 
 
 def test_one_token_and_nan() -> None:

@@ -1,0 +1,162 @@
+"""What every attention module promises alike: padding, causality, caches, saving, low precision,
+gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wellposed import nn as wn
+
+D, H, N = 8, 2, 6
+PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 3 + [False] * 3])
+FORMS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "dot product": (wn.DotProductAttention, {}),
+    "dot product, qk_norm": (wn.DotProductAttention, {"qk_norm": True}),
+    "inverse d": (wn.InverseDAttention, {}),
+    "cosine": (wn.CosineSelfAttention, {}),
+    "cosine, fixed scales": (wn.CosineSelfAttention, {"learn_scales": False, "bias": False}),
+    "ball": (wn.BallAttention, {}),
+    "ball with biases": (wn.BallAttention, {"bias": True, "unit_lipschitz": False}),
+    "l2": (wn.L2SelfAttention, {}),
+    "l2, free values": (wn.L2SelfAttention, {"values": "free", "query_width": 2}),
+    "l2, plain values": (wn.L2SelfAttention, {"values": "plain"}),
+    "l2, untied": (wn.L2SelfAttention, {"tied": False, "query_width": 2}),
+    "l2, no bias": (wn.L2SelfAttention, {"bias": False}),
+    "l2, contractive": (wn.L2SelfAttention, {"contractive": 0.7, "max_tokens": 9}),
+    "l2, contractive at its own length": (wn.L2SelfAttention, {"contractive": 0.7}),
+}  # fmt: skip
+every = pytest.mark.parametrize("name", FORMS)
+# A division by a bound from Gram iterations has its own tests in `test_l2_certificate`.
+undivided = pytest.mark.parametrize("name", [name for name in FORMS if "contractive" not in name])
+
+
+def build(name: str) -> Any:
+    kind, options = FORMS[name]
+    torch.manual_seed(0)
+    layer = kind(D, H, **options).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(batch: int = 2, n: int = N, seed: int = 1, size: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return size * torch.randn(batch, n, D, generator=generator, dtype=torch.float64)
+
+
+class GrowingCache:
+    """The smallest cache there is."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def update(self, *new: Tensor) -> list[Tensor]:
+        earlier = self.kept or [part[..., :0, :] for part in new]
+        self.kept = [torch.cat(pair, -2) for pair in zip(earlier, new, strict=True)]
+        return self.kept
+
+
+@every
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_changes_nothing(name: str, is_causal: bool) -> None:
+    layer, x = build(name), tokens(batch=1, n=4)
+    padded = torch.cat([x, tokens(batch=1, n=3, size=50.0)], 1)
+    mask = torch.tensor([[False] * 4 + [True] * 3, [False] * 7])
+    out = layer(
+        torch.cat([padded, tokens(batch=1, n=7, seed=8)]),
+        key_padding_mask=mask,
+        is_causal=is_causal,
+    )
+    torch.testing.assert_close(out[:1, :4], layer(x, is_causal=is_causal), atol=1e-12, rtol=0)
+
+
+@every
+def test_a_finished_mask_is_the_same_as_what_it_is_made_of(name: str) -> None:
+    layer, x = build(name), tokens()
+    mask = wn.attention_mask(PADDING, True, N, N, x.device)
+    expected = layer(x, key_padding_mask=PADDING, is_causal=True)
+    torch.testing.assert_close(layer(x, key_padding_mask=mask), expected, atol=1e-12, rtol=0)
+
+
+@every
+def test_no_gradient_comes_from_a_later_token(name: str) -> None:
+    layer, x = build(name), tokens().requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x, is_causal=True)[:, :3].square().sum(), x)
+    assert gradient[:, 3:].abs().max() == 0
+    assert (gradient[:, :3].abs().sum((0, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if "own length" not in name])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (3, 1, 2)])
+def test_a_cache_in_any_portions_changes_nothing(
+    name: str, padding: Tensor | None, steps: tuple[int, ...]
+) -> None:
+    layer, x, cache = build(name), tokens(), GrowingCache()
+    whole = layer(x, key_padding_mask=padding, is_causal=True)
+    pieces, end = [], 0
+    for step in steps:
+        start, end = end, end + step
+        seen = None if padding is None else padding[:, :end]
+        pieces.append(layer(x[:, start:end], key_padding_mask=seen, is_causal=True, cache=cache))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-12, rtol=0)
+
+
+@every
+def test_it_comes_back_from_disk(name: str, tmp_path: Any) -> None:
+    layer, x, (kind, options) = build(name), tokens(), FORMS[name]
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    fresh = kind(D, H, **options).double()
+    assert not torch.equal(fresh(x), layer(x))
+    fresh.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    assert torch.equal(fresh(x), layer(x))
+
+
+@undivided
+def test_low_precision_stays_near_float64(name: str) -> None:
+    """Projections, logits, sums and output are each rounded a few times, of D terms at most."""
+    layer, x = build(name), tokens()
+    expected = layer(x, key_padding_mask=PADDING, is_causal=True)
+    for dtype, unit in ((torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-9)):
+        got = layer.to(dtype)(x.to(dtype), key_padding_mask=PADDING, is_causal=True)
+        assert got.dtype is dtype
+        assert (got.double() - expected).abs().max() <= 8 * D * unit * expected.abs().max()
+
+
+@every
+def test_autocast_stays_near_float32(name: str) -> None:
+    layer, x = build(name).float(), tokens().float()
+    expected = layer(x, key_padding_mask=PADDING)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x, key_padding_mask=PADDING)
+    assert (out.float() - expected).abs().max() <= 8 * D * 2.0**-9 * expected.abs().max()
+    out.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@undivided
+def test_gradcheck(name: str) -> None:
+    layer, x = build(name), tokens(n=3).requires_grad_()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        state = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, state, (x,), {"key_padding_mask": PADDING[:, 1:4]})
+
+    parameters = [p.detach().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(call, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.slow
+@undivided
+def test_compiles_in_one_graph(name: str) -> None:
+    layer, x = build(name), tokens()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for how in ({"key_padding_mask": PADDING}, {"is_causal": True}):
+        torch.testing.assert_close(compiled(x, **how), layer(x, **how))
