@@ -169,13 +169,16 @@ def _replaced(module: nn.Module) -> str | None:
     return f"class's forward ({home}.{name} stands in {owner.__qualname__})"
 
 
+_WRAPPERS = ("torch.", "transformers.", "wellposed.call_checks")
+
+
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the module a function was written in and its name there, behind wrappers of torch and
-    transformers alone.
+    """Return the module a function was written in and its name there, behind wrappers of torch,
+    transformers and `wellposed.call_checks` alone.
 
     Both are read from its code: `functools.wraps` lends a replacement the names of what it replaces.
     """
-    while (home := _written_in(function)).startswith(("torch.", "transformers.")):
+    while (home := _written_in(function)).startswith(_WRAPPERS):
         if not hasattr(function, "__wrapped__"):
             break
         function = function.__wrapped__
