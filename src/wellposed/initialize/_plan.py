@@ -68,7 +68,7 @@ def plan(
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
     steps = _left_alone(model, roles, steps, leave)
-    _check_written(steps)
+    _check_writable(steps)
     known = {id(step.view.parameter) for step in steps}
     unmatched = [
         f"{name} {tuple(parameter.shape)}"
@@ -82,19 +82,6 @@ def plan(
             " with patterns= (see find_roles); where one of a single dimension scales a norm that"
             " has another name, put torch.nn.Identity() in the norm's place; or leave weights as"
             " they are with leave='...' (roles, or shell-style patterns on parameter names)"
-        )
-    drawn = [step for step in steps if step.draw != "kept"]
-    frozen = [step.view.parameter_name for step in drawn if not step.view.parameter.requires_grad]
-    if frozen:
-        raise ConfigError(
-            "frozen weights (requires_grad=False) would keep these random numbers for good;"
-            " unfreeze them, or give the new layers to dt_fixup_:\n" + listed(frozen)
-        )
-    empty = [step.view.parameter_name for step in drawn if step.view.parameter.is_meta]
-    if empty:
-        raise ConfigError(
-            "weights on the meta device hold no numbers; materialise the model first:\n"
-            + listed(empty)
         )
     return steps
 
@@ -196,14 +183,24 @@ def _left_alone(
     ]
 
 
-def _check_written(steps: Sequence[Step]) -> None:
-    names = [step.view.parameter_name for step in steps]
-    parametrized = [name for name in names if ".parametrizations." in f".{name}"]
-    if parametrized:
-        raise ConfigError(
-            "parametrized weights cannot be drawn; initialise before the parametrization is"
-            " registered:\n" + listed(parametrized)
-        )
+def _check_writable(steps: Sequence[Step]) -> None:
+    views = [step.view for step in steps if step.draw != "kept"]
+    problems = {
+        "parametrized weights cannot be drawn; initialise before the parametrization is registered": [
+            step.view for step in steps if ".parametrizations." in f".{step.view.parameter_name}"
+        ],
+        "frozen weights (requires_grad=False) would keep these random numbers for good; unfreeze"
+        " them, or give the new layers to dt_fixup_": [
+            view for view in views if not view.parameter.requires_grad
+        ],
+        "weights on the meta device hold no numbers; materialise the model first": [
+            view for view in views if view.parameter.is_meta
+        ],
+    }
+    for problem, found in problems.items():
+        if found:
+            names = [view.parameter_name for view in found]
+            raise ConfigError(f"{problem}:\n{listed(names)}")
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

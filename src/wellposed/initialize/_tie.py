@@ -161,27 +161,26 @@ def _tie_separate(role: AttentionRole, attention: nn.Module) -> None:
     for name in ("weight", "bias"):
         if getattr(key.owner, name, None) is not None:
             setattr(key.owner, name, getattr(query.owner, name))
-            names = {
-                "query": f"{query.owner_path[inside:]}.{name}",
-                "key": f"{key.owner_path[inside:]}.{name}",
-            }
-            attention.register_state_dict_post_hook(partial(_save_separate, **names))
-            attention.register_load_state_dict_pre_hook(partial(_load_separate, **names))
+            names = [f"{view.owner_path[inside:]}.{name}" for view in (query, key)]
+            attention.register_state_dict_post_hook(partial(_save_separate, names))
+            attention.register_load_state_dict_pre_hook(partial(_load_separate, names))
 
 
 def _save_separate(
-    _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, query: str, key: str
+    names: list[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any
 ) -> None:
     """Give the key a tensor of its own: file formats refuse two names for one."""
-    if f"{prefix}{query}" in state and f"{prefix}{key}" in state:
-        state[f"{prefix}{key}"] = state[f"{prefix}{key}"].clone()
+    query, key = (prefix + name for name in names)
+    if query in state and key in state:
+        state[key] = state[key].clone()
 
 
 def _load_separate(
-    _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, query: str, key: str
+    names: list[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any
 ) -> None:
-    if f"{prefix}{query}" in state and f"{prefix}{key}" in state:
-        _check_equal(f"{prefix}{key}", state[f"{prefix}{query}"], state[f"{prefix}{key}"])
+    query, key = (prefix + name for name in names)
+    if query in state and key in state:
+        _check_equal(key, state[query], state[key])
 
 
 def _tied_names(owner: nn.Module) -> dict[str, _KeyIsQuery]:
@@ -208,14 +207,12 @@ def _obstacle(role: AttentionRole) -> str | None:
     biases = [getattr(view.owner, _BIAS_OF[view.attribute], None) for view in (query, key)]
     if (biases[0] is None) != (biases[1] is None):
         return "one of query and key has a bias and the other has none; give both one, or neither"
-    names = {name for view in (query, key) for name in (view.attribute, _BIAS_OF[view.attribute])}
     if any(
-        parametrize.is_parametrized(view.owner, name) for view in (query, key) for name in names
+        parametrize.is_parametrized(view.owner, name)
+        for view in (query, key)
+        for name in (view.attribute, _BIAS_OF[view.attribute])
     ):
-        return (
-            f"{key.parameter_name} or the query's is parametrised; tie first, then parametrise the"
-            " result"
-        )
+        return f"{key.parameter_name} or the query's is parametrised; tie first, then parametrise"
     return None
 
 
