@@ -8,7 +8,7 @@ N).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -169,18 +169,9 @@ class _Masks:
 
     def chunk(self, start: int, stop: int) -> _Masks:
         """Return the masks of batch rows start to stop."""
-
-        def cut(mask: Tensor | None) -> Tensor | None:
-            return mask if mask is None or mask.shape[0] == 1 else mask[start:stop]
-
-        return _Masks(
-            self.scale,
-            cut(self.allowed),
-            cut(self.bias),
-            cut(self.padded),
-            cut(self.real),
-            self.is_causal,
-        )
+        masks = {name: getattr(self, name) for name in ("allowed", "bias", "padded", "real")}
+        own = {name: m for name, m in masks.items() if m is not None and m.shape[0] != 1}
+        return replace(self, **{name: mask[start:stop] for name, mask in own.items()})
 
 
 def _affinities(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:

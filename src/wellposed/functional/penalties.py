@@ -6,7 +6,7 @@ m rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -247,24 +247,26 @@ def accumulate_gram_penalty_(
     if not squared:
         value = _root(value)
         slope = torch.where(value > 0, slope / (2 * value), 0.0)
-    scaled = gram.mul_(slope).to(plan.dtype_for(weights))
+    products = _products(plan, weights, gram.mul_(slope).to(plan.dtype_for(weights)))
     with torch.autocast(gram.device.type, enabled=False):
-        cast = [weight.to(scaled.dtype) for weight in weights]
-        stack = None if plan.by_columns else (cast[0] if len(cast) == 1 else torch.cat(cast))
-        start = 0
-        for weight, gradient in zip(cast, gradients, strict=True):
-            block = scaled[start : start + weight.shape[0]]
-            start += weight.shape[0]
-            if gradient is not None:
-                _add_product(gradient, *((weight, scaled) if stack is None else (block, stack)))
+        for (left, right), gradient in zip(products, gradients, strict=True):
+            if gradient is not None and gradient.dtype == left.dtype:
+                gradient.addmm_(left, right)
+            elif gradient is not None:
+                gradient.add_((left @ right).to(gradient.dtype))
     return strength * value
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    if target.dtype == left.dtype:
-        target.addmm_(left, right)
-    else:
-        target.add_((left @ right).to(target.dtype))
+def _products(
+    plan: _Plan, weights: Sequence[Tensor], scaled: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the two factors of the gradient of each weight: ``W S``, or its rows of ``S`` and the stack."""
+    cast = [weight.to(scaled.dtype) for weight in weights]
+    if plan.by_columns:
+        yield from ((weight, scaled) for weight in cast)
+        return
+    stack = cast[0] if len(cast) == 1 else torch.cat(cast)
+    yield from ((rows, stack) for rows in scaled.split([len(weight) for weight in cast]))
 
 
 class _Gram(torch.autograd.Function):
@@ -272,7 +274,7 @@ class _Gram(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *weights: Tensor) -> Tensor:
-        ctx.by_columns, ctx.dtype = plan.by_columns, plan.dtype_for(weights)
+        ctx.plan = plan
         gram = _gram_minus_identity(plan, weights)
         ctx.save_for_backward(gram, *weights)
         return torch.dot(gram.view(-1), gram.view(-1))
@@ -282,14 +284,8 @@ class _Gram(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gram, *weights = ctx.saved_tensors
         with torch.autocast(gram.device.type, enabled=False):
-            scaled = (gram * (4 * grad)).to(ctx.dtype)
-            if ctx.by_columns:
-                grads = [weight.to(ctx.dtype) @ scaled for weight in weights]
-            else:
-                stack = weights[0] if len(weights) == 1 else torch.cat(weights)
-                grads = list(
-                    (scaled @ stack.to(ctx.dtype)).split([weight.shape[0] for weight in weights])
-                )
+            scaled = (gram * (4 * grad)).to(ctx.plan.dtype_for(weights))
+            grads = [left @ right for left, right in _products(ctx.plan, weights, scaled)]
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
 
 

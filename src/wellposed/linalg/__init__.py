@@ -4,9 +4,9 @@ from wellposed.linalg._cap import cap_spectral_norms_ as cap_spectral_norms_
 from wellposed.linalg._cayley import based_cayley as based_cayley
 from wellposed.linalg._cayley import cayley as cayley
 from wellposed.linalg._cayley import inverse_cayley as inverse_cayley
-from wellposed.linalg._kim2021 import kim2021_bound as kim2021_bound
 from wellposed.linalg._l2_bound import Bound as Bound
 from wellposed.linalg._l2_bound import L2Layer as L2Layer
+from wellposed.linalg._l2_bound import kim2021_bound as kim2021_bound
 from wellposed.linalg._l2_bound import l2_attention_bound as l2_attention_bound
 from wellposed.linalg._l2_bound import least as least
 from wellposed.linalg._l2_constants import MASK_KINDS as MASK_KINDS
@@ -43,9 +43,9 @@ from wellposed.linalg._retraction import rotate as rotate
 from wellposed.linalg._retraction import skew_gradient_ as skew_gradient_
 from wellposed.linalg._retraction import tangent_gradient_ as tangent_gradient_
 from wellposed.linalg._singular import LanczosEstimate as LanczosEstimate
+from wellposed.linalg._singular import condition_number as condition_number
+from wellposed.linalg._singular import condition_of as condition_of
 from wellposed.linalg._singular import lanczos_singular_value as lanczos_singular_value
 from wellposed.linalg._singular import largest_singular_value as largest_singular_value
 from wellposed.linalg._singular import singular_values as singular_values
-from wellposed.linalg._spectral import condition_number as condition_number
-from wellposed.linalg._spectral import condition_of as condition_of
-from wellposed.linalg._spectral import stable_rank as stable_rank
+from wellposed.linalg._singular import stable_rank as stable_rank

@@ -28,8 +28,6 @@ _ROOM = 3 * SVD_MARGIN
 _NEAR = 8.0
 # Lanczos steps, and the slacks of the squared norm that are tried above their lower estimate.
 _LANCZOS = 16
-# Fewer show whether a squared norm is beyond what the polynomial can take.
-_GLANCE, _SOFT = 4, 1.27
 _SLACKS = (1e-2, 5e-2)
 # A proof in float32 may be this loose (in the squared norm); beyond, it is made in float64.
 _LOOSE = 4e-2
@@ -191,7 +189,7 @@ def _cap_near_(
     for place in inside:
         caps[members[place]] = SpectralCap("inside", top * bound)
     left = _without(range(len(point)), inside)
-    soft = [] if nearest else _not_far(left, grams.gram)
+    soft = [] if nearest or grams.gram.shape[-1] <= _WHOLE else left
     if soft:
         found = zip(soft, _strengths(grams.of(soft), top - kept_off, _unit(dtype)), strict=True)
         bent = {place: strength for place, strength in found if strength is not None}
@@ -289,18 +287,10 @@ def _factor_slack(gram: Tensor, shift: Tensor, trace: Tensor) -> Tensor:
     return 1.1 * (columns + 4) * _unit(gram.dtype) * torch.maximum(columns * shift - trace, shift)
 
 
-def _not_far(places: list[int], gram: Tensor) -> list[int]:
-    """Return the places of the matrices for which the polynomial is worth a try."""
-    if not places or gram.shape[-1] <= _WHOLE:
-        return []
-    tops = _top_quotients(gram[places], _GLANCE).tolist()
-    return [place for place, top in zip(places, tops, strict=True) if top <= _SOFT]
-
-
-def _top_quotients(gram: Tensor, steps: int) -> Tensor:
+def _top_quotients(gram: Tensor) -> Tensor:
     """Return ``v^T G v / v^T v`` of each matrix for the last of its Ritz vectors, in float64 on the
     CPU."""
-    vectors = _ritz_vectors(gram, steps)[..., -1:].to(gram)
+    vectors = _ritz_vectors(gram, _LANCZOS)[..., -1:].to(gram)
     return (
         (((gram @ vectors) * vectors).sum((-2, -1)) / vectors.square().sum((-2, -1))).double().cpu()
     )
@@ -317,7 +307,7 @@ def _strengths(grams: _Grams, top: float, unit: float) -> list[_Strength | None]
     """Return how strongly to bend each matrix that is proved to be near enough, None for others."""
     columns = grams.gram.shape[-1]
     found: list[_Strength | None] = [None] * len(grams.size)
-    below = _top_quotients(grams.gram, _LANCZOS)
+    below = _top_quotients(grams.gram)
     for share in _SLACKS:
         shift = below * (1.0 + share)
         limits = (shift + _slack(grams, shift)).clamp_min(top * top).tolist()

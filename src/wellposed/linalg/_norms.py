@@ -66,17 +66,15 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
     >>> bool(4 <= certified_spectral_norm(W) < 4.0001)
     True
     """
-    if method == "svd":
-        return _svd_norm(weight)
-    if method == "cholesky":
-        return _cholesky_norm(weight)
-    if method == "gram":
-        return gram_iteration_norm(weight)
-    if method == "interpolation":
-        return interpolation_norm(weight)
-    raise unknown_name(
-        "spectral norm method", str(method), ("svd", "cholesky", "gram", "interpolation")
-    )
+    methods = {
+        "svd": _svd_norm,
+        "cholesky": _cholesky_norm,
+        "gram": gram_iteration_norm,
+        "interpolation": interpolation_norm,
+    }
+    if method not in methods:
+        raise unknown_name("spectral norm method", str(method), methods)
+    return methods[method](weight)
 
 
 def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
