@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -48,6 +48,8 @@ COMMON = frozenset(
     }
 )
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
+SECTIONS = ("train", "model", "penalty", "constrain")
+"""Parts of a `RunConfig` whose options are those of the command line."""
 
 
 @dataclass(frozen=True)
@@ -146,29 +148,25 @@ def parse(
             meant = OTHER_SPELLINGS[f"--{name}"]
             raise ConfigError(f"{command} {base.task}: no option --{name}; did you mean {meant}?")
     options = TASKS.get(base.task).options
+    hints = {
+        "command": Annotated[extra, Flat],
+        "files": Annotated[FileArguments, Flat],
+        "task": Annotated[options, Flat],
+        "train": Annotated[TrainOptions, Flat],
+        "model": ModelOptions,
+        "penalty": PenaltyOptions,
+        "constrain": ConstrainOptions,
+        "start": Annotated[StartArguments, Flat],
+    }
     arguments = dataclasses.make_dataclass(
-        "Arguments",
-        [
-            ("command", Annotated[extra, Flat], field()),
-            ("files", Annotated[FileArguments, Flat], field(default=FileArguments())),
-            ("task", Annotated[options, Flat], field()),
-            ("train", Annotated[TrainOptions, Flat], field(default=base.train)),
-            ("model", ModelOptions, field(default=base.model)),
-            ("penalty", PenaltyOptions, field(default=base.penalty)),
-            ("constrain", ConstrainOptions, field(default=base.constrain)),
-            ("start", Annotated[StartArguments, Flat], field(default=StartArguments())),
-        ],
-        frozen=True,
-        kw_only=True,
+        "Arguments", list(hints.items()), frozen=True, kw_only=True
     )
     default = arguments(
         command=extra(),
+        files=FileArguments(),
         task=_task_defaults(options, base),
-        train=base.train,
-        model=base.model,
-        penalty=base.penalty,
-        constrain=base.constrain,
         start=StartArguments(**dataclasses.asdict(base.start)),
+        **{name: getattr(base, name) for name in SECTIONS},
     )
     parsed: Any = parse_words(
         arguments,
@@ -180,16 +178,11 @@ def parse(
     )
     run = dataclasses.replace(
         base,
-        task_options={
-            item.name: getattr(parsed.task, item.name) for item in dataclasses.fields(options)
-        },
-        train=parsed.train,
-        model=parsed.model,
-        penalty=parsed.penalty,
-        constrain=parsed.constrain,
+        task_options=dataclasses.asdict(parsed.task),
         start=StartOptions(
             **{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}
         ),
+        **{name: getattr(parsed, name) for name in SECTIONS},
         imports={**base.imports, **imported_files()},
     )
     if not (run.start.model or TASKS.get(run.task).own_models):

@@ -189,14 +189,11 @@ def _translate(
 
 
 def _text(options: PredictArguments) -> str:
-    if options.text is not None:
-        return options.text
     path = options.input
-    assert path is not None
-    if str(path) == "-":
-        return sys.stdin.read()
+    if path is None:
+        return options.text or ""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: not UTF-8 at byte {error.start}; convert it, for example with iconv"
