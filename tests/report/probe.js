@@ -1,0 +1,79 @@
+{
+const violations = [];
+document.addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));
+const seen = (element) => element.getClientRects().length > 0;
+const luminance = (colour) => {
+  const [r, g, b] = colour.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const parse = (text) => text.match(/[0-9.]+/g).map(Number);
+const behind = (element) => {
+  for (let each = element; each; each = each.parentElement) {
+    const colour = parse(getComputedStyle(each).backgroundColor);
+    if (colour[3] !== 0) return colour.slice(0, 3);
+  }
+  return [255, 255, 255];
+};
+const contrast = (element) => {
+  const style = getComputedStyle(element);
+  const ink = parse(element instanceof SVGElement ? style.fill : style.color).slice(0, 3);
+  const [high, low] = [luminance(ink), luminance(behind(element))].sort((a, b) => b - a);
+  return (high + 0.05) / (low + 0.05);
+};
+const texts = () => [...document.body.querySelectorAll("*")].filter((element) =>
+  !["SCRIPT", "STYLE"].includes(element.tagName) && seen(element) &&
+  [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
+const column = () => [...document.querySelector("table").tBodies[0].rows].map((row) => row.cells[0].textContent);
+const press = (element, key) => element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const tip = document.querySelector("#tip");
+
+setTimeout(() => {
+  const found = { dark: matchMedia("(prefers-color-scheme: dark)").matches };
+  document.querySelectorAll("details").forEach((part) => (part.open = true));
+  found.width = [innerWidth, document.documentElement.scrollWidth];
+  found.pale = texts().filter((e) => contrast(e) < 4.5).map((e) => [e.tagName, e.textContent, contrast(e)]);
+  found.checked = texts().length;
+  found.stuck = [...document.querySelectorAll("*")].filter((e) => e.scrollWidth > e.clientWidth + 1 && e.tabIndex < 0 &&
+    ["auto", "scroll"].includes(getComputedStyle(e).overflowX)).map((e) => e.outerHTML.slice(0, 80));
+
+  const means = [...document.querySelectorAll("thead button")].filter((b) => b.textContent === "mean");
+  found.buttons = [...document.querySelectorAll("thead th")].filter((th) => !th.querySelector("button")).length;
+  found.order = [column()];
+  for (const _ of [1, 2]) {
+    means[0].click();
+    found.order.push([means[0].parentElement.getAttribute("aria-sort"), ...column()]);
+  }
+
+  const marks = () => [...document.querySelectorAll('svg [data-variant="0"]')].filter(seen).length;
+  const box = document.querySelector("#variants input");
+  found.marks = [marks()];
+  box.click();
+  found.marks.push(marks());
+  const panel = document.querySelector(".panel svg");
+  panel.focus();
+  press(panel, "End");
+  found.focused = document.activeElement === panel;
+  found.hiddenTip = tip.textContent;
+  box.click();
+  found.marks.push(marks());
+  press(panel, "End");
+  found.tip = tip.textContent;
+  press(panel, "Escape");
+  found.gone = tip.hidden;
+  const area = panel.getBoundingClientRect();
+  panel.dispatchEvent(new PointerEvent("pointermove", { clientX: area.right - 3, clientY: area.top + 50 }));
+  found.pointed = tip.textContent;
+
+  found.resources = performance.getEntriesByType("resource").map((entry) => entry.name);
+  found.before = [...violations];
+  if (location.hash === "#attack") {
+    document.body.insertAdjacentHTML("beforeend", '<img src="http://127.0.0.1:9/x"><p onclick="window.hit = 1">x</p>');
+    document.body.lastElementChild.click();
+  }
+  setTimeout(() => {
+    found.hit = window.hit ?? 0;
+    found.violations = violations;
+    parent.postMessage(JSON.stringify(found), "*");
+  }, 300);
+}, 100);
+}
