@@ -158,8 +158,7 @@ def _refuse_missing_input(options: PredictArguments) -> None:
 
 def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:
     """Refuse options that would have no effect on this kind of model."""
-    defaults = PredictArguments(text="")
-    changed = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    changed = [name for name in names if getattr(options, name) != getattr(PredictArguments, name)]
     if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
         raise ConfigError(
