@@ -1,12 +1,12 @@
 """Attacks: Lipschitz constants from below, by ascent over inputs."""
 
-from wellposed.attack._directions import perturbation_size as perturbation_size
-from wellposed.attack._directions import steepest_direction as steepest_direction
 from wellposed.attack._inputs import Call as Call
 from wellposed.attack._inputs import PatchGrid as PatchGrid
+from wellposed.attack._inputs import activation_dtype as activation_dtype
+from wellposed.attack._inputs import in_dtype as in_dtype
 from wellposed.attack._inputs import patch_grid as patch_grid
+from wellposed.attack._inputs import perturbation_size as perturbation_size
 from wellposed.attack._inputs import reads_pairs as reads_pairs
+from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
-from wellposed.attack._lower_bound import activation_dtype as activation_dtype
-from wellposed.attack._lower_bound import in_dtype as in_dtype
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound

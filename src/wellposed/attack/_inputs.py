@@ -1,16 +1,20 @@
-"""What a model is called with, where the input of its certificate is not a tensor that ``forward``
-takes as it is."""
+"""Inputs (batch, tokens, width): what a model is called with for them, and the size of their
+perturbations."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
+from wellposed.linalg import Norm
 
 
 @dataclass(frozen=True)
@@ -158,3 +162,57 @@ class Call:
                 f" {received}"
             )
         return out.unsqueeze(1) if out.ndim == 2 else out.flatten(1, -2)
+
+
+def perturbation_size(delta: Tensor, norm: Norm) -> Tensor:
+    """Return the norm of each perturbation of a batch ``(batch, tokens, width)``, in tok, 2 or inf:
+    ``(batch,)``.
+
+    >>> import torch
+    >>> perturbation_size(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), "tok")
+    tensor([5.])
+    """
+    if norm == 2:
+        return delta.flatten(1).norm(dim=-1)
+    return delta.norm(dim=-1).amax(-1) if norm == "tok" else delta.abs().flatten(1).amax(-1)
+
+
+def steepest_direction(gradient: Tensor, norm: Norm) -> Tensor:
+    """Return the perturbation of norm 1 along which a function with this gradient grows fastest,
+    same shape.
+
+    >>> import torch
+    >>> steepest_direction(torch.tensor([[[3.0, -4.0]]]), "inf")
+    tensor([[[ 1., -1.]]])
+    """
+    if norm == "inf":
+        return gradient.sign()
+    size = (
+        gradient.flatten(1).norm(dim=-1)[:, None, None]
+        if norm == 2
+        else gradient.norm(dim=-1, keepdim=True)
+    )
+    return gradient / size.where(size > 0, 1.0)
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy in another dtype that computes the same map: RMSNorm takes its eps from the
+    dtype where it was given none."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        if isinstance(part, nn.RMSNorm) and part.eps is None:
+            part.eps = rms_norm_eps(module)
+    return copied.to(dtype)
+
+
+def rms_norm_eps(module: nn.Module) -> float:
+    """Return the eps of an RMSNorm inside ``module`` that was given none: the unit of its
+    activations, of float32 in half precision."""
+    return torch.finfo(torch.promote_types(activation_dtype(module), torch.float32)).eps
+
+
+def activation_dtype(module: nn.Module) -> torch.dtype:
+    """Return the widest floating dtype of the weights; where there are none, float64, as any input
+    may be."""
+    found = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
+    return functools.reduce(torch.promote_types, found) if found else torch.float64

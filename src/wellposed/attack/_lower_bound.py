@@ -4,20 +4,17 @@ most."""
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.attack._directions import perturbation_size
-from wellposed.attack._inputs import Call
-from wellposed.attack._local_slope import LocalSlope
-from wellposed.attack._slopes import Pairs, SlopeMeter
+from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables, ascend, in_ball
+from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
 
@@ -76,13 +73,9 @@ class LowerBound:
             raise ConfigError(
                 f"the attack is in norm {self.norm!r}, the certificate in norm {certificate.norm!r}"
             )
-        return (
-            self.value / certificate.total
-            if certificate.total > 0
-            else math.inf
-            if self.value > 0
-            else 0.0
-        )
+        if certificate.total > 0:
+            return self.value / certificate.total
+        return math.inf if self.value > 0 else 0.0
 
 
 def lipschitz_lower_bound(
@@ -169,62 +162,81 @@ def lipschitz_lower_bound(
     moving = dtype or torch.float64
     target = _prepare(module, moving, keep_gradients=ascend_weights is not None)
     generator = torch.Generator().manual_seed(seed)
+    own = dtype or _own_dtype(module, start)
     if start is None:
-        begin = _random_start(shape, restarts, scales, moving, generator)
+        start = _random_start(shape, restarts, scales, moving, generator)
     elif tuple(start.shape) != (restarts, *shape):
         raise ShapeError(
             f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}"
         )
-    else:
-        begin = start.detach()
-    begin = begin.to(_device_of(target), moving)
-    log_scale, unit = _as_variables(begin)
+    begin = start.detach().to(_device_of(target), moving)
+    unit, log_scale = as_variables(begin)
     allowed = _perturbed_tokens(perturbed, shape, moving).to(begin)
     kwargs = _expand(forward_kwargs, restarts)
     local_slope = LocalSlope(Call(target, kwargs), norm, allowed, exact)
     random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
-    state = _Best(norm, begin, random, *torch.full((2, restarts), -math.inf).to(begin))
-    variables: list[Tensor] = [unit, log_scale]
-    if ascend_weights is not None:
-        variables += [parameter for parameter in target.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(variables, lr=learning_rate, maximize=True)
+    none = torch.full((restarts,), -math.inf).to(begin)
+    found, direction, ascended = Found(begin, random, none, none), random, None
+    weights = target.parameters() if ascend_weights is not None else ()
 
-    def climb() -> None:
-        direction = random
-        for step in range(steps + 1):
-            optimizer.zero_grad()
-            x = _place(unit, log_scale, radius)
-            stretch, direction = local_slope(x, direction, inner if step < steps else 8 * inner)
-            score = stretch.clamp_min(torch.finfo(moving).tiny).log()
-            if ascend_weights is not None:
-                score = score - ascend_weights(target).log()
-                state.keep_module(target, score)
-            state.keep(stretch if ascend_weights is None else score, stretch, x, direction)
-            if step < steps and score.requires_grad:
-                score.nan_to_num(0.0, 0.0, 0.0).sum().backward()
-                for variable in variables:
-                    if variable.grad is not None:
-                        variable.grad.nan_to_num_(0.0, 0.0, 0.0)
-                optimizer.step()
+    def score(is_last: bool) -> Tensor:
+        nonlocal found, direction, ascended
+        x = in_ball(unit * log_scale.exp(), radius)
+        stretch, direction = local_slope(x, direction, 8 * inner if is_last else inner)
+        reached = stretch.clamp_min(torch.finfo(moving).tiny).log()
+        if ascend_weights is not None:
+            reached = reached - ascend_weights(target).log()
+            if bool(reached.detach().nan_to_num(nan=-math.inf).max() > found.scores.max()):
+                ascended = copy.deepcopy(target)
+        ranked = stretch if ascend_weights is None else reached
+        found = found.better(Found.of(x, direction, stretch, ranked))
+        return reached
 
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        differentiable = _completes(climb)
-    attacked = (
-        _as_it_runs(module, state.module)
-        if dtype is None
-        else target
-        if state.module is None
-        else state.module
-    )
-    own = _own_dtype(attacked, start) if dtype is None else dtype
+        variables = [unit, log_scale, *(weight for weight in weights if weight.requires_grad)]
+        by_jacobian = _completes(lambda: ascend(variables, score, steps, learning_rate))
+    by_jacobian = by_jacobian and dtype is not None
+    attacked = _as_it_runs(module, ascended) if dtype is None else ascended or target
     meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
-    if dtype is not None and differentiable:
+    if by_jacobian:
         with sdpa_kernel(SDPBackend.MATH):
-            return state.report(steps, meter.along(state.inputs, state.directions), dtype)
-    with torch.enable_grad():
-        pairs = meter.search(begin, random, (state.inputs, state.directions))
-        pairs = meter.ascend(pairs, steps, learning_rate)
-    return state.measured(steps, pairs, own, attacked)
+            pairs = meter.along(found.x, found.other)
+    else:
+        with torch.enable_grad():
+            pairs = meter.ascend(meter.search(begin, random, found), steps, learning_rate)
+    report = _report(found, pairs, own, norm, by_jacobian=by_jacobian)
+    return replace(report, steps=steps, module=None if ascended is None else attacked)
+
+
+def _report(
+    found: Found, pairs: Found, dtype: torch.dtype, norm: Norm, *, by_jacobian: bool
+) -> LowerBound:
+    chosen = found if by_jacobian else pairs
+    if not bool(torch.isfinite(chosen.scores).any()):
+        what = "the Jacobian was" if by_jacobian else f"outputs in {dtype} were"
+        raise ConvergenceError(
+            f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower"
+            " scales"
+        )
+    best = chosen.best
+    x, y = pairs.x[best], pairs.other[best]
+    apart = y.double() - x.double()
+    size = perturbation_size(apart[None], norm).clamp_min(torch.finfo(torch.float64).tiny)
+    jacobian = max(0.0, float(found.slopes[found.best]))
+    slope = max(0.0, float(pairs.slopes[best]))
+    return LowerBound(
+        value=jacobian if by_jacobian else slope,
+        norm=norm,
+        input=chosen.x[best],
+        direction=found.other[best] if by_jacobian else apart / size,
+        values=chosen.slopes,
+        steps=0,
+        found_by="jacobian" if by_jacobian else "difference",
+        jacobian=jacobian,
+        slope=slope,
+        pair=(x, y),
+        dtype=dtype,
+    )
 
 
 # What torch says where a backward has no derivative of its own: a function with a custom backward,
@@ -241,86 +253,6 @@ def _completes(climb: Callable[[], None]) -> bool:
             raise
         return False
     return True
-
-
-def _place(unit: Tensor, log_scale: Tensor, radius: float | None) -> Tensor:
-    x = unit * log_scale.exp()
-    if radius is not None:
-        x = x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
-    return x if x.requires_grad else x.requires_grad_()
-
-
-@dataclass
-class _Best:
-    """The best of each restart so far."""
-
-    norm: Norm
-    inputs: Tensor
-    directions: Tensor
-    scores: Tensor
-    stretches: Tensor
-    module: Any = None
-
-    def keep(self, score: Tensor, stretch: Tensor, x: Tensor, direction: Tensor) -> None:
-        score = score.detach()
-        better = torch.isfinite(score) & (score > self.scores)
-        wide = better[:, None, None]
-        self.scores = torch.where(better, score, self.scores)
-        self.stretches = torch.where(better, stretch.detach(), self.stretches)
-        self.inputs = torch.where(wide, x.detach(), self.inputs)
-        self.directions = torch.where(wide, direction.detach(), self.directions)
-
-    def keep_module(self, module: Any, score: Tensor) -> None:
-        if bool(score.detach().nan_to_num(nan=-math.inf).max() > self.scores.max()):
-            self.module = copy.deepcopy(module)
-
-    def report(self, steps: int, pairs: Pairs, dtype: torch.dtype) -> LowerBound:
-        _check_any_finite(self.scores, "the Jacobian was")
-        best = int(self.scores.argmax())
-        value = max(0.0, float(self.stretches[best]))
-        return LowerBound(
-            value,
-            self.norm,
-            self.inputs[best],
-            self.directions[best],
-            self.stretches,
-            steps,
-            self.module,
-            jacobian=value,
-            slope=max(0.0, float(pairs.slopes[best])),
-            pair=(pairs.x[best], pairs.y[best]),
-            dtype=dtype,
-        )
-
-    def measured(self, steps: int, pairs: Pairs, dtype: torch.dtype, attacked: Any) -> LowerBound:
-        _check_any_finite(pairs.slopes, f"outputs in {dtype} were")
-        best = int(pairs.slopes.argmax())
-        x, y = pairs.x[best], pairs.y[best]
-        slope = float(pairs.slopes[best])
-        apart = y.double() - x.double()
-        return LowerBound(
-            slope,
-            self.norm,
-            x,
-            apart
-            / perturbation_size(apart[None], self.norm).clamp_min(torch.finfo(torch.float64).tiny),
-            pairs.slopes,
-            steps,
-            None if self.module is None else attacked,
-            found_by="difference",
-            jacobian=max(0.0, float(self.stretches[self.scores.argmax()])),
-            slope=slope,
-            pair=(x, y),
-            dtype=dtype,
-        )
-
-
-def _check_any_finite(scores: Tensor, what: str) -> None:
-    if not bool(torch.isfinite(scores).any()):
-        raise ConvergenceError(
-            f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower"
-            " scales"
-        )
 
 
 def _as_it_runs(module: Any, ascended: Any) -> Any:
@@ -351,29 +283,6 @@ def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: 
     return copied.requires_grad_(keep_gradients)
 
 
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy in another dtype that computes the same map: RMSNorm takes its eps from the
-    dtype where it was given none."""
-    copied = copy.deepcopy(module)
-    for part in copied.modules():
-        if isinstance(part, nn.RMSNorm) and part.eps is None:
-            part.eps = rms_norm_eps(module)
-    return copied.to(dtype)
-
-
-def rms_norm_eps(module: nn.Module) -> float:
-    """Return the eps of an RMSNorm inside ``module`` that was given none: the unit of its
-    activations, of float32 in half precision."""
-    return torch.finfo(torch.promote_types(activation_dtype(module), torch.float32)).eps
-
-
-def activation_dtype(module: nn.Module) -> torch.dtype:
-    """Return the widest floating dtype of the weights; where there are none, float64, as any input
-    may be."""
-    found = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
-    return functools.reduce(torch.promote_types, found) if found else torch.float64
-
-
 def _device_of(target: Any) -> torch.device:
     parameter = next(target.parameters(), None) if isinstance(target, nn.Module) else None
     return torch.device("cpu") if parameter is None else parameter.device
@@ -393,13 +302,6 @@ def _random_start(
         )
     scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=dtype)
     return torch.randn(restarts, *shape, dtype=dtype, generator=generator) * scale[:, None, None]
-
-
-def _as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
-    """Split inputs into a log scale and a direction of entries about 1, so that one learning rate
-    fits every scale."""
-    size = start.flatten(1).square().mean(-1).sqrt().clamp_min(1e-12)[:, None, None]
-    return size.log().requires_grad_(), (start / size).requires_grad_()
 
 
 def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -14,22 +14,17 @@ from wellposed.certification import (  # noqa: F401
     _ball,
     _blocks,
     _cosine,
-    _dot_product,
     _hf,
-    _hf_bert,
-    _hf_decoders,
-    _hf_t5,
-    _hf_vit,
     _l2,
     _reversible,
-    _torch_encoder,
     _transformer,
     _transject,
 )
+from wellposed.certification._attention import AttentionWeights as AttentionWeights
+from wellposed.certification._attention import dot_product_ball_bound as dot_product_ball_bound
 from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
-from wellposed.certification._bounds import LayerBound as LayerBound
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
@@ -37,8 +32,7 @@ from wellposed.certification._cosine import cosine_attention_bound as cosine_att
 from wellposed.certification._cosine import (
     cosine_cross_attention_bounds as cosine_cross_attention_bounds,
 )
-from wellposed.certification._dot_product import dot_product_ball_bound as dot_product_ball_bound
-from wellposed.certification._heads import AttentionWeights as AttentionWeights
+from wellposed.certification._rules import LayerBound as LayerBound
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes
 from wellposed.certification._rules import inherit_rule as inherit_rule

@@ -10,10 +10,15 @@ from typing import Literal
 
 import torch
 
-from wellposed.certification._bounds import LayerBound
-from wellposed.certification._dot_product import dot_product_ball_bound, on_the_ball
-from wellposed.certification._heads import AttentionWeights, join_heads, product_norms
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._attention import (
+    AttentionWeights,
+    dot_product_ball_bound,
+    join_heads,
+    on_the_ball,
+    product_norms,
+)
+from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._transformer import named
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound
 from wellposed.nn import (
@@ -42,9 +47,7 @@ def _maxmin(module: MaxMin, site: Site) -> LayerBound:
 
 @register_rule(MaxMinFeedForward)
 def _maxmin_feedforward(module: MaxMinFeedForward, site: Site) -> LayerBound:
-    return site.chain(
-        (name, getattr(module, name)) for name in ("up_proj", "activation", "down_proj")
-    )
+    return site.chain(named(module, "up_proj", "activation", "down_proj"))
 
 
 @register_rule(UnitEmbedding)
@@ -60,12 +63,8 @@ def _unit_embedding(module: UnitEmbedding, site: Site) -> LayerBound:
 @register_rule(BallAttention)
 def _ball_attention(module: BallAttention, site: Site) -> LayerBound:
     weights = site.remember(module, "ball_weights", lambda: _ball_weights(module))
-    return on_the_ball(
-        partial(dot_product_ball_bound, weights),
-        weights,
-        site.at_radius(min(1.0, site.radius)),
-        module.embed_dim,
-    )
+    bound, inside = partial(dot_product_ball_bound, weights), site.at_radius(min(1.0, site.radius))
+    return on_the_ball(bound, weights, inside, module.embed_dim)
 
 
 @register_rule(BallCrossAttention)
@@ -111,10 +110,9 @@ def ball_cross_attention_bounds(
     by_query = product_norms(weights.key, weights.query) / root
     shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1) / root
     # All queries may attend to one token of the memory.
-    mass, key_mass = (
-        (math.sqrt(num_queries), math.sqrt(num_queries / 2)) if norm == 2 else (1.0, 1.0)
-    )
-    by_key = min(mass, key_mass) * (by_query + shift) * (1 + 1e-12)
+    mass = math.sqrt(num_queries) if norm == 2 else 1.0
+    key_mass = min(mass, math.sqrt(num_queries / 2)) if norm == 2 else 1.0
+    by_key = key_mass * (by_query + shift) * (1 + 1e-12)
     return join_heads(by_query, weights, f"queries, {norm} (B12)"), join_heads(
         mass + by_key, weights, f"memory, {norm} (B12)"
     )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.certification._bounds import LayerBound, times
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._rules import LayerBound, Site, register_rule, times
 from wellposed.linalg import Norm
 from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm, unit_gelu
 
@@ -19,7 +18,6 @@ from wellposed.nn import OrthogonalLinear, PostNorm, PreNorm, unit_gelu
 # rounded up).
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
 SELU = 1.7580993408473768
-# SiLU and quick-GELU are x sigmoid(a x); their slope is at most this for every a.
 
 NORM_FORM = "max|gamma| / sqrt(eps)"
 

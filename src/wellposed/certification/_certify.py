@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,13 +13,39 @@ from torch.nn.parameter import is_lazy
 
 from wellposed.attack import activation_dtype, patch_grid, reads_pairs
 from wellposed.certification._as_called import without_compiler
-from wellposed.certification._certificate import Certificate, CertifiedLayer, weights_digest
+from wellposed.certification._blocks import NORM_FORM
+from wellposed.certification._certificate import (
+    Certificate,
+    CertifiedLayer,
+    leaves,
+    weights_digest,
+)
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
-from wellposed.certification._explain import explain
-from wellposed.certification._rules import Shared, Site, bound_of
+from wellposed.certification._rules import Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
 
+USELESS = 1e3
+"""From this total on a margin of 1 is certified against moves of a thousandth of a token's norm at
+most."""
+_KINDS = 3
+_ADVICE = {
+    NORM_FORM: (
+        "a norm divides by sqrt(eps) where a token is constant: raise eps, or train without norms,"
+        " see the variant lipschitz"
+    ),
+    "(B5": (
+        "dot-product attention grows with the square of its ball: see L2SelfAttention,"
+        " BallAttention and the variant lipschitz"
+    ),
+    "gated": (
+        "a gated feed-forward grows with its ball: MaxMinFeedForward has slope |W_1||W_2|"
+        " everywhere"
+    ),
+    "singular value": (
+        "hold the weights at norm 1: wellposed.constrain_(model, optimizer, to='spectral')"
+    ),
+}
 _NO_PREFIX = (
     "without past_key_values: keys and values that a caller puts in need not lie in any ball (B13)"
 )
@@ -105,59 +132,50 @@ def certify(
         )
     module = without_compiler(module)
     _refuse_non_finite(module)
-    shared = Shared(norm, seq_len, min_tokens, dtype=activation_dtype(module))
+    dtype, ball = activation_dtype(module), math.inf if radius is None else float(radius)
+    start = Site("", ball, norm, seq_len, min_tokens, mask, dtype)
+    walk = start.walk
     with undisturbed(module):
-        start = Site("", math.inf if radius is None else float(radius), shared, mask)
         bound = bound_of(module, start)
 
         def without(kinds: frozenset[str]) -> float:
-            return bound_of(module, start.in_norm(norm, calm=kinds)).lipschitz
+            return bound_of(module, start.in_norm(norm, kinds)).lipschitz
 
-        rows = tuple(
-            row for row in shared.rows if row is not None and not row.form.startswith("identity")
-        )
-        reason = explain(bound.lipschitz, rows, without)
-        tried = (
-            "not run: no bound to try out"
-            if math.isinf(bound.lipschitz)
-            else "not run: cross_check=False"
-        )
-        if cross_check and math.isfinite(bound.lipschitz):
-            causal = shared.masks == {"causal"}
-            grid = patch_grid(module)
+        visits = [visit for visit in walk.visits if visit is not None]
+        rows = tuple(v.row for v in visits if not v.row.form.startswith("identity"))
+        reason = _explain(bound.lipschitz, rows, without)
+        has_bound = math.isfinite(bound.lipschitz)
+        tried = "not run: cross_check=False" if has_bound else "not run: no bound to try out"
+        if cross_check and has_bound:
+            parts = [
+                (visit.row.path, visit.module, visit.row.lipschitz)
+                for visit in visits
+                if visit.module is not None and visit.norm == norm
+            ]
+            # Innermost first: the first offender is the one that is named.
+            parts.sort(key=lambda part: -len(part[0].split(".")))
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
-            count = few if grid is None else grid.tokens
+            grid = patch_grid(module)
+            tokens, causal = few if grid is None else grid.tokens, walk.masks == {"causal"}
             tried = try_out(
-                Claim(
-                    module,
-                    bound.lipschitz,
-                    shared.passed,
-                    norm,
-                    radius,
-                    count,
-                    causal,
-                    activation_dtype(module),
-                )
+                Claim(module, bound.lipschitz, parts, norm, radius, tokens, causal, dtype)
             )
-    dtype, notes = _dtype_of(module)
-    if "past_key_values" in inspect.signature(module.forward).parameters:
-        notes = (*notes, _NO_PREFIX)
     return Certificate(
         total=bound.lipschitz,
         layers=_without_root(rows),
-        label="uncertified" if math.isinf(bound.lipschitz) else bound.label,
+        label=bound.label if has_bound else "uncertified",
         norm=norm,
         tokens=seq_len,
         min_tokens=min_tokens,
-        mask="/".join(sorted(shared.masks)) or "none used",
+        mask="/".join(sorted(walk.masks)) or "none used",
         domain="all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}",
-        dtype=dtype,
-        ball=math.inf if radius is None else float(radius),
-        notes=(*shared.notes, *notes),
-        head=shared.head,
+        dtype="/".join(_dtypes(module)) or "no parameters",
+        ball=ball,
+        notes=(*walk.notes, *_notes(module)),
+        head=walk.head,
         cross_check=tried,
         reason=reason,
-        weights=weights_digest(module) if math.isfinite(bound.lipschitz) else "",
+        weights=weights_digest(module) if has_bound else "",
         module=weakref.ref(module),
     )
 
@@ -165,21 +183,17 @@ def certify(
 def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...]:
     """The module's own row repeats the total, unless it alone says why there is none."""
     inner = tuple(row for row in rows if row.path)
-    if not inner or (
-        rows[0].label == "uncertified" and all(row.label != "uncertified" for row in inner)
-    ):
-        return rows
-    return inner
+    alone = not any(row.label == "uncertified" for row in inner)
+    return rows if not inner or (rows[0].label == "uncertified" and alone) else inner
 
 
 def _refuse_non_finite(module: nn.Module) -> None:
     bad = [
-        f"{name} {tuple(parameter.shape)}: {int((~torch.isfinite(parameter)).sum())} of"
-        f" {parameter.numel()} entries"
-        for name, parameter in module.named_parameters()
-        if not parameter.is_meta
-        and not is_lazy(parameter)
-        and not (bool(torch.isfinite(parameter.sum())) or bool(torch.isfinite(parameter).all()))
+        f"{name} {tuple(weight.shape)}: {int((~torch.isfinite(weight)).sum())} of"
+        f" {weight.numel()} entries"
+        for name, weight in module.named_parameters()
+        if not (weight.is_meta or is_lazy(weight))
+        and not (bool(torch.isfinite(weight.sum())) or bool(torch.isfinite(weight).all()))
     ]
     if bad:
         raise NotLipschitzError(
@@ -189,13 +203,74 @@ def _refuse_non_finite(module: nn.Module) -> None:
         )
 
 
-def _dtype_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
-    dtypes = sorted(
-        {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
+def _dtypes(module: nn.Module) -> list[str]:
+    floating = {
+        parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
+    }
+    return sorted(str(dtype).removeprefix("torch.") for dtype in floating)
+
+
+def _notes(module: nn.Module) -> list[str]:
+    notes = []
+    half = [name for name in _dtypes(module) if name in ("float16", "bfloat16")]
+    if half:
+        notes.append(
+            f"weights are {'/'.join(half)}: the bound is for exact arithmetic with these weights;"
+            " rounding of the half-precision forward pass is not covered"
+        )
+    if "past_key_values" in inspect.signature(module.forward).parameters:
+        notes.append(_NO_PREFIX)
+    return notes
+
+
+def _explain(
+    total: float, rows: Sequence[CertifiedLayer], without: Callable[[frozenset[str]], float]
+) -> str:
+    """Return one line on a total above `USELESS`, else nothing.
+
+    ``without(classes)`` is the total of the same certificate in which every part of these classes
+    counts as 1 at most.
+    """
+    if not USELESS < total < math.inf:
+        return ""
+    groups: dict[str, list[CertifiedLayer]] = {}
+    for row in leaves(rows):
+        if row.lipschitz > 1:
+            groups.setdefault(row.module, []).append(row)
+    ignored: list[str] = []
+    told: list[str] = []
+    left = total
+    while left > USELESS and len(ignored) < _KINDS and groups.keys() - ignored:
+        found = {
+            kind: without(frozenset([*ignored, kind])) for kind in groups if kind not in ignored
+        }
+        kind = min(found, key=lambda name: found[name])
+        if not found[kind] < 0.99 * left:
+            break
+        left = found[kind]
+        ignored.append(kind)
+        told.append(_contribution(kind, groups[kind], left, first=len(ignored) == 1))
+    if not ignored:
+        return (
+            f"of no use at {total:.3g}: no kind of part alone makes it so, each layer adds its own;"
+            " fewer layers or smaller branches make it smaller, see ConvexResidual"
+        )
+    return f"of no use at {total:.3g}: {', '.join(told)}; {_advice(groups[ignored[0]])}"
+
+
+def _contribution(kind: str, rows: Sequence[CertifiedLayer], left: float, *, first: bool) -> str:
+    low, high = min(row.lipschitz for row in rows), max(row.lipschitz for row in rows)
+    each = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
+    count = (
+        f"{len(rows)} {kind} contribute {each} each"
+        if len(rows) > 1
+        else f"{kind} contributes {each}"
     )
-    half = [name for name in dtypes if name in ("float16", "bfloat16")]
-    note = (
-        f"weights are {'/'.join(half)}: the bound is for exact arithmetic with these weights; "
-        "rounding of the half-precision forward pass is not covered"
+    return f"{count} (without {'them' if first else 'these too'} {left:.3g})"
+
+
+def _advice(rows: Sequence[CertifiedLayer]) -> str:
+    form = max(rows, key=lambda row: row.lipschitz).form
+    return next(
+        (text for mark, text in _ADVICE.items() if mark in form), "smaller weights make it smaller"
     )
-    return "/".join(dtypes) or "no parameters", (note,) if half else ()

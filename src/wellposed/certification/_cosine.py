@@ -4,16 +4,20 @@ sequences (B6)."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from wellposed.certification._bounds import LayerBound
-from wellposed.certification._heads import TRAINING_DROPOUT, in_norm, norms, row_mass, weights_of
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._attention import (
+    TRAINING_DROPOUT,
+    in_norm,
+    norms,
+    row_mass,
+    weights_of,
+)
+from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, check_norm, least
 from wellposed.nn import CosineCrossAttention, CosineSelfAttention
@@ -63,15 +67,12 @@ def cosine_attention_bound(
     3.0
     """
     check_norm(norm)
-    by_query, by_key, by_value = _terms(
-        query, key, value, eps=eps, temperature=temperature, value_scale=value_scale
-    ).scaled(norm, seq_len, mask)
-    best = _joined(by_query + by_key + by_value, output, norm, output_norm)
-    return (
-        Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})")
-        if norm == "inf"
-        else best
-    )
+    scales = {"eps": eps, "temperature": temperature, "value_scale": value_scale}
+    terms = _terms(query, key, value, norm=norm, rows=seq_len, mask=mask, **scales)
+    best = _joined(sum(terms), output, norm, output_norm)
+    if norm != "inf":
+        return best
+    return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})")
 
 
 def cosine_cross_attention_bounds(
@@ -104,27 +105,11 @@ def cosine_cross_attention_bounds(
     >>> [round(float(bound.value), 3) for bound in bounds]
     [3.0, 4.0]
     """
-    terms = _terms(query, key, value, eps=eps, temperature=temperature, value_scale=value_scale)
     # The number of memory tokens is free, so a row may attend to one token alone: the columns'
     # bound is sqrt(Nq).
-    by_query, by_key, by_value = terms.scaled(norm, num_queries, "any")
-    return _joined(by_query, output, norm), _joined(by_key + by_value, output, norm)
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """Per head: the three terms of the Jacobian, without the factors of norm 2."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    temperature: float
-
-    def scaled(self, norm: Norm, rows: int, mask: MaskKind) -> tuple[Tensor, Tensor, Tensor]:
-        if norm != 2:
-            return self.query, self.key, self.value
-        mass = row_mass(rows, mask, self.temperature)
-        return self.query, min(mass, math.sqrt(rows / 2)) * self.key, mass * self.value
+    scales = {"eps": eps, "temperature": temperature, "value_scale": value_scale}
+    terms = _terms(query, key, value, norm=norm, rows=num_queries, **scales)
+    return _joined(terms[0], output, norm), _joined(terms[1] + terms[2], output, norm)
 
 
 def _terms(
@@ -135,16 +120,21 @@ def _terms(
     eps: float,
     temperature: Tensor | float,
     value_scale: Tensor | float,
-) -> _Terms:
+    norm: Norm,
+    rows: int,
+    mask: MaskKind = "any",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three terms of the Jacobian, of query, key and value, for each head."""
     if not eps > 0:
         raise ConfigError(
             f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}"
         )
     tau = torch.as_tensor(temperature, dtype=torch.float64).detach().abs()
     scale = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs() / math.sqrt(eps)
-    return _Terms(
-        scale * tau * norms(query), scale * tau * norms(key), scale * norms(value), float(tau.max())
-    )
+    mass = row_mass(rows, mask, float(tau.max())) if norm == 2 else 1.0
+    key_mass = min(mass, math.sqrt(rows / 2)) if norm == 2 else 1.0
+    by_key = key_mass * scale * tau * norms(key)
+    return scale * tau * norms(query), by_key, mass * scale * norms(value)
 
 
 def _joined(
@@ -152,13 +142,12 @@ def _joined(
 ) -> Bound:
     if through_output is None:
         through_output = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
+    together = through_output * per_head.square().sum().sqrt()
+    apart = (per_head * norms(output)).sum()
     return least(
         [
-            Bound(
-                through_output * per_head.square().sum().sqrt(),
-                f"|W_O| sqrt(sum L_h^2), {norm} (B6)",
-            ),
-            Bound((per_head * norms(output)).sum(), f"sum L_h |W_O,h|, {norm} (B6)"),
+            Bound(together, f"|W_O| sqrt(sum L_h^2), {norm} (B6)"),
+            Bound(apart, f"sum L_h |W_O,h|, {norm} (B6)"),
         ]
     )
 

@@ -32,6 +32,8 @@ _ULPS = 64
 # Where no part says how wide its input is, any width will do.
 _ANY_WIDTH = 8
 
+Map = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -53,24 +55,10 @@ class Claim:
 class _Pair:
     """Two inputs of a module, and its two outputs."""
 
-    inputs: tuple[Tensor, Tensor]
-    outputs: tuple[Tensor, Tensor]
-
-    def slope(self, norm: Norm) -> Tensor:
-        """``|f(x) - f(y)| / |x - y|`` of each example, evaluated in float64."""
-        return self._ratio(_size(_minus(*self.outputs), norm), norm)
-
-    def rounding(self, bound: float, norm: Norm, dtype: torch.dtype) -> Tensor:
-        """What rounding in ``dtype`` may add to the slope of a map with this bound."""
-        (x, aside), (first, other) = self.inputs, self.outputs
-        total = (
-            _size(first, norm) + _size(other, norm) + bound * (_size(x, norm) + _size(aside, norm))
-        )
-        return self._ratio(_ULPS * torch.finfo(dtype).eps * total, norm)
-
-    def _ratio(self, change: Tensor, norm: Norm) -> Tensor:
-        moved = _size(_minus(*self.inputs), norm)
-        return torch.where(moved > 0, change / moved, 0.0)
+    x: Tensor
+    aside: Tensor
+    y: Tensor
+    other: Tensor
 
 
 def try_out(claim: Claim) -> str:
@@ -90,9 +78,8 @@ def try_out(claim: Claim) -> str:
             raise NotLipschitzError(
                 f"certify: bounded by {claim.total:.4g}, but it does not run: {error}"
             ) from error
-        except (
-            Exception
-        ) as error:  # whatever a module of somebody else's raises at an input it is not made for
+        # Whatever a module of somebody else's raises at an input it is not made for.
+        except Exception as error:
             reason = f"{type(error).__name__} at an input (batch, tokens, {candidate})"
             continue
         return _judge(claim, by_part)
@@ -103,45 +90,35 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     """Return the pairs that each part saw, by its id; those of the module itself are found without
     any hook on it."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
-    call = _as_function(claim.module, claim.is_causal, device)
-    x, aside, cotangent = _random_inputs(claim, width, device)
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, len(_SCALES), claim.tokens, width)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    x = _placed(noise[0], claim)
+    inputs = [x, x + _placed(noise[1], claim)]
+    call = _as_function(claim, device)
     # A contractive layer computes its bound once for all passes.
     with _without_gradients(claim.module), frozen(claim.module):
-        ascended = _ascended(call, x, cotangent, claim.norm)
-        far = [aside] if ascended is None else [aside, x + _placed(ascended, claim, width)]
-        first, *others = _outputs(call, [x, *far], claim.module)
-        seen = _seen_by_parts(claim, call, (x, far[-1]))
-    seen[id(claim.module)] = [
-        _Pair((x, y), (first, other)) for y, other in zip(far, others, strict=True)
-    ]
+        ascended = _ascended(call, x, noise[2], claim.norm)
+        if ascended is not None:
+            inputs.append(x + _placed(ascended, claim))
+        first, *others = _outputs(call, inputs, claim.module)
+        seen = _seen_by_parts(claim, call, [x, inputs[-1]])
+    pairs = zip(inputs[1:], others, strict=True)
+    seen[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
     return seen
 
 
-def _random_inputs(claim: Claim, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, an input aside of it, and noise of the same shape."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(
-        3, len(_SCALES), claim.tokens, width, generator=generator, dtype=torch.float64
-    ).to(device)
-    x = _placed(noise[0], claim, width)
-    return x, x + _placed(noise[1], claim, width), noise[2]
-
-
-def _placed(direction: Tensor, claim: Claim, width: int) -> Tensor:
+def _placed(direction: Tensor, claim: Claim) -> Tensor:
     """Scale each example to its share of half of the ball: the other half is for what is added to
     it."""
-    radius = min(width**0.5, math.inf if claim.radius is None else claim.radius)
-    reach = (
-        (0.5 - 1e-3) * radius * torch.tensor(_SCALES, dtype=torch.float64, device=direction.device)
-    )
+    radius = min(direction.shape[-1] ** 0.5, math.inf if claim.radius is None else claim.radius)
+    reach = (0.5 - 1e-3) * radius * direction.new_tensor(_SCALES)
     longest = perturbation_size(direction, "tok")
     scale = torch.where(longest > 0, reach / longest, 0.0)
     return (direction * scale[:, None, None]).to(claim.dtype)
 
 
-def _ascended(
-    call: Callable[[Tensor], Tensor], x: Tensor, cotangent: Tensor, norm: Norm
-) -> Tensor | None:
+def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: Norm) -> Tensor | None:
     """The direction that moves a random functional of the output most; None where the output does
     not depend on x."""
     start = x.detach().requires_grad_()
@@ -149,22 +126,15 @@ def _ascended(
         y = call(start)
     if not y.requires_grad:
         return None
-    noise = (
-        cotangent.flatten()[: y.numel()]
-        if y.numel() <= cotangent.numel()
-        else y.detach().double().flatten()
-    )
+    enough = y.numel() <= cotangent.numel()
+    noise = cotangent.flatten()[: y.numel()] if enough else y.detach().double().flatten()
     (pulled,) = torch.autograd.grad(y, start, noise.view_as(y).to(y.dtype), allow_unused=True)
-    return (
-        None
-        if pulled is None or not bool(pulled.isfinite().all())
-        else steepest_direction(pulled.double(), norm)
-    )
+    if pulled is None or not bool(pulled.isfinite().all()):
+        return None
+    return steepest_direction(pulled.double(), norm)
 
 
-def _outputs(
-    call: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], module: nn.Module
-) -> Sequence[Tensor]:
+def _outputs(call: Map, inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
     """One pass for all inputs; one for each where random numbers are drawn, which would differ
     within a batch."""
     if any(part.training for part in module.modules()):
@@ -172,13 +142,9 @@ def _outputs(
     return call(torch.cat(list(inputs))).chunk(len(inputs))
 
 
-def _seen_by_parts(
-    claim: Claim, call: Callable[[Tensor], Tensor], inputs: tuple[Tensor, Tensor]
-) -> dict[int, list[_Pair]]:
+def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[int, list[_Pair]]:
     """Run both inputs again with every part watched."""
     watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
-    if not watched:
-        return {}
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -192,26 +158,23 @@ def _seen_by_parts(
     with ExitStack() as stack:
         for part in watched.values():
             stack.callback(part.register_forward_hook(note).remove)
-        _outputs(call, inputs, claim.module)
+        if watched:
+            _outputs(call, inputs, claim.module)
     return {key: _paired(noted, len(inputs[0])) for key, noted in calls.items()}
 
 
 def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
     """Match what a part saw of the first input with what it saw of the second: in one batch, or in
     two calls."""
-    if all(len(x) == len(y) == 2 * batch for x, y in noted):
-        halves = [(x.chunk(2), y.chunk(2)) for x, y in noted]
-        return [
-            _Pair((x[0], x[1]), (y[0], y[1])) for x, y in halves if x[0].ndim > 1 and y[0].ndim > 1
-        ]
-    if len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
-        return []  # a part that is called once for several examples, or with something else
     half = len(noted) // 2
-    return [
-        _Pair((before[0], after[0]), (before[1], after[1]))
-        for before, after in zip(noted[:half], noted[half:], strict=True)
-        if before[0].ndim > 1 and before[1].ndim > 1
-    ]
+    if all(len(x) == len(y) == 2 * batch for x, y in noted):
+        pairs = [_Pair(*x.chunk(2), *y.chunk(2)) for x, y in noted]
+    elif len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
+        return []  # a part that is called once for several examples, or with something else
+    else:
+        both = zip(noted[:half], noted[half:], strict=True)
+        pairs = [_Pair(x, aside, y, other) for (x, y), (aside, other) in both]
+    return [pair for pair in pairs if pair.x.ndim > 1 and pair.y.ndim > 1]
 
 
 def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
@@ -222,7 +185,6 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
     bounds[id(claim.module)] = ("", claim.module, claim.total)
     shares = [
         _share(pair, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
-        # A part stands before the module it is in, so the first offender is the innermost.
         for path, part, bound in bounds.values()
         for pair in by_part.get(id(part), ())
     ]
@@ -233,19 +195,26 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
 
 
 def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
-    """Return slope / bound."""
-    slope = pair.slope(claim.norm)
+    """Return slope / bound, both of the slope's parts evaluated in float64."""
+    moved = _size(pair.aside.double() - pair.x.double(), claim.norm)
+    change = _size(pair.other.double() - pair.y.double(), claim.norm)
+    slope = torch.where(moved > 0, change / moved, 0.0)
     if not bool(slope.isfinite().all()):
-        size = float(pair.inputs[0].norm(dim=-1).max())
+        size = float(pair.x.norm(dim=-1).max())
         raise NotLipschitzError(
             f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g},"
             " so a bound for exact arithmetic says nothing of it; scale the weights down or use a"
             " wider dtype"
         )
+    # What rounding may add to the slope of a map with this bound.
+    inputs, outputs = (
+        sum(_size(value, claim.norm) for value in values)
+        for values in ((pair.x, pair.aside), (pair.y, pair.other))
+    )
+    noise = _ULPS * torch.finfo(claim.dtype).eps * (outputs + bound * inputs)
     excess = slope - bound * (1 + 1e-6)
-    if bool((excess > 0).any()) and bool(
-        (excess > pair.rounding(bound, claim.norm, claim.dtype)).any()
-    ):
+    allowed = torch.where(moved > 0, noise / moved, 0.0).clamp_min(0)
+    if bool((excess > allowed).any()):
         raise UnsoundBoundError(
             f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above"
             f" its bound {bound:.6g}: its rule is wrong for this module. If the rule is yours"
@@ -255,11 +224,10 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
     return float(slope.max()) / bound if bound > 0 else 0.0
 
 
-def _as_function(
-    module: nn.Module, is_causal: bool, device: torch.device
-) -> Callable[[Tensor], Tensor]:
+def _as_function(claim: Claim, device: torch.device) -> Map:
     """The module with the same random numbers at each call, since a bound is of one fixed map."""
-    causal = is_causal and "is_causal" in inspect.signature(module.forward).parameters
+    module = claim.module
+    causal = claim.is_causal and "is_causal" in inspect.signature(module.forward).parameters
     call = Call(module, {"is_causal": True} if causal else {})
     if not any(part.training for part in module.modules()):
         return call
@@ -276,9 +244,9 @@ def _as_function(
 def _without_gradients(module: nn.Module) -> Iterator[None]:
     """Record no graph of the weights."""
     learnt = [weight for weight in module.parameters() if weight.requires_grad]
-    for weight in learnt:
-        weight.requires_grad_(False)
     try:
+        for weight in learnt:
+            weight.requires_grad_(False)
         yield
     finally:
         for weight in learnt:
@@ -292,14 +260,10 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     Autocast, float32 products in less than float32, and inference mode belong to the caller, not to
     the module.
     """
-    device = next(
-        (weight.device.type for weight in module.parameters() if not weight.is_meta), "cpu"
-    )
-    with (
-        quiet_run(module, evaluate=False),
-        torch.autocast(device, enabled=False),
-        full_precision(device),
-    ):
+    devices = (weight.device.type for weight in module.parameters() if not weight.is_meta)
+    device = next(devices, "cpu")
+    quiet, exact = quiet_run(module, evaluate=False), full_precision(device)
+    with quiet, torch.autocast(device, enabled=False), exact:
         yield
 
 
@@ -315,10 +279,6 @@ def _width(module: nn.Module) -> int | None:
     own = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
     widths = [*own, *(_width(child) for child in module._modules.values() if child is not None)]
     return next((width for width in widths if isinstance(width, int)), None)
-
-
-def _minus(first: Tensor, second: Tensor) -> Tensor:
-    return second.double() - first.double()
 
 
 def _size(x: Tensor, norm: Norm) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from wellposed.certification._bounds import LayerBound
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import WellposedError
 from wellposed.linalg import L2Layer, l2_constants
 from wellposed.nn import L2SelfAttention

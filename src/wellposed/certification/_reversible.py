@@ -6,8 +6,13 @@ from __future__ import annotations
 import math
 
 from wellposed.certification._as_called import first_deviation
-from wellposed.certification._bounds import LayerBound, product_of, residual_of
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._rules import (
+    LayerBound,
+    Site,
+    product_of,
+    register_rule,
+    residual_of,
+)
 from wellposed.nn import AdditiveCoupling, InvertibleResidual, ReversibleSequential
 
 
@@ -21,7 +26,7 @@ def _invertible_residual(module: InvertibleResidual, site: Site) -> LayerBound:
         branch = LayerBound(
             given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
         )
-    return residual_of(1.0, 1.0, branch, radius=site.radius)
+    return residual_of(1.0, 1.0, branch, site.radius)
 
 
 @register_rule(ReversibleSequential)
@@ -45,7 +50,7 @@ def _additive_coupling(module: AdditiveCoupling, site: Site) -> LayerBound:
         LayerBound(_shear(part.lipschitz, site), "shear", part.label, part.reason, out_radius)
         for part in (first, second)
     ]
-    return product_of(shears, radius=out_radius)
+    return product_of(shears)
 
 
 def _shear(lipschitz: float, site: Site) -> float:

@@ -21,39 +21,93 @@ from wellposed.certification._as_called import (
     unknown_class,
     without_compiler,
 )
-from wellposed.certification._bounds import LayerBound, product_of
-from wellposed.certification._certificate import CertifiedLayer
+from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
 from wellposed.errors import ConfigError, NotLipschitzError, listed
 from wellposed.linalg import MaskKind, Norm, certified_spectral_norm, infinity_norm
 
 T = TypeVar("T")
 
 
-@dataclass
-class Shared:
-    """What all sites of one `certify` call share."""
+@dataclass(frozen=True)
+class LayerBound:
+    """What a rule returns: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the 2-norm that no output
+    token exceeds."""
 
+    lipschitz: float
+    form: str
+    label: Label = "certified"
+    reason: str = ""
+    out_radius: float = math.inf
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.lipschitz) or self.lipschitz < 0:
+            raise ConfigError(
+                f"a rule returned the Lipschitz bound {self.lipschitz}; expected a number >= 0"
+                " or inf"
+            )
+
+
+def times(*factors: float) -> float:
+    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant.
+
+    >>> times(0.0, math.inf), times(2.0, 3.0)
+    (0.0, 6.0)
+    """
+    # A product of numbers above 0 that underflows is not 0, which would say that the map is
+    # constant.
+    return 0.0 if 0.0 in factors else max(math.prod(factors), sys.float_info.min)
+
+
+def product_of(bounds: Sequence[LayerBound], radius: float | None = None) -> LayerBound:
+    """Compose bounds, first applied first: ``Lip(g o f) <= Lip(g) Lip(f)``."""
+    total = times(*(part.lipschitz for part in bounds))
+    out_radius = bounds[-1].out_radius if radius is None else radius
+    return _composed(total, "product of the parts", bounds, out_radius)
+
+
+def residual_of(skip: float, scale: float, branch: LayerBound, radius: float) -> LayerBound:
+    """Bound ``x -> skip x + scale f(x)`` by ``|skip| + |scale| Lip(f)``; a branch scaled by zero
+    counts nothing."""
+    total = abs(skip) + times(abs(scale), branch.lipschitz)
+    out_radius = times(abs(skip), radius) + times(abs(scale), branch.out_radius)
+    identity = LayerBound(1.0, "identity")
+    return _composed(total, f"|{skip:g}| + |{scale:.4g}| L(branch)", [identity, branch], out_radius)
+
+
+def _composed(
+    total: float, form: str, parts: Sequence[LayerBound], out_radius: float
+) -> LayerBound:
+    if math.isinf(total):
+        reasons = (part.reason for part in parts if part.label == "uncertified")
+        return LayerBound(total, form, "uncertified", next(reasons, "overflow"), out_radius)
+    label = worst_label([part.label for part in parts])
+    # A module without a bound that is multiplied by zero leaves the rest certified.
+    return LayerBound(total, form, "certified" if label == "uncertified" else label, "", out_radius)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A row of the certificate, with the module it is of and the norm its bound is in."""
+
+    row: CertifiedLayer
+    module: nn.Module | None
     norm: Norm
-    seq_len: int
-    min_tokens: int
+
+
+@dataclass
+class Walk:
+    """What is written down on the way through a module."""
+
+    visits: list[Visit | None] = field(default_factory=list)
+    """None for a module whose parts are being looked at."""
     masks: set[MaskKind] = field(default_factory=set)
-    rows: list[CertifiedLayer | None] = field(default_factory=list)
-    memory: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict)
-    head: tuple[Tensor, float] | None = None
     notes: list[str] = field(default_factory=list)
-    lost: str = ""
-    """The first part without a bound whatever the ball: what follows it has no ball either."""
-    reached: list[int] = field(default_factory=list)
-    """Ids of the modules that were looked at, in order."""
+    memory: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict)
     vouched: set[int] = field(default_factory=set)
-    """Ids of parts of other classes that a rule reads by itself."""
-    passed: list[tuple[str, nn.Module, float]] = field(default_factory=list)
-    """Path, module and bound of every module with a bound in this norm, for the cross-check."""
-    calm: frozenset[str] = frozenset()
-    """Class names whose bounds count as 1 at most: what a total would be without them."""
-    dtype: torch.dtype = torch.float64
-    """The widest floating type among the weights of the whole module, which its activations
-    have."""
+    """Ids of parts that a rule reads by itself and whose class it knows."""
+    head: tuple[Tensor, float] | None = None
+    without_bound: str = ""
+    """The first part without a bound whatever the ball: what follows it has no ball either."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +118,25 @@ class Site:
     path: str
     radius: float
     """Largest 2-norm of a token entering the module; infinite on the whole space."""
-    shared: Shared = field(repr=False)
+    norm: Norm
+    """``"tok"``, ``"inf"`` or ``2``; every bound of one certificate is in this norm."""
+    seq_len: int
+    """At most this many tokens."""
+    min_tokens: int = 1
+    """At least this many tokens that are not padding."""
     given_mask: MaskKind | None = None
     """The attention pattern, where the caller or an enclosing module has fixed it."""
+    dtype: torch.dtype = torch.float64
+    """The widest floating type among the weights of the whole module; float64 where it has none."""
+    ignored_classes: frozenset[str] = frozenset()
+    """Class names whose bounds count as 1 at most: what a total would be without them."""
+    walk: Walk = field(default_factory=Walk, repr=False)
 
     @property
     def mask(self) -> MaskKind:
         """The attention pattern to assume; asking for it writes it on the certificate."""
         mask = self.given_mask or "any"
-        self.shared.masks.add(mask)
+        self.walk.masks.add(mask)
         return mask
 
     def under_mask(self, mask: MaskKind) -> Site:
@@ -89,21 +153,6 @@ class Site:
                 f" {mask!r} or 'any'"
             )
         return replace(self, given_mask=self.given_mask or mask)
-
-    @property
-    def norm(self) -> Norm:
-        """``"tok"``, ``"inf"`` or ``2``; every bound of one certificate is in this norm."""
-        return self.shared.norm
-
-    @property
-    def seq_len(self) -> int:
-        """At most this many tokens."""
-        return self.shared.seq_len
-
-    @property
-    def min_tokens(self) -> int:
-        """At least this many tokens that are not padding."""
-        return self.shared.min_tokens
 
     def spectral_norm(self, weight: Tensor) -> float:
         """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and
@@ -122,18 +171,16 @@ class Site:
         """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
         norm or route."""
         key = (id(owner), kind)
-        if key not in self.shared.memory:
+        if key not in self.walk.memory:
             # The owner is kept, so that its id is not given to another object during this call.
-            self.shared.memory[key] = (owner, compute())
-        return self.shared.memory[key][1]
+            self.walk.memory[key] = (owner, compute())
+        return self.walk.memory[key][1]
 
     def child(self, module: nn.Module, name: str, *, radius: float | None = None) -> LayerBound:
         """Return the bound of a child whose input tokens are within ``radius`` (this site's where
         not given)."""
-        path = f"{self.path}.{name}" if self.path else name
-        return bound_of(
-            module, replace(self, path=path, radius=self.radius if radius is None else radius)
-        )
+        radius = self.radius if radius is None else radius
+        return bound_of(module, replace(self, path=self._path(name), radius=radius))
 
     def chain(self, children: Iterable[tuple[str, nn.Module]]) -> LayerBound:
         """Return the bound of children applied one after the other; the ball is carried from each
@@ -143,87 +190,75 @@ class Site:
         for name, module in children:
             bounds.append(self.child(module, name, radius=radius))
             radius = bounds[-1].out_radius
-        return product_of(bounds, radius=radius if bounds else self.radius)
+        return product_of(bounds, radius)
 
     def product(self, bounds: Sequence[LayerBound]) -> LayerBound:
         """Return the bound of maps applied one after the other, given in that order."""
-        return product_of(bounds, radius=bounds[-1].out_radius)
+        return product_of(bounds)
 
     def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:
         """Write a step that is no module of its own (pooling, a shift) on the certificate and
         return its bound."""
-        path = f"{self.path}.{name}" if self.path else name
         kind = name if name == "pool" else type(module).__name__
-        bound = _calmed(bound, kind, self.shared)
-        self.shared.rows.append(_row(path, kind, bound, self.radius))
+        bound = self._counted(bound, kind)
+        self.walk.visits.append(
+            Visit(_row(self._path(name), kind, bound, self.radius), None, self.norm)
+        )
         return bound
 
     def at_radius(self, radius: float) -> Site:
         """Return this site with another ball."""
         return replace(self, radius=radius)
 
-    def with_tokens(self, count: int) -> Site:
-        """Return this site for ``count`` tokens, as after a class token was put in front."""
-        return replace(self, shared=replace(self.shared, seq_len=count))
-
-    def in_norm(self, norm: Norm, *, calm: frozenset[str] | None = None) -> Site:
+    def in_norm(self, norm: Norm, ignored_classes: frozenset[str] | None = None) -> Site:
         """Return this site in another norm, with rows of its own, to compare two routes; see
         `adopt`."""
-        here = self.shared
-        shared = Shared(
-            norm,
-            self.seq_len,
-            self.min_tokens,
-            here.masks,
-            memory=here.memory,
-            dtype=here.dtype,
-            calm=here.calm if calm is None else calm,
-        )
-        return replace(self, shared=shared)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The widest floating type among the weights of the whole module; float64 where it has
-        none."""
-        return self.shared.dtype
+        if ignored_classes is None:
+            ignored_classes = self.ignored_classes
+        walk = replace(self.walk, visits=[], head=None, without_bound="")
+        return replace(self, norm=norm, ignored_classes=ignored_classes, walk=walk)
 
     def reads(self, module: nn.Module, *kinds: type[nn.Module]) -> None:
         """Say that the rule itself knows what ``module`` computes, where it is of one of ``kinds``;
         hooks are still refused."""
         part = without_compiler(module)
         if not kinds or class_called(part) in kinds:
-            self.shared.vouched.add(id(part))
+            self.walk.vouched.add(id(part))
 
     def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:
         """Replace this certificate's rows by those of another route, and return its bound under the
         name ``form``."""
         # The row of the module itself is still open (None) and stays.
-        self.shared.rows[:] = [*self.shared.rows[:1], *other.shared.rows]
-        self.shared.passed[:] = []
-        self.shared.head = other.shared.head
-        self.shared.notes.append(f"layer bounds are in norm {other.norm}")
+        self.walk.visits[1:] = other.walk.visits
+        self.walk.head = other.walk.head
+        self.walk.notes.append(f"layer bounds are in norm {other.norm}")
         return replace(bound, form=form)
 
     def set_head(self, weight: Tensor, body: LayerBound) -> None:
         """Tell the certificate the last linear map, whose row differences sharpen
         `Certificate.radius`."""
         if self.path == "":
-            self.shared.head = (weight.detach().clone(), body.lipschitz)
+            self.walk.head = (weight.detach().clone(), body.lipschitz)
 
     def refuse(self, reason: str) -> LayerBound:
         """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with
         the reason."""
-        self.shared.lost = self.shared.lost or self.path or "the module itself"
+        self.walk.without_bound = self.walk.without_bound or self.path or "the module itself"
         return LayerBound(math.inf, "none", "uncertified", reason)
 
     def refuse_without_ball(self, reason: str) -> LayerBound:
         """Return the answer for a module that has a bound on a ball alone, where no ball reaches
         it."""
-        lost = self.shared.lost
-        advice = (
-            f"no ball reaches it, as {lost} has no bound" if lost else f"pass radius=, {_RADIUS}"
-        )
-        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {advice}")
+        lost = self.walk.without_bound
+        what = f"no ball reaches it, as {lost} has no bound" if lost else f"pass radius=, {_RADIUS}"
+        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {what}")
+
+    def _path(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def _counted(self, bound: LayerBound, kind: str) -> LayerBound:
+        least = min(1.0, bound.lipschitz)
+        return replace(bound, lipschitz=least) if kind in self.ignored_classes else bound
 
 
 _RADIUS = "a 2-norm that no input token exceeds"
@@ -236,16 +271,15 @@ class Refused(Exception):  # noqa: N818 (an answer, no fault)
 Rule = Callable[[nn.Module, Site], LayerBound]
 R = TypeVar("R", bound=Callable[..., LayerBound])
 
-
-_RULES: dict[type[nn.Module], Rule] = {}
-_RULES_BY_NAME: dict[str, Rule] = {}
+# Under the class, or under its full name where its library is not imported for the rule's sake.
+_RULES: dict[type[nn.Module] | str, Rule] = {}
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes that have a rule; of those registered by name, the ones whose library is
     imported."""
-    named = (_class_named(name) for name in _RULES_BY_NAME)
-    return (*_RULES, *(kind for kind in named if kind is not None))
+    found = (_class_named(kind) if isinstance(kind, str) else kind for kind in _RULES)
+    return tuple(kind for kind in found if kind is not None)
 
 
 def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
@@ -253,22 +287,20 @@ def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
     lipschitz |x - y|``.
 
     Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The
-    rule is for this very
-    class: a subclass may compute something else and has no bound until it is registered too
-    (`inherit_rule`, where it computes the same). A module with hooks, a replaced ``forward`` or
-    unusual weights never reaches its rule, and is named; nor does a part that the rule reads by
-    itself.
+    rule is for this very class: a subclass may compute something else and has no bound until it is
+    registered too (`inherit_rule`, where it computes the same). A module with hooks, a replaced
+    ``forward`` or unusual weights never reaches its rule, and is named; nor does a part that the
+    rule reads by itself, unless it is a linear map, an embedding or a container.
 
     Args:
         module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``)
-            where the rule
-            should not import the library: it is for the class that stands under this name when it
-            is met.
+            where the rule should not import the library: it is for the class that stands under this
+            name when it is met.
 
     Returns:
         A decorator. The rule gets the module and a `Site`: ``site.norm``, ``site.seq_len``,
         ``site.radius`` (largest 2-norm of an input token), ``site.operator_norm(weight)``,
-        ``site.child(module, name)``, ``site.chain(...)``, ``site.reads(part)``,
+        ``site.child(module, name)``, ``site.chain(...)``, ``site.reads(part, Class)``,
         ``site.refuse(reason)``; and returns a `LayerBound`. ``out_radius`` may be left infinite:
         layers further on that need a ball then have no bound.
 
@@ -284,19 +316,15 @@ def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
     >>> certify(Halve(), seq_len=4).total
     0.5
     """
-    if not isinstance(module_type, str) and not (
-        isinstance(module_type, type) and issubclass(module_type, nn.Module)
-    ):
+    is_module = isinstance(module_type, type) and issubclass(module_type, nn.Module)
+    if not isinstance(module_type, str) and not is_module:
         raise ConfigError(
             "register_rule: expected a subclass of torch.nn.Module or its name, received"
             f" {module_type!r}"
         )
 
     def store(rule: R) -> R:
-        if isinstance(module_type, str):
-            _RULES_BY_NAME[module_type] = rule
-        else:
-            _RULES[module_type] = rule
+        _RULES[module_type] = rule
         return rule
 
     return store
@@ -308,14 +336,9 @@ def _class_named(name: str) -> type[nn.Module] | None:
 
 
 def _rule_of(kind: type[nn.Module]) -> Rule | None:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if (
-        kind in _RULES
-        or name not in _RULES_BY_NAME
-        or not is_class(kind, kind.__module__, kind.__qualname__)
-    ):
-        return _RULES.get(kind)
-    return _RULES_BY_NAME[name]
+    by_name = is_class(kind, kind.__module__, kind.__qualname__)
+    named = _RULES.get(f"{kind.__module__}.{kind.__qualname__}") if by_name else None
+    return _RULES.get(kind, named)
 
 
 def _ancestor_with_rule(kind: type[nn.Module]) -> type[nn.Module] | None:
@@ -361,20 +384,17 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     class, and so is a rule that read a part by itself which differs.
     """
     module = without_compiler(module)
-    rows, reached = site.shared.rows, site.shared.reached
-    rows.append(None)
-    place = len(rows) - 1
-    bound = _calmed(_as_called(module, site, reached), class_called(module).__name__, site.shared)
-    reached.append(id(module))
-    inner = next(
-        (row.path for row in rows[place + 1 :] if row is not None and row.label == "uncertified"),
-        None,
-    )
-    reason = f"see {inner}" if bound.label == "uncertified" and inner is not None else bound.reason
-    rows[place] = _row(
-        site.path, class_called(module).__name__, replace(bound, reason=reason), site.radius
-    )
-    site.shared.passed.append((site.path, module, bound.lipschitz))
+    kind = class_called(module).__name__
+    visits = site.walk.visits
+    visits.append(None)
+    place = len(visits) - 1
+    bound = site._counted(_as_called(module, site, place), kind)
+    row = _row(site.path, kind, bound, site.radius)
+    if bound.label == "uncertified":
+        inner = (visit.row for visit in visits[place + 1 :] if visit is not None)
+        first = next((inside for inside in inner if inside.label == "uncertified"), None)
+        row = row if first is None else replace(row, reason=f"see {first.path}")
+    visits[place] = Visit(row, module, site.norm)
     return bound
 
 
@@ -393,8 +413,8 @@ def refuse_deviations(module: nn.Module, caller: str, *known: type[nn.Module]) -
         )
 
 
-def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
-    kind, before = class_called(module), len(reached)
+def _as_called(module: nn.Module, site: Site, place: int) -> LayerBound:
+    kind = class_called(module)
     rule = _rule_of(kind)
     if rule is None:
         return site.refuse(_without_rule(module, kind))
@@ -404,7 +424,7 @@ def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
     try:
         bound = rule(module, site)
     except Refused as error:
-        bound = site.refuse(str(error))
+        return site.refuse(str(error))
     except ConfigError:
         raise
     except Exception as error:
@@ -416,24 +436,23 @@ def _as_called(module: nn.Module, site: Site, reached: list[int]) -> LayerBound:
                 f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own"
                 " part back"
             )
-        differs = differs or _differing_part(module, site, reached[before:])
+        differs = differs or _differing_part(module, site, place)
         if differs is None:
             raise
         return site.refuse(differs)
-    differs = (
-        None if bound.label == "uncertified" else _differing_part(module, site, reached[before:])
-    )
+    differs = None if bound.label == "uncertified" else _differing_part(module, site, place)
     return bound if differs is None else site.refuse(differs)
 
 
-def _differing_part(module: nn.Module, site: Site, reached: Sequence[int]) -> str | None:
+def _differing_part(module: nn.Module, site: Site, place: int) -> str | None:
     """Say which part that the rule read by itself differs from its class when it is called."""
-    for path, part in parts_not_reached(module, frozenset(reached)):
+    reached = {id(visit.module) for visit in site.walk.visits[place:] if visit is not None}
+    for path, part in parts_not_reached(module, reached):
         differs = deviation(part)
         if differs is not None:
             return f"{path} ({class_called(part).__name__}): {differs}"
         unknown = unknown_class(part)
-        if unknown is not None and id(part) not in site.shared.vouched:
+        if unknown is not None and id(part) not in site.walk.vouched:
             return f"{path} is {unknown}"
     return None
 
@@ -451,10 +470,6 @@ def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:
         " not, say so with wellposed.certification.inherit_rule, else add a rule with"
         f" register_rule{advice(module)}"
     )
-
-
-def _calmed(bound: LayerBound, kind: str, shared: Shared) -> LayerBound:
-    return replace(bound, lipschitz=min(1.0, bound.lipschitz)) if kind in shared.calm else bound
 
 
 def _row(path: str, module: str, bound: LayerBound, radius: float) -> CertifiedLayer:

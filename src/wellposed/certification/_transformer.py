@@ -1,14 +1,22 @@
-"""Rules for the Transformer block and stack: residuals, norm placements, feed-forward."""
+"""Rules for Transformer blocks and stacks, ours and those of `torch.nn`: residuals, norm placements,
+feed-forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
-from wellposed.certification._blocks import function_bound
-from wellposed.certification._bounds import LayerBound, product_of, residual_of
-from wellposed.certification._rules import Site, register_rule
+from wellposed.certification._blocks import GELU, function_bound
+from wellposed.certification._rules import (
+    LayerBound,
+    Site,
+    product_of,
+    register_rule,
+    residual_of,
+)
 from wellposed.nn import (
     MLP,
     Block,
@@ -24,11 +32,9 @@ from wellposed.nn import (
 @register_rule(MLP)
 def _mlp(module: MLP, site: Site) -> LayerBound:
     up = site.child(module.up_proj, "up_proj")
-    inner = function_bound(
-        module.activation, Site(site.path, up.out_radius, site.shared, site.given_mask)
-    )
+    inner = function_bound(module.activation, site.at_radius(up.out_radius))
     down = site.child(module.down_proj, "down_proj", radius=inner.out_radius)
-    return product_of([up, inner, down], radius=down.out_radius)
+    return product_of([up, inner, down])
 
 
 def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float] | None:
@@ -53,10 +59,8 @@ def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float
 @register_rule(Block)
 def _block(module: Block, site: Site) -> LayerBound:
     first = _sublayer(module, "attention", site)
-    second = _sublayer(
-        module, "feedforward", Site(site.path, first.out_radius, site.shared, site.given_mask)
-    )
-    return product_of([first, second], radius=second.out_radius)
+    second = _sublayer(module, "feedforward", site.at_radius(first.out_radius))
+    return product_of([first, second])
 
 
 def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
@@ -97,14 +101,11 @@ def sublayer(
     """Bound ``x -> N_after(a x + b f(N_before(x)))``; the branch stands where its norm, if any,
     leaves it."""
     inside = site.chain([before] if before else [])
-    inner = product_of(
-        [inside, found := branch(site.at_radius(inside.out_radius))], radius=found.out_radius
-    )
-    joined = residual_of(*coefficients, inner, radius=site.radius)
+    inner = product_of([inside, branch(site.at_radius(inside.out_radius))])
+    joined = residual_of(*coefficients, inner, site.radius)
     if after is None:
         return joined
-    last = site.child(after[1], after[0], radius=joined.out_radius)
-    return product_of([joined, last], radius=last.out_radius)
+    return product_of([joined, site.child(after[1], after[0], radius=joined.out_radius)])
 
 
 def named(owner: nn.Module, *paths: str) -> list[Named]:
@@ -117,12 +118,11 @@ def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> Lay
     after the residual."""
     bounds: list[LayerBound] = []
     for path, branch in branches:
-        norm = named(owner, path)[0]
-        bounds.append(
-            sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm)
-        )
+        (norm,) = named(owner, path)
+        placed = {"before" if before else "after": norm}
+        bounds.append(sublayer(site, branch, **placed))
         site = site.at_radius(bounds[-1].out_radius)
-    return product_of(bounds, radius=site.radius)
+    return product_of(bounds)
 
 
 @register_rule(TransformerStack)
@@ -130,6 +130,41 @@ def _stack(module: TransformerStack, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
     layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
     return site.chain([*layers, ("final_norm", module.final_norm)])
+
+
+# In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its
+# activation.
+_FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
+
+
+@register_rule(nn.TransformerEncoderLayer)
+def _encoder_layer(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
+    def mixed(at: Site) -> LayerBound:
+        return at.chain(named(module, "self_attn", "dropout1"))
+
+    branches = (("norm1", mixed), ("norm2", partial(_feedforward, module)))
+    return normed(module, site, *branches, before=module.norm_first)
+
+
+def _feedforward(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
+    up = site.child(module.linear1, "linear1")
+    fused = _FUSED_SLOPES[module.activation_relu_or_gelu]
+    inner = function_bound(module.activation, site.at_radius(up.out_radius))
+    inner = replace(
+        inner,
+        lipschitz=max(inner.lipschitz, fused),
+        out_radius=max(inner.out_radius, fused * up.out_radius if fused else 0.0),
+    )
+    rest = site.at_radius(inner.out_radius).chain(named(module, "dropout", "linear2", "dropout2"))
+    return product_of([up, inner, rest])
+
+
+@register_rule(nn.TransformerEncoder)
+def _encoder(module: nn.TransformerEncoder, site: Site) -> LayerBound:
+    norm = [] if module.norm is None else [("norm", module.norm)]
+    return site.chain(
+        [*((f"layers.{index}", layer) for index, layer in enumerate(module.layers)), *norm]
+    )
 
 
 def mean_pooling(site: Site) -> LayerBound:

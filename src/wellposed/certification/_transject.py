@@ -10,8 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wellposed.certification._bounds import LayerBound
-from wellposed.certification._rules import Site, refuse_deviations, register_rule
+from wellposed.certification._rules import LayerBound, Site, refuse_deviations, register_rule
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import (
@@ -168,8 +167,8 @@ def _read_parts(module: Stack, site: Site) -> None:
 def _note_padding(module: Stack, site: Site) -> None:
     """Write on the certificate what it leaves out: sigma and gates do not see a padded token, which
     may be any size."""
-    if _follows_input(module) and _PADDING not in site.shared.notes:
-        site.shared.notes.append(_PADDING)
+    if _follows_input(module) and _PADDING not in site.walk.notes:
+        site.walk.notes.append(_PADDING)
 
 
 def _follows_input(module: Stack) -> bool:

@@ -1,0 +1,257 @@
+"""The one ascent of every attack, and what it climbs: a Jacobian's norm at a point, or the slope
+between two inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.attack._inputs import Call, perturbation_size, steepest_direction
+from wellposed.linalg import Norm
+
+ROUNDING = 8
+"""This many eps of the two outputs' sizes are taken off their difference before it counts."""
+
+
+def ascend(
+    variables: Sequence[Tensor], score: Callable[[bool], Tensor], steps: int, learning_rate: float
+) -> None:
+    """Move ``variables`` up the sum of ``score(is_last)`` by Adam; what is not finite moves
+    nothing."""
+    optimizer = torch.optim.Adam(variables, lr=learning_rate, maximize=True)
+    for step in range(steps + 1):
+        optimizer.zero_grad()
+        reached = score(step == steps)
+        # A linear map gives nothing to climb, but its score may go on searching a direction.
+        if step == steps or not reached.requires_grad:
+            continue
+        reached.nan_to_num(0.0, 0.0, 0.0).sum().backward()
+        for variable in variables:
+            if variable.grad is not None:
+                variable.grad.nan_to_num_(0.0, 0.0, 0.0)
+        optimizer.step()
+
+
+def as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
+    """Split inputs into entries about 1 and a log scale, so that one learning rate fits every
+    scale."""
+    size = start.flatten(1).square().mean(-1).sqrt().clamp_min(1e-12)[:, None, None]
+    return (start / size).requires_grad_(), size.log().requires_grad_()
+
+
+def in_ball(x: Tensor, radius: float | None) -> Tensor:
+    """Shorten tokens to this 2-norm."""
+    return x if radius is None else x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of each restart: an input and a second tensor, (batch, tokens, width), what they
+    stretch, and the score that chose them."""
+
+    x: Tensor
+    other: Tensor
+    """A direction, or a second input."""
+    slopes: Tensor
+    scores: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, other: Tensor, slopes: Tensor, scores: Tensor | None = None) -> Found:
+        """Keep values alone; the slopes are the scores where not given."""
+        scores = slopes if scores is None else scores
+        return cls(x.detach(), other.detach(), slopes.detach(), scores.detach())
+
+    def better(self, other: Found) -> Found:
+        """Keep the higher score of each restart; what is not finite never wins."""
+        wins = torch.isfinite(other.scores) & (other.scores > self.scores)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Found(*(torch.where(wins.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in pairs))
+
+    @property
+    def best(self) -> int:
+        """Number of the restart with the highest score."""
+        return int(self.scores.argmax())
+
+
+@dataclass(frozen=True)
+class LocalSlope:
+    """Finds ``|J(x) v|`` and the v of norm 1 that makes it large, for every input of a batch."""
+
+    call: Call
+    norm: Norm
+    allowed: Tensor
+    """(tokens, 1), 1 where a token may move."""
+    exact: bool
+
+    def __call__(self, x: Tensor, direction: Tensor, inner: int) -> tuple[Tensor, Tensor]:
+        """Return ``|J(x) v|``, with gradient in x (and weights), and v; the search starts from
+        ``direction``."""
+        y = self.call(x)
+        if not y.requires_grad:
+            return y.new_zeros(y.shape[0]), direction
+        if self.exact:
+            left, direction = self._from_jacobian(_jacobian(y, x) * self.allowed)
+        else:
+            left, direction = self._alternate(y, x, direction, inner)
+        (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
+        # At the best pair (u, v) the gradient of the norm is that of u^T J(x) v with u and v held.
+        return (pulled * direction).flatten(1).sum(-1), direction
+
+    def _alternate(
+        self, y: Tensor, x: Tensor, direction: Tensor, inner: int
+    ) -> tuple[Tensor, Tensor]:
+        """Alternate ``u <- dual(J v)``, ``v <- dual(J^T u)``; J v comes from differentiating the
+        linear u -> J^T u."""
+        dummy = torch.zeros_like(y, requires_grad=True)
+        (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
+        direction = steepest_direction(direction * self.allowed, self.norm)
+        left = torch.zeros_like(y)
+        for _ in range(inner):
+            (pushed,) = torch.autograd.grad(pullback, dummy, direction, retain_graph=True)
+            left = self._align_output(pushed)
+            (pulled,) = torch.autograd.grad(y, x, left, retain_graph=True)
+            direction = steepest_direction(pulled * self.allowed, self.norm)
+        return left, direction
+
+    def _from_jacobian(self, jacobian: Tensor) -> tuple[Tensor, Tensor]:
+        batch, tokens, features = jacobian.shape[:3]
+        if self.norm == 2:
+            left, _, right = torch.linalg.svd(
+                jacobian.flatten(1, 2).flatten(2), full_matrices=False
+            )
+            return left[..., 0].unflatten(1, (tokens, features)), right[:, 0].unflatten(
+                1, jacobian.shape[3:]
+            )
+        if self.norm == "inf":
+            sums = jacobian.abs().flatten(3).sum(-1).flatten(1)
+            left = (
+                nn.functional.one_hot(sums.argmax(-1), sums.shape[-1])
+                .to(jacobian)
+                .reshape(batch, tokens, features)
+            )
+            return left, torch.einsum("btf,btfij->bij", left, jacobian).sign()
+        # Every output token is tried; its direction is found by alternation from the leading
+        # singular vector.
+        by_token = pushed = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
+        for _ in range(12):
+            pulled = torch.einsum("btf,btfij->btij", by_token, jacobian)
+            pushed = torch.einsum("btij,btfij->btf", _unit(pulled), jacobian)
+            by_token = _unit(pushed)
+        best = pushed.norm(dim=-1).argmax(-1)
+        left = by_token * nn.functional.one_hot(best, tokens).to(jacobian).unsqueeze(-1)
+        return left, _unit(torch.einsum("btf,btfij->bij", left, jacobian))
+
+    def _align_output(self, pushed: Tensor) -> Tensor:
+        """The functional of dual norm 1 that attains the norm of ``J v``."""
+        if self.norm == 2:
+            return _unit(pushed.flatten(1)).view_as(pushed)
+        flat = pushed.abs().flatten(1) if self.norm == "inf" else pushed.norm(dim=-1)
+        chosen = nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(pushed)
+        if self.norm == "inf":
+            return (chosen * pushed.flatten(1).sign()).view_as(pushed)
+        return _unit(pushed) * chosen.unsqueeze(-1)
+
+
+def _jacobian(y: Tensor, x: Tensor) -> Tensor:
+    """(batch, tokens out, features out, tokens in, features in); batch entries do not mix."""
+    rows = [
+        torch.autograd.grad(y[:, token, feature].sum(), x, retain_graph=True)[0]
+        for token in range(y.shape[1])
+        for feature in range(y.shape[2])
+    ]
+    return torch.stack(rows, 1).unflatten(1, y.shape[1:])
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    size = vectors.norm(dim=-1, keepdim=True)
+    return vectors / torch.where(size > 0, size, 1.0)
+
+
+@dataclass(frozen=True)
+class SlopeMeter:
+    """Measures and ascends slopes ``|f(x) - f(y)| / |x - y|`` as the module runs in one dtype,
+    whatever its gradients say."""
+
+    call: Callable[[Tensor], Tensor]
+    norm: Norm
+    dtype: torch.dtype
+    allowed: Tensor
+    """(tokens, 1), 1 where a token may move."""
+    radius: float | None
+
+    @property
+    def least(self) -> float:
+        """Smallest ``|x - y| / |x|`` that counts: below the cube root of the unit, rounding
+        outweighs curvature."""
+        return torch.finfo(self.dtype).eps ** (1 / 3)
+
+    def search(self, start: Tensor, random: Tensor, found: Found) -> Found:
+        """Return the steepest pair of each restart: along the direction found at its input, random,
+        start to start."""
+        unit = random / perturbation_size(random, self.norm)[:, None, None]
+        pairs = self.along(found.x, found.other).better(self.along(start, unit))
+        return pairs.better(self.best([(start, start.roll(1, 0)), (start, 2 * start)]))
+
+    def along(self, x: Tensor, direction: Tensor) -> Found:
+        """Return the steepest pair ``x, x + t |x| v`` over step lengths t of both signs, from 1
+        down: four for float32, nine for float64, two for bfloat16."""
+        length = perturbation_size(x, self.norm)
+        length = torch.where(length > 0, length, 1.0)[:, None, None]
+        count = 1 + math.floor(-math.log(self.least) / math.log(4.0))
+        steps = [sign * 4.0**-power for power in range(count) for sign in (1, -1)]
+        return self.best((x, x + step * length * direction) for step in steps)
+
+    def best(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Found:
+        """Measure pairs and keep the steepest for each entry of the batch."""
+        with torch.no_grad():
+            first, *others = [self.measure(x, y) for x, y in pairs]
+        for other in others:
+            first = first.better(other)
+        return first
+
+    def measure(self, x: Tensor, y: Tensor) -> Found:
+        """Return the slopes between inputs rounded to the dtype: 0 if too close, -inf where an
+        output is not finite."""
+        x, y = self._place(x), self._place(x + self.allowed.to(x) * (y - x))
+        outputs = [self.call(value).double() for value in (x, y)]
+        apart = perturbation_size(x.double() - y.double(), self.norm)
+        sizes = sum(perturbation_size(output.detach(), self.norm) for output in outputs)
+        noise = ROUNDING * torch.finfo(self.dtype).eps * sizes
+        moved = (perturbation_size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
+        far = apart > self.least * perturbation_size(x.double(), self.norm)
+        counted = torch.where(far | ~torch.isfinite(moved), moved, 0.0)
+        slopes = counted / torch.where(far, apart, 1.0)
+        slopes = torch.where(torch.isfinite(slopes), slopes, -math.inf)
+        return Found(x, y, slopes, slopes)
+
+    def ascend(self, pairs: Found, steps: int, learning_rate: float) -> Found:
+        """Move both inputs up the gradient of their slope; what counts is measured, so a wrong
+        gradient does no harm.
+
+        The inputs are moved in float64 and rounded for each measurement: a step of Adam is lost in
+        low precision.
+        """
+        (unit_x, scale_x), (unit_y, scale_y) = (
+            as_variables(value.double()) for value in (pairs.x, pairs.other)
+        )
+        scales = [scale.detach().exp() for scale in (scale_x, scale_y)]
+
+        def score(is_last: bool) -> Tensor:
+            nonlocal pairs
+            del is_last
+            moved = self.measure(unit_x * scales[0], unit_y * scales[1])
+            pairs = pairs.better(Found.of(moved.x, moved.other, moved.slopes))
+            return moved.slopes.clamp_min(torch.finfo(torch.float64).tiny).log()
+
+        if steps:
+            ascend([unit_x, unit_y], score, steps - 1, learning_rate)
+        return pairs
+
+    def _place(self, x: Tensor) -> Tensor:
+        radius = self.radius
+        room = None if radius is None else radius * (1 - torch.finfo(self.dtype).eps)
+        return in_ball(x, room).to(self.dtype)
