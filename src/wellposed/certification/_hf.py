@@ -255,7 +255,8 @@ def _gated(module: Any, site: Site, layer: Layer) -> LayerBound:
         up, gate, down = parts
     activation = attrgetter(path)(module)
     name = class_called(activation).__name__
-    slope = replace(site, path=site._path(layer.gated)).child(activation, path.rpartition(".")[2])
+    entering = linear_bound(gate.weight, gate.bias, site).out_radius
+    slope = site.child(activation, path, radius=entering)
     if name not in _GATES or not math.isfinite(slope.lipschitz):
         return site.refuse(f"its gate is a {name}, for which |g(t)| <= |t| is not known")
     if math.isinf(site.radius):

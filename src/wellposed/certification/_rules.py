@@ -425,12 +425,12 @@ def _as_called(module: nn.Module, site: Site, place: int) -> LayerBound:
         bound = rule(module, site)
     except Refused as error:
         return site.refuse(str(error))
-    except ConfigError:
-        raise
     except Exception as error:
         # A rule may stumble over a part that is not what it should be: without values, or of
         # another class.
         differs = first_deviation(module)
+        if differs is None and isinstance(error, ConfigError):
+            raise
         if differs is None and isinstance(error, AttributeError):
             differs = (
                 f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own"
