@@ -1,20 +1,28 @@
-"""certify tries itself out: a wrong rule is found and named, and nothing of the module is moved by
-it."""
+"""certify tries itself out: a wrong rule is found and named, what it counts and says on maps whose
+slope is known, and nothing of the module is moved by it."""
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from tests.support.samples import SAMPLES
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from wellposed.certification import LayerBound, certify, inherit_rule, register_rule
+from wellposed.certification import (
+    LayerBound,
+    certify,
+    gated_feedforward_bound,
+    inherit_rule,
+    register_rule,
+)
 from wellposed.errors import NotLipschitzError, UnsoundBoundError
-from wellposed.nn import AdditiveCoupling, L2SelfAttention
+from wellposed.nn import AdditiveCoupling, L2SelfAttention, OrthogonalFeedForward
 
 CASES = [
     pytest.param(sample, sample.norms[index % len(sample.norms)], id=f"{kind.__name__}-{index}")
@@ -172,3 +180,289 @@ def test_slopes_of_random_compositions_stay_below_what_is_certified():
         ).eval()
         share = float(certify(model, seq_len=16).cross_check.rsplit(" ", 1)[1])
         assert 0 < share <= 1
+
+
+def identity(width: int = 6, scale: float = 1.0) -> nn.Linear:
+    linear = nn.Linear(width, width, bias=False).double()
+    with torch.no_grad():
+        linear.weight.copy_(scale * torch.eye(width))
+    return linear
+
+
+class Claimed(nn.Module):
+    """``x -> slope x`` under a bound that is given; and what it was called with."""
+
+    def __init__(self, slope: float, bound: float, width: int = 6) -> None:
+        super().__init__()
+        self.slope, self.bound, self.in_features = slope, bound, width
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach().clone())
+        return self.slope * x
+
+
+@register_rule(Claimed)
+def _claimed(module: Claimed, site: Any) -> LayerBound:
+    return LayerBound(module.bound, "as it says", out_radius=math.inf)
+
+
+SHARED = identity()
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        # The whole is tried along noise and along an ascended direction, each part along the latter
+        # alone.
+        (identity(), "2 pairs through 1 modules, largest slope / bound 1.000"),
+        (
+            nn.Sequential(identity(), identity()),
+            "4 pairs through 3 modules, largest slope / bound 1.000",
+        ),
+        (
+            nn.Sequential(identity(scale=2.0), identity(scale=0.25)),
+            "4 pairs through 3 modules, largest slope / bound 1.000",
+        ),
+        (nn.Sequential(SHARED, SHARED), "4 pairs through 2 modules, largest slope / bound 1.000"),
+        (
+            nn.Sequential(identity(), nn.Sequential(SHARED, SHARED)),
+            "6 pairs through 4 modules, largest slope / bound 1.000",
+        ),
+        (
+            nn.Sequential(identity(scale=0.0)),
+            "3 pairs through 2 modules, largest slope / bound 0.000",
+        ),
+    ],
+    ids=range(6),
+)
+def test_the_pairs_are_counted(model: nn.Module, said: str, norm: Any) -> None:
+    assert certify(model, seq_len=3, norm=norm).cross_check == said
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+def test_the_share_of_a_bound_is_slope_over_bound(norm: Any) -> None:
+    said = certify(Claimed(0.5, 2.0), seq_len=3, norm=norm).cross_check
+    assert said == "2 pairs through 1 modules, largest slope / bound 0.250"
+    with pytest.raises(
+        UnsoundBoundError, match=r"the module \(Claimed\) has a slope of 0\.5 .*bound 0\.499"
+    ):
+        certify(Claimed(0.5, 0.499), seq_len=3, norm=norm)
+
+
+def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more() -> None:
+    """64 units of the last place of inputs and outputs, as a share of how far apart the inputs
+    are."""
+    for dtype, allowed, refused in ((torch.float64, 1e-7, 1e-5), (torch.float32, 2e-6, 1e-3)):
+        model = nn.Sequential(Claimed(1.0 + allowed, 1.0)).to(dtype)
+        model.register_parameter("one", nn.Parameter(torch.ones(1, dtype=dtype)))
+        assert certify(model, seq_len=3).cross_check.endswith("largest slope / bound 1.000")
+        model[0].slope = 1.0 + refused
+        with pytest.raises(UnsoundBoundError, match=r"0 \(Claimed\)"):
+            certify(model, seq_len=3)
+
+
+@pytest.mark.parametrize(
+    ("radius", "reach"), [(None, math.sqrt(6)), (0.5, 0.5), (100.0, math.sqrt(6))]
+)
+def test_inputs_stay_in_the_ball_at_two_sizes(radius: float | None, reach: float) -> None:
+    """Half of the ball for x, half for what is added; the second example at a tenth of that."""
+    module = Claimed(1.0, 1.0).eval()
+    certify(module, seq_len=9, radius=radius)
+    whole = max(module.seen, key=len)
+    assert whole.shape == (6, 4, 6)
+    x, aside, ascended = (part.double() for part in whole.split(2))
+    for example, share in enumerate((1.0, 0.1)):
+        assert float(x[example].norm(dim=-1).max()) == pytest.approx(
+            0.499 * reach * share, rel=1e-6
+        )
+        for other in (aside, ascended):
+            assert float((other - x)[example].norm(dim=-1).max()) == pytest.approx(
+                0.499 * reach * share, rel=1e-6
+            )
+            assert float(other[example].norm(dim=-1).max()) <= reach * share
+    assert not torch.equal(aside, ascended)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [({"seq_len": 2}, 2), ({"seq_len": 9}, 4), ({"seq_len": 9, "min_tokens": 6}, 6)],
+)
+def test_how_many_tokens_it_is_tried_with(options: dict[str, int], tokens: int) -> None:
+    module = Claimed(1.0, 1.0)
+    certify(module, **options)
+    assert {x.shape[1] for x in module.seen} == {tokens}
+
+
+def test_the_innermost_offender_is_named_and_the_largest_bound_of_a_shared_part_counts() -> None:
+    low, high = Claimed(1.0, 0.5), Claimed(1.0, 1.0)
+    with pytest.raises(UnsoundBoundError, match=r"1\.0 \(Claimed\)"):
+        certify(nn.Sequential(high, nn.Sequential(low, high)), seq_len=3)
+
+
+def test_numbers_that_are_not_finite_are_no_slope() -> None:
+    class Blows(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * math.inf
+
+    register_rule(Blows)(lambda module, site: LayerBound(1.0, "it says"))
+    with pytest.raises(
+        NotLipschitzError, match=r"the module \(Blows\) gives NaN or infinity in torch\.float32"
+    ):
+        certify(Blows(4, 4), seq_len=3)
+
+
+def test_a_part_that_turns_tokens_into_one_vector_is_tried_as_a_vector() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1)
+
+    register_rule(Mean)(lambda module, site: LayerBound(1.0, "mean", out_radius=site.radius))
+    said = certify(nn.Sequential(identity(), Mean(), identity()), seq_len=4).cross_check
+    assert said.startswith("5 pairs through 4 modules")
+
+
+def test_training_draws_the_same_random_numbers_for_every_input() -> None:
+    model = nn.Sequential(identity(), nn.Dropout(0.5), identity()).train()
+    certificate = certify(model, seq_len=3)
+    assert certificate.total == pytest.approx(2.0, rel=1e-5)
+    said, share = certificate.cross_check.rsplit(" ", 1)
+    assert said == "5 pairs through 4 modules, largest slope / bound"
+    assert 0 < float(share) <= 1
+
+
+class Masked(nn.Module):
+    """Notes whether it was called as causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: set[bool] = set()
+
+    def forward(self, x: Tensor, *, is_causal: bool = False) -> Tensor:
+        self.calls.add(is_causal)
+        return x
+
+
+class Unmasked(nn.Module):
+    """Has no such argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@register_rule(Masked)
+@register_rule(Unmasked)
+def _asks_for_the_mask(module: nn.Module, site: Any) -> LayerBound:
+    return LayerBound(1.0, f"under {site.mask}", out_radius=site.radius)
+
+
+@pytest.mark.parametrize(
+    ("mask", "called"), [("causal", {True}), ("full", {False}), ("any", {False}), (None, {False})]
+)
+def test_a_causal_certificate_is_tried_with_causal_calls(mask: Any, called: set[bool]) -> None:
+    module = Masked()
+    assert certify(module, seq_len=3, mask=mask).cross_check.endswith("1.000")
+    assert module.calls == called
+    assert certify(Unmasked(), seq_len=3, mask=mask).cross_check.endswith("1.000")
+
+
+class Cliff(nn.Module):
+    """The identity on short tokens; longer ones, of the first example, leave the range."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x.abs().amax((1, 2), keepdim=True) > 0.15, math.inf, 1.0) * x
+
+
+@register_rule(Cliff)
+def _cliff(module: Cliff, site: Any) -> LayerBound:
+    return LayerBound(1.0, "of short tokens", out_radius=site.radius)
+
+
+def test_one_example_that_is_not_finite_is_enough() -> None:
+    with pytest.raises(NotLipschitzError, match="gives NaN or infinity"):
+        certify(Cliff(), seq_len=3, radius=1.0)
+    assert certify(Cliff(), seq_len=3, radius=0.1).cross_check.endswith("1.000")
+
+
+SLOPES: dict[str, tuple[nn.Module, Any]] = {
+    "relu": (nn.ReLU(), F.relu),
+    "gelu": (nn.GELU(), F.gelu),
+    "tanh gelu": (nn.GELU(approximate="tanh"), None),
+    "silu": (nn.SiLU(), F.silu),
+    "mish": (nn.Mish(), F.mish),
+    "hardswish": (nn.Hardswish(), F.hardswish),
+    "selu": (nn.SELU(), F.selu),
+    "elu": (nn.ELU(), F.elu),
+    "tanh": (nn.Tanh(), torch.tanh),
+    "sigmoid": (nn.Sigmoid(), torch.sigmoid),
+    "hardsigmoid": (nn.Hardsigmoid(), None),
+    "log sigmoid": (nn.LogSigmoid(), None),
+    "softsign": (nn.Softsign(), None),
+    "tanhshrink": (nn.Tanhshrink(), None),
+    "relu6": (nn.ReLU6(), F.relu6),
+    "hardtanh": (nn.Hardtanh(), None),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name: str) -> None:
+    module, function = SLOPES[name]
+    points = torch.linspace(-30, 30, 600_001, dtype=torch.float64)
+    steepest = float((module(points).diff() / points.diff()).abs().max())
+    assert certify(module, seq_len=2).total == pytest.approx(steepest, rel=2e-4)
+    if function is not None:
+        layer = (
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation=function)
+            .double()
+            .eval()
+        )
+        with torch.no_grad():
+            layer.linear1.bias.zero_()
+        rows = {
+            row.path: row for row in certify(layer, seq_len=2, radius=1.0, cross_check=False).layers
+        }
+        ball = rows["linear1"].lipschitz * rows["linear1"].radius * steepest
+        assert rows["linear2"].radius == pytest.approx(
+            math.inf if name == "sigmoid" else ball, rel=3e-4
+        )
+
+
+class Gated(nn.Module):
+    """W_d (silu(W_g x) * W_u x), with biases of a largest entry each."""
+
+    def __init__(self, up: Tensor, gate: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Parameter(up), nn.Parameter(gate), nn.Parameter(down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.silu(x @ self.gate.T + 0.25) * (x @ self.up.T - 0.5)) @ self.down.T
+
+
+@register_rule(Gated)
+def _gated(module: Gated, site: Any) -> LayerBound:
+    value = gated_feedforward_bound(
+        module.up, module.gate, module.down, site, slope=1.1, up_bias=0.5, gate_bias=0.25
+    )
+    return LayerBound(value, "gated")
+
+
+def test_a_gated_feedforward_by_its_rows() -> None:
+    """|W_d| (l |W_g| max|u| + max|g| |W_u|); |u| is bounded by the longest row of W_u, not by its
+    norm."""
+    up = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
+    gate = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    down = torch.tensor([[0.5, 0.0, 0.0], [0.0, 1.5, 0.0]], dtype=torch.float64)
+    for norm, size in (
+        ("tok", lambda w: torch.linalg.matrix_norm(w, 2)),
+        ("inf", lambda w: w.abs().sum(-1).max()),
+    ):
+        sizes = [float(size(w)) for w in (up, gate, down)]
+        largest_up, largest_gate = 5.0 * 0.7 + 0.5, 2.0 * 0.7 + 0.25
+        expected = sizes[2] * (1.1 * sizes[1] * largest_up + sizes[0] * largest_gate)
+        found = certify(Gated(up, gate, down), seq_len=2, norm=norm, radius=0.7)
+        assert found.total == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_without_dropout_is_no_reason_to_refuse() -> None:
+    assert certify(OrthogonalFeedForward(4).train(), seq_len=2).label == "certified"

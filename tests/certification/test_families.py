@@ -1,12 +1,20 @@
-"""The table of what `certify` answers for each family is the one in the documentation."""
+"""Every family of Hugging Face: its rows, the balls they stand on, and what the support table says."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tests.support import families
 from tests.support.families import FAMILIES, table
+from torch import Tensor, nn
+
+from wellposed.certification import Certificate, CertifiedLayer, certify, patch_grid
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -28,3 +36,194 @@ def test_the_reason_quoted_is_the_one_printed(capsys: pytest.CaptureFixture[str]
         line.removeprefix("> ") for line in page.splitlines() if line.startswith("> ")
     )
     assert capsys.readouterr().out.strip() == quoted
+
+
+R = 0.05
+
+
+def inside(rows: tuple[CertifiedLayer, ...], path: str) -> list[CertifiedLayer]:
+    return [row for row in rows if row.path.startswith(f"{path}.")]
+
+
+def of_a_layer(parts: list[CertifiedLayer]) -> float:
+    """Two sublayers with residuals and a norm each: before the branch, or after the sum."""
+    bounds = [part.lipschitz for part in parts]
+    is_pre = "Norm" in parts[0].module
+    gated = next((part.lipschitz for part in parts if part.form.startswith("gated")), None)
+    if is_pre:
+        first, attention, second, *forward = bounds
+        return (1 + first * attention) * (
+            1 + second * (math.prod(forward) if gated is None else gated)
+        )
+    attention, first, *forward, second = bounds
+    return (1 + attention) * first * (1 + math.prod(forward)) * second
+
+
+@pytest.mark.parametrize("norm", ["tok", "inf"])
+@pytest.mark.parametrize(
+    ("name", "model"), [pytest.param(case[1], case[2], id=case[1]) for case in families.models()]
+)
+def test_rows_multiply_up(name: str, model: nn.Module, norm: Any) -> None:
+    certificate: Certificate = certify(
+        model.eval(), seq_len=3, norm=norm, radius=R, cross_check=False
+    )
+    if not math.isfinite(certificate.total):
+        assert "two sequences" in certificate.table()
+        return
+    rows = certificate.layers
+    layers = [
+        row
+        for row in rows
+        if row.module.endswith(("Layer", "Block")) and len(inside(rows, row.path)) >= 5
+    ]
+    assert layers or isinstance(model, nn.MultiheadAttention)
+    for layer in layers:
+        assert layer.lipschitz == pytest.approx(of_a_layer(inside(rows, layer.path)), rel=1e-6), (
+            layer.path
+        )
+        assert inside(rows, layer.path)[0].radius == layer.radius
+    # A pooler lies in the body, but its head calls it.
+    heads = [row.path for row in rows if ".pooler." not in row.path]
+    outermost = [
+        row
+        for row in rows
+        if not any(row.path.startswith(f"{path}.") for path in heads) or ".pooler." in row.path
+    ]
+    assert certificate.total == pytest.approx(
+        math.prod(row.lipschitz for row in outermost), rel=1e-6
+    ), name
+
+
+BALL = 0.8
+MODELS = [
+    pytest.param(case[2], id=case[1]) for case in families.models() if "Conditional" not in case[1]
+]
+MODELS = [param for param in MODELS if param.id != "MarianMTModel"]
+
+
+def tokens_seen(model: nn.Module, paths: list[str], run: Callable[[], object]) -> dict[str, float]:
+    """The largest 2-norm of a token that enters each part."""
+    largest: dict[str, float] = {}
+    hooks = []
+    for path in paths:
+
+        def note(_module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            x = next(
+                value
+                for value in [kwargs.get("hidden_states"), *args, *kwargs.values()]
+                if isinstance(value, Tensor)
+            )
+            if x.ndim < 4:  # images are no tokens yet
+                largest[path] = max(
+                    largest.get(path, 0.0), float(x.detach().double().norm(dim=-1).max())
+                )
+
+        hooks.append(model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True))
+    with torch.no_grad():
+        run()
+    for hook in hooks:
+        hook.remove()
+    return largest
+
+
+def run(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    grid = patch_grid(model)
+    if grid is not None:
+        return lambda: model(pixel_values=grid.image(x))
+    if isinstance(model, nn.MultiheadAttention):
+        return lambda: model(x, x, x)
+    return (
+        (lambda: model(inputs_embeds=x))
+        if hasattr(model, "get_input_embeddings")
+        else (lambda: model(x))
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_token_that_enters_a_part_lies_in_its_ball(model: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = model.double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Weights, positions and biases of a size that shows.
+            parameter.add_(
+                torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 or "bias" in name else 0.1)
+            )
+    grid = patch_grid(model)
+    width = families.WIDTH if grid is None else grid.size
+    tokens = 5 if grid is None else grid.tokens
+    rows = [
+        row
+        for row in certify(model, seq_len=tokens, radius=BALL, cross_check=False).layers
+        if row.module != "pool"
+    ]
+    paths = {name for name, _ in model.named_modules()} - {""}
+    rows = [row for row in rows if row.path in paths and "patch_embeddings" not in row.path]
+    x = torch.randn(64, tokens, width, dtype=torch.float64)
+    seen = tokens_seen(
+        model, [row.path for row in rows], run(model, BALL * x / x.norm(dim=-1, keepdim=True))
+    )
+    for row in rows:
+        if row.path in seen:
+            assert seen[row.path] <= row.radius * (1 + 1e-6), row.path
+    assert len(seen) >= len(rows) - 2
+
+
+TABLES = {
+    "BertModel": ("embeddings.position_embeddings", "embeddings.token_type_embeddings"),
+    "RobertaModel": ("embeddings.position_embeddings", "embeddings.token_type_embeddings"),
+    "DistilBertModel": ("embeddings.position_embeddings",),
+    "GPT2Model": ("wpe", "wte"),
+    "BartEncoder": ("embed_positions",),
+    "MarianEncoder": ("embed_positions",),
+    "LlamaModel": (),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_first_ball_has_room_for_the_longest_row_of_every_table(name: str) -> None:
+    model = {case[1]: case[2] for case in families.models()}[name].double().eval()
+    room = BALL
+    with torch.no_grad():
+        for place, path in enumerate(TABLES[name]):
+            table = model.get_submodule(path).weight
+            table.mul_(0.01)
+            table[place] = 0.0
+            table[place, 0] = 0.3 + place
+            room += 0.3 + place
+    first = certify(model, seq_len=5, radius=BALL, cross_check=False).layers[0]
+    assert first.radius == pytest.approx(room, rel=1e-6)
+
+
+def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well() -> None:
+    model = {case[1]: case[2] for case in families.models()}["ViTModel"].double().eval()
+    embeddings = model.embeddings
+    cut = embeddings.patch_embeddings.projection
+    with torch.no_grad():
+        for parameter in (
+            embeddings.cls_token,
+            embeddings.position_embeddings,
+            cut.weight,
+            cut.bias,
+        ):
+            parameter.zero_()
+        cut.weight.flatten(1)[0, 0] = 2.0
+        cut.bias[1] = 0.5
+        embeddings.position_embeddings[0, 3, 2] = 0.25
+        embeddings.position_embeddings[0, 0, 2] = 0.25
+
+        def first_ball() -> float:
+            rows = certify(model, seq_len=4, radius=BALL, cross_check=False).layers
+            return next(row.radius for row in rows if row.path == "layers.0")
+
+        assert first_ball() == pytest.approx(2 * BALL + 0.5 + 0.25, rel=1e-5)
+        embeddings.cls_token[0, 0, 2] = 9.0
+        assert first_ball() == pytest.approx(9.25, rel=1e-9)
+        embeddings.cls_token[0, 0, 2] = -9.0
+        assert first_ball() == pytest.approx(8.75, rel=1e-9)
+    grid = patch_grid(model)
+    assert grid is not None
+    rows = certify(model, seq_len=4, norm=2, radius=BALL, cross_check=False).layers
+    patches = next(row for row in rows if row.path == "embeddings.patch_embeddings")
+    assert patches.lipschitz == pytest.approx(2.0, rel=1e-5)
+    assert math.isfinite(patches.radius)

@@ -24,6 +24,7 @@ from wellposed.certification import (
     dot_product_ball_bound,
     register_rule,
 )
+from wellposed.models import WellposedConfig, WellposedModel
 from wellposed.nn import DotProductAttention, InvertibleResidual
 
 
@@ -239,3 +240,10 @@ def test_a_certificate_says_that_it_leaves_out_prefixes() -> None:
     model = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(8)))
     assert "without past_key_values" in certify(model, seq_len=4).table()
     assert "past_key_values" not in certify(nn.Linear(4, 4), seq_len=4).table()
+
+
+def test_a_wrapper_of_ours_is_looked_through() -> None:
+    model = WellposedModel(
+        WellposedConfig(hidden_size=8, num_attention_heads=2, attention="cosine")
+    )
+    assert certify(model.eval(), seq_len=4, cross_check=False).label == "certified"

@@ -1,5 +1,4 @@
-"""TransJect's certificates: the whole map against an attack, distances between tokens, and what is
-refused."""
+"""TransJect: no attack beats its bounds, and both statements of B8 by hand."""
 
 from __future__ import annotations
 
@@ -260,3 +259,175 @@ def test_a_parametrised_weight_is_its_value() -> None:
     wp.orthogonal(stack.get_submodule("layers.0.feedforward.up_proj"))
     for found, expected in zip(token_distance_bounds(stack), plain, strict=True):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
+
+
+def stack(**options: Any) -> TransJectStack:
+    """Steps r of 0.4 and 0.2 (the second backwards); |U||V| of 3 and 2.5; |W1||W2| of 1.5 and 2."""
+    module = TransJectStack(2, 2, **options).double().eval()
+    experts = options.get("num_experts", 1)
+    norms = [((1.5, 2.0), (0.5, 3.0)), ((0.5, 5.0), (1.0, 2.0))]
+    with torch.no_grad():
+        for layer, alpha, ((left, right), (up, down)) in zip(
+            module.layers, (0.8, -0.4), norms, strict=True
+        ):
+            layer.residual.weight.fill_(math.atanh(alpha))
+            # The last expert has the largest product, the others 1.
+            for index, expert in enumerate(layer.attention.experts):
+                is_last = index == experts - 1
+                expert.left.weight.copy_(TURN * (left if is_last else 1.0))
+                expert.right.weight.copy_(TURN * (right if is_last else 1.0))
+            layer.feedforward.up_proj.weight.copy_(up * TURN)
+            layer.feedforward.down_proj.weight.copy_(down * TURN)
+    return module
+
+
+def with_gates(first: tuple[float, float], second: tuple[float, float]) -> TransJectStack:
+    module = stack(spectrum_norm="trace", num_experts=2, gating="normalized")
+    with torch.no_grad():
+        for layer, weight in zip(module.layers, (first, second), strict=True):
+            layer.attention.gate.weight.copy_(torch.tensor([weight]))
+    return module
+
+
+def test_one_expert_whose_sigma_is_a_trace() -> None:
+    """With b = r |U||V| and f = r |W1||W2|: |X| grows by (1 + b)(1 + f), |dX| by as much and b |X|
+    before the last."""
+    # growth: 2.2 x 1.6 = 3.52; |dX|: (2.2 + 1.2) x 1.6 = 5.44, in norm tok (2.2 + 2 x 1.2) x 1.6 =
+    # 7.36, as sqrt N = 2
+    # second: 1.5 x 5.44 + 0.5 x 3.52 = 9.92, times 1.4; in norm tok 1.5 x 7.36 + 2 x 0.5 x 3.52 =
+    # 14.56
+    module = stack(spectrum_norm="trace")
+    for norm, first, total in ((2, 5.44, 9.92 * 1.4), ("tok", 7.36, 14.56 * 1.4)):
+        certificate = certify(module, seq_len=4, norm=norm)
+        assert certificate.total == pytest.approx(total, rel=1e-5)
+        assert [layer.path for layer in certificate.layers] == ["layers.0", "layers.1"]
+        factors = [layer.lipschitz for layer in certificate.layers]
+        assert factors == pytest.approx([first, total / first], rel=1e-5)
+
+
+def test_the_spread_of_sigma_multiplies_what_the_second_term_adds() -> None:
+    """k = 2 sqrt(2 d) = 4 for the maximum; for an inexact basis 1 by its condition, sqrt((1 +
+    0.6)/(1 - 0.6)) = 2."""
+    inexact = stack(spectrum_norm="trace")
+    with torch.no_grad():
+        inexact.spectrum.basis.weight.copy_(math.sqrt(1.6) * TURN)
+    for module, spread in ((stack(spectrum_norm="max"), 4.0), (inexact, 2.0)):
+        first = (2.2 + 1.2 * spread) * 1.6
+        second = (1.5 * first + 0.5 * spread * 3.52) * 1.4
+        assert certify(module, seq_len=4, norm=2).total == pytest.approx(second, rel=1e-5)
+
+
+def test_gates_that_follow_the_input() -> None:
+    """|w| = 5, then 1/2: gates add b |w| (2 (1 + b) |dX| + b |X|) to b |X|."""
+    # First: gates 1.2 x 5 x (2 x 2.2 + 1.2) = 33.6, so |dX| <= 2.2 + 1.2 + 33.6 = 37, tok 2.2 + 2 x
+    # 34.8 = 71.8; x 1.6.
+    # Second: gates 0.5 x 0.5 x (2 x 1.5 x 59.2 + 1.76) = 44.84, so 88.8 + 1.76 + 44.84 = 135.4; x
+    # 1.4.
+    # tok: 1.5 x 114.88 + 2 x 46.6 = 265.52; x 1.4.
+    module = with_gates((3.0, 4.0), (0.3, -0.4))
+    assert certify(module, seq_len=4, norm=2).total == pytest.approx(189.56, rel=1e-5)
+    assert certify(module, seq_len=4, norm="tok").total == pytest.approx(371.728, rel=1e-5)
+    # One token, and silent gates: what one expert has.
+    silent = with_gates((0.0, 0.0), (0.0, 0.0))
+    for norm in (2, "tok"):
+        assert certify(silent, seq_len=1, norm=norm).total == pytest.approx(9.92 * 1.4, rel=1e-5)
+
+
+def test_a_learnt_sigma_adds_nothing_and_its_largest_entry_counts() -> None:
+    module = stack(spectrum="random", num_experts=2, gating="fixed")
+    with torch.no_grad():
+        module.spectrum.weight.copy_(torch.tensor([-math.atanh(0.5), math.atanh(0.25)]))
+    expected = (1 + 1.2 * 0.5) * 1.6 * (1 + 0.5 * 0.5) * 1.4
+    for norm in (2, "tok"):
+        certificate = certify(module, seq_len=4, norm=norm)
+        assert certificate.total == pytest.approx(expected, rel=1e-5)
+        assert certificate.notes == ()
+    lower, upper = token_distance_bounds(module)[-1]
+    assert (lower, upper) == pytest.approx(
+        ((1 - 0.6) * (1 - 0.6) * (1 - 0.25) * (1 - 0.4), expected), rel=1e-5
+    )
+
+
+def test_the_room_that_tokens_need_grows_with_the_stack() -> None:
+    """Tokens of norm 0.5 leave with at most 0.5 times the growth, (2.2 x 1.6)(1.5 x 1.4), and meet
+    what follows."""
+    model = nn.Sequential(stack(spectrum_norm="trace"), nn.Linear(2, 2).double())
+    after = next(
+        layer for layer in certify(model, seq_len=4, radius=0.5).layers if layer.path == "1"
+    )
+    assert after.radius == pytest.approx(0.5 * 3.52 * 2.1, rel=1e-5)
+    forward = OrthogonalFeedForward(2).double().eval()
+    with torch.no_grad():
+        forward.up_proj.weight.copy_(0.5 * TURN)
+        forward.down_proj.weight.copy_(8.0 * TURN)
+    certificate = certify(nn.Sequential(forward, nn.Linear(2, 2).double()), seq_len=4, radius=0.5)
+    by_path = {layer.path: layer for layer in certificate.layers}
+    assert by_path["0"].lipschitz == pytest.approx(4.0, rel=1e-5)
+    assert by_path["1"].radius == pytest.approx(2.0, rel=1e-5)
+    up = float(torch.linalg.matrix_norm(forward.up_proj.weight.detach(), 2))
+    assert by_path["0.down_proj"].radius == pytest.approx(0.5 * up, rel=1e-5)
+
+
+@pytest.mark.parametrize("follower", [0, 1])
+def test_one_layer_with_gates_that_follow_the_input_is_enough(follower: int) -> None:
+    """Padding is left out, a causal stack refused, and pooled gates too, if any layer has them."""
+    for gating in ("normalized", "pooled"):
+        module = stack(spectrum="random", num_experts=2, gating="fixed")
+        donor = stack(spectrum="random", num_experts=2, gating=gating)
+        module.layers[follower] = donor.layers[follower]
+        certificate = certify(module, seq_len=4)
+        if gating == "pooled":
+            with pytest.raises(NotLipschitzError, match="pooled gates"):
+                certificate.require()
+            continue
+        assert len(certificate.notes) == 1
+        module.is_causal = True
+        with pytest.raises(NotLipschitzError, match="causal"):
+            certify(module, seq_len=4).require()
+
+
+def test_one_expert_has_no_gates_whatever_they_are_called() -> None:
+    for gating in ("pooled", "normalized"):
+        certificate = certify(stack(spectrum="random", gating=gating), seq_len=4)
+        assert certificate.label == "certified"
+        assert certificate.notes == ()
+    assert certify(stack(spectrum="random", is_causal=True), seq_len=4).label == "certified"
+
+
+def test_dropout_in_one_layer_alone_is_seen() -> None:
+    module = stack(spectrum="random").train()
+    assert certify(module, seq_len=4).label == "certified"
+    module.layers[1].feedforward.dropout = 0.1
+    with pytest.raises(NotLipschitzError, match="dropout"):
+        certify(module, seq_len=4).require()
+
+
+def test_the_table_says_what_sigma_is_made_from() -> None:
+    forms = {
+        "trace": "sigma by the trace (B8)",
+        "max": "sigma by the max (B8), which grows like sqrt d",
+    }
+    for kind, form in forms.items():
+        model = nn.Sequential(stack(spectrum_norm=kind))
+        row = next(layer for layer in certify(model, seq_len=4).layers if layer.path == "0")
+        assert row.form == form
+    model = nn.Sequential(stack(spectrum="random"))
+    assert (
+        next(layer for layer in certify(model, seq_len=4).layers if layer.path == "0").form
+        == "fixed sigma (B8)"
+    )
+
+
+def test_a_basis_whose_gram_matrix_is_off_by_one_has_no_condition() -> None:
+    module = stack(spectrum_norm="trace")
+    for scale, is_refused in ((math.sqrt(1.99), False), (math.sqrt(2.0), True)):
+        with torch.no_grad():
+            module.spectrum.basis.weight.copy_(scale * TURN)
+        if is_refused:
+            with pytest.raises(NotLipschitzError, match=r"\*\.basis"):
+                certify(module, seq_len=4).require()
+        else:
+            assert math.isfinite(certify(module, seq_len=4).total)

@@ -1,5 +1,5 @@
-"""The heart: no input and no weights exceed a bound of L2 attention, and the two published claims
-that fail do fail."""
+"""The heart: no input and no weights exceed a bound of L2 attention, the two published claims that
+fail do fail, and the ball that comes out holds what it does to zeros."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
-from wellposed.certification import kim2021_bound, kim2021_mixing
+from wellposed.certification import certify, kim2021_bound, kim2021_mixing
 from wellposed.linalg import (
     l2_attention_bound,
     l2_constants,
     l2_constants_alibi,
     l2_constants_from_weights,
 )
+from wellposed.nn import L2SelfAttention
 
 NORMS = ("tok", "inf", 2)
 MASKS = ("full", "causal", "any")
@@ -309,3 +311,32 @@ def test_fixed_null_keys_are_covered(reference):
             reference.norms[norm](jacobian).max()
             <= l2_attention_bound(w, r, o, constants, norm=norm).value
         )
+
+
+TINY = 1e-9
+
+
+@pytest.mark.parametrize("bias", ["values", "output", "both", "against each other"])
+@pytest.mark.parametrize("options", [{}, {"contractive": 0.9}], ids=["plain", "contractive"])
+def test_the_ball_is_that_of_the_worst_number_of_tokens(
+    options: dict[str, float], bias: str
+) -> None:
+    torch.manual_seed(1)
+    module = L2SelfAttention(4, 2, **options).double().eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+                if bias in ("both", "against each other") or (bias == "output") == name.startswith(
+                    "o_"
+                ):
+                    parameter.normal_()
+        zeros = [torch.zeros(1, count, 4, dtype=torch.float64) for count in range(1, 7)]
+        if bias == "against each other":
+            constant = module(zeros[-1])[0, 0] - module.o_proj.bias
+            module.o_proj.bias.copy_(-2 * constant)
+        largest = max(float(module(x).norm(dim=-1).max()) for x in zeros)
+    model = nn.Sequential(module, nn.Linear(4, 4).double())
+    after = next(row for row in certify(model, seq_len=6, radius=TINY).layers if row.path == "1")
+    assert largest <= after.radius
+    assert after.radius == pytest.approx(largest, rel=1e-4, abs=1e-6)
