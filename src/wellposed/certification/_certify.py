@@ -153,7 +153,7 @@ def certify(
                 if visit.module is not None and visit.norm == norm
             ]
             # Innermost first: the first offender is the one that is named.
-            parts.sort(key=lambda part: -len(part[0].split(".")))
+            parts.sort(key=lambda part: -(bool(part[0]) + part[0].count(".")))
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
             grid = patch_grid(module)
             tokens, causal = few if grid is None else grid.tokens, walk.masks == {"causal"}
