@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -98,8 +98,6 @@ class Recipe:
     name: str
     """``paper/item``."""
     summary: str
-    says: str
-    """What the paper says."""
     function: Callable[[Request], Reproduction]
     measured: Mapping[str, float] = field(default_factory=dict)
     """Minutes by scale, as they were measured: mini and medium on two CPU cores, paper on one large
@@ -118,18 +116,37 @@ class Recipe:
     anything is trained; None where nothing is."""
 
     @property
+    def says(self) -> str:
+        """What the paper says."""
+        return "; ".join(self.told("Claim"))
+
+    @property
     def minutes(self) -> dict[str, float]:
         """Minutes by scale, measured or estimated; a scale that is not here cannot be run."""
         return {**self.estimated, **self.measured}
 
+    def told(self, word: str) -> list[str]:
+        """Return what the docstring says after each ``Claim:``, ``Test:`` or ``Note:``; constants of
+        the module stand in braces."""
+        parts = re.split(r"\b(Claim|Test|Note): ", " ".join((self.function.__doc__ or "").split()))
+        names = getattr(self.function, "__globals__", {})
+        found = zip(parts[1::2], parts[2::2], strict=True)
+        return [
+            text.strip().removesuffix(".").format_map(names) for of, text in found if of == word
+        ]
+
     def __call__(self, request: Request) -> Reproduction:
-        """Run the recipe."""
-        return self.function(request)
+        """Run the recipe; what its docstring tells of test and notes is added to what comes out."""
+        found = self.function(request)
+        criterion, told = found.criterion, "; ".join(self.told("Test"))
+        if criterion is not None and not criterion.test:
+            criterion = replace(criterion, test=told)
+        return replace(found, criterion=criterion, notes=(*found.notes, *self.told("Note")))
 
     def time(self, scale: Scale) -> str:
         """Return how long a scale takes, with ~ where that is an estimate.
 
-        >>> Recipe("a", "b", "c", print, {"mini": 3}, {"medium": 240}).time("medium")
+        >>> Recipe("a", "b", print, {"mini": 3}, {"medium": 240}).time("medium")
         '~4 h'
         """
         if scale not in self.minutes:
@@ -154,23 +171,34 @@ RECIPES: Registry[Recipe] = Registry("recipe", entry_points="wellposed.recipes")
 """Every recipe of the installed packages, by name."""
 
 
-def recipe(name: str, summary: str, *, says: str, **options: Any) -> Callable[[Function], Function]:
-    """Return a decorator that registers a function of a `Request` as a recipe, with its claim beside
-    it.
+def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
+    """Return a decorator that registers a function of a `Request` as a recipe; its docstring says what
+    it shows, ``Claim:``, and where it has them ``Test:``, what decides, and ``Note:``, what differs.
 
     Args:
         name: ``paper/item``.
-        summary: one line for the list.
-        says: what the paper says.
         options: fields of `Recipe`: ``measured``, ``estimated``, ``folders``, ``takes``,
             ``builtin``, ``power``.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or the docstring holds no claim.
+
+    >>> @recipe("mine/figure-1", measured={"mini": 1})
+    ... def figure(request: Request) -> Reproduction:
+    ...     "Y against x. Claim: y grows. Test: every step is up, by {LEAST:g} or more."
+    >>> LEAST = 0.5
+    >>> RECIPES.get("mine/figure-1").summary, RECIPES.get("mine/figure-1").says
+    ('Y against x', 'y grows')
+    >>> RECIPES.get("mine/figure-1").told("Test")
+    ['every step is up, by 0.5 or more']
     """
 
     def register(function: Function) -> Function:
-        RECIPES.register(name)(Recipe(name, summary, says, function, **options))
+        summary = " ".join((function.__doc__ or "").split()).partition("Claim: ")[0]
+        made = Recipe(name, summary.strip().removesuffix("."), function, **options)
+        if not made.says:
+            raise ConfigError(f"recipe {name}: its docstring holds no claim; add `Claim: ...`")
+        RECIPES.register(name)(made)
         return function
 
     return register

@@ -73,13 +73,6 @@ def sizes_of(request: Request) -> Sizes:
 
 @recipe(
     "frontier/translation",
-    "BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of its"
-    " settings",
-    says=(
-        "a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus:"
-        " T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN"
-        " and pre-LN with warm-up"
-    ),
     measured={"mini": 10},
     estimated={"medium": 380},
     power=Power(
@@ -88,7 +81,16 @@ def sizes_of(request: Request) -> Sizes:
     **READS,
 )
 def translation(request: Request) -> Reproduction:
-    """BLEU of six models, mean over seeds, and the test of T-Fixup against LayerNorm."""
+    """BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of
+    its settings.
+
+    Claim: a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus:
+    T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN and
+    pre-LN with warm-up
+
+    Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0
+    for all; greedy translations
+    """
     study = Study.of(request, sizes_of(request))
     found = {name: study.tune(name) for name in TRANSFORMERS}
     found |= {name: study.tune(name, found[CONSTRAINED].rate) for name in CONSTRAINTS}
@@ -138,22 +140,14 @@ def translation(request: Request) -> Reproduction:
             else judge(gains_over_norms(_bleu_by_model(longest)))
         ),
         notes=(
-            (
-                "the first seed keeps the setting with the least loss on valid: Transformers of"
-                " three learning rates, and further ones while the best is the least or the"
-                " greatest; constraints of the strengths"
-                f" {', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN"
-            ),
-            (
-                "the Transformers then train for twice the steps at the rate they kept,"
-                f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
-                " valid by that, or overfits; the constraints, at their strengths, for as many"
-                " steps as the longest"
-            ),
-            (
-                "post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine"
-                " to 0 for all; greedy translations"
-            ),
+            "the first seed keeps the setting with the least loss on valid: Transformers of"
+            " three learning rates, and further ones while the best is the least or the"
+            " greatest; constraints of the strengths"
+            f" {', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
+            "the Transformers then train for twice the steps at the rate they kept,"
+            f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
+            " valid by that, or overfits; the constraints, at their strengths, for as many"
+            " steps as the longest",
         ),
         criterion=Criterion(TEST, sizes.seeds, UNCERTAINTY),
     )

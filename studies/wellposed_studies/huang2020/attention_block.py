@@ -32,20 +32,24 @@ _NEAR = 0.1
 _BLOCKS = (60, 180, 600, 1800, 6000)
 
 
-@recipe(
-    "huang2020/theorem-3.1",
-    "|change of G| / rate of one attention block against the number of blocks L, by the sizes of v,"
-    " w and m",
-    says=(
-        "|change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is"
-        " Theta(1 / L)"
-    ),
-    measured={"mini": 0.2, "medium": 0.1},
-    estimated={"paper": 3},
-)
+@recipe("huang2020/theorem-3.1", measured={"mini": 0.2, "medium": 0.1}, estimated={"paper": 3})
 def theorem_3_1(request: Request) -> Reproduction:
-    """|change of G| / rate against the number of blocks, where the theorem's condition is met and
-    where it is not."""
+    """|change of G| / rate of one attention block against the number of blocks L, by the sizes of
+    v, w and m.
+
+    Claim: |change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is
+    Theta(1 / L)
+
+    Test: the exponent of L is within {_NEAR:g} of -1 in every setting that meets the condition,
+    and within {_NEAR:g} of -1/2 where the sum in it is of order L^-1/2
+
+    Note: one query, {TOKENS} memory tokens, sizes are those of a row; the gradient of the loss
+    in G has norm 1 and a random direction; float64, the limit of small rates; m is stepped and
+    y is not, as the theorem says
+
+    Note: at d = 1 all numbers are positive (assumption 1 of the paper), at larger d they are
+    normal
+    """
     blocks: tuple[int, ...] = request.pick(
         toy=(60, 600), mini=_BLOCKS, medium=_BLOCKS, paper=(*_BLOCKS, 18000)
     )
@@ -90,21 +94,9 @@ def theorem_3_1(request: Request) -> Reproduction:
             [each for (setting, _), each in found.items() if setting in MISSING],
         ),
         criterion=Criterion(
-            f"the exponent of L is within {_NEAR:g} of -1 in every setting that meets the"
-            f" condition, and within {_NEAR:g} of -1/2 where the sum in it is of order L^-1/2",
+            "",
             seeds,
             UNCERTAINTY,
-        ),
-        notes=(
-            (
-                f"one query, {TOKENS} memory tokens, sizes are those of a row; the gradient of the"
-                " loss in G has norm 1 and a random direction; float64, the limit of small rates;"
-                " m is stepped and y is not, as the theorem says"
-            ),
-            (
-                "at d = 1 all numbers are positive (assumption 1 of the paper), at larger d they"
-                " are normal"
-            ),
         ),
     )
 

@@ -49,15 +49,16 @@ def sizes_of(request: Request) -> Sizes:
 
 @recipe(
     "huang2020/depth",
-    "loss by depth without warm-up: T-Fixup and post-LN",
-    says="without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train",
     measured={"mini": 15},
     estimated={"medium": 420, "paper": 1000},
     power=Power(sizes_of),
     **READS,
 )
 def depth(request: Request) -> Reproduction:
-    """Loss against depth with T-Fixup and with post-LN, neither with warm-up."""
+    """Loss by depth without warm-up: T-Fixup and post-LN.
+
+    Claim: without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train
+    """
     sizes = sizes_of(request)
     return summarise(sizes, train_depths(request, sizes))
 

@@ -27,19 +27,19 @@ _SHOWN = 1e12
 """What is larger is left out of the figure."""
 
 
-@recipe(
-    "huang2020/signal",
-    "|out|/|in| after every layer at initial weights, Xavier and T-Fixup",
-    says=(
-        "with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any"
-        " depth N"
-    ),
-    measured={"mini": 0.3, "medium": 0.7},
-    estimated={"paper": 15},
-)
+@recipe("huang2020/signal", measured={"mini": 0.3, "medium": 0.7}, estimated={"paper": 15})
 def signal(request: Request) -> Reproduction:
-    """|out| / |in| after each layer of encoders and decoders of several depths, before and after
-    T-Fixup."""
+    """|out|/|in| after every layer at initial weights, Xavier and T-Fixup.
+
+    Claim: with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at
+    any depth N
+
+    Note: root mean square norms of tokens in a forward pass of random tokens, float64, no
+    LayerNorm on either side
+
+    Note: the paper's claim is about the size of an update; this is the forward signal that its
+    derivation needs
+    """
     width = request.pick(toy=16, mini=64, medium=128, paper=512)
     depths = request.pick(
         toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100)
@@ -92,16 +92,6 @@ def signal(request: Request) -> Reproduction:
             f" that of Xavier's deepest above {10 * _HIGH:g}",
             seeds=_DRAWS,
             uncertainty=f"{AGREED}; a ratio is a mean over all tokens",
-        ),
-        notes=(
-            (
-                "root mean square norms of tokens in a forward pass of random tokens, float64, no"
-                " LayerNorm on either side"
-            ),
-            (
-                "the paper's claim is about the size of an update; this is the forward signal that"
-                " its derivation needs"
-            ),
         ),
     )
 

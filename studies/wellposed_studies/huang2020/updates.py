@@ -32,20 +32,27 @@ _SHOWN = 1e20
 """What is larger is left out of the figure, which is to show the others."""
 
 
-@recipe(
-    "huang2020/updates",
-    "|change of f| / rate of one SGD step by depth: T-Fixup, Xavier without LayerNorm, post-LN,"
-    " pre-LN",
-    says=(
-        "f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of"
-        " section 3.2)"
-    ),
-    measured={"mini": 1.9, "medium": 1.9},
-    estimated={"paper": 60},
-)
+@recipe("huang2020/updates", measured={"mini": 1.9, "medium": 1.9}, estimated={"paper": 60})
 def updates(request: Request) -> Reproduction:
-    """|change of f| / rate of one SGD step in the limit of small rates, by initial weights, norm
-    and depth."""
+    """|change of f| / rate of one SGD step by depth: T-Fixup, Xavier without LayerNorm, post-LN,
+    pre-LN.
+
+    Claim: f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of
+    section 3.2)
+
+    Test: with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and
+    {_FLAT:g} for encoder and encoder-decoder, and with Xavier's weights and no LayerNorm it is
+    above {_GROWS:g}
+
+    Note: f is the memory of the encoder, or the decoder's last hidden states; the gradient of
+    the loss in f is a random direction of norm 1 (assumption 4); float64, the limit of small
+    rates
+
+    Note: matrices and embeddings are stepped, as in the derivation; it leaves out biases, whose
+    steps make the change grow with depth
+
+    Note: Adam is not treated in the text at hand
+    """
     depths: tuple[int, ...] = request.pick(
         toy=(1, 2, 4), mini=_DEPTHS, medium=_DEPTHS, paper=(*_DEPTHS, 200)
     )
@@ -71,23 +78,9 @@ def updates(request: Request) -> Reproduction:
         ),
         holds=judge_updates(flat, grows),
         criterion=Criterion(
-            f"with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and"
-            f" {_FLAT:g} for encoder and encoder-decoder, and with Xavier's weights and no"
-            f" LayerNorm it is above {_GROWS:g}",
+            "",
             seeds,
             UNCERTAINTY,
-        ),
-        notes=(
-            (
-                "f is the memory of the encoder, or the decoder's last hidden states; the gradient"
-                " of the loss in f is a random direction of norm 1 (assumption 4); float64, the"
-                " limit of small rates"
-            ),
-            (
-                "matrices and embeddings are stepped, as in the derivation; it leaves out biases,"
-                " whose steps make the change grow with depth"
-            ),
-            "Adam is not treated in the text at hand",
         ),
     )
 

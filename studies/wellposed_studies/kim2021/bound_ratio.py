@@ -19,16 +19,21 @@ _CONTRACTIVE = 0.999
 _INIT = 2.0**-4
 
 
-@recipe(
-    "kim2021/bound-ratio",
-    "the bound of Theorem 3.2 over the sharper one, by width, tokens and norm",
-    says="Theorem 3.2 is an upper bound; contractive L2 attention is divided by it",
-    measured={"mini": 0.2, "medium": 0.2},
-    estimated={"paper": 1},
-)
+@recipe("kim2021/bound-ratio", measured={"mini": 0.2, "medium": 0.2}, estimated={"paper": 1})
 def bound_ratio(request: Request) -> Reproduction:
-    """Both bounds of a tied L2 attention with the paper's initial weights, by size, tokens and
-    norm."""
+    """The bound of Theorem 3.2 over the sharper one, by width, tokens and norm.
+
+    Claim: Theorem 3.2 is an upper bound; contractive L2 attention is divided by it
+
+    Test: the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well
+
+    Note: at c = {_CONTRACTIVE:g} a layer that is divided by its bound keeps c / bound of its
+    output, so that with the paper's bound the branch starts smaller by the ratio
+
+    Note: weights uniform in +-{_INIT:g} / sqrt(D), appendix I
+
+    Note: in norm 2 with the fourth power of W_Q: with the printed second power it is no bound
+    """
     sizes, lengths, seeds = request.pick(
         toy=([(16, 2)], [4, 8], 1),
         mini=([(64, 8), (128, 8), (512, 8)], [64, 288], 3),
@@ -68,17 +73,8 @@ def bound_ratio(request: Request) -> Reproduction:
         panels,
         got=f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}",
         holds=judge_ratio([row["ratio"] for row in rows]),
-        notes=(
-            (
-                f"at c = {_CONTRACTIVE:g} a layer that is divided by its bound keeps c / bound of"
-                " its output, so that with the paper's bound the branch starts smaller by the"
-                " ratio"
-            ),
-            f"weights uniform in +-{_INIT:g} / sqrt(D), appendix I",
-            "in norm 2 with the fourth power of W_Q: with the printed second power it is no bound",
-        ),
         criterion=Criterion(
-            "the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well",
+            "",
             seeds,
             AGREED,
         ),

@@ -31,18 +31,20 @@ _ATTAINED = (
 )
 
 
-@recipe(
-    "kim2021/figure-2",
-    "upper and lower bound of Lip_inf of L2 attention against N, H = D = 1",
-    says=(
-        "the slope of the lower bound in ln N is very similar to that of the upper bound: O(log N)"
-        " is tight"
-    ),
-    measured={"mini": 0.2, "medium": 0.2},
-    estimated={"paper": 5},
-)
+@recipe("kim2021/figure-2", measured={"mini": 0.2, "medium": 0.2}, estimated={"paper": 5})
 def figure_2(request: Request) -> Reproduction:
-    """Lower and upper bound of Lip_inf of L2 attention against N."""
+    """Upper and lower bound of Lip_inf of L2 attention against N, H = D = 1.
+
+    Claim: the slope of the lower bound in ln N is very similar to that of the upper bound:
+    O(log N) is tight
+
+    Test: every lower bound is below its upper bound and confirmed by autograd, their ratio is
+    at least 0.8 at the least N, and their slopes in ln N differ by less than 20 %
+
+    Note: every row of the Jacobian is the same function of the distances to its token, so one
+    row is ascended; the input with half the other tokens at each of +-sqrt(1 + c) is tried as
+    well (theory note B1)
+    """
     many = [100, 130, 178, 240, 316, 420, 562, 750, 1000]
     lengths, restarts, steps = request.pick(
         toy=([10, 30], 4, 60),
@@ -91,16 +93,8 @@ def figure_2(request: Request) -> Reproduction:
         ),
         holds=judge_figure_2(rows, slopes),
         criterion=Criterion(
-            "every lower bound is below its upper bound and confirmed by autograd, their ratio is"
-            " at least 0.8 at the least N, and their slopes in ln N differ by less than 20 %",
+            "",
             uncertainty=_ATTAINED,
-        ),
-        notes=(
-            (
-                "every row of the Jacobian is the same function of the distances to its token, so"
-                " one row is ascended; the input with half the other tokens at each of +-sqrt(1 +"
-                " c) is tried as well (theory note B1)"
-            ),
         ),
     )
 
@@ -194,18 +188,19 @@ def unit_layer() -> L2SelfAttention:
     return layer.eval()
 
 
-@recipe(
-    "kim2021/figure-7",
-    "lower bound of Lip_2 of L2 attention against N, D = 1",
-    says=(
-        "the lower bound appears to grow as O(log N), so the upper bound O(sqrt N log N) may not be"
-        " tight"
-    ),
-    measured={"mini": 1.5},
-    estimated={"medium": 48, "paper": 60},
-)
+@recipe("kim2021/figure-7", measured={"mini": 1.5}, estimated={"medium": 48, "paper": 60})
 def figure_7(request: Request) -> Reproduction:
-    """Lower bound of Lip_2 of L2 attention against N, D = 1."""
+    """Lower bound of Lip_2 of L2 attention against N, D = 1.
+
+    Claim: the lower bound appears to grow as O(log N), so the upper bound O(sqrt N log N) may
+    not be tight
+
+    Test: every lower bound is below both upper bounds, and a line in ln N misses the lower
+    bounds by less than one in sqrt N
+
+    Note: with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the rate
+    of D = 1 only
+    """
     lengths, restarts, steps = request.pick(
         toy=([6, 12], 3, 30),
         mini=([10, 32, 100, 316], 10, 300),
@@ -244,15 +239,8 @@ def figure_7(request: Request) -> Reproduction:
         ),
         holds=judge_figure_7(rows),
         criterion=Criterion(
-            "every lower bound is below both upper bounds, and a line in ln N misses the lower"
-            " bounds by less than one in sqrt N",
+            "",
             uncertainty=_ATTAINED,
-        ),
-        notes=(
-            (
-                "with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the"
-                " rate of D = 1 only"
-            ),
         ),
     )
 
@@ -297,15 +285,20 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
 
 @recipe(
     "kim2021/figure-8",
-    "the Jacobian of trained dot-product attention while its input is ascended",
-    says="the norm of the Jacobian of dot product keeps growing: it is not Lipschitz",
     measured={"mini": 0.9, "medium": 3.7},
     estimated={"paper": 360},
     power=Power(one_layer),
     **READS,
 )
 def figure_8(request: Request) -> Reproduction:
-    """The Jacobian norm of trained dot-product attention while its input is ascended."""
+    """The Jacobian of trained dot-product attention while its input is ascended.
+
+    Claim: the norm of the Jacobian of dot product keeps growing: it is not Lipschitz
+
+    Test: the Jacobian of dot product grows in plain ascent, by more than 1.5 times in the
+    second half with the proof's input, and has no certificate, while tied L2 stays below its
+    own
+    """
     tokens, rounds, steps = request.pick(
         toy=(4, 3, 5), mini=(8, 12, 20), medium=(16, 16, 50), paper=(64, 20, 200)
     )
@@ -358,9 +351,7 @@ def figure_8(request: Request) -> Reproduction:
         ),
         holds=agreed(by_seed),
         criterion=Criterion(
-            "the Jacobian of dot product grows in plain ascent, by more than 1.5 times in the"
-            " second half with the proof's input, and has no certificate, while tied L2 stays below"
-            " its own",
+            "",
             len(by_seed),
             f"{AGREED}; the norms are attained values",
         ),

@@ -179,17 +179,16 @@ def evaluations(run: FinishedRun) -> list[Row]:
 
 @recipe(
     "mcgrath2024/figure-1",
-    "the sweep: three scores by strength of the penalty on key, query and both (needs --data)",
-    says=(
-        "over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key or"
-        " the query alone"
-    ),
     estimated={"mini": 22, "medium": 240, "paper": 450},
     power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=9),
     **_READS,
 )
 def figure_1(request: Request) -> Reproduction:
-    """Every score by strength for key, query and both."""
+    """The sweep: three scores by strength of the penalty on key, query and both (needs --data).
+
+    Claim: over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key
+    or the query alone
+    """
     cells = _cells(request, GRAM)
     test = (
         "some strength of key or query alone is significantly better than the baseline; every one"
@@ -202,18 +201,17 @@ def figure_1(request: Request) -> Reproduction:
 
 @recipe(
     "mcgrath2024/table-1",
-    "scores of the baseline and of the best strength on key, query and both (the runs of figure 1;"
-    " needs --data)",
-    says=(
-        "overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of one"
-        " run each"
-    ),
     estimated={"mini": 22, "medium": 240, "paper": 450},
     power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=9),
     **_READS,
 )
 def table_1(request: Request) -> Reproduction:
-    """The baseline and the best strength of key, query and both."""
+    """Scores of the baseline and of the best strength on key, query and both (the runs of figure
+    1; needs --data).
+
+    Claim: overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of
+    one run each
+    """
     cells = _cells(request, GRAM)
     best = {group: found for group in PAPER_TABLE if (found := best_of(cells, group))}
     tested = {group: found.against for group, found in best.items() if found.against}
@@ -244,8 +242,6 @@ def table_1(request: Request) -> Reproduction:
 
 @recipe(
     "mcgrath2024/figure-3",
-    "err_orth of the unconstrained baseline over training, by weight and layer (needs --data)",
-    says="every weight ends below its initial error, the key in every layer; the affinity does not",
     estimated={"mini": 4, "medium": 25, "paper": 45},
     power=Power(
         sizes_of, "err_orth over its initial value", 2.0, "the query of layer 2, from scratch"
@@ -253,7 +249,11 @@ def table_1(request: Request) -> Reproduction:
     **_READS,
 )
 def figure_3(request: Request) -> Reproduction:
-    """err_orth of the unconstrained baseline over training."""
+    """Err_orth of the unconstrained baseline over training, by weight and layer (needs --data).
+
+    Claim: every weight ends below its initial error, the key in every layer; the affinity does
+    not
+    """
     cells = _cells(request, ())
     rows = list(error_rows(cells))
     test = (
@@ -267,19 +267,17 @@ def figure_3(request: Request) -> Reproduction:
 
 @recipe(
     "mcgrath2024/pretrained",
-    "key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data and"
-    " --encoder)",
-    says=(
-        "every weight ends below its initial err_orth; key or query alone gain; QR more than halves"
-        " the accuracy"
-    ),
     estimated={"mini": 50, "medium": 210, "paper": 180},
     power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=3),
     **_READS,
 )
 def pretrained(request: Request) -> Reproduction:
-    """Baseline, key and query at 1e-2 and the QR loss at 1e-6 on the pretrained encoder of the
-    request."""
+    """Key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data
+    and --encoder).
+
+    Claim: every weight ends below its initial err_orth; key or query alone gain; QR more than
+    halves the accuracy
+    """
     if request.encoder is None:
         raise ConfigError(
             "a pretrained encoder is fine-tuned here: give --encoder FOLDER, with weights and"
@@ -307,19 +305,17 @@ def pretrained(request: Request) -> Reproduction:
 
 @recipe(
     "mcgrath2024/qr",
-    "the QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data)",
-    says="a failure: accuracy is more than halved even at 1e-6, and it is too slow",
     estimated={"mini": 8, "medium": 200, "paper": 600},
     power=Power(
-        sizes_of,
-        "the share of the baseline's overall score",
-        0.011,
-        "the baseline's own score",
+        sizes_of, "the share of the baseline's overall score", 0.011, "the baseline's own score"
     ),
     **_READS,
 )
 def qr(request: Request) -> Reproduction:
-    """The QR loss on key and query by Householder reflections and by Gram-Schmidt."""
+    """The QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data).
+
+    Claim: a failure: accuracy is more than halved even at 1e-6, and it is too slow
+    """
     cells = _cells(request, QR)
     holds = judge_shares([qr_shares(cells, method) for method in QR_METHODS])
     test = (

@@ -69,20 +69,28 @@ def figure_studies(request: Request) -> list[Study]:
 
 @recipe(
     "sengupta2023/figure-3a",
-    "activation factors and entropies by layer of four models, and their correlations (the runs of"
-    " tables 1 and 2)",
-    says=(
-        "the median activation factor of TransJect is about 1, that of Transformer much higher;"
-        " entropy -1.3 against 5.8"
-    ),
     measured={"mini": 19},
     estimated={"medium": 470},
     takes=("data",),
     power=FACTORS,
 )
 def figure_3a(request: Request) -> Reproduction:
-    """Activation factor (three distances) and entropy by layer, and the correlations of section
-    5."""
+    """Activation factors and entropies by layer of four models, and their correlations (the runs
+    of tables 1 and 2).
+
+    Claim: the median activation factor of TransJect is about 1, that of Transformer much
+    higher; entropy -1.3 against 5.8
+
+    Test: at the last layer, on both tasks and without scaled embeddings, the median activation
+    factor of TransJect is within 0.9 to 1.1 and that of the Transformer at least
+    {_MUCH_HIGHER:g} times as high
+
+    Note: the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on characters,
+    and Spearman(factor, entropy) 1.0, over its four models
+
+    Note: -inf: some value occurs more often than there are neighbours, as TransJect's code of a
+    position does in the embeddings of many texts, so that they have no density
+    """
     rows: list[Row] = []
     panels: list[Panel] = []
     texts: list[str] = []
@@ -133,19 +141,9 @@ def figure_3a(request: Request) -> Reproduction:
         notes=(
             NEIGHBOURS_NOTE,
             SCALE_NOTE,
-            (
-                "the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on"
-                " characters, and Spearman(factor, entropy) 1.0, over its four models"
-            ),
-            (
-                "-inf: some value occurs more often than there are neighbours, as TransJect's code"
-                " of a position does in the embeddings of many texts, so that they have no density"
-            ),
         ),
         criterion=Criterion(
-            "at the last layer, on both tasks and without scaled embeddings, the median activation"
-            " factor of TransJect is within 0.9 to 1.1 and that of the Transformer at least"
-            f" {_MUCH_HIGHER:g} times as high",
+            "",
             imdb_seeds(request),
             UNCERTAINTY,
         ),
@@ -233,8 +231,6 @@ def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -
 
 @recipe(
     "sengupta2023/figure-3b",
-    "entropy of each head and each expert by layer (the runs of table 1)",
-    says="the mean entropy of experts is -2.2, that of attention heads 0.67",
     measured={"mini": 1.5},
     estimated={"medium": 90},
     takes=("data",),
@@ -246,7 +242,15 @@ def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -
     ),
 )
 def figure_3b(request: Request) -> Reproduction:
-    """Entropy of each head of the Transformer and each expert of TransJect, by layer."""
+    """Entropy of each head and each expert by layer (the runs of table 1).
+
+    Claim: the mean entropy of experts is -2.2, that of attention heads 0.67
+
+    Test: the mean entropy of experts is below that of heads
+
+    Note: heads are narrower than experts, so their entropy rests on fewer values; drawn: parts
+    of all seeds, and the printed means
+    """
     study = text_study(request, "imdb")
     task, runs = train_study(request, study, variants=("transject", "post_ln"))
     batches = probe_batches(request, task)
@@ -276,16 +280,8 @@ def figure_3b(request: Request) -> Reproduction:
         [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)],
         got=f"mean entropy of experts {said(experts)}, of heads {said(heads)} nats (over seeds)",
         holds=judge_figure_3b(experts, heads),
-        criterion=Criterion(
-            "the mean entropy of experts is below that of heads", len(experts), UNCERTAINTY
-        ),
-        notes=(
-            NEIGHBOURS_NOTE,
-            (
-                "heads are narrower than experts, so their entropy rests on fewer values; drawn:"
-                " parts of all seeds, and the printed means"
-            ),
-        ),
+        criterion=Criterion("", len(experts), UNCERTAINTY),
+        notes=(NEIGHBOURS_NOTE,),
     )
 
 
@@ -296,15 +292,23 @@ def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | 
 
 @recipe(
     "sengupta2023/figure-5",
-    "residual weights of TransJect by layer after training (the runs of tables 1 and 2)",
-    says="residual weights alpha/L remain below 0.33",
     measured={"mini": 1.8},
     estimated={"medium": 70},
     takes=("data",),
     power=Power(imdb_seeds),
 )
 def figure_5(request: Request) -> Reproduction:
-    """Residual weights alpha_l / L of trained TransJect models."""
+    """Residual weights of TransJect by layer after training (the runs of tables 1 and 2).
+
+    Claim: residual weights alpha/L remain below 0.33
+
+    Test: |alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed
+
+    Note: alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid
+    starts at one half
+
+    Note: |alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the paper's six
+    """
     rows: list[Row] = []
     panels = []
     for study in figure_studies(request):
@@ -326,19 +330,9 @@ def figure_5(request: Request) -> Reproduction:
         got=f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers",
         holds=judge_figure_5(weights),
         criterion=Criterion(
-            f"|alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed",
+            "",
             imdb_seeds(request),
             AGREED,
-        ),
-        notes=(
-            (
-                "alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid"
-                " starts at one half"
-            ),
-            (
-                "|alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the"
-                " paper's six"
-            ),
         ),
     )
 
@@ -350,15 +344,22 @@ def judge_figure_5(weights: Sequence[float]) -> bool:
 
 @recipe(
     "sengupta2023/figure-7",
-    "weights of the experts over test texts (the runs of tables 1 and 2)",
-    says="experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4",
     measured={"mini": 2},
     estimated={"medium": 70},
     takes=("data",),
     power=Power(imdb_seeds),
 )
 def figure_7(request: Request) -> Reproduction:
-    """Histogram of expert weights over test texts, by layer."""
+    """Weights of the experts over test texts (the runs of tables 1 and 2).
+
+    Claim: experts are balanced without a loss for it: the mode of their weights is about 0.25
+    of 4
+
+    Test: the mean weight of every expert, in every layer of every seed, is within a factor 2 of
+    even
+
+    Note: drawn: all but the {_TAIL:.1%} of weights at either end
+    """
     rows: list[Row] = []
     panels: list[Panel] = []
     even = 1.0
@@ -399,12 +400,10 @@ def figure_7(request: Request) -> Reproduction:
         ),
         holds=judge_figure_7(means, even),
         criterion=Criterion(
-            "the mean weight of every expert, in every layer of every seed, is within a factor 2 of"
-            " even",
+            "",
             imdb_seeds(request),
             AGREED,
         ),
-        notes=(f"drawn: all but the {_TAIL:.1%} of weights at either end",),
     )
 
 

@@ -41,18 +41,23 @@ Change = tuple[float, float]
 
 @recipe(
     "sengupta2023/figure-6",
-    "activation factor and entropy against experts, layers and dropout (data: imdb)",
-    says=(
-        "more experts raise the activation at the last layer; more layers raise it for Transformer"
-        " and not for TransJect; more dropout lowers activation and entropy of Transformer"
-    ),
     measured={"mini": 27},
     estimated={"medium": 520},
     takes=("data",),
     power=FACTORS,
 )
 def figure_6(request: Request) -> Reproduction:
-    """Activation factor at the last layer and entropy against experts, layers and dropout."""
+    """Activation factor and entropy against experts, layers and dropout (data: imdb).
+
+    Claim: more experts raise the activation at the last layer; more layers raise it for
+    Transformer and not for TransJect; more dropout lowers activation and entropy of Transformer
+
+    Test: from the smallest to the largest value tried and without scaled embeddings, experts
+    raise the activation factor of TransJect, layers raise that of the Transformer by more than
+    they change TransJect's, and dropout lowers the Transformer's
+
+    Note: dropout also on the embeddings
+    """
     study = text_study(request, "imdb")
     toy = request.scale == "toy"
     tried = {
@@ -90,11 +95,12 @@ def figure_6(request: Request) -> Reproduction:
             f" {', '.join(texts)}"
         ),
         holds=judge_figure_6(change),
-        notes=(NEIGHBOURS_NOTE, SCALE_NOTE, "dropout also on the embeddings"),
+        notes=(
+            NEIGHBOURS_NOTE,
+            SCALE_NOTE,
+        ),
         criterion=Criterion(
-            "from the smallest to the largest value tried and without scaled embeddings, experts"
-            " raise the activation factor of TransJect, layers raise that of the Transformer by"
-            " more than they change TransJect's, and dropout lowers the Transformer's",
+            "",
             study.sizes.seeds,
             UNCERTAINTY,
         ),

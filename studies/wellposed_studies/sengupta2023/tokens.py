@@ -33,11 +33,6 @@ def imdb_seeds(request: Request) -> int:
 
 @recipe(
     "sengupta2023/figure-1",
-    "distances between three pairs of tokens, layer by layer, in a trained Transformer (data: imdb)",
-    says=(
-        "the Euclidean distance between tokens increases in the upper layers, the cosine distance"
-        " is preserved"
-    ),
     measured={"mini": 11},
     estimated={"medium": 120, "paper": 600},
     takes=("data",),
@@ -46,8 +41,15 @@ def imdb_seeds(request: Request) -> int:
     ),
 )
 def figure_1(request: Request) -> Reproduction:
-    """Euclidean and cosine distance of three pairs of tokens by layer, Transformer beside
-    TransJect."""
+    """Distances between three pairs of tokens, layer by layer, in a trained Transformer (data:
+    imdb).
+
+    Claim: the Euclidean distance between tokens increases in the upper layers, the cosine
+    distance is preserved
+
+    Test: in the Transformer without scaled embeddings the Euclidean distance grows by more than
+    1.2 from embedding to last layer and the cosine distance changes by less than a factor 2
+    """
     rows: list[Row] = []
     growth: dict[tuple[str, str], list[float]] = {}
     for model, seed, states, words in _states(request) + _states(request, scaled=True):
@@ -85,9 +87,7 @@ def figure_1(request: Request) -> Reproduction:
             SCALE_NOTE,
         ),
         criterion=Criterion(
-            "in the Transformer without scaled embeddings the Euclidean distance grows by more than"
-            " 1.2 from embedding to last layer and the cosine distance changes by less than a"
-            " factor 2",
+            "",
             imdb_seeds(request),
             UNCERTAINTY,
         ),
@@ -102,11 +102,6 @@ def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> bool 
 
 @recipe(
     "sengupta2023/figure-4",
-    "Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data: imdb)",
-    says=(
-        "TransJect keeps the relative distances between tokens through the layers; Transformer"
-        " spreads them"
-    ),
     measured={"mini": 1.3},
     estimated={"medium": 90, "paper": 1200},
     takes=("data",),
@@ -115,7 +110,20 @@ def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> bool 
     ),
 )
 def figure_4(request: Request) -> Reproduction:
-    """Isomap of the sentence's tokens at each layer."""
+    """Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data:
+    imdb).
+
+    Claim: TransJect keeps the relative distances between tokens through the layers; Transformer
+    spreads them
+
+    Test: the distances of tokens at the last layer correlate more with those of the embeddings
+    in TransJect than in the Transformer
+
+    Note: embeddings are not scaled, as in the paper
+
+    Note: where distances are nearly equal a small change gives a token other neighbours and
+    Isomap another picture; the verdict is on the distances themselves
+    """
     rows: list[Row] = []
     panels: list[Panel] = []
     kept: dict[str, list[float]] = {}
@@ -139,15 +147,9 @@ def figure_4(request: Request) -> Reproduction:
         notes=(
             "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
             f" marked: {', '.join(CHOSEN)}",
-            "embeddings are not scaled, as in the paper",
-            (
-                "where distances are nearly equal a small change gives a token other neighbours and"
-                " Isomap another picture; the verdict is on the distances themselves"
-            ),
         ),
         criterion=Criterion(
-            "the distances of tokens at the last layer correlate more with those of the embeddings"
-            " in TransJect than in the Transformer",
+            "",
             imdb_seeds(request),
             UNCERTAINTY,
         ),
