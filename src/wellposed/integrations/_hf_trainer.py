@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, missing_extra
 from wellposed.integrations._condition import ConditionMetrics, Details
-from wellposed.integrations._hf_losses import counted_labels, own_loss
 from wellposed.penalize import OrthogonalityPenalty, large_penalty
 
 try:
@@ -21,6 +20,10 @@ except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
 
 logger = logging.getLogger(__name__)
+
+_TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM")
+_LABEL_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
+KNOWN = (*_TOKEN_LOSSES, *_LABEL_LOSSES, "ForTokenClassification")
 
 
 def penalized_loss(
@@ -49,7 +52,7 @@ def penalized_loss(
         labels.
     When not to use: under `torch.nn.DataParallel`; run one process for each device.
     """
-    task_loss = task_loss or own_loss(model)
+    task_loss = task_loss or _own_loss(model)
     is_first = True
 
     def compute(
@@ -69,7 +72,7 @@ def penalized_loss(
             loss = loss + added
         if num_items_in_batch is None:
             return loss
-        count = counted_labels(model, labels).ne(-100).sum()
+        count = _counted_labels(model, labels).ne(-100).sum()
         return loss * (count / torch.as_tensor(num_items_in_batch, device=count.device)).to(
             loss.device
         )
@@ -112,3 +115,54 @@ class ConditionCallback(TrainerCallback):
         if state.is_world_process_zero:
             for record in (now["logs"], state.log_history[-1]):
                 record.update(self.metrics(now["model"], step=state.global_step))
+
+
+def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """Return ``(outputs, labels) -> mean loss``, the one the model computes where it is given
+    labels.
+
+    Raises:
+        ConfigError: the model is no Hugging Face model, makes decoder inputs of its labels, or has
+        another loss.
+    """
+    config: Any = getattr(model, "config", None)
+    kind = _loss_type(model)
+    if kind not in KNOWN or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"penalized_loss: the loss of {type(model).__name__} (loss type {kind!r}) cannot be"
+            " computed from logits and labels alone; give task_loss=, a function (outputs, labels)"
+            f" -> mean loss. Known: {', '.join(KNOWN)}"
+        )
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    function: Any = getattr(model, "_loss_function", None) or LOSS_MAPPING[kind]
+
+    def compute(outputs: Any, labels: Tensor) -> Tensor:
+        # A batch without one target has loss 0, as in the Trainer, not 0 / 0.
+        targets = labels[..., 1:] if kind == "ForCausalLM" else labels
+        count = targets.ne(-100).sum().clamp(min=1)
+        if kind in _TOKEN_LOSSES:
+            return function(
+                outputs.logits, labels, vocab_size=config.vocab_size, num_items_in_batch=count
+            )
+        if kind in _LABEL_LOSSES:
+            return function(labels, outputs.logits, config, num_items_in_batch=count)
+        return function(outputs.logits, labels, config, num_items_in_batch=count)
+
+    return compute
+
+
+def _counted_labels(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return the labels the Trainer counts: without the first of each row where ``loss_type`` says
+    they are shifted."""
+    return labels[..., 1:] if getattr(model, "loss_type", None) == "ForCausalLM" else labels
+
+
+def _loss_type(model: nn.Module) -> str | None:
+    """Return the model's ``loss_type``; for GPT-2 and others named ...LMHeadModel the library
+    leaves it None."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = getattr(model, "loss_type", None)
+    causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return "ForCausalLM" if kind is None and causal else kind
