@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOOL = runpy.run_path(str(ROOT / "tools" / "gallery.py"))
 ENTRIES = TOOL["ENTRIES"]
-TELL = "run: python tools/gallery.py"
+TELL = "run: python -m tools.gallery"
 
 
 def test_the_page_is_what_the_tool_writes() -> None:

@@ -1,14 +1,17 @@
-"""Make docs/gallery.md and its pictures in docs/assets/gallery, which are read on a light page and
-on a dark one.
+"""Make docs/gallery.md, its pictures in docs/assets/gallery and those of the front page.
 
-python tools/gallery.py            # all; the runs take about a minute and a half of one core
-python tools/gallery.py --drawn    # the page, and the pictures that are drawn from committed rows
+    python -m tools.gallery            # all; the runs take about a minute and a half of one core
+    python -m tools.gallery --drawn    # the page, and the pictures of committed rows
+    python -m tools.gallery --depth FOLDER    # docs/pictures/depth.svg, of a finished comparison
+
+The pictures are read on a light page and on a dark one.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 import sys
 import tempfile
@@ -16,18 +19,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.charts import INK, draw, where
+from wellposed.charts import INK, Panel, Series, draw, where
+from wellposed.training import read_metrics
 from wellposed_studies.frontier.curves import curves_panel
+from wellposed_studies.runs import mean_and_error
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
 PICTURES = ROOT / "docs" / "assets" / "gallery"
+FRONT = ROOT / "docs" / "pictures"
 ROWS = ROOT / "benchmarks" / "reproduction"
-# Read on white and on black.
-GREY = "#808080"
+GREY = "#808080"  # read on white and on black
 HEAD = """# Gallery
 
-Plots that the library draws, each with what to see in it and the command that made it. `python tools/gallery.py` makes
+Plots that the library draws, each with what to see in it and the command that made it. `python -m tools.gallery` makes
 this page and its pictures: those of the studies from the rows in `benchmarks/reproduction`, the others from runs of
 seconds. More are in [theory](theory/index.md), a bound and the best attack on it in each, and in the report of a run.
 """
@@ -47,44 +52,69 @@ class Entry:
     """From committed rows, in a second."""
 
 
-def rows_of(file: str) -> list[dict[str, str]]:
-    """Return the rows of a study."""
-    with (ROWS / file).open(newline="", encoding="utf-8") as opened:
-        return list(csv.DictReader(opened))
+def curves(study: str, title: str, names: dict[str, str], **wanted: str) -> Panel:
+    """Return certified and attacked accuracy of the models of ``names``, under the names given."""
+    with (ROWS / f"frontier-{study}.csv").open(newline="", encoding="utf-8") as opened:
+        rows = [row for row in where(list(csv.DictReader(opened)), **wanted) if row["radius"]]
+    named = [{**row, "model": names[row["model"]]} for row in rows if row["model"] in names]
+    return curves_panel(title, named, list(names.values()))
 
 
 def draw_order(path: Path) -> None:
     """Four tasks that no bag of words can do."""
-    rows = [row for row in rows_of("frontier-order.csv") if row["radius"]]
-    names = ("rezero", "lipschitz, T = 100", "no blocks, T = 30")
+    names = {name: name for name in ("rezero", "lipschitz, T = 100", "no blocks, T = 30")}
     tasks = ("order", "recall, distinct", "recall", "listops")
-    draw([curves_panel(task, where(rows, task=task), names) for task in tasks], path, columns=2)
+    draw([curves("order", task, names, task=task) for task in tasks], path, columns=2)
 
 
 def draw_corpora(path: Path) -> None:
     """Three corpora."""
-    rows = [row for row in rows_of("frontier-accuracy.csv") if row["radius"]]
-    names = ("post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10")
+    kinds = ("post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10")
+    names = {name: name for name in kinds}
     titles = {"ag_news": "AG News", "imdb": "IMDb", "sst": "SST"}
-    draw(
-        [
-            curves_panel(title, where(rows, corpus=corpus), names)
-            for corpus, title in titles.items()
-        ],
-        path,
-    )
+    panels = [curves("accuracy", titles[name], names, corpus=name) for name in titles]
+    draw(panels, path)
 
 
 def draw_temperatures(path: Path) -> None:
     """One model, trained at three temperatures."""
-    rows = [row for row in rows_of("frontier-accuracy.csv") if row["radius"]]
-    names = [f"lipschitz, T = {temperature}" for temperature in (5, 10, 20)]
-    draw([curves_panel("AG News", where(rows, corpus="ag_news"), names)], path)
+    names = {f"lipschitz, T = {number}": f"lipschitz, T = {number}" for number in (5, 10, 20)}
+    draw([curves("accuracy", "AG News", names, corpus="ag_news")], path)
+
+
+def draw_certified(path: Path) -> None:
+    """A certified model, its control and a plain Transformer: the front page."""
+
+    def names(model: int, control: int) -> dict[str, str]:
+        control_name, plain = f"no blocks, T = {control}", {"rezero": "ReZero"}
+        ours = {f"lipschitz, T = {model}": "lipschitz", control_name: "the same without blocks"}
+        return ours | plain
+
+    order = curves("order", "order of two words", names(100, 30), task="order")
+    draw([order, curves("accuracy", "AG News", names(10, 10), corpus="ag_news")], path)
+
+
+def draw_depth(folder: Path, path: Path) -> None:
+    """Loss on valid over steps, mean over seeds: the front page."""
+
+    def curve(variant: Path) -> Series:
+        seeds = [
+            {row["step"]: row["loss"] for row in read_metrics(run) if row["split"] == "valid"}
+            for run in sorted(variant.glob("seed-*"))
+        ]
+        steps = sorted(set.intersection(*map(set, seeds)))
+        means, errors = zip(*(mean_and_error([s[n] for s in seeds]) for n in steps), strict=True)
+        return Series(f"{variant.name} ({len(seeds)} seeds)", steps, means, errors=errors)
+
+    order = json.loads((folder / "compare.json").read_text("utf-8"))["variants"]
+    title = "24 layers, 120 steps, one learning rate"
+    shown = [curve(folder / name) for name in order]
+    draw([Panel(title, "optimizer steps", "nats per character on valid", shown)], path)
 
 
 def copy_depth(path: Path) -> None:
     """The picture of the front page."""
-    path.write_bytes((ROOT / "docs" / "pictures" / "depth.svg").read_bytes())
+    path.write_bytes((FRONT / "depth.svg").read_bytes())
 
 
 def draw_measured(path: Path) -> None:
@@ -113,9 +143,8 @@ def reproduced(name: str) -> Callable[[Path], None]:
 
         with tempfile.TemporaryDirectory() as folder:
             done = reproduce(name, scale="mini", out=Path(folder))
-            path.write_bytes(
-                next(file for file in done.files if file.suffix == ".svg").read_bytes()
-            )
+            [drawn] = (file for file in done.files if file.suffix == ".svg")
+            path.write_bytes(drawn.read_bytes())
 
     return make
 
@@ -128,7 +157,7 @@ ENTRIES = (
         "wellposed compare char_lm --variants post_ln,pre_ln,rezero,t_fixup --seeds 3 --steps 120"
         " \\\n    --batch-size 16 --seq-len 64 --limit-chars 200000 --learning-rate 2e-3"
         " --eval-every 20 \\\n    --eval-batches 10 --log-every 5 --model.num-hidden-layers 24"
-        " --model.hidden-size 64 --out runs/depth\npython tools/depth_picture.py runs/depth",
+        " --model.hidden-size 64 --out runs/depth\npython -m tools.gallery --depth runs/depth",
         "At one learning rate post-LN stays where the frequencies of characters are; T-Fixup,"
         " without any LayerNorm, falls fastest.",
         copy_depth,
@@ -225,16 +254,16 @@ def page() -> str:
 def main() -> int:
     """Write the page and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="pictures; all where none is named")
     parser.add_argument("--drawn", action="store_true", help="only those of committed rows")
+    parser.add_argument("--depth", type=Path, help="draw the front page's of this comparison alone")
     words = parser.parse_args()
-    names = {entry.name for entry in ENTRIES}
-    if unknown := set(words.names) - names:
-        parser.error(f"no picture {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+    if words.depth:
+        draw_depth(words.depth, FRONT / "depth.svg")
+        return 0
+    draw_certified(FRONT / "certified.svg")
     PAGE.write_text(page(), "utf-8")
-    PICTURES.mkdir(parents=True, exist_ok=True)
     for entry in ENTRIES:
-        if (not words.names or entry.name in words.names) and (entry.is_drawn or not words.drawn):
+        if entry.is_drawn or not words.drawn:
             (PICTURES / f"{entry.name}.svg").write_text(picture(entry), "utf-8")
             sys.stdout.write(f"{entry.name}\n")
     return 0

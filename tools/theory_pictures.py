@@ -1,7 +1,7 @@
 """Draw docs/theory/pictures: every bound of one attention layer against the number of tokens, with
 the best attack.
 
-    python tools/theory_pictures.py
+    python -m tools.theory_pictures
 
 The layers have one head and identity weights. Bounds are those of `wellposed.certify` and
 `wellposed.linalg.kim_bracket`; each attack is a Jacobian norm in float64 that
@@ -13,27 +13,30 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tools.gallery import for_both_pages
 from torch import Tensor, nn
 
 import wellposed as wp
+from wellposed import charts
 from wellposed.attack import LowerBound
-from wellposed.charts import COLOURS, INK, figure_style, new_figure
 from wellposed.linalg import MaskKind, Norm, kim_bracket, phi_inverse
 from wellposed.nn.attention.masks import AttentionMask
 
 TARGET = Path(__file__).parents[1] / "docs" / "theory" / "pictures"
 TOKENS = (2, 4, 8, 16, 32, 64)
 RESTARTS, STEPS = 8, 80
-# Read on white and on black.
-GREY = "#808080"
 NAMED: tuple[tuple[Norm, str], ...] = (("tok", "tok"), (2, "F"))
+MASKS: tuple[tuple[MaskKind, str], ...] = (
+    ("any", "any mask"),
+    ("causal", "causal"),
+    ("full", "full"),
+)
 
 
 @dataclass(frozen=True)
@@ -138,127 +141,70 @@ def pictures() -> dict[str, list[Panel]]:
     """Return the panels of every picture by its name."""
     narrow, wide = l2_layer(1), l2_layer(4)
     dot = with_identity_weights(wp.nn.DotProductAttention(2, 1, bias=False))
-    cosines = {
-        tau: with_identity_weights(wp.nn.CosineSelfAttention(2, 1, eps=0.1, tau=tau, bias=False))
-        for tau in (1.0, 10.0)
-    }
-    balls = {
-        t: with_identity_weights(wp.nn.BallAttention(2, 1, temperature=t, unit_lipschitz=False))
-        for t in (1.0, 3.0)
-    }
-    masks: tuple[tuple[MaskKind, str], ...] = (
-        ("any", "any mask"),
-        ("causal", "causal"),
-        ("full", "full"),
+
+    def cosine(tau: float, norm: Norm) -> Curve:
+        layer = wp.nn.CosineSelfAttention(2, 1, eps=0.1, tau=tau, bias=False)
+        return measured(f"B6, tau = {tau:g}", with_identity_weights(layer), 2, norm)
+
+    def ball(t: float, norm: Norm) -> Curve:
+        layer = wp.nn.BallAttention(2, 1, temperature=t, unit_lipschitz=False)
+        return measured(f"B12, t = {t:g}", with_identity_weights(layer), 2, norm)
+
+    def bounded(radius: float, norm: Norm) -> Curve:
+        return measured(f"B5, R = {radius:g}", dot, 2, norm, radius=radius)
+
+    def in_both_norms(title: str, curve: Callable[[float, Norm], Curve], *at: float) -> list[Panel]:
+        return [
+            Panel(f"{title}, norm {shown}, d = 2", tuple(curve(value, norm) for value in at))
+            for norm, shown in NAMED
+        ]
+
+    in_inf = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm="inf", head_dim=4))
+    in_f = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm=2, head_dim=1))
+    masked = (
+        measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided) for mask, name in MASKS
     )
+    tok = measured("B3", narrow, 1, "tok", starts=two_sided)
+    inf = measured("B1", wide, 4, "inf")
     return {
-        "l2-inf": [
-            Panel(
-                "L2 attention, norm inf, d = 4",
-                (
-                    Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm="inf", head_dim=4)),
-                    measured("B1", wide, 4, "inf"),
-                ),
-            )
-        ],
-        "l2-tok": [
-            Panel(
-                "L2 attention, norm tok, d = 1",
-                (measured("B3", narrow, 1, "tok", starts=two_sided),),
-            )
-        ],
-        "l2-f": [
-            Panel(
-                "L2 attention, norm F, d = 1",
-                (
-                    Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm=2, head_dim=1)),
-                    *(
-                        measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided)
-                        for mask, name in masks
-                    ),
-                ),
-            )
-        ],
-        "dot-product": [
-            Panel(
-                f"Dot product, |x| <= R, norm {shown}, d = 2",
-                tuple(measured(f"B5, R = {r:g}", dot, 2, norm, radius=r) for r in (2.0, 1.0)),
-            )
-            for norm, shown in NAMED
-        ],
-        "cosine": [
-            Panel(
-                f"Cosine, eps = 0.1, norm {shown}, d = 2",
-                tuple(measured(f"B6, tau = {tau:g}", cosines[tau], 2, norm) for tau in (10.0, 1.0)),
-            )
-            for norm, shown in NAMED
-        ],
-        "ball": [
-            Panel(
-                f"Ball attention, norm {shown}, d = 2",
-                tuple(measured(f"B12, t = {t:g}", balls[t], 2, norm) for t in (3.0, 1.0)),
-            )
-            for norm, shown in NAMED
-        ],
+        "l2-inf": [Panel("L2 attention, norm inf, d = 4", (in_inf, inf))],
+        "l2-tok": [Panel("L2 attention, norm tok, d = 1", (tok,))],
+        "l2-f": [Panel("L2 attention, norm F, d = 1", (in_f, *masked))],
+        "dot-product": in_both_norms("Dot product, |x| <= R", bounded, 2.0, 1.0),
+        "cosine": in_both_norms("Cosine, eps = 0.1", cosine, 10.0, 1.0),
+        "ball": in_both_norms("Ball attention", ball, 3.0, 1.0),
     }
 
 
-def numbers(panels: list[Panel]) -> list[dict[str, Any]]:
-    """Return what a picture shows, computed now."""
-    return [
-        {
-            "title": panel.title,
-            "tokens": list(TOKENS),
-            "curves": [
-                {
-                    "label": curve.label,
-                    "bound": [curve.bound(n) for n in TOKENS],
-                    "attack": curve.attacks(),
-                }
-                for curve in panel.curves
-            ],
-        }
-        for panel in panels
+def numbers(panel: Panel) -> dict[str, Any]:
+    """Return what a panel shows, computed now."""
+    curves = [
+        {"label": curve.label, "bound": list(map(curve.bound, TOKENS)), "attack": curve.attacks()}
+        for curve in panel.curves
     ]
+    return {"title": panel.title, "tokens": list(TOKENS), "curves": curves}
 
 
 def draw(panels: list[dict[str, Any]], path: Path) -> None:
-    """Write ``panels`` side by side, as SVG without a background: bounds as lines, attacks as
-    dots."""
-    with figure_style():
-        figure = new_figure(max(4.8, 3.8 * len(panels)), 4)
-        for axes, panel in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-        ):
-            for colour, curve in zip(COLOURS, panel["curves"], strict=False):
-                axes.plot(
-                    panel["tokens"], curve["bound"], color=colour, label=f"bound: {curve['label']}"
-                )
-                if curve["attack"] is not None:
-                    axes.plot(
-                        panel["tokens"], curve["attack"], color=colour, linestyle=":", marker="o", markersize=3.5,
-                        label=f"attack: {curve['label']}",
-                    )  # fmt: skip
-            axes.set_title(panel["title"], loc="left")
-            axes.set_xlabel("tokens N")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(panel["tokens"], [str(n) for n in panel["tokens"]])
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(
-                lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""
-            )
-            axes.grid(visible=True, color=GREY, alpha=0.25, linewidth=0.5)
-            axes.legend(fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(-0.1, -0.18))
-        figure.savefig(
-            path, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-    text = path.read_text("utf-8").replace(INK, GREY)
-    path.write_text(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE), "utf-8")
+    """Write ``panels`` as SVG, read on any page: bounds as lines, attacks dotted."""
+    drawn = []
+    for panel in panels:
+        series = []
+        for colour, curve in enumerate(panel["curves"]):
+            lines = {"bound": curve["bound"], "attack": curve["attack"]}
+            series += [
+                charts.Series(f"{name}: {curve['label']}", panel["tokens"], values, style, colour)
+                for (name, values), style in zip(lines.items(), ("solid", "dotted"), strict=True)
+                if values is not None
+            ]
+        scales = {"x_scale": "log", "y_scale": "log"}
+        drawn.append(charts.Panel(panel["title"], "tokens N", "", series, **scales))
+    charts.draw(drawn, path)
+    path.write_text(for_both_pages(path.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":
     for name, panels in pictures().items():
-        shown = numbers(panels)
+        shown = [numbers(panel) for panel in panels]
         draw(shown, TARGET / f"{name}.svg")
         (TARGET / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n", "utf-8")

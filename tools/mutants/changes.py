@@ -12,8 +12,9 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+OPERATORS: dict[type[ast.AST], tuple[type[Any], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
     ast.LtE: (ast.Lt, ast.Gt),
     ast.Gt: (ast.GtE, ast.LtE),
@@ -24,41 +25,22 @@ COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.IsNot: (ast.Is,),
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Div,),
+    ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Div,),
+    ast.Mod: (ast.Mult,),
+    ast.Pow: (ast.Mult,),
+    ast.And: (ast.Or,),
+    ast.Or: (ast.And,),
 }
-ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Div,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-}
-SWAPPED = {
-    "max": "min",
-    "amax": "amin",
-    "all": "any",
-    "sum": "mean",
-    "floor": "ceil",
-    "clamp_min": "clamp_max",
-}
-SWAPPED |= {after: before for before, after in SWAPPED.items()}
-REMOVED = {
-    "abs",
-    "sqrt",
-    "rsqrt",
-    "square",
-    "clamp",
-    "exp",
-    "log",
-    "nextafter",
-    "masked_fill",
-    "detach",
-    "clone",
-}
+PAIRS = (("max", "min"), ("amax", "amin"), ("all", "any"), ("sum", "mean"), ("floor", "ceil"))
+PAIRS += (("clamp_min", "clamp_max"),)
+SWAPPED = {before: after for pair in PAIRS for before, after in (pair, pair[::-1])}
+REMOVED = {*("abs", "sqrt", "rsqrt", "square", "clamp", "exp", "log", "nextafter")}
+REMOVED |= {*("masked_fill", "detach", "clone")}
 TRANSPOSED = {"T", "mT", "H", "mH"}
-TEXT_CALLS = {"warn"}
-TEXT_METHODS = {"__repr__", "__str__"}
 UNMUTATED_FIELDS = {"annotation", "returns", "decorator_list", "type_params"}
 
 
@@ -81,6 +63,18 @@ class Mutant:
         return f"{self.file.relative_to(source)}:{self.line} `{self.before}` -> `{self.after}`"
 
 
+@dataclass(frozen=True)
+class Site:
+    """A node, its place in its parent, what replaces it, and the lines that run it."""
+
+    parent: ast.AST
+    field: str
+    position: int | None
+    node: ast.AST
+    other: ast.AST
+    lines: tuple[int, int]
+
+
 def short(node: ast.AST) -> str:
     """Return the code of a node in one line of at most 70 characters."""
     text = " ".join(ast.unparse(node).split())
@@ -88,11 +82,7 @@ def short(node: ast.AST) -> str:
 
 
 def is_number(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, int | float)
-        and not isinstance(node.value, bool)
-    )
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
 def changed_call(call: ast.Call) -> Iterator[ast.AST]:
@@ -111,60 +101,53 @@ def changed_call(call: ast.Call) -> Iterator[ast.AST]:
             yield value
 
 
-def changed_expression(node: ast.expr) -> Iterator[ast.AST]:
-    """Yield what may stand in place of an expression."""
+def changed(node: ast.AST) -> Iterator[ast.AST]:  # noqa: PLR0912 (one case a kind of node)
+    """Yield what may stand in place of an expression or a statement."""
     match node:
         case ast.Compare(ops=operators):
             for position, operator in enumerate(operators):
-                for other in COMPARISONS[type(operator)]:
-                    changed = copy.deepcopy(node)
-                    changed.ops[position] = other()
-                    yield changed
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in ARITHMETIC:
-            yield ast.BinOp(left, ARITHMETIC[type(operator)](), right)
+                for other in OPERATORS[type(operator)]:
+                    compared = copy.deepcopy(node)
+                    compared.ops[position] = other()
+                    yield compared
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
+            yield ast.BinOp(left, OPERATORS[type(operator)][0](), right)
         case ast.BoolOp(op=operator, values=values):
-            yield ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            yield ast.UnaryOp(ast.USub(), ast.Constant(value + 1))
+            yield ast.BoolOp(OPERATORS[type(operator)][0](), values)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)) if is_number(
+            node.operand
+        ):
+            yield ast.UnaryOp(ast.USub(), ast.Constant(value + 1))  # pyright: ignore
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
             yield operand
         case ast.Constant(value=bool() as value):
             yield ast.Constant(not value)
-        case ast.Constant(value=value) if is_number(node):
-            yield ast.Constant(value + 1)  # pyright: ignore[reportOperatorIssue]
-        case ast.IfExp(test=test, body=body, orelse=otherwise) if not isinstance(test, ast.Compare):
-            yield ast.IfExp(ast.UnaryOp(ast.Not(), test), body, otherwise)
+        case ast.Constant(value=int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.IfExp() | ast.If() if not isinstance(node.test, ast.Compare):
+            turned = copy.copy(node)
+            turned.test = ast.UnaryOp(ast.Not(), node.test)
+            yield turned
         case ast.Attribute(value=value, attr=name) if name in TRANSPOSED:
             yield value
         case ast.Call():
             yield from changed_call(node)
-
-
-def changed_statement(node: ast.stmt) -> Iterator[ast.AST]:
-    """Yield what may stand in place of a statement."""
-    match node:
         case ast.AugAssign(target=target, op=operator, value=value):
             yield ast.Pass()
-            if type(operator) in ARITHMETIC:
-                yield ast.AugAssign(target, ARITHMETIC[type(operator)](), value)
-        case ast.Return(value=ast.expr() as value) if not (
-            isinstance(value, ast.Constant) and value.value is None
-        ):
+            if type(operator) in OPERATORS:
+                yield ast.AugAssign(target, OPERATORS[type(operator)][0](), value)
+        case ast.Return(value=value) if value and getattr(value, "value", 0) is not None:
             yield ast.Return(ast.Constant(None))
         case ast.Expr(value=ast.Call()) | ast.Raise() | ast.Continue() | ast.Break():
             yield ast.Pass()
-        case ast.If(test=test, body=body, orelse=otherwise) if not isinstance(test, ast.Compare):
-            yield ast.If(ast.UnaryOp(ast.Not(), test), body, otherwise)
 
 
 def is_left_alone(node: ast.AST) -> bool:
     match node:
-        case ast.JoinedStr():
+        case ast.JoinedStr() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+        case ast.FunctionDef(name="__repr__" | "__str__"):
             return True
-        case ast.FunctionDef(name=name):
-            return name in TEXT_METHODS
         case ast.Assign(targets=[ast.Name(id="__all__")]):
             return True
     return False
@@ -172,20 +155,16 @@ def is_left_alone(node: ast.AST) -> bool:
 
 def children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
     """Yield the field, the position in it and the child, of those children that may change."""
-    if isinstance(node, ast.Raise) or (isinstance(node, ast.UnaryOp) and is_number(node.operand)):
-        return
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in TEXT_CALLS
-    ):
-        return
+    match node:
+        case ast.Raise() | ast.Call(func=ast.Attribute(attr="warn")):
+            return
+        case ast.UnaryOp(operand=operand) if is_number(operand):
+            return
     for field, value in ast.iter_fields(node):
         if field not in UNMUTATED_FIELDS:
-            items = enumerate(value) if isinstance(value, list) else [(None, value)]
-            yield from (
-                (field, position, item) for position, item in items if isinstance(item, ast.AST)
-            )
+            for position, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(item, ast.AST) and not is_left_alone(item):
+                    yield field, position, item
 
 
 def seen_from(
@@ -197,38 +176,30 @@ def seen_from(
     line of the module, class or function will do.
     """
     if statement is None or function is None:
-        return (
-            (inside.lineno, inside.end_lineno) if isinstance(inside, ast.ClassDef) else (1, 10**9)
-        )
-    if isinstance(statement, ast.FunctionDef):
-        return statement.body[0].lineno, statement.end_lineno or 0
+        is_class = isinstance(inside, ast.ClassDef)
+        return (inside.lineno, inside.end_lineno or 0) if is_class else (1, 10**9)
     body = getattr(statement, "body", None)
-    return statement.lineno, max(
-        statement.lineno, body[0].lineno - 1
-    ) if body else statement.end_lineno or 0
+    if isinstance(statement, ast.FunctionDef) or not body:
+        first = body[0].lineno if body else statement.lineno
+        return first, statement.end_lineno or 0
+    return statement.lineno, max(statement.lineno, body[0].lineno - 1)
 
 
-def sites(
-    tree: ast.Module,
-) -> Iterator[tuple[ast.AST, str, int | None, ast.AST, ast.AST, tuple[int, int]]]:
-    """Yield every change of a file in a fixed order: parent, field, position, node, what replaces
-    it, lines to run."""
+def sites(tree: ast.Module) -> Iterator[Site]:
+    """Yield every change of a file in a fixed order."""
 
-    def visit(node: ast.AST, statement: ast.stmt | None, function: ast.AST | None, inside: ast.AST):
+    def visit(
+        node: ast.AST, statement: ast.stmt | None, function: ast.AST | None, inside: ast.AST
+    ) -> Iterator[Site]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node
         elif isinstance(node, ast.ClassDef):
             function, inside = None, node
         for field, position, child in children(node):
-            if is_left_alone(child):
-                continue
             within = child if isinstance(child, ast.stmt) else statement
             lines = seen_from(within, function, inside)
-            replacements = changed_statement if isinstance(child, ast.stmt) else changed_expression
-            if isinstance(child, ast.stmt | ast.expr):
-                yield from (
-                    (node, field, position, child, other, lines) for other in replacements(child)
-                )
+            for other in changed(child):
+                yield Site(node, field, position, child, other, lines)
             yield from visit(child, within, function, inside)
 
     yield from visit(tree, None, None, tree)
@@ -237,21 +208,21 @@ def sites(
 def mutants(file: Path, source: Path) -> list[Mutant]:
     """Return every change of a file below ``source``."""
     module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-    return [
-        Mutant(module, file, number, node.lineno, *lines, short(node), short(other))
-        for number, (_, _, _, node, other, lines) in enumerate(
-            sites(ast.parse(file.read_text(encoding="utf-8")))
-        )
-    ]
+    found = []
+    for number, site in enumerate(sites(ast.parse(file.read_text(encoding="utf-8")))):
+        line = getattr(site.node, "lineno", 0)
+        words = short(site.node), short(site.other)
+        found.append(Mutant(module, file, number, line, *site.lines, *words))
+    return found
 
 
 def mutated(mutant: Mutant) -> ast.Module:
     """Return the syntax tree of a mutant's file with its change made."""
     tree = ast.parse(mutant.file.read_text(encoding="utf-8"), filename=str(mutant.file))
-    parent, field, position, node, other, _ = list(sites(tree))[mutant.number]
-    ast.copy_location(other, node)
-    if position is None:
-        setattr(parent, field, other)
+    site = list(sites(tree))[mutant.number]
+    ast.copy_location(site.other, site.node)
+    if site.position is None:
+        setattr(site.parent, site.field, site.other)
     else:
-        getattr(parent, field)[position] = other
+        getattr(site.parent, site.field)[site.position] = site.other
     return ast.fix_missing_locations(tree)
