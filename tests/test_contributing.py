@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 BEFORE = """
@@ -80,6 +82,7 @@ def test_every_block_is_short() -> None:
     assert [block for block in code if len(re.findall(r"\S.*\n", block)) > 7] == []
 
 
+@pytest.mark.slow
 def test_each_block_runs_as_pasted_and_adds_one_from_outside(tmp_path: Path) -> None:
     blocks, script = tmp_path / "blocks.txt", tmp_path / "mine.py"
     blocks.write_text("# block\n".join(BLOCKS), encoding="utf-8")

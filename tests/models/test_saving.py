@@ -99,6 +99,7 @@ def test_a_classifier_takes_the_body_of_a_language_model(tmp_path):
     assert not classifier.classifier.bias.any()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_same_logits_through_the_auto_classes(tmp_path):
     torch.manual_seed(0)
     language = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES, position="sinusoidal")))

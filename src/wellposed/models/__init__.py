@@ -4,16 +4,18 @@ classes know them."""
 from wellposed.errors import missing_extra
 
 try:
-    import transformers as _transformers
+    import transformers as _transformers  # noqa: F401
 except ModuleNotFoundError as error:
     raise missing_extra("transformers", "hf", "wellposed.models") from error
 
 
 from wellposed.models._build import ARCHITECTURES as ARCHITECTURES
 from wellposed.models._build import Architecture as Architecture
+from wellposed.models._build import (
+    AutoModelForSequencePairClassification as AutoModelForSequencePairClassification,
+)
 from wellposed.models._build import build_model as build_model
 from wellposed.models._build import model_keywords as model_keywords
-from wellposed.models._causal_lm import WellposedForCausalLM as WellposedForCausalLM
 from wellposed.models._certification import embedding_radius as embedding_radius
 from wellposed.models._certification import input_vectors as input_vectors
 from wellposed.models._config import WellposedConfig as WellposedConfig
@@ -34,15 +36,6 @@ from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
 from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
 from wellposed.models._seq2seq_generation import GNMTLengthPenalty as GNMTLengthPenalty
-from wellposed.models._sequence_classification import (
-    WellposedForSequenceClassification as WellposedForSequenceClassification,
-)
-from wellposed.models._sequence_pair_classification import (
-    AutoModelForSequencePairClassification as AutoModelForSequencePairClassification,
-)
-from wellposed.models._sequence_pair_classification import (
-    WellposedForSequencePairClassification as WellposedForSequencePairClassification,
-)
 from wellposed.models._start import Start as Start
 from wellposed.models._start import check_start as check_start
 from wellposed.models._start import reads_images as reads_images
@@ -63,14 +56,10 @@ from wellposed.models._transject_heads import (
 from wellposed.models._transject_heads import TransJectHeadOutput as TransJectHeadOutput
 from wellposed.models._wellposed import WellposedModel as WellposedModel
 from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
-
-_transformers.AutoConfig.register(WellposedConfig.model_type, WellposedConfig)
-_transformers.AutoModel.register(WellposedConfig, WellposedModel)
-_transformers.AutoModelForCausalLM.register(WellposedConfig, WellposedForCausalLM)
-_transformers.AutoModelForSequenceClassification.register(
-    WellposedConfig, WellposedForSequenceClassification
+from wellposed.models._wellposed_heads import WellposedForCausalLM as WellposedForCausalLM
+from wellposed.models._wellposed_heads import (
+    WellposedForSequenceClassification as WellposedForSequenceClassification,
 )
-AutoModelForSequencePairClassification.register(
-    WellposedConfig, WellposedForSequencePairClassification
+from wellposed.models._wellposed_heads import (
+    WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )
-_transformers.AutoModelForSeq2SeqLM.register(WellposedConfig, WellposedForSeq2SeqLM)

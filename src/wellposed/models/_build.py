@@ -1,22 +1,39 @@
-"""Models by name."""
+"""Models by name: families, and the Auto classes that load them."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from wellposed.errors import ConfigError, listed, unknown_name
 from wellposed.model_options import ModelOptions
-from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._checked_config import CheckedConfig
-from wellposed.models._config import WellposedConfig
-from wellposed.models._seq2seq import WellposedForSeq2SeqLM
-from wellposed.models._sequence_classification import WellposedForSequenceClassification
-from wellposed.models._sequence_pair_classification import WellposedForSequencePairClassification
 from wellposed.registry import Registry
+
+
+class AutoModelForSequencePairClassification(_BaseAutoModelClass):
+    """Auto class of the models that take `input_ids` and `input_ids_pair`; a new architecture
+    registers with it."""
+
+    _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
+
+
+AUTO_CLASSES: Mapping[str, Any] = {
+    "encoder": transformers.AutoModel,
+    "causal_lm": transformers.AutoModelForCausalLM,
+    "sequence_classification": transformers.AutoModelForSequenceClassification,
+    "seq2seq_lm": transformers.AutoModelForSeq2SeqLM,
+    "image_classification": transformers.AutoModelForImageClassification,
+    "sequence_pair_classification": AutoModelForSequencePairClassification,
+}
+"""What loads a model of each kind; an encoder has no head."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +49,16 @@ class Architecture:
 ARCHITECTURES = Registry[Architecture]("architecture")
 """Families of models by name."""
 
-ARCHITECTURES.register("wellposed")(
-    Architecture(
-        WellposedConfig,
-        {
-            "causal_lm": WellposedForCausalLM,
-            "sequence_classification": WellposedForSequenceClassification,
-            "sequence_pair_classification": WellposedForSequencePairClassification,
-            "seq2seq_lm": WellposedForSeq2SeqLM,
-        },
-    )
-)
+
+def register_family(
+    name: str, family: Architecture, *, body: type[PreTrainedModel] | None = None
+) -> None:
+    """Make a family of models known, here by ``name`` and to the Auto classes by its configuration."""
+    ARCHITECTURES.register(name)(family)
+    transformers.AutoConfig.register(family.config.model_type, family.config)
+    models = family.kinds if body is None else {**family.kinds, "encoder": body}
+    for kind, model in models.items():
+        AUTO_CLASSES[kind].register(family.config, model)
 
 
 def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTrainedModel:

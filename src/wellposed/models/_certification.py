@@ -22,17 +22,19 @@ from wellposed.certification import (
     one_token,
     register_rule,
 )
-from wellposed.models._causal_lm import WellposedForCausalLM
 from wellposed.models._pair_head import PairHead, before_output
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
-from wellposed.models._sequence_classification import WellposedForSequenceClassification
-from wellposed.models._sequence_pair_classification import WellposedForSequencePairClassification
 from wellposed.models._transject import TransJectModel
 from wellposed.models._transject_heads import (
     TransJectForSequenceClassification,
     TransJectForSequencePairClassification,
 )
 from wellposed.models._wellposed import Embeddings, WellposedModel
+from wellposed.models._wellposed_heads import (
+    WellposedForCausalLM,
+    WellposedForSequenceClassification,
+    WellposedForSequencePairClassification,
+)
 from wellposed.nn import DecoderBlock, UnitEmbedding
 
 

@@ -29,8 +29,9 @@ _HUGGING_FACE = {
     "task_specific_params",
     "use_cache",
 }
-# Hugging Face keeps a name for each label: beyond this a configuration alone fills the memory.
-_Labels = Annotated[int, Ge(1), Lt(1_000_000)]
+MOST_LABELS = 1_000_000
+"""Hugging Face keeps a name for each label: beyond this a configuration alone fills the memory."""
+_Labels = Annotated[int, Ge(1), Lt(MOST_LABELS + 1)]
 
 
 class CheckedConfig(PreTrainedConfig):

@@ -3,20 +3,26 @@ output layer."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
 
-from wellposed.errors import ShapeError
+from wellposed.call_checks import known_keywords
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn.checks import INTEGERS, on_host
 
 IGNORED_LABEL = -100
 
 Output = TypeVar("Output", bound=ModelOutput)
+CacheKind = TypeVar("CacheKind")
+ConfigKind = TypeVar("ConfigKind", bound=PreTrainedConfig)
 
 
 class Head(nn.Module, Generic[Output]):
@@ -26,6 +32,8 @@ class Head(nn.Module, Generic[Output]):
     A body with a loss of its own returns it as `auxiliary_loss`, and it is added to the loss.
     """
 
+    body: ClassVar[Callable[[Any], nn.Module]]
+    """Makes the family's body of a configuration."""
     output_class: Callable[..., Output]
     """What `forward` returns: loss, logits, and what the body returns under the names of its other
     fields."""
@@ -97,6 +105,89 @@ class LanguageHead(Head[Output]):
             vocab_size=model.config.vocab_size,
             num_items_in_batch=num_items_in_batch,
         )
+
+
+class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
+    """`logits_i = W x_i` for the states x of a causal body `model`, of whatever family."""
+
+    def __init__(self, config: Any) -> None:
+        config = as_causal(config, type(self).__name__)
+        super().__init__(config)
+        self.model = self.body(config)  # pyright: ignore[reportCallIssue] (a class)
+        self.add_output(config)
+        self.post_init()  # pyright: ignore[reportCallIssue]
+
+    def add_output(self, config: Any) -> None:
+        """Make what stands behind the body."""
+        self.add_head(config.hidden_size, config.vocab_size)
+
+    @can_return_tuple
+    @known_keywords
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        past_key_values: CacheKind | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Output:
+        """Return the logits of the next token at every position and, with labels, their mean
+        cross-entropy in nats.
+
+        Args:
+            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the
+                arguments not named here.
+            labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
+            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
+            num_items_in_batch: divide the summed loss by this, the labels of all micro-batches of a
+                step, in place of the number of labels here; an auxiliary loss then counts by the
+                part of them that is here.
+
+        Returns:
+            `loss` where labels are given, plus the body's auxiliary loss where it has one; `logits`
+            (batch, kept tokens, vocab_size); and of what the body returns all that the output has a
+            field for.
+
+        Raises:
+            ShapeError: see the body's `forward`.
+            ConfigError: see the body's `forward`.
+        """
+        output = self.run_body(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        kept = kept_positions(logits_to_keep)
+        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
+        if labels is None:
+            return self.result(logits, None, output)
+        targets = following(labels)[:, kept]
+        loss = self.token_loss(logits, targets, num_items_in_batch)
+        return self.result(logits, loss, output, share=share_of(targets, num_items_in_batch))
+
+
+def as_causal(config: ConfigKind, where: str) -> ConfigKind:
+    """Return a copy that says `is_causal=True`; raise `ConfigError` where it says otherwise."""
+    if getattr(config, "is_causal", None) is False:
+        raise ConfigError(
+            f"{where}: received is_causal=False; a language model is causal, leave it None"
+        )
+    config = copy.copy(config)
+    config.is_causal = True
+    config.use_cache = config.use_cache and config.num_hidden_layers > 0
+    return config
 
 
 def check_targets(targets: Tensor, logits: Tensor) -> None:

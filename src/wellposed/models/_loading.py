@@ -17,20 +17,20 @@ from wellposed.errors import CheckpointError, WellposedError, shortened
 from wellposed.finite_json import from_json
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
-from wellposed.models._sequence_pair_classification import AutoModelForSequencePairClassification
+from wellposed.models._build import AUTO_CLASSES
+from wellposed.models._checked_config import MOST_LABELS
 from wellposed.regular_file import read_bytes
 
-AUTO_CLASSES: dict[str, Any] = {
-    "ForCausalLM": transformers.AutoModelForCausalLM,
-    "LMHeadModel": transformers.AutoModelForCausalLM,
-    "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
-    "ForSequencePairClassification": AutoModelForSequencePairClassification,
-    "ForConditionalGeneration": transformers.AutoModelForSeq2SeqLM,
-    "ForSeq2SeqLM": transformers.AutoModelForSeq2SeqLM,
-    "ForImageClassification": transformers.AutoModelForImageClassification,
+_BY_SUFFIX = {
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+    "ForSequenceClassification": "sequence_classification",
+    "ForSequencePairClassification": "sequence_pair_classification",
+    "ForConditionalGeneration": "seq2seq_lm",
+    "ForSeq2SeqLM": "seq2seq_lm",
+    "ForImageClassification": "image_classification",
 }
-"""Auto class by the end of a class name."""
-MOST_LABELS = 1_000_000
+"""Kind of model by the end of a class name."""
 _DEPTHS, _DEEP = ("layers", "n_layer"), 1000
 """How names of a number of layers end, and a number that weights shared by layers leave in
 doubt."""
@@ -42,9 +42,8 @@ def auto_class(architecture: str) -> Any | None:
     >>> auto_class("WellposedForSeq2SeqLM").__name__
     'AutoModelForSeq2SeqLM'
     """
-    return next(
-        (auto for suffix, auto in AUTO_CLASSES.items() if architecture.endswith(suffix)), None
-    )
+    kinds = (kind for suffix, kind in _BY_SUFFIX.items() if architecture.endswith(suffix))
+    return next((AUTO_CLASSES[kind] for kind in kinds), None)
 
 
 def load_pretrained(kind: Any, name: str | Path) -> Any:

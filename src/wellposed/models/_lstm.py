@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, cast
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from wellposed.call_checks import known_keywords
 from wellposed.errors import ShapeError
-from wellposed.models._build import ARCHITECTURES, Architecture
+from wellposed.models._build import Architecture, register_family
 from wellposed.models._config import Depth, WellposedConfig
 from wellposed.models._heads import LanguageHead, following
 from wellposed.models._inputs import ModelInputs, check_inputs, padding_of
@@ -148,6 +148,4 @@ class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
         )
 
 
-ARCHITECTURES.register("lstm")(Architecture(LSTMConfig, {"causal_lm": LSTMForCausalLM}))
-AutoConfig.register(LSTMConfig.model_type, LSTMConfig)
-AutoModelForCausalLM.register(LSTMConfig, LSTMForCausalLM)
+register_family("lstm", Architecture(LSTMConfig, {"causal_lm": LSTMForCausalLM}))

@@ -13,16 +13,10 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
+from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._loading import load_pretrained, load_with_report, refuse_other_shapes
 
-AUTO_CLASSES: Mapping[str, Any] = {
-    "encoder": transformers.AutoModel,
-    "causal_lm": transformers.AutoModelForCausalLM,
-    "sequence_classification": transformers.AutoModelForSequenceClassification,
-    "seq2seq_lm": transformers.AutoModelForSeq2SeqLM,
-    "image_classification": transformers.AutoModelForImageClassification,
-}
-"""What loads a Hugging Face model for each kind of task; an encoder has no head."""
+_HUGGING_FACE = {kind: auto for kind, auto in AUTO_CLASSES.items() if "pair" not in kind}
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 LABELS = ("num_labels", "id2label", "label2id")
 OWN_TOKEN_POSITIONS = ("roberta", "xlm-roberta", "camembert")
@@ -70,8 +64,8 @@ def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
     ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
-    if kind not in AUTO_CLASSES:
-        kinds = ", ".join(AUTO_CLASSES)
+    if kind not in _HUGGING_FACE:
+        kinds = ", ".join(_HUGGING_FACE)
         raise ConfigError(
             f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}"
         )
@@ -102,7 +96,7 @@ def start_model(
     Args:
         source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a
         hub name.
-        kind: of the task, a key of ``AUTO_CLASSES``.
+        kind: of the task, such as ``causal_lm``.
         wanted: what the data fixes: ``vocab_size``, ``max_position_embeddings``, token ids, labels.
         from_scratch: read the configuration alone and draw every weight.
         new_head: draw a new head although the saved one has other labels.

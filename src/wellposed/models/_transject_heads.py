@@ -5,25 +5,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationMixin,
-)
+from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
-from wellposed.models._build import ARCHITECTURES, Architecture
-from wellposed.models._causal_lm import GenericForCausalLM, as_causal
+from wellposed.models._build import Architecture, register_family
+from wellposed.models._classifiers import SequenceClassifier, SequencePairClassifier
+from wellposed.models._heads import CausalLM
 from wellposed.models._pair_head import PairHead
-from wellposed.models._sequence_classification import GenericForSequenceClassification
-from wellposed.models._sequence_pair_classification import (
-    AutoModelForSequencePairClassification,
-    GenericForSequencePairClassification,
-)
 from wellposed.models._transject import TransJectModel, TransJectPreTrainedModel
 from wellposed.models._transject_config import TransJectConfig
 from wellposed.nn import TransJectCache
@@ -45,7 +36,7 @@ class TransJectHeadOutput(ModelOutput):
 
 
 class TransJectForSequenceClassification(
-    GenericForSequenceClassification[TransJectHeadOutput], TransJectPreTrainedModel
+    SequenceClassifier[TransJectHeadOutput], TransJectPreTrainedModel
 ):
     """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only, so padding never changes a
     logit.
@@ -64,17 +55,11 @@ class TransJectForSequenceClassification(
     """
 
     output_class = TransJectHeadOutput
-
-    def __init__(self, config: TransJectConfig) -> None:
-        super().__init__(config)
-        self.model = TransJectModel(config)
-        self.add_pool(config)
-        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
-        self.post_init()
+    body = TransJectModel
 
 
 class TransJectForSequencePairClassification(
-    GenericForSequencePairClassification[TransJectHeadOutput], TransJectPreTrainedModel
+    SequencePairClassifier[TransJectHeadOutput], TransJectPreTrainedModel
 ):
     """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same TransJect f, then
     `PairHead`.
@@ -96,17 +81,15 @@ class TransJectForSequencePairClassification(
     """
 
     output_class = TransJectHeadOutput
+    body = TransJectModel
 
-    def __init__(self, config: TransJectConfig) -> None:
-        super().__init__(config)
-        self.model = TransJectModel(config)
-        self.add_pool(config)
+    def add_classifier(self, config: Any) -> None:
+        """Make the head of both vectors."""
         self.classifier = PairHead(config.hidden_size, config.hidden_size, self.num_labels)
-        self.post_init()
 
 
 class TransJectForCausalLM(
-    GenericForCausalLM[TransJectHeadOutput, TransJectCache],
+    CausalLM[TransJectHeadOutput, TransJectCache],
     TransJectPreTrainedModel,
     GenerationMixin,
 ):
@@ -131,20 +114,18 @@ class TransJectForCausalLM(
     """
 
     output_class = TransJectHeadOutput
+    body = TransJectModel
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
     _is_stateful = (
         True  # running sums cannot go back to fewer tokens, as assisted generation would ask
     )
 
-    def __init__(self, config: TransJectConfig) -> None:
-        config = as_causal(config, type(self).__name__)
-        super().__init__(config)
-        self.model = TransJectModel(config)
+    def add_output(self, config: Any) -> None:
+        """Make the output layer, and the projection to its width where it is the embedding."""
         tied = config.tie_word_embeddings
         width = config.hidden_size // 2 if tied else config.hidden_size
         self.projection = OutputProjection(config.hidden_size, width) if tied else nn.Identity()
         self.add_head(width, config.vocab_size)
-        self.post_init()
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Map states (batch, tokens, d) to logits; where the embedding is the output layer,
@@ -181,7 +162,8 @@ class OutputProjection(nn.Linear):
         nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.weight.numel()))
 
 
-ARCHITECTURES.register("transject")(
+register_family(
+    "transject",
     Architecture(
         TransJectConfig,
         {
@@ -189,12 +171,6 @@ ARCHITECTURES.register("transject")(
             "sequence_classification": TransJectForSequenceClassification,
             "sequence_pair_classification": TransJectForSequencePairClassification,
         },
-    )
-)
-AutoConfig.register(TransJectConfig.model_type, TransJectConfig)
-AutoModel.register(TransJectConfig, TransJectModel)
-AutoModelForCausalLM.register(TransJectConfig, TransJectForCausalLM)
-AutoModelForSequenceClassification.register(TransJectConfig, TransJectForSequenceClassification)
-AutoModelForSequencePairClassification.register(
-    TransJectConfig, TransJectForSequencePairClassification
+    ),
+    body=TransJectModel,
 )
