@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.support import hugging_face as hf
+from tests.support.penalized import Hidden
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
@@ -276,35 +277,13 @@ def test_translation_models_measure_both_stacks() -> None:
     )
 
 
-class Hidden(nn.Module):
-    """Attention whose weights no known function makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 1
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = (self.q_proj(x) @ self.k_proj(x).mT).exp()
-        return self.o_proj(scores / scores.sum(-1, keepdim=True) @ self.v_proj(x))
-
-
-class HiddenModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"self_attn": Hidden()})])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0]["self_attn"](x)
-
-
 def test_attention_that_cannot_be_seen_is_said() -> None:
-    measurement = measure(HiddenModel(), torch.randn(1, 3, 4))
+    measurement = measure(nn.Sequential(Hidden()), torch.randn(1, 3, 8))
     (row,) = measurement.activations
     assert row["attention_entropy"] is None
     assert row["affinity_orthogonality_error"] is None
     assert row["mean_norm"] > 0
-    assert measurement.notes[0].startswith("attention weights were not seen in layers.0.self_attn")
+    assert measurement.notes[0].startswith("attention weights were not seen in 0: ")
 
 
 def test_all_broken_weights_are_named() -> None:

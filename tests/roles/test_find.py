@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -74,16 +75,12 @@ def test_patterns_find_a_model_of_no_family() -> None:
     assert not roles.loose
 
 
-def test_patterns_for_some_roles_leave_loose_weights() -> None:
+def test_patterns_for_some_roles_or_without_heads_leave_loose_weights() -> None:
     roles = find_roles(Odd(), patterns={"key": "layers.0.mix.wk.weight"})
     assert [(weight.role, weight.layer) for weight in roles.loose] == [("key", 0)]
     assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
-
-
-def test_patterns_without_a_number_of_heads_leave_loose_weights() -> None:
-    roles = find_roles(Odd(n_heads=None), patterns=PATTERNS)
-    assert not roles.attention
-    assert len(roles.loose) == 8
+    unknown = find_roles(Odd(n_heads=None), patterns=PATTERNS)
+    assert (unknown.attention, len(unknown.loose)) == ((), 8)
 
 
 def test_a_pattern_replaces_one_role_of_a_family() -> None:
@@ -101,41 +98,34 @@ def test_no_match_lists_what_was_seen_and_how_to_go_on() -> None:
     assert "0.weight (4, 3)" in str(caught.value)
 
 
-def test_patterns_that_match_nothing_are_all_named() -> None:
-    with pytest.raises(RoleNotFoundError) as caught:
-        find_roles(
-            Odd(),
-            patterns=PATTERNS | {"query": "*.wquery.weight", "key": ["*.wk.weight", "nothing"]},
-        )
-    message = str(caught.value)
-    assert "'*.wquery.weight'" in message
-    assert "'nothing'" in message
-    assert "layers.0.mix.wq.weight" in message
+@pytest.mark.parametrize(
+    ("patterns", "error", "words"),
+    [
+        (
+            PATTERNS | {"query": "*.wquery.weight", "key": ["*.wk.weight", "nothing"]},
+            RoleNotFoundError,
+            ["'*.wquery.weight'", "'nothing'", "layers.0.mix.wq.weight"],
+        ),
+        ({"query": "*.wq.*"}, ConfigError, ["layers.0.mix.wq.bias"]),
+        ({"feed_forward_in": "*.w1.weight"}, ConfigError, ["nearest: feedforward_in"]),
+        ("abc", ConfigError, ["patterns: received 'abc'"]),
+        ({"query": 3}, ConfigError, ["patterns['query']: received 3"]),
+    ],
+    ids=["match nothing", "match a bias", "unknown role", "no mapping", "no pattern"],
+)
+def test_patterns_that_cannot_be_used_are_all_named(
+    patterns: Any, error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        find_roles(Odd(), patterns=patterns)
+    assert all(word in str(caught.value) for word in words)
 
 
-def test_patterns_that_match_a_bias_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layers\.0\.mix\.wq\.bias"):
-        find_roles(Odd(), patterns={"query": "*.wq.*"})
-
-
-def test_an_unknown_role_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="feedforward_in"):
-        find_roles(Odd(), patterns={"feed_forward_in": "*.w1.weight"})
-
-
-def test_attention_without_a_number_of_heads_is_an_error() -> None:
-    class NoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
-
-    with pytest.raises(ShapeError, match="num_heads"):
-        find_roles(nn.Sequential(NoHeads()))
-
-
-def test_heads_that_do_not_divide_are_an_error() -> None:
+def test_heads_that_do_not_divide_or_are_not_told_are_an_error() -> None:
     with pytest.raises(ShapeError, match="3 heads"):
         find_roles(_family_like(num_heads=3))
+    with pytest.raises(ShapeError, match="num_heads"):
+        find_roles(nn.Sequential(_family_like(num_heads=0)))
 
 
 def _family_like(num_heads: int) -> nn.Module:
@@ -255,12 +245,5 @@ def test_heads_that_are_left_are_counted_by_their_width() -> None:
 def test_what_is_no_model_is_refused(model: object) -> None:
     with pytest.raises(ConfigError, match=r"expected a model \(torch\.nn\.Module\), received"):
         find_roles(model)
-
-
-def test_misspelt_keywords_and_patterns_of_another_type_are_refused() -> None:
     with pytest.raises(ConfigError, match="'pattern'; nearest: patterns"):
-        find_roles(Odd(), pattern=PATTERNS)
-    with pytest.raises(ConfigError, match="patterns: received 'abc'"):
-        find_roles(Odd(), patterns="abc")
-    with pytest.raises(ConfigError, match=r"patterns\['query'\]: received 3"):
-        find_roles(Odd(), patterns={"query": 3})
+        find_roles(Odd(), pattern=model)
