@@ -334,6 +334,11 @@ def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps:
     assert isinstance(model.norm1, Rescale)
 
 
+@pytest.mark.parametrize("attention", ["cosine", "ball"])
+def test_numbers_of_each_head_are_no_norm(attention: str) -> None:
+    assert t_fixup_(ours(attention=attention, norm="none")).norms_removed == ()
+
+
 def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,7 +72,7 @@ def plan(
     known = {id(step.view.parameter) for step in steps}
     unmatched = [
         f"{name} {tuple(parameter.shape)}"
-        for name, parameter in _weights(model)
+        for name, parameter in _weights(model, roles)
         if id(parameter) not in known and not matches(name, leave)
     ]
     if unmatched:
@@ -203,12 +203,15 @@ def _check_writable(steps: Sequence[Step]) -> None:
             raise ConfigError(f"{problem}:\n{listed(names)}")
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what a role is expected of: all but norms, biases and single numbers."""
+def _weights(model: nn.Module, roles: Roles) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what a role is expected of: all but norms, biases, single numbers, and numbers of each
+    head, which lie on the attention itself."""
     norms = tuple(f"{path}." for path, _ in norms_of(model))
+    attention = {role.path for role in roles.attention}
     for name, parameter in model.named_parameters():
+        owner, _, last = name.rpartition(".")
         vector = parameter.ndim == 1 and parameter.numel() > 1
-        gain = vector and "bias" not in name.rpartition(".")[2]
+        gain = vector and "bias" not in last and owner not in attention
         if (gain or parameter.ndim >= 2) and not name.startswith(norms):
             yield name, parameter
 
