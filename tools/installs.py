@@ -39,6 +39,8 @@ wp.constrain_(encoder, optimizer, roles=("query",)).remove()
 assert wp.OrthogonalityPenalty(encoder, feedforward=1.0)().requires_grad
 wp.measure(encoder, torch.randn(2, 3, 8)).table()
 wp.t_fixup_
+from wellposed.cli import main
+assert main(["doctor"]) == 0
 try:
     import transformers
 except ImportError:

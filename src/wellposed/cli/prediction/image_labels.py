@@ -78,18 +78,9 @@ def label_images(
         ConfigError: the model gives no label of an image.
         DataError: images that cannot be decoded.
     """
-    import torch
-
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
-        with torch.inference_mode():
-            logits = getattr(
-                model(pixel_values=read_pixel_values(processor, paths)), "logits", None
-            )
-        if logits is None or logits.dim() != 2:
-            raise ConfigError(
-                f"wellposed predict: a {type(model).__name__} gives no label of an image; train a"
-                " classifier with `wellposed train image_classification --from`"
-            )
-        for path, label in zip(paths, label_and_probability(model, logits), strict=True):
+        given = {"pixel_values": read_pixel_values(processor, paths)}
+        labels = label_and_probability(model, given, "image")
+        for path, label in zip(paths, labels, strict=True):
             yield f"{label}\t{printable(str(path))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +33,31 @@ def label_lines(
         DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
-    import torch
-
     inputs = _Inputs(model, tokenizer)
     for start in range(0, len(lines), batch_size):
         given = inputs.encode(lines[start : start + batch_size], start)
-        with torch.inference_mode():
-            logits = getattr(model(**given), "logits", None)
-        if logits is None or logits.dim() != 2:
-            raise ConfigError(
-                f"wellposed predict: a {type(model).__name__} gives no label of a text; expected a"
-                " classifier, a language model or an encoder-decoder: train one with `wellposed"
-                " train text_classification --from`"
-            )
-        yield from label_and_probability(model, logits)
+        yield from label_and_probability(model, given, "text")
     inputs.report()
 
 
-def label_and_probability(model: PreTrainedModel, logits: Tensor) -> Iterator[str]:
-    """Yield the most probable label of every row of logits and its probability, with a tab
-    between."""
+def label_and_probability(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str
+) -> Iterator[str]:
+    """Yield the most probable label of every text or image of a batch and its probability, with a
+    tab between.
+
+    Raises:
+        ConfigError: the model gives no label.
+    """
+    import torch
+
+    with torch.inference_mode():
+        logits = getattr(model(**inputs), "logits", None)
+    if logits is None or logits.dim() != 2:
+        raise ConfigError(
+            f"wellposed predict: a {type(model).__name__} gives no label of a {kind}; train a"
+            f" classifier with `wellposed train {kind}_classification --from`"
+        )
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for probabilities in logits.float().softmax(-1):
         best = int(probabilities.argmax())
@@ -83,12 +88,8 @@ class _Inputs:
         two_inputs = type(self.model).__name__.endswith("PairClassification")
         if not (two_inputs or self.tokenizer.init_kwargs.get(PAIRS)):
             return self._encoded(start, list(rows))
-        sides = list(
-            map(
-                list,
-                zip(*(_both_texts(row, start + i) for i, row in enumerate(rows, 1)), strict=True),
-            )
-        )
+        pairs = [_both_texts(row, start + number) for number, row in enumerate(rows, 1)]
+        sides = [[pair[side] for pair in pairs] for side in (0, 1)]
         if not two_inputs:
             return self._encoded(start, *sides)
         first, second = (self._encoded(start, side) for side in sides)
