@@ -59,23 +59,6 @@ def test_columns_by_language_are_the_pairs(
         assert sorted(pairs) == sorted((row["de"], row["en"]) for row in PAIRS)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ('{"text": "a"}\n{"texts": "b"}\n', "a.jsonl:2: no key 'text'"),
-        ('{"text": "a"}\n{"text": 3}\n', "a.jsonl:2: 'text' is int, expected a string"),
-        ('{"words": "a"}\n', "no column 'text'; it has words"),
-        ('{"text": "a"}\n[1]\n', "a.jsonl:2: list, expected a JSON object"),
-        ('{"text": "a"}\n\n{"text": "b"}\n', "a.jsonl:2: an empty line, expected a JSON object"),
-    ],
-)
-def test_bad_rows_are_named(tmp_path: Path, content: str, says: str) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with bad_data() as caught:
-        load_texts(str(tmp_path / "a.jsonl"), valid=None, test=None)
-    assert says in str(caught.value)
-
-
 def test_a_pair_without_text_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
     with bad_data(match=r"a\.json:61: 'de' is NoneType, expected a string"):

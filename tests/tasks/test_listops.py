@@ -83,22 +83,6 @@ def lra() -> ListOpsTask:
     return task
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("7", 7),
-        ("[MED 1 2 ]", 1),
-        ("[MED 9 8 0 3 ]", 5),
-        ("[MED 9 8 0 ]", 8),
-        ("[SM 9 9 9 ]", 7),
-        ("[FIRST 3 [LAST 1 2 ] ]", 3),
-        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
-    ],
-)
-def test_values_worked_by_hand(text: str, value: int) -> None:
-    assert evaluate(text.split()) == value == value_of(text)
-
-
 EXPRESSIONS = st.recursive(
     st.integers(0, 9).map(str),
     lambda inner: st.builds(
