@@ -1,4 +1,4 @@
-"""What a configuration says of changes to its model that loading it would not make again."""
+"""Model edits recorded in config.json so that loading can redo them."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from typing import Any
 from wellposed.errors import DataError, missing_extra
 
 SIGNIFICANCE = 0.05
+_QUANTILES = 20_000
 # Differences of equal pairs computed in floating point may differ in the last bits; below this
 # share of the values' own size their spread is rounding and no estimate of a variance.
 ROUNDING = 1e-12
-_QUANTILES = 20_000
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,15 @@ class SeedResults:
     def ended(self) -> str:
         """How the other seeds ended: ``failed``, or ``did not finish`` where some were stopped or
         still run."""
-        return (
-            "failed"
-            if all(f.status == "failed" for f in self.failures.values())
-            else "did not finish"
-        )
+        statuses = {failure.status for failure in self.failures.values()}
+        return "failed" if statuses <= {"failed"} else "did not finish"
 
     def __str__(self) -> str:
         """The failures in words, for instance ``1 of 3 seeds failed (diverged at step 40)``."""
         seeds = len({*self.values, *self.failures})
         reasons = dict.fromkeys(f.reason for _, f in sorted(self.failures.items()))
-        return (
-            f"{len(self.failures)} of {seeds} seed{'s' if seeds > 1 else ''} {self.ended}"
-            f" ({'; '.join(reasons)})"
-        )
+        some = f"{len(self.failures)} of {seeds} seed{'s' if seeds > 1 else ''}"
+        return f"{some} {self.ended} ({'; '.join(reasons)})"
 
 
 @dataclass(frozen=True)
@@ -218,9 +213,8 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
     >>> [round(c.p_holm, 3) for c in holm_correction([one, dataclasses.replace(one, p_value=0.5)])]
     [0.04, 0.5]
     """
-    tested = sorted(
-        (c.p_value, index) for index, c in enumerate(comparisons) if c.p_value is not None
-    )
+    values = [(c.p_value, index) for index, c in enumerate(comparisons)]
+    tested = sorted((p, index) for p, index in values if p is not None)
     corrected: dict[int, float] = {}
     running = 0.0
     for rank, (p_value, index) in enumerate(tested):
@@ -279,7 +273,7 @@ def detectable_difference(
     if critical is None:
         critical = -float(special.stdtrit(degrees, level / 2))
     # T = (Z + nc) / S with S^2 = chi^2 / degrees: the chance of |T| > t is a mean over quantiles of
-    # S.
+    # S. (scipy's distribution errs in its far tail.)
     shares = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     reach = critical * np.sqrt(special.chdtri(degrees, shares) / degrees)
 
@@ -302,22 +296,15 @@ def _verdict(c: PairedComparison) -> str:
         return f"cannot be said: {c.obstacle}"
     seeds = f"{c.pairs} seed{'s' if c.pairs != 1 else ''}"
     if c.pairs < 2:
-        return (
-            "no significant difference can be claimed (one seed: no test); difference"
-            f" {c.mean_difference:+.4g}"
-        )
+        said = "no significant difference can be claimed (one seed: no test)"
+        return f"{said}; difference {c.mean_difference:+.4g}"
     if c.p_value is None or c.p_holm is None:
-        return (
-            f"no test: the difference is {c.mean_difference:+.4g} on every one of {seeds}, so there"
-            " is no spread to test with"
-        )
+        said = f"no test: the difference is {c.mean_difference:+.4g} on every one of {seeds}"
+        return f"{said}, so there is no spread to test with"
     if c.t_statistic is None:
         return f"no significant difference (equal on all {seeds})"
-    p = (
-        f"p = {c.p_value:.3g}"
-        if c.p_holm == c.p_value
-        else f"p = {c.p_value:.3g}, Holm {c.p_holm:.3g}"
-    )
+    holm = "" if c.p_holm == c.p_value else f", Holm {c.p_holm:.3g}"
+    p = f"p = {c.p_value:.3g}{holm}"
     if c.p_holm >= SIGNIFICANCE:
         return f"no significant difference ({c.mean_difference:+.4g}; {p}, {seeds})"
     better = (c.mean_difference > 0) == c.higher_is_better
