@@ -20,6 +20,7 @@ from wellposed.training.folder.lock import NAME, only_writer
 SCRIPT = Path(stub_task.__file__)
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_until_the_first_is_killed(
     tmp_path: Path, stub: ModuleType
 ) -> None:

@@ -3,6 +3,7 @@ best checkpoint."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from hashlib import sha256
@@ -145,3 +146,45 @@ def test_the_loader_of_python_checks_too(tmp_path: Path) -> None:
     flip(tmp_path / "run" / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256"):
         load_run_model(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def result(stub: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("schema") / "run"
+    values = stub.run(stub.make_config(steps=2), out).result
+    jsonschema.validate(values, result_schema())
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("train_info", "status"), "done"),
+        (("train_info", "steps"), -1),
+        (("results", "stub", "accuracy"), 0.5),
+        (("results", "stub", "accuracy,train,extra"), 0.5),
+        (("results", "stub", "loss,test"), "low"),
+        (("seed",), 1.5),
+        (("git_hash",), 7),
+        (("unheard_of",), 1),
+        (("schema_version",), 2),
+        (("failure",), {"step": 3}),
+    ],
+)
+def test_wrong_values_are_refused(
+    result: dict[str, Any], path: tuple[str, ...], value: Any
+) -> None:
+    broken = copy.deepcopy(result)
+    inner = broken
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, result_schema())
+
+
+def test_reading_results(tmp_path: Path) -> None:
+    assert read_result(tmp_path) is None
+    (tmp_path / "result.json").write_text('{"train_info": ')
+    with pytest.raises(CheckpointError, match=r"result\.json: not a result"):
+        read_result(tmp_path)

@@ -84,6 +84,7 @@ def test_a_model_that_cannot_recompute_is_refused(stub: ModuleType, tmp_path: Pa
         stub.run(stub.make_config(gradient_checkpointing=True), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_what_trains(
     stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

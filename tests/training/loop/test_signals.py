@@ -32,6 +32,7 @@ def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
     """One process for each signal, side by side."""
     started = {

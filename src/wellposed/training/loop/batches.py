@@ -67,14 +67,9 @@ class _Order(Sampler[Members]):
 
 
 def _from_workers(batches: Collation, members: Iterable[Members], workers: int) -> Iterator[Batch]:
-    loader = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=_Order(members),
-        num_workers=workers,
-        worker_init_fn=_leave_signals_to_the_run,
-        generator=torch.Generator(),  # else the loader draws from the one that dropout uses
-    )
+    own = torch.Generator()  # else the loader draws from the one that dropout uses
+    how = {"num_workers": workers, "worker_init_fn": _leave_signals_to_the_run, "generator": own}
+    loader = DataLoader(batches, batch_size=None, sampler=_Order(members), **how)
     for batch in loader:
         if isinstance(batch, WellposedError):
             raise batch

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -49,12 +50,10 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         torch.cuda.set_device(int(index))
     earlier = PartialState._shared_state.get("device")
     if earlier is not None and kind not in ("auto", earlier.type):
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # an earlier run of this process chose another device
-    accelerator = Accelerator(
-        cpu=on_cpu, mixed_precision="no"
-    )  # half precision is an explicit autocast in the step
+        # An earlier run of this process chose another device.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    # Half precision is an explicit autocast in the step.
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
     if options.precision == "fp16" and accelerator.device.type not in FP16_DEVICES:
         raise ConfigError(
             f"train.precision = 'fp16' on {accelerator.device}: only CUDA devices train in it; give"
@@ -87,10 +86,9 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self.model = model
-        hollow = {
-            id(weight): nn.Parameter(torch.empty_like(weight, device="meta"))
-            for weight in model.parameters()
-        }
+        hollow: dict[int, Any] = {}
+        for weight in model.parameters():
+            hollow[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"))
         self._hollow = copy.deepcopy(model, hollow)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         # Without resharding the weights of the root stay whole after a forward pass, which
@@ -188,12 +186,10 @@ def _out_of_memory(options: TrainOptions, device: torch.device) -> str:
     size, accumulation = options.batch_size, options.gradient_accumulation
     cheaper = "" if options.gradient_checkpointing else ", or give --gradient-checkpointing"
     parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
-    smaller = (
-        f"the same gradients need less with --batch-size {size // parts} --gradient-accumulation"
-        f" {parts * accumulation}"
-        if parts > 1
-        else "a batch cannot be smaller: shorten the sequences or the model"
-    )
+    smaller = "a batch cannot be smaller: shorten the sequences or the model"
+    if parts > 1:
+        less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
+        smaller = f"the same gradients need less with {less}"
     return (
         f"out of memory on {device}: train.batch_size = {size}, gradient_accumulation ="
         f" {accumulation}, gradient_checkpointing = {str(options.gradient_checkpointing).lower()};"

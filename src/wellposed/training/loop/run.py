@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import time
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,15 +20,8 @@ from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.folder.run_folder import environment_of
 from wellposed.training.folder.save import measure_model
 from wellposed.training.folder.tensors import gather_bytes
+from wellposed.training.loop import build
 from wellposed.training.loop.batches import MicroBatches, micro_batches_of_process
-from wellposed.training.loop.build import (
-    build_constraint,
-    build_optimizer,
-    build_penalty,
-    constrained_weights,
-    enable_gradient_checkpointing,
-    start_line,
-)
 from wellposed.training.loop.machine import ShardedModel, is_sharded_run
 from wellposed.training.loop.processes import StopRequest
 from wellposed.training.loop.progress import Progress
@@ -72,11 +66,11 @@ class Run:
         # FSDP2 moves one block at a time to the device.
         self.model = (model if sharded else model.to(accelerator.device)).train()
         if config.train.gradient_checkpointing:
-            enable_gradient_checkpointing(self.model)
+            build.enable_gradient_checkpointing(self.model)
         self._shards = ShardedModel(self.model, accelerator) if sharded else None
-        self.penalty = build_penalty(config.penalty, self.model)
-        constrained = constrained_weights(config.constrain, self.model)
-        self.optimizer = build_optimizer(
+        self.penalty = build.build_penalty(config.penalty, self.model)
+        constrained = build.constrained_weights(config.constrain, self.model)
+        self.optimizer = build.build_optimizer(
             self.model, config.train, constrained=constrained, where=config.constrain.patterns
         )
         # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is
@@ -84,7 +78,7 @@ class Run:
         # scaler it adds nothing but a search for packages at every step (0.5 ms).
         compiled: Any = torch.compile(self.model) if config.train.compile else self.model
         self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
-        self.constraint = build_constraint(config.constrain, self.model, self.optimizer)
+        self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
         self.started: dict[str, Any] = {}
@@ -114,14 +108,13 @@ class Run:
         if checkpoint is not None:
             # Processes that were not there when it was written draw from here on.
             torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}/{checkpoint.name}"))
-            self.state = checkpoints.load_checkpoint(
-                checkpoint, self.model, self.optimizer, rank=rank
-            )
+            given = (checkpoint, self.model, self.optimizer)
+            self.state = checkpoints.load_checkpoint(*given, rank=rank)
             self._saved = self._moment
         else:
             if self.started:
                 names = [name for name, _ in self.model.named_parameters()]
-                self.progress.say(start_line(self.started["started_from"], names))
+                self.progress.say(build.start_line(self.started["started_from"], names))
             self.state.processes = world
             self.measure("measure-initial.json")
             # Not the generator that drew the weights: dropout must not depend on how many numbers a
@@ -164,10 +157,8 @@ class Run:
         state.metrics_rows = self.metrics.sync()
         random_states = gather_bytes(self.accelerator, checkpoints.random_snapshot())
         if self.is_main:
-            checkpoints.write_checkpoint(
-                self.out,
-                checkpoints.take_snapshot(self.model, self.optimizer, state, random_states),
-            )
+            what = (self.model, self.optimizer, state, random_states)
+            checkpoints.write_checkpoint(self.out, checkpoints.take_snapshot(*what))
             keep = self.options.keep_checkpoints
             checkpoints.prune(self.out, step=state.step, keep=keep, best_step=state.best_step)
         elif self._shards is not None:
@@ -191,7 +182,7 @@ class Run:
         if self._shards is None:
             return UnshardedModel(self.model, self.penalty)
         model = self._shards.whole(device=self.accelerator.device)
-        return UnshardedModel(model, build_penalty(self.config.penalty, model))
+        return UnshardedModel(model, build.build_penalty(self.config.penalty, model))
 
     def whole_to_save(self) -> nn.Module | None:
         """Return the model with all of its weights in the process that writes files, None in the
@@ -209,14 +200,10 @@ class Run:
     def open_trackers(self, tracking: Tracking) -> Trackers:
         """Open the records of this run, in the process that writes its files."""
         config = self.config
-        return Trackers(
-            tracking if self.is_main else NOT_TRACKED,
-            self.out,
-            title=f"{config.task} {config.variant} seed {config.train.seed}",
-            config=config.to_dict(),
-            step=self.state.step,
-            warn=lambda line: self.progress.say(line, warn=True),
-        )
+        title = f"{config.task} {config.variant} seed {config.train.seed}"
+        how = {"title": title, "config": config.to_dict(), "step": self.state.step}
+        warn = partial(self.progress.say, warn=True)
+        return Trackers(tracking if self.is_main else NOT_TRACKED, self.out, warn=warn, **how)
 
     def elapsed(self) -> float:
         """Return the seconds of this run, those before it was interrupted included."""
@@ -232,11 +219,8 @@ class Run:
     def best_evaluation(self) -> dict[str, Evaluation]:
         """Return the best evaluation so far by its split, or nothing before the first."""
         state = self.state
-        return (
-            {}
-            if state.best_step is None
-            else {"valid": Evaluation(state.best_metrics, state.best_examples)}
-        )
+        best = Evaluation(state.best_metrics, state.best_examples)
+        return {} if state.best_step is None else {"valid": best}
 
     def constraint_error(self) -> dict[str, float]:
         """Return how far the worst constrained weight is from its set, where there are any."""
