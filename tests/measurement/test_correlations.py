@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 
 import pytest
+import torch
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.measurement import correlate, correlations
+from wellposed.measurement import correlate, correlations, isomap
 
 pytest.importorskip("scipy")
 
@@ -62,3 +64,12 @@ def test_bad_input() -> None:
         correlate([1, 1, 1], [1, 2, 3])
     with pytest.raises(ConfigError, match="finite"):
         correlate([1, 2, math.nan], [1, 2, 3])
+
+
+def test_what_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+    with pytest.raises(ConfigError, match=r"p-values need .* 'wellposed\[train\]'"):
+        correlate([1, 2, 3], [1, 3, 2])
+    with pytest.raises(ConfigError, match=r"Isomap plots need .* 'wellposed\[train\]'"):
+        isomap([torch.ones(1, 3, 2)] * 2, ["a", "b", "c"])

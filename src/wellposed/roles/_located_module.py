@@ -3,6 +3,7 @@ configurations."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,16 +15,7 @@ from wellposed.roles._roles import AttentionRole, Stack
 from wellposed.roles._views import WeightView
 from wellposed.roles.layer_paths import layer_index
 
-_CROSS = frozenset(
-    {
-        "encoder_attn",
-        "crossattention",
-        "cross_attn",
-        "cross_attention",
-        "multihead_attn",
-        "EncDecAttention",
-    }
-)
+_CROSS = re.compile("encoder_attn|cross_?attn|cross_?attention|multihead_attn|EncDecAttention")
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 
@@ -60,8 +52,8 @@ class LocatedModule:
     @property
     def kind(self) -> Literal["self", "cross"]:
         """Self- or cross-attention, by the names the families use."""
-        named = self.name in _CROSS or type(self.module).__name__.endswith("CrossAttention")
-        cross = named or bool(getattr(self.module, "is_cross_attention", False))
+        named = _CROSS.fullmatch(self.name) or type(self.module).__name__.endswith("CrossAttention")
+        cross = named or getattr(self.module, "is_cross_attention", False)
         return "cross" if cross else "self"
 
     @property

@@ -76,11 +76,8 @@ class WeightView:
     def trainable(self) -> bool:
         """Whether a gradient of the weight reaches a parameter that is trained."""
         if self._parametrized:
-            parametrizations: Any = self.owner.parametrizations
-            return any(
-                parameter.requires_grad
-                for parameter in parametrizations[self.attribute].parameters()
-            )
+            steps: Any = self.owner.parametrizations
+            return any(each.requires_grad for each in steps[self.attribute].parameters())
         return self.parameter.requires_grad
 
     @property
