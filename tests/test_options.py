@@ -67,7 +67,7 @@ def test_generic_types_are_looked_at_from_outside() -> None:
         names: dict[str, int]
 
     assert option_problems(Held, {"names": {"a": 1}}, where="x") == []
-    assert option_problems(Held, {"names": "a"}, where="x") == ["x: names = 'a', expected dict"]
+    assert option_problems(Held, {"names": "a"}, where="x") == ["x: names = 'a', expected a table"]
     assert option_problems(Held, {}, where="x") == ["x: option 'names' is missing"]
 
 
