@@ -10,8 +10,8 @@ from torch import nn
 
 from wellposed.charts import Panel, Series
 from wellposed.models import build_model
-from wellposed.nn.transject.parameter_count import transject_parameter_count
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.sengupta2023.parameter_count import transject_parameter_count
 
 VOCABULARY = 187
 """With it all four printed values are ten times ours after rounding; 177 to 188 fit (not
