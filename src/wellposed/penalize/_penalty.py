@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, unknown_name
 from wellposed.functional import affinity_penalty
-from wellposed.penalize._affinity_capture import AffinityCapture
-from wellposed.penalize._affinity_of_call import penalty_of_call
+from wellposed.penalize._affinity_capture import AffinityCapture, penalty_of_call
 from wellposed.penalize._terms import (
     PAPER_FORMS,
     PenaltyForm,
