@@ -196,13 +196,9 @@ def _cap_near_(
         if bent:
             places = list(bent)
             for place in places:
-                caps[members[place]] = SpectralCap(
-                    "polynomial", math.sqrt(bent[place].limit) * bound
-                )
+                caps[members[place]] = SpectralCap("polynomial", math.sqrt(bent[place][1]) * bound)
             keep(
-                _bent(
-                    point[places], grams.gram[places], [bent[place].strength for place in places]
-                ),
+                _bent(point[places], grams.gram[places], [bent[place][0] for place in places]),
                 places,
             )
         left = _without(left, bent)
@@ -220,15 +216,6 @@ def _cap_near_(
 
 def _without(places: Iterable[int], others: Container[int]) -> list[int]:
     return [place for place in places if place not in others]
-
-
-class _Bounds(NamedTuple):
-    """Of a matrix X: ``|X^T X|_2 <= limit``, ``|X|_F = size``, and its G is within ``rounding`` of
-    ``X^T X``."""
-
-    rounding: float
-    limit: float
-    size: float
 
 
 class _Grams(NamedTuple):
@@ -296,30 +283,24 @@ def _top_quotients(gram: Tensor) -> Tensor:
     )
 
 
-class _Strength(NamedTuple):
-    """An a with ``|X (I - a G^4)|_2 <= top`` where ``|X^T X|_2 <= limit``, which is proved."""
-
-    strength: float
-    limit: float
-
-
-def _strengths(grams: _Grams, top: float, unit: float) -> list[_Strength | None]:
-    """Return how strongly to bend each matrix that is proved to be near enough, None for others."""
+def _strengths(grams: _Grams, top: float, unit: float) -> list[tuple[float, float] | None]:
+    """Return an a with ``|X (I - a G^4)|_2 <= top`` of each X, and the limit of ``|X^T X|_2`` that is
+    proved for it; None where X is not near enough."""
     columns = grams.gram.shape[-1]
-    found: list[_Strength | None] = [None] * len(grams.size)
+    found: list[tuple[float, float] | None] = [None] * len(grams.size)
     below = _top_quotients(grams.gram)
     for share in _SLACKS:
         shift = below * (1.0 + share)
         limits = (shift + _slack(grams, shift)).clamp_min(top * top).tolist()
         guessed = [
-            None if known is not None else _strength(_Bounds(*bounds), columns, unit, top)
+            None if known is not None else _strength(*bounds, columns=columns, unit=unit, top=top)
             for known, *bounds in zip(found, grams.rounding, limits, grams.size, strict=True)
         ]
         tried = {place: strength for place, strength in enumerate(guessed) if strength is not None}
         if tried:
             shown = _has_factor(grams.gram[list(tried)], shift[list(tried)]).tolist()
             for (place, strength), is_shown in zip(tried.items(), shown, strict=True):
-                found[place] = _Strength(strength, limits[place]) if is_shown else None
+                found[place] = (strength, limits[place]) if is_shown else None
     return found
 
 
@@ -330,14 +311,17 @@ def _has_factor(gram: Tensor, shift: Tensor) -> Tensor:
     return torch.linalg.cholesky_ex(shifted).info.cpu() == 0
 
 
-def _strength(found: _Bounds, columns: int, unit: float, top: float) -> float | None:
+def _strength(
+    rounding: float, limit: float, own: float, *, columns: int, unit: float, top: float
+) -> float | None:
     """Return a with ``|X (I - a G^4)|_2 <= top``, rounding included, or None where X is too large.
+
+    It is known that ``|X^T X|_2 <= limit``, ``|X|_F = own``, and that G is within ``rounding`` of ``X^T X``.
 
     The error of each product is followed in the Frobenius norm, where that of A B is at most ``g
     |A|_F |B|_F``; of the powers of G it is ``|G^k|_F <= limit^(k - 1/2) |X|_F``, as no eigenvalue
     exceeds the limit and their sum is |X|_F^2.
     """
-    rounding, limit, own = found
     g = _worst_sum(columns) * unit
     length = math.sqrt(limit)
     error = rounding + unit * (length * own + rounding)
