@@ -41,7 +41,7 @@ check: $(VENV)/.installed-develop
 	$(BIN)/lint-imports
 	$(BIN)/python tools/import_circles.py
 	$(BIN)/python tools/house.py
-	$(PYTEST) src
+	$(PYTEST) src studies
 	$(BIN)/zensical build --clean --strict
 
 # Not in CI: gigabytes, or half an hour.

@@ -218,7 +218,10 @@ def curves(
 ) -> list[Series]:
     """Return the loss of each run over its steps."""
     found = [(label(run), run.curve(split)) for run in runs]
-    return [Series(name, *map(list, zip(*curve, strict=True))) for name, curve in found if curve]
+    return [
+        Series(name, [step for step, _ in curve], [loss for _, loss in curve])
+        for name, curve in found
+    ]
 
 
 def folder_name(label: str) -> str:

@@ -195,8 +195,8 @@ def _listing() -> str:
         mini, medium, paper = (recipe.time(scale) for scale in ("mini", "medium", "paper"))
         lines.append(f"{name:<{width}}  {mini:>8}  {medium:>8}  {paper:>10}  {recipe.summary}")
     lines.append(
-        "measured, or ~ estimated; mini, medium: two CPU cores; paper: one large GPU, the whole"
-        " hyper-parameter grid; --plan says what each could see"
+        "measured, or ~ estimated; mini, medium: two CPU cores; paper: one large GPU, - more than a"
+        " day, see docs/paper_scale.md; --plan says what each could see"
     )
     return "\n".join(lines)
 

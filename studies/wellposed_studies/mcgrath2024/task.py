@@ -172,7 +172,9 @@ class MinBertTask(Task):
         self, logits: Tensor, batch: Mapping[str, Tensor]
     ) -> dict[str, tuple[float, float]]:
         found = self._by_set(logits, batch["labels"])
-        sums = dict.fromkeys(("sst", "para", *_MOMENTS), (0.0, 0.0))
+        sums: dict[str, tuple[float, float]] = {}
+        for name in ("sst", "para", *_MOMENTS):
+            sums[name] = 0.0, 0.0
         for name, (output, labels) in found.items():
             count = float(len(labels))
             if name == "sst":

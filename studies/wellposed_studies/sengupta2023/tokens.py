@@ -172,7 +172,7 @@ def _states(request: Request, *, scaled: bool = False) -> list[tuple[str, int, A
         raise DataError(f"training diverged, so there is nothing to look at: {'; '.join(broken)}")
     encoded = task.tokenizer([SENTENCE], return_tensors="pt")
     batch = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    words = SENTENCE.split()
+    words: list[str] = [*SENTENCE.split()]
     if batch["input_ids"].shape[1] != len(words):
         words = list(task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]))
     return [
