@@ -321,17 +321,37 @@ def test_every_rule_is_walked():
     assert ruled <= ours, f"rules of {sorted(kind.__name__ for kind in ruled - ours)} are gone"
 
 
-@pytest.mark.parametrize("sample", ENDS)
-def test_a_call_that_differs_in_any_part(sample: Sample):
+def _differs(sample: Sample, ways: list[str]) -> None:
     plain = sample.build(8)
     for path in _one_part_of_each_class(plain):
-        for name, (way, applies) in WAYS_OF_A_PART.items():
+        for name in ways:
+            way, applies = WAYS_OF_A_PART[name]
             if applies(plain.get_submodule(path)):
                 module = copy.deepcopy(plain)
                 with way(module.get_submodule(path)) or contextlib.nullcontext():
                     assert _right_or_refused(module, sample, f"{name} of {path!r}") is not None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", ENDS)
+def test_a_call_that_differs_in_any_part(sample: Sample):
+    _differs(sample, list(WAYS_OF_A_PART))
+
+
+def test_every_way_to_differ_of_one_class():
+    _differs(SAMPLES[nn.Sequential][0], list(WAYS_OF_A_PART))
+
+
+@pytest.mark.parametrize("sample", ENDS)
+def test_one_way_to_differ_of_every_class(sample: Sample):
+    _differs(sample, ["patched_object"])
+
+
+def test_ways_that_change_the_whole_of_one_module():
+    test_ways_that_change_the_whole_module(SAMPLES[nn.Sequential][0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", CASES)
 def test_ways_that_change_the_whole_module(sample: Sample):
     plain = sample.build(8)

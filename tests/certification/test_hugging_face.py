@@ -49,7 +49,9 @@ def row(certificate: Any, path: str) -> Any:
     return next(layer for layer in certificate.layers if layer.path == path)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(
+    "scale", [1.0, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1e-3, 1e3))]
+)
 @pytest.mark.parametrize(("sample", "norm"), MODELS)
 def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: float):
     torch.manual_seed(1)

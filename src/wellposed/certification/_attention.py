@@ -80,10 +80,10 @@ class AttentionWeights:
             return given.detach().double()
 
         inward = (query, key, value)
-        weights = [p.weight.detach().double().unflatten(0, (-1, head_dim)).mT for p in inward]
-        biases = [bias(part).unflatten(0, (-1, head_dim)) for part in inward]
+        q, k, v = (p.weight.detach().double().unflatten(0, (-1, head_dim)).mT for p in inward)
+        bq, bk, bv = (bias(part).unflatten(0, (-1, head_dim)) for part in inward)
         out = output.weight.detach().double().mT.unflatten(0, (-1, head_dim))
-        return cls(*weights, out, *biases, bias(output))
+        return cls(q, k, v, out, bq, bk, bv, bias(output))
 
     @property
     def head_dim(self) -> int:
@@ -352,8 +352,9 @@ def _multihead(module: nn.MultiheadAttention, site: Site) -> LayerBound:
         )
 
     def read() -> AttentionWeights:
-        fused = slices(module.in_proj_weight, module.in_proj_bias, [module.embed_dim] * 3)
-        return AttentionWeights.of(*fused, module.out_proj, module.head_dim)
+        sizes = [module.embed_dim] * 3
+        query, key, value = slices(module.in_proj_weight, module.in_proj_bias, sizes)
+        return AttentionWeights.of(query, key, value, module.out_proj, module.head_dim)
 
     weights = site.remember(module, "AttentionWeights", read)
     # A padded query attends to real tokens, so a pattern holds only where the caller says that

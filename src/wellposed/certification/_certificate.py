@@ -24,21 +24,8 @@ _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 _NOT_RUN = "not run: "
 _SMALLEST = torch.finfo(torch.float64).tiny
 
-# Fields that are plain values.
-_PLAIN = (
-    "total",
-    "label",
-    "norm",
-    "tokens",
-    "min_tokens",
-    "mask",
-    "domain",
-    "ball",
-    "dtype",
-    "cross_check",
-    "reason",
-    "weights",
-)
+# Fields that are no plain values, or are written in their own way.
+_NOT_PLAIN = ("layers", "notes", "head", "module")
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
@@ -364,7 +351,7 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""
-        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        plain = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
         plain["notes"] = list(self.notes)
         plain["layers"] = [asdict(layer) for layer in self.layers]
         return _json_safe(plain)

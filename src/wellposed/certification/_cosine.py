@@ -69,7 +69,7 @@ def cosine_attention_bound(
     check_norm(norm)
     scales = {"eps": eps, "temperature": temperature, "value_scale": value_scale}
     terms = _terms(query, key, value, norm=norm, rows=seq_len, mask=mask, **scales)
-    best = _joined(sum(terms), output, norm, output_norm)
+    best = _joined(terms[0] + terms[1] + terms[2], output, norm, output_norm)
     if norm != "inf":
         return best
     return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})")

@@ -162,8 +162,8 @@ def _attention(module: Any, owner: Any, site: Site, layer: Layer) -> LayerBound:
     def read_weights() -> AttentionWeights:
         # What the call cuts by: whole heads may have been pruned.
         head_dim = next(getattr(module, name) for name in _HEAD_DIMS if hasattr(module, name))
-        parts = _projections(module, owner, layer.projections, head_dim, site)
-        weights = AttentionWeights.of(*parts, head_dim)
+        q, k, v, o = _projections(module, owner, layer.projections, head_dim, site)
+        weights = AttentionWeights.of(q, k, v, o, head_dim)
         stretch = float(module.scaling) * math.sqrt(head_dim)
         query, bias = weights.query * stretch, weights.query_bias * stretch
         return replace(weights, query=query, query_bias=bias)
@@ -308,7 +308,7 @@ def _longest_row(table: nn.Embedding, site: Site) -> float:
     )
 
 
-def _paths(module: nn.Module, chain: str) -> list[str]:
+def _paths(module: Any, chain: str) -> list[str]:
     paths: list[str] = []
     for path in chain.split():
         if path.endswith("*"):

@@ -119,8 +119,10 @@ def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> Lay
     bounds: list[LayerBound] = []
     for path, branch in branches:
         (norm,) = named(owner, path)
-        placed = {"before" if before else "after": norm}
-        bounds.append(sublayer(site, branch, **placed))
+        placed = (
+            sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm)
+        )
+        bounds.append(placed)
         site = site.at_radius(bounds[-1].out_radius)
     return product_of(bounds)
 
