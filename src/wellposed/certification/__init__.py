@@ -17,7 +17,6 @@ from wellposed.certification import (  # noqa: F401
     _hf,
     _l2,
     _reversible,
-    _transformer,
     _transject,
 )
 from wellposed.certification._attention import AttentionWeights as AttentionWeights
@@ -25,6 +24,9 @@ from wellposed.certification._attention import dot_product_ball_bound as dot_pro
 from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
+from wellposed.certification._blocks import mean_pooling as mean_pooling
+from wellposed.certification._blocks import of_one_vector as of_one_vector
+from wellposed.certification._blocks import one_token as one_token
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
@@ -37,9 +39,6 @@ from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes
 from wellposed.certification._rules import inherit_rule as inherit_rule
 from wellposed.certification._rules import register_rule as register_rule
-from wellposed.certification._transformer import mean_pooling as mean_pooling
-from wellposed.certification._transformer import of_one_vector as of_one_vector
-from wellposed.certification._transformer import one_token as one_token
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds
 from wellposed.certification.theory import (
     affinity_perturbation_bound as affinity_perturbation_bound,

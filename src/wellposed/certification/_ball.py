@@ -17,8 +17,8 @@ from wellposed.certification._attention import (
     on_the_ball,
     product_norms,
 )
+from wellposed.certification._blocks import named
 from wellposed.certification._rules import LayerBound, Site, register_rule
-from wellposed.certification._transformer import named
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound
 from wellposed.nn import (

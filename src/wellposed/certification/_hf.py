@@ -34,11 +34,14 @@ from wellposed.certification._blocks import (
     function_bound,
     gated_feedforward_bound,
     linear_bound,
+    named,
     norm_bound,
+    normed,
+    of_one_vector,
+    one_token,
     slope_rule,
 )
 from wellposed.certification._rules import LayerBound, Refused, Site, product_of, register_rule
-from wellposed.certification._transformer import named, normed, of_one_vector, one_token
 from wellposed.linalg import MaskKind
 
 MODELS = "transformers.models"
