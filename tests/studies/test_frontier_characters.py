@@ -166,6 +166,7 @@ def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> Non
         assert float(right.double().mean()) >= certified
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     generator = random.Random(0)
     text = tmp_path / "text.txt"

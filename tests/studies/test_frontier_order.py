@@ -65,6 +65,7 @@ def test_a_control_that_keeps_all_its_accuracy_gives_no_radius() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     done = reproduce("frontier/order", scale="toy", out=tmp_path)
     assert done.result.holds is None

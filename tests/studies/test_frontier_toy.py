@@ -22,6 +22,7 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["frontier/accuracy", "frontier/depth"])
 def test_every_study_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     write_texts(tmp_path / "data" / "ag_news")

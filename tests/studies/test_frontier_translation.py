@@ -38,6 +38,7 @@ def test_the_better_normalised_model_is_the_one_with_the_higher_mean() -> None:
     assert gains_over_norms(bleu) == [5.0, -5.0]
 
 
+@pytest.mark.slow
 def test_every_model_tries_its_settings_and_finished_runs_are_kept(tmp_path: Path) -> None:
     done = reproduce("frontier/translation", scale="toy", out=tmp_path)
     assert done.result.holds is None

@@ -150,6 +150,7 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     assert run_config(request, fixed, "dot_product", 18).train.schedule == "constant"
 
 
+@pytest.mark.slow
 def test_runs_are_kept_and_a_diverged_run_is_a_row(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def run_all(tmp_path: Path, *words: str) -> tuple[int, Path]:
     )
 
 
+@pytest.mark.slow
 def test_all_goes_on_where_it_stopped_and_writes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(
     assert run_all(tmp_path, "--strict")[0] == 1
 
 
+@pytest.mark.slow
 def test_what_lacks_data_is_named_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +129,7 @@ def test_what_lacks_data_is_named_and_left_out(
     assert "Not run: mcgrath2024/qr." in page.read_text()
 
 
+@pytest.mark.slow
 def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(monkeypatch)
     _, page = run_all(tmp_path, "--scale", "toy")
@@ -136,6 +139,7 @@ def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ran == recipe_names()
 
 
+@pytest.mark.slow
 def test_what_is_finished_at_a_larger_scale_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +160,7 @@ def test_what_is_finished_at_a_larger_scale_is_kept(
     assert "could be seen" not in text.partition("## kim2021/figure-2 ")[2].partition("\n## ")[0]
 
 
+@pytest.mark.slow
 def test_files_of_an_earlier_form_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
