@@ -41,7 +41,7 @@ assert apply_variant("narrow", RunConfig("listops")).model.hidden_size == 64
 
 config = WellposedConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, attention="average", num_hidden_layers=1)
 assert WellposedModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 8)
-assert wp.certify(Average().eval(), seq_len=4, norm="tok").total == 1.0
+assert wp.certify(Halve().eval(), seq_len=4).total == 0.5
 x = torch.tensor([[[2.0], [4.0], [9.0]]])
 padded = torch.tensor([[False, False, True]])
 assert Average()(x, key_padding_mask=padded, is_causal=True).flatten().tolist() == [2.0, 3.0, 9.0]
