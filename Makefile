@@ -39,7 +39,6 @@ check: $(VENV)/.installed-develop
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python tools/import_circles.py
 	$(BIN)/python tools/house.py
 	$(PYTEST) src studies
 	$(BIN)/zensical build --clean --strict

@@ -21,8 +21,8 @@ import torch
 from benchmarks.rows import Benchmark, Row, Setup, ratio_row
 from wellposed.cli.load import load_model, load_tokenizer
 from wellposed.cli.prediction.lines import LineSource
-from wellposed.cli.prediction.translation import Translator, build_decoding, translate_lines
-from wellposed.tasks.kinds.generate import generate_keywords
+from wellposed.cli.prediction.translation import Translator, translate_lines
+from wellposed.tasks.kinds.generate import Decoding, generate_keywords
 
 BEAMS, SIZE = 4, 32
 
@@ -48,9 +48,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     """Two, for the two bare loops."""
     model, tokenizer = load_model(str(setup.model)), load_tokenizer(str(setup.model))
     lines = Path(str(setup.data)).read_text(encoding="utf-8").split("\n")[: setup.size(256, 4)]
-    decoding = build_decoding(
-        beams=BEAMS, length_penalty=1.0, gnmt=False, n_best=1, max_new_tokens=None
-    )
+    decoding = Decoding(BEAMS)
     translator = Translator(model, tokenizer, decoding, SIZE, "refuse")
     with tempfile.TemporaryDirectory() as folder:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.house import code_lines, private_imports
+from tools.house import circle, code_lines, private_imports
 
 
 def test_comments_docstrings_and_blank_lines_are_free() -> None:
@@ -32,3 +32,9 @@ def test_a_private_name_belongs_to_its_package(file: str, line: str, is_offence:
     found = list(private_imports(Path(file), f"def late():\n    {line}\n"))
     assert bool(found) is is_offence
     assert all(said.startswith(f"{file}:2: ") for said in found)
+
+
+def test_a_circle_of_imports_is_named() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[0] in {"a", "b", "c"}
+    assert circle({"a": {"a"}}) == ["a", "a"]

@@ -20,7 +20,6 @@ import transformers
 from tests.support import stub_task
 
 from wellposed.cli import main
-from wellposed.cli._train import usual_folder
 from wellposed.cli.prediction.lines import LineSource
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
@@ -36,7 +35,7 @@ from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml
 from wellposed.training.folder import checkpoints
-from wellposed.training.folder.run_folder import write_config
+from wellposed.training.folder.run_folder import usual_folder, write_config
 from wellposed.training.folder.tensors import encode
 
 DEEP = "[" * 100_000

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.tasks.batches import bucketed_batches, collate_causal_lm, collate_classification
-from wellposed.tasks.kinds.objectives import (
+from wellposed.tasks.objectives import (
     accuracy_sums,
     causal_cross_entropy_sum,
     cross_entropy_sum,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from wellposed.tasks.kinds.objectives import (
+from wellposed.tasks.objectives import (
     accuracy_sums,
     causal_cross_entropy_sum,
     cross_entropy_sum,

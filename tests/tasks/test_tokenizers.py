@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import bad_config
 
+from wellposed.tasks.text import build_encoder
 from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
@@ -21,7 +22,6 @@ from wellposed.tasks.text.tokenizers import (
     CharacterEncoder,
     TextEncoder,
     WordEncoder,
-    build_encoder,
     split_words,
 )
 

@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from wellposed.cli.extras import EXTRAS
 from wellposed.cli.first_look import first_look
 from wellposed.errors import (
     ConfigError,
@@ -55,13 +56,6 @@ TYPED = ("train", "compare", "predict")
 TOGETHER = ("train", "compare")
 """The commands that several processes of a launcher do together."""
 NEWLINE_AND_TAB = "\n\t"
-EXTRAS = {
-    "hf": ("transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub"),
-    "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy", "scikit-learn", "nltk"),
-    "report": ("matplotlib", "jinja2"),
-    "lightning": ("lightning",),
-}
-"""Extra -> the packages it installs, of those that may be missed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

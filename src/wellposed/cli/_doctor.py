@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wellposed.cli import EXTRAS
+from wellposed.cli.extras import EXTRAS
 from wellposed.version import __version__
 
 USAGE = """usage: wellposed doctor

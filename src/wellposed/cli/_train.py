@@ -17,7 +17,7 @@ from wellposed.cli._arguments import (
 from wellposed.cli.first_look import first_look
 from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.compare.variants import VARIANTS, apply_variant
-from wellposed.training.loop.processes import is_first, is_one_of_several
+from wellposed.training.loop.processes import is_first
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def run(words: Sequence[str]) -> int:
 
     from wellposed.training import train
     from wellposed.training.folder.hub import check_repository, push_to_hub
+    from wellposed.training.folder.run_folder import usual_folder
 
     if options.push_to_hub:
         check_repository(options.push_to_hub)
@@ -80,21 +81,6 @@ def run(words: Sequence[str]) -> int:
     elif options.push_to_hub:
         print(f"{out}: {result.status}, so nothing was uploaded", file=sys.stderr)
     return result.exit_code
-
-
-def usual_folder(task: str, *, last: bool) -> Path:
-    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
-
-    Processes that a launcher starts together all take the first name, as they could not agree.
-    """
-    first = Path("runs") / task
-    found, number = first, 2
-    while found.exists() and not is_one_of_several():
-        following = first.with_name(f"{task}-{number}")
-        if last and not following.exists():
-            break
-        found, number = following, number + 1
-    return found
 
 
 def _description() -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.kinds.objectives import IGNORED_LABEL
+from wellposed.tasks.objectives import IGNORED_LABEL
 from wellposed.tasks.task import Example
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import build_encoder
+from wellposed.tasks.text import build_encoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +119,7 @@ class LanguageModelingTask(LanguageModelTask):
         return {**frequencies, "bits_per_byte": bits / max(1, sum(sizes))}
 
     def _metrics(self, nats: float) -> dict[str, float]:
-        from wellposed.tasks.kinds.objectives import perplexity
+        from wellposed.tasks.objectives import perplexity
 
         return {"nats_per_token": nats, "perplexity": perplexity(nats)}
 

@@ -32,7 +32,7 @@ from wellposed.tasks.kinds.classification import (
     encode_labelled,
 )
 from wellposed.tasks.task import Kind, register_task
-from wellposed.tasks.text.tokenizers import build_encoder
+from wellposed.tasks.text import build_encoder
 
 LABELS = ("different", "related")
 COLUMNS = ("label", "id1", "id2", "text1", "text2")

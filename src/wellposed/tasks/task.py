@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, Ty
 from wellposed.options import build_options
 from wellposed.registry import Registry
 from wellposed.tasks.data.splits import Split
-from wellposed.tasks.kinds.objectives import (
+from wellposed.tasks.objectives import (
     IGNORED_LABEL,
     causal_cross_entropy_sum,
     cross_entropy_sum,

@@ -23,7 +23,7 @@ from wellposed.tasks.kinds.classification import (
     number_labels,
 )
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import build_encoder
+from wellposed.tasks.text import build_encoder
 
 
 @dataclass(frozen=True)

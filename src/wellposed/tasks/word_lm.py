@@ -95,7 +95,7 @@ class WordLMTask(LanguageModelTask):
         )
 
     def _metrics(self, nats: float) -> dict[str, float]:
-        from wellposed.tasks.kinds.objectives import perplexity
+        from wellposed.tasks.objectives import perplexity
 
         return {"perplexity": perplexity(nats), "nats_per_word": nats}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from wellposed.tasks import TASKS, Task, TaskSpec
 from wellposed.tasks.batches import bucketed_batches, pad_inputs
 from wellposed.tasks.data.minbert import EncodedRows, encode_rows, read_minbert, train_word_pieces
-from wellposed.tasks.kinds.objectives import IGNORED_LABEL
+from wellposed.tasks.objectives import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -20,7 +20,7 @@ from wellposed.tasks.batches import (
 )
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.kinds.objectives import accuracy_sums
+from wellposed.tasks.objectives import accuracy_sums
 from wellposed.tasks.task import Example, Kind, Task, TokenTask
 
 if TYPE_CHECKING:

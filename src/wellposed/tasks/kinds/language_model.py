@@ -12,7 +12,7 @@ import numpy as np
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.batches import Rows, bucketed_batches, collate_causal_lm, shuffle_key
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.kinds.objectives import frequency_entropy
+from wellposed.tasks.objectives import frequency_entropy
 from wellposed.tasks.task import Example, Kind, TokenTask
 
 if TYPE_CHECKING:

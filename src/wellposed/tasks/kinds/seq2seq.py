@@ -110,7 +110,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return {"perplexity": (float(total), float(count))}
 
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        from wellposed.tasks.kinds.objectives import perplexity
+        from wellposed.tasks.objectives import perplexity
 
         total, count = totals["perplexity"]
         return {"perplexity": perplexity(total / count)}
@@ -118,7 +118,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     def reference(self) -> dict[str, float]:
         """Return loss and perplexity of the frequencies of valid's own target tokens, which no
         fixed guess beats."""
-        from wellposed.tasks.kinds.objectives import frequency_entropy, perplexity
+        from wellposed.tasks.objectives import frequency_entropy, perplexity
 
         nats = frequency_entropy(self._examples["valid"].target.flat)
         return {"loss": nats, "perplexity": perplexity(nats)}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wellposed.errors import ConfigError, missing_extra
+from wellposed.errors import missing_extra
 from wellposed.tasks.batches import Ragged
 
 if TYPE_CHECKING:
@@ -271,24 +271,6 @@ def describe_unknown(counts: Mapping[str, int]) -> dict[str, Any]:
     """Return how many unknown pieces there are, and the most frequent ones."""
     frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
     return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}
-
-
-def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
-    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the
-    train texts alone."""
-    if tokenizer == "byte":
-        return ByteEncoder()
-    if tokenizer == "character":
-        return CharacterEncoder(set().union(*map(set, train_texts)))
-    if tokenizer == "word":
-        return WordEncoder.from_texts(train_texts, max_words=max_words)
-    if tokenizer.startswith("hf:") and tokenizer != "hf:":
-        from wellposed.tasks.text.pretrained import PretrainedEncoder
-
-        return PretrainedEncoder(tokenizer.removeprefix("hf:"))
-    raise ConfigError(
-        f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH"
-    )
 
 
 def has_tokenizer(folder: Path) -> bool:

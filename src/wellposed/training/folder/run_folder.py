@@ -17,6 +17,7 @@ from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
 from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
 from wellposed.training.folder import checkpoints, durable_files, lock
+from wellposed.training.loop.processes import is_one_of_several
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.version import __version__
 
@@ -150,6 +151,21 @@ def _check_named(out: Path, checkpoint: Path) -> None:
         problem = f"no such checkpoint; in {out} there are: {there}"
     if problem:
         raise ConfigError(f"--resume {checkpoint}: {problem}")
+
+
+def usual_folder(task: str, *, last: bool) -> Path:
+    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
+
+    Processes that a launcher starts together all take the first name, as they could not agree.
+    """
+    first = Path("runs") / task
+    found, number = first, 2
+    while found.exists() and not is_one_of_several():
+        following = first.with_name(f"{task}-{number}")
+        if last and not following.exists():
+            break
+        found, number = following, number + 1
+    return found
 
 
 def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from wellposed.errors import ConfigError, DataError, WellposedError
-from wellposed.tasks.kinds.objectives import IGNORED_LABEL, TARGETS
+from wellposed.tasks.objectives import IGNORED_LABEL, TARGETS
 from wellposed.training.loop.processes import STOPPING
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from wellposed.errors import ConfigError
 from wellposed.linalg.sharded import gathered
-from wellposed.tasks.kinds.objectives import IGNORED_LABEL
+from wellposed.tasks.objectives import IGNORED_LABEL
 from wellposed.training.config import TrainOptions
 from wellposed.training.loop import batches
 from wellposed.training.loop.batches import Batch, forward_with_auxiliary, sequence_count
