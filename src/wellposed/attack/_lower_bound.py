@@ -126,11 +126,11 @@ def lipschitz_lower_bound(
         scales: inputs start from normal numbers times a scale, log-spaced over the restarts.
         radius: tokens are kept within this 2-norm, where the certificate holds on a ball.
         forward_kwargs: passed on (masks, ``is_causal``); tensors with a leading 1 are expanded to
-        the restarts.
+            the restarts.
         perturbed: bool ``(tokens,)``, tokens that may move; all where not given. Keep padding out
-        of it.
+            of it.
         exact: build the whole Jacobian (out x in) in each step: exact in 2 and "inf", better in
-        "tok"; for tiny inputs.
+            "tok"; for tiny inputs.
         ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The
             attack then ascends ``log(value / bound)`` over the module's parameters too, and returns
             the module it ended with.

@@ -90,7 +90,7 @@ def layer_norm_bound(
         width: number of features D.
         norm: ``"tok"``, ``2`` (the same) or ``"inf"``.
         min_std: the standard deviation (RMS for RMSNorm) is known to be at least this on the
-        domain.
+            domain.
         centred: LayerNorm; False for RMSNorm, whose inf factor is ``1 + (1 + sqrt D)/2``.
 
     >>> round(layer_norm_bound(1.0, 1e-4, 64), 6)

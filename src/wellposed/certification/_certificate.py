@@ -191,9 +191,9 @@ class Certificate:
         Args:
             logits: ``(..., classes)`` of the clean input, from the certified module in eval mode.
             labels: ``(...)`` true classes; a wrong prediction has radius 0. The predicted class
-            where not given.
+                where not given.
             tokens: number of real tokens, one for all inputs or ``(...)``; needed where
-            ``min_tokens > 1``.
+                ``min_tokens > 1``.
             largest_token: ``max_i |x_i|``, the largest 2-norm of a real token, one for all inputs
                 or ``(...)``; needed where the certificate is on a ball. An input outside the ball
                 has radius 0.
@@ -210,8 +210,8 @@ class Certificate:
             ConfigError: a certificate on a ball without ``largest_token`` (>= 0), or without
                 ``width`` (>= 1) for ``norm="inf"``.
 
-        A `UserWarning` says that the module's weights have changed since it was certified: the radius
-        is right for logits of the certified weights.
+        A `UserWarning` says that the module's weights have changed since it was certified: the
+        radius is right for logits of the certified weights.
 
         Cost: O(classes) per row, O(classes^2) once for the head, a SHA-256 of the module's weights.
         Says nothing about rounding of the forward pass.

@@ -90,18 +90,18 @@ def certify(
             Padded queries attend to themselves alone; those of torch.nn and Hugging Face attend to
             real tokens, so for these a pattern says that nothing is padded.
         min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by
-        ``1/sqrt(min_tokens)``.
+            ``1/sqrt(min_tokens)``.
         cross_check: try the bounds out by a few forward passes of a few tokens in the module's own
-        dtype.
+            dtype.
 
     Raises:
         ShapeError: ``seq_len`` or ``min_tokens`` out of range.
         ConfigError: unknown norm or mask, a mask that is not the one the module runs, or ``radius
-        <= 0``.
+            <= 0``.
         NotLipschitzError: a parameter holds NaN or infinity (all are named), or the cross-check's
-        forward pass does.
+            forward pass does.
         UnsoundBoundError: the cross-check found a slope above a bound, so a rule is wrong; the
-        module is named.
+            module is named.
 
     Cost: a few factorisations per weight matrix in float64, about 0.1 s for a layer of width 512 on
     one core. The cross-check adds about 10 % from width 512 on, some milliseconds below, and to

@@ -97,7 +97,7 @@ def cosine_cross_attention_bounds(
 
     Args:
         query: ``(H, D, d)``; ``key`` and ``value`` ``(H, E, d)`` act on the memory; ``output`` as
-        there.
+            there.
         num_queries: at most this many tokens of the queries' sequence; matters in norm 2.
 
     >>> w = torch.eye(2).reshape(1, 2, 2)

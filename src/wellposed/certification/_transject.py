@@ -57,7 +57,7 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
 
     Raises:
         NotLipschitzError: hooks, adapters or patches make a call differ from the weights; all are
-        named.
+            named.
 
     Cost: a factorisation of each weight in float64.
 

@@ -72,7 +72,7 @@ def compare(
     Args:
         base: configuration every variant starts from; its ``train.seed`` is the first seed.
         variants: names, ``name:value`` where a variant takes a number; the first is the one others
-        are compared with.
+            are compared with.
         seeds: number of seeds, at least 1; fewer than 2 give no test.
         out: folder of the comparison.
         jobs: runs that train at the same time, as in `train_planned`.
@@ -81,7 +81,7 @@ def compare(
         command: the words of the command, for the report.
         announce: called with one line before each run.
         certify: leave certified and attacked accuracy of so many examples of *test* in every run
-        folder.
+            folder.
         tracking: trackers that follow each run, as in `wellposed.training.train`.
 
     Returns:

@@ -65,8 +65,8 @@ def constrain_(
     in every dtype (`wellposed.linalg.cap_spectral_norm_`); never by power iteration. Columns, up to
     the rounding u of their entries; nothing is claimed of ``|W|_2``, which may be ``bound`` times
     the root of their number. A weight that is edited between steps (``load_state_dict``, ``copy_``,
-    ``.data``) is back in its set after the next step in which it has a gradient; one without is left as
-    it is. `certify` measures the weights as they are and knows nothing of this handle.
+    ``.data``) is back in its set after the next step in which it has a gradient; one without is
+    left as it is. `certify` measures the weights as they are and knows nothing of this handle.
 
     The weights stay plain parameters. Hooks on the optimizer retract them after its step. A square
     orthogonal weight
@@ -101,10 +101,10 @@ def constrain_(
             each of which must match. The parts of a fused weight (GPT-2's ``c_attn``,
             ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are held each by itself.
         roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
-        ``where`` matches.
+            ``where`` matches.
         to: the set.
         bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length;
-        above 0.
+            above 0.
         gain: of ``"orthogonal"`` the common singular value, above 0, or ``"fit"`` for each weight's
             mean singular value to three digits, which moves it least. By default ``"fit"`` for a
             pretrained model of Hugging Face (one that knows where it was loaded from), 1 else. On
@@ -132,7 +132,7 @@ def constrain_(
     Raises:
         RoleNotFoundError: ``where`` or ``roles`` matches nothing; near names are listed.
         ShapeError: a chosen parameter is no matrix, or is an embedding with more vectors than
-        dimensions.
+            dimensions.
         ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen,
             quantised, parametrised, not initialised yet (``nn.LazyLinear``), constrained already,
             float16 on a CPU, or decayed; a misspelt keyword; what is no model; a part of a
@@ -140,7 +140,7 @@ def constrain_(
             steps; an option of another set.
             Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed.
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
-        not finite.
+            not finite.
 
     Cost: a step adds 3 products of a square orthogonal weight's size while its steps are small (up
     to about 0.1 radians), 4 up to 0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each

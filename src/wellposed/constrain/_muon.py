@@ -31,7 +31,7 @@ class MuonAndAdamW(Optimizer):
         lr: of the matrices. adamw_lr: of the rest.
         momentum: of Muon. betas, eps: of AdamW.
         weight_decay: of both, for matrices and embeddings; biases, norms and constrained weights
-        have none.
+            have none.
         adjust_lr_fn: how Muon scales its step with the shape: ``"original"`` or
             ``"match_rms_adamw"``, with which the rates of AdamW fit.
         adamw: further matrices for AdamW, such as the output layer; as ``where`` of `constrain_`.
@@ -39,7 +39,7 @@ class MuonAndAdamW(Optimizer):
 
     Raises:
         ConfigError: the model has no matrix for Muon. RoleNotFoundError: a name or role matches
-        nothing.
+            nothing.
 
     Cost: Muon adds 15 products with the smaller Gram matrix, in bfloat16, to each matrix and step.
     When not to use: for fine-tuning weights that AdamW trained, and for sharded weights.

@@ -116,9 +116,9 @@ def orthogonal(
 
     Raises:
         ShapeError: the parameter is no matrix. ConfigError: no such parameter, not floating, or
-        gain not above 0.
+            gain not above 0.
         ConvergenceError: ``base=False`` and the nearest matrix is out of the map's reach, or W is
-        not finite.
+            not finite.
 
     Cost: for each forward and backward pass one inverse and 3 products of a square weight (2
     without base); inside ``parametrize.cached()`` once for several passes. `constrain_` costs about

@@ -55,7 +55,7 @@ def affinity_penalty(
         key: the same shape; with grouped heads, the number of its heads divides the query's.
         estimator: ``"exact"`` or ``"probes"``.
         num_probes: columns of U and of V; the standard deviation falls as one over its square root
-        or faster.
+            or faster.
         attn_mask: broadcastable to (..., N, N); bool (True = may attend) or added to the logits.
         is_causal: token i attends to tokens up to i.
         key_padding_mask: bool (batch, N), True = padding.
@@ -67,7 +67,7 @@ def affinity_penalty(
 
     Raises:
         ShapeError: query and key differ in tokens or width (cross-attention has no square
-        affinity).
+            affinity).
         ConfigError: unknown estimator, fewer than one probe, or float16 on a CPU.
 
     Cost: exact 6 N^3 FLOPs per head for value and gradient and O(N^2) memory of one batch chunk;

@@ -37,7 +37,7 @@ def cosine_attention(
         value: (..., keys, value_dim); normalised as well: with a plain value no bound exists.
         eps: > 0, a real knob and not a guard against 0/0: the slope at the origin is `eps^-1/2`.
         tau: temperature, > 0; a tensor broadcasts to (..., queries, 1) and may be learnt, per head
-        for example.
+            for example.
         nu: scale of the output; a tensor broadcasts to (..., queries, value_dim).
         attn_mask: as in `scaled_dot_product_attention`. The token itself need not be seen. A row
             without any key returns zero.

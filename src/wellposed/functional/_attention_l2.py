@@ -43,7 +43,7 @@ def l2_attention(
         query: (..., queries, head_dim), any floating dtype. The leading dimensions broadcast.
         key: (..., keys, head_dim).
         value: (..., keys, value_dim); when it is `key` itself, the augmented keys serve as values
-        without a copy.
+            without a copy.
         attn_mask: broadcasts to (..., queries, keys); bool, True = may attend, or float, added to
             the logits. A row without any key returns zero.
         is_causal: query i sees keys j <= i.

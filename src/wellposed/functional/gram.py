@@ -25,7 +25,7 @@ def gram_attention(
         x: tokens, (batch, tokens, d), floating.
         left, right: U and V, (d, d); or (experts, d, d), all of which see the same x.
         sigma: spectrum, without unit: (d,) common to all; (batch, d); or (batch, tokens, d), one
-        per token (causal).
+            per token (causal).
         folded: multiply `U diag(sigma) V` out once per distinct sigma, d^3, which saves one product
             per token; None
             folds where that is cheaper: more than d tokens for each sigma. Per-token sigma is never

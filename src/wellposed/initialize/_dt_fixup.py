@@ -66,17 +66,17 @@ def dt_fixup_(
             that all of ``model`` but its embeddings is new: a stack whose batches are hidden
             states, or a whole BERT.
         mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the
-        quantile does not.
+            quantile does not.
         quantile: level of the quantile that is reported beside the maximum, in (0, 1].
         max_batches: stop after so many.
         zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not
-        0.
+            0.
         keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
         leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is
-        left as it is.
+            left as it is.
         patterns: as in `find_roles`, inside the new layers.
         seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last
-        given.
+            given.
         dry_run: measure and report, and change nothing.
 
     Returns:

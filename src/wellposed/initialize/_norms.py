@@ -55,7 +55,7 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
     Args:
         model: any module.
         keep: shell-style pattern(s) on dotted module paths of norms that stay, such as
-        ``"*.q_norm"``.
+            ``"*.q_norm"``.
 
     Returns:
         Dotted paths of the norms that were replaced, in model order.

@@ -31,7 +31,7 @@ def step_change(
 
     Args:
         model: any module; put it in eval mode, and in float64, where ``lr`` can be small enough for
-        the first order.
+            the first order.
         batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the
             first floating tensor of at least two dimensions in what the model returns.
         lr: size of the step, > 0; None is the limit lr -> 0, `|J J^T u|` with J the Jacobian of f

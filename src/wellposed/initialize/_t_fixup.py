@@ -88,7 +88,7 @@ def t_fixup_(
 
     Args:
         model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART,
-        Marian, GPT-2, ...
+            Marian, GPT-2, ...
         input_scale: x for one stack, the factor on embeddings; None is x = v.
         remove_norms: take LayerNorms out; False refuses a model that has any.
         zero_biases: set the biases of output and feed-forward layers to 0, as in the paper's code.
@@ -96,14 +96,14 @@ def t_fixup_(
             equal biases in all layers add up, and the signal grows with N. The report tells the
             largest bias. Other libraries have zeros already.
         keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and
-        keys, of heads).
+            keys, of heads).
         leave: what is left as it is, bit for bit: role(s) of the report, as in ``leave=("query",
             "key")``, or shell-style pattern(s) on parameter names, also of matrices without a role.
         patterns: as in `find_roles`.
         batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the
             draw, in eval mode, and input norms are measured.
         dry_run: return the same report, numbers included, and change neither the model nor the
-        random state.
+            random state.
 
     Returns:
         The report; ``print`` it.

@@ -51,9 +51,9 @@ def tie_queries_and_keys_(
         RoleNotFoundError: no self-attention was found.
         ShapeError: query and key weights differ in shape (grouped heads). Nothing is changed then.
         ConfigError: only one of them has a bias, or they are parametrised or wrapped. Nothing is
-        changed then.
+            changed then.
         CheckpointError: later, when a state dict in which they differ is loaded into the tied
-        model.
+            model.
 
     Cost: none for separate projections; for fused ones a copy of the weight in each forward pass.
     When not to use: norms of queries and keys that have weights of their own, and rotations by

@@ -38,18 +38,18 @@ def penalized_loss(
     Status: exact. ``share`` is this micro-batch's part of the step's labels, as the Trainer counts
     them, so accumulated micro-batches and processes add up to one task mean plus one penalty. The
     penalty is in the loss, so its gradient is there when the Trainer clips. Without gradient
-    (evaluation) it is left out: ``eval_loss`` is the task's alone. A first penalty above ten times the
-    task loss is logged as a warning.
+    (evaluation) it is left out: ``eval_loss`` is the task's alone. A first penalty above ten times
+    the task loss is logged as a warning.
 
     Args:
         model, penalty: the model given to the Trainer, and an `wellposed.OrthogonalityPenalty` on
-        it.
+            it.
         task_loss: ``(outputs, labels) -> mean loss``, where the model's own is not wanted or not
-        known.
+            known.
 
     Raises:
         ConfigError: no ``task_loss`` and a model whose own loss needs more than its logits and
-        labels.
+            labels.
     When not to use: under `torch.nn.DataParallel`; run one process for each device.
     """
     task_loss = task_loss or _own_loss(model)
@@ -81,7 +81,8 @@ def penalized_loss(
 
 
 class ConditionCallback(TrainerCallback):
-    """Add a summary, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics included.
+    """Add a summary, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics
+    included.
 
     ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines;
     `attach` puts the callback before trackers (TensorBoard, W&B), which then get them too. A
@@ -123,7 +124,7 @@ def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
 
     Raises:
         ConfigError: the model is no Hugging Face model, makes decoder inputs of its labels, or has
-        another loss.
+            another loss.
     """
     config: Any = getattr(model, "config", None)
     kind = _loss_type(model)

@@ -82,13 +82,13 @@ def l2_attention_bound(
     Args:
         projection: ``W_h``, ``(H, D, d)``, query = key = ``x @ W_h``.
         mixing: ``R_h``, ``(H, d, d)``; Kim et al.: ``W_h^T W_V,h / sqrt d`` (with ``tau = 1/sqrt
-        d``).
+            d``).
         output: ``W_O,h``, ``(H, d, E)``: the rows of ``W_O`` that read head h.
         constants: tokens, mask and biases, from `l2_constants` and its siblings.
         norm: ``"tok"``, ``"inf"`` or ``2``.
         method: how spectral norms are bounded; ``"gram"`` is differentiable and meant for training.
         per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far cheaper,
-        looser).
+            looser).
 
     Returns:
         The value in float64, and its form.

@@ -50,7 +50,7 @@ def phi_inverse(mass: float | Tensor) -> float | Tensor:
 
     Args:
         mass: float, or tensor of any shape; >= 0. The total weight of the other keys, ``N - 1`` for
-        ``N`` tokens.
+            ``N`` tokens.
 
     Returns:
         A float for a float; a float64 tensor of the same shape for a tensor.
@@ -133,7 +133,7 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any", extra_keys: int = 0) -
         seq_len: largest number of tokens that can share a key, >= 1.
         mask: ``"full"``, ``"causal"`` or ``"any"``.
         extra_keys: keys that do not depend on the input (null or sink keys) which every query sees
-        as well.
+            as well.
 
     Raises:
         ShapeError: ``seq_len < 1`` or ``extra_keys < 0``.
@@ -169,7 +169,7 @@ def l2_constants_from_weights(weights: Tensor) -> L2Constants:
 
     Raises:
         ShapeError: not square, or a diagonal entry is not 1 (``b_ij`` not normalised by ``b_ii``,
-        or self is masked).
+            or self is masked).
 
     Cost: O(N^2).
     """
@@ -199,7 +199,7 @@ def l2_constants_alibi(slope: float, *, is_causal: bool = True) -> L2Constants:
 
     Raises:
         ConfigError: ``slope <= 0`` (then the constants grow with the number of tokens: use
-        `l2_constants`).
+            `l2_constants`).
 
     >>> alibi = l2_constants_alibi(0.5)
     >>> round(alibi.bracket(2), 2), round(alibi.bracket("tok"), 2)

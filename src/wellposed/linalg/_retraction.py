@@ -93,7 +93,7 @@ def skew_gradient_(
 
     Args:
         point: ([batch,] n, n) with ``W^T W = gain^2 I``. gradient: same shape, overwritten. gain:
-        singular value of W.
+            singular value of W.
         workspace: buffers to reuse.
 
     Returns:
@@ -125,7 +125,7 @@ def tangent_gradient_(
 
     Args:
         point: ([batch,] rows, columns), rows >= columns, ``W^T W = gain^2 I``. gradient: same
-        shape, overwritten.
+            shape, overwritten.
         gain: singular value of W. workspace: buffers to reuse.
 
     Returns:
@@ -182,7 +182,7 @@ def rotate(
         out: same shape, receives the result; must not overlap ``point``, and may be ``step``.
         gain: singular value of W. tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``.
         step_is_skew: the step is skew-symmetric up to rounding already, so the pass that makes it
-        so is left out.
+            so is left out.
         drift: the ``drift`` of the retraction that made ``point``, if nothing touched it since: the
             correction, and its product, are then left out until such steps have used up the
             tolerance. None measures.
@@ -273,7 +273,7 @@ def retract_(
 
     Args:
         weight: ([batch,] rows, columns), rows >= columns, changed in place. gain: singular value
-        wanted.
+            wanted.
         tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``. workspace: buffers to reuse.
 
     Returns:
@@ -282,7 +282,7 @@ def retract_(
 
     Raises:
         ConvergenceError: the weight is not finite (it is then left as it was). ShapeError: the
-        matrix is wide.
+            matrix is wide.
 
     Cost: 2 GEMM and 2 products of columns^3.
 

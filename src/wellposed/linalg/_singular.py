@@ -1,4 +1,5 @@
-"""Singular values: all of them exactly, or the largest one quickly and from below, and numbers made of them.
+"""Singular values: all of them exactly, or the largest one quickly and from below, and numbers made
+of them.
 
 The quick one is Golub-Kahan Lanczos, never power iteration: near-orthogonal weights have a flat
 top, where power iteration does not converge in hundreds of steps and Lanczos needs about twenty.
@@ -70,10 +71,10 @@ def largest_singular_value(
 
     Args:
         weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in
-        their own.
+            their own.
         method: ``"lanczos"`` or ``"svd"``.
         tol: relative error at which Lanczos stops; below the rounding of the dtype it ends in the
-        SVD.
+            SVD.
 
     Returns:
         The estimate. The same weight gives the same number; no global random state is used.

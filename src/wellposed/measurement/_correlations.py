@@ -43,7 +43,7 @@ def correlate(
 
     Raises:
         ShapeError: different numbers of values, or fewer than three. ConfigError: a quantity that
-        does not vary or is not finite, or scipy is not installed.
+            does not vary or is not finite, or scipy is not installed.
 
     Cost: O(n log n) for n models. When not to use: to claim a cause, or to test many pairs without
     a correction.
@@ -82,14 +82,14 @@ def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]
 
     Args:
         models: model name -> quantity -> value; every model holds the same quantities, two at
-        least.
+            least.
 
     Returns:
         one `Correlation` for each two quantities, in the order of the first model.
 
     Raises:
         ConfigError: models with other quantities than the first, or fewer than two. Those of
-        `correlate`.
+            `correlate`.
 
     Cost: that of `correlate` for each two quantities. When not to use: see `correlate`.
 

@@ -87,7 +87,7 @@ def activation_factor(
 
     Args:
         states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with
-        ``hidden_states``.
+            ``hidden_states``.
         metric: ``"euclidean"``; ``"cosine"`` for ratios of ``1 - cos``; ``"dot"`` for ratios of
             ``x_i . x_j``, whose
             denominator may be near zero and of either sign: read the median.
@@ -100,9 +100,9 @@ def activation_factor(
 
     Raises:
         ConfigError: unknown metric, ``pairs`` below 1, no hidden states, or no pair of different
-        tokens at all.
+            tokens at all.
         ShapeError: states or mask do not fit. ConvergenceError: a real token holds NaN or infinity,
-        or its distances overflow.
+            or its distances overflow.
 
     Cost: ``L batch tokens^2 width``, or ``L batch pairs width``; memory: 512 x tokens distances.
     When not to use: as a certificate; ``wellposed.certify`` bounds the ratio of every pair from
@@ -163,9 +163,9 @@ def token_distances(
 
     Args:
         states: ``(x_0, ..., x_L)``, each (batch, tokens, width), or a model output with
-        ``hidden_states``.
+            ``hidden_states``.
         metric: ``"euclidean"``; ``"cosine"``, the distance ``1 - cos``; ``"dot"``, the product
-        ``x_i . x_j``.
+            ``x_i . x_j``.
         attention_mask: (batch, tokens), 1 for real tokens; the rest become NaN.
 
     Returns:

@@ -42,7 +42,7 @@ def differential_entropy(
         x: (..., n), floating, finite; the n values of one variable along the last axis.
         estimator: ``"knn"`` or ``"histogram"``.
         standardize: divide by the standard deviation first; a Gaussian has the most then, ``log(2
-        pi e) / 2`` = 1.419.
+            pi e) / 2`` = 1.419.
         neighbors: k of ``"knn"``; more give less variance and more bias.
         bins: of ``"histogram"``; None takes ``sqrt(n)``, rounded.
 

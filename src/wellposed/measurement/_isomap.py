@@ -49,7 +49,7 @@ def isomap(
 
     Args:
         states: ``(x_0, ..., x_L)``, each (1, tokens, width), or a model output with
-        ``hidden_states``.
+            ``hidden_states``.
         tokens: the text of every token, without padding: as many as the states hold.
         chosen: texts of the tokens to mark, each of which must occur.
         neighbors: edges of the graph from each token.
@@ -59,7 +59,8 @@ def isomap(
 
     Raises:
         ConfigError: scikit-learn is not installed; ``neighbors`` does not fit; a chosen token that
-        does not occur; a state in which all tokens are equal. ShapeError: more than one sequence,
+            does not occur; a state in which all tokens are equal. ShapeError: more than one
+            sequence,
         fewer than three tokens, or another number of names. ConvergenceError: NaN or infinity.
 
     Cost: ``tokens^3`` for each layer. When not to use: for numbers; `activation_factor` and

@@ -53,7 +53,8 @@ ARCHITECTURES = Registry[Architecture]("architecture")
 def register_family(
     name: str, family: Architecture, *, body: type[PreTrainedModel] | None = None
 ) -> None:
-    """Make a family of models known, here by ``name`` and to the Auto classes by its configuration."""
+    """Make a family of models known, here by ``name`` and to the Auto classes by its
+    configuration."""
     ARCHITECTURES.register(name)(family)
     transformers.AutoConfig.register(family.config.model_type, family.config)
     models = family.kinds if body is None else {**family.kinds, "encoder": body}
@@ -71,7 +72,7 @@ def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTraine
 
     Raises:
         ConfigError: an unknown architecture or kind (the nearest three are named), or a
-        configuration not usable.
+            configuration not usable.
 
     >>> model = build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2)
     >>> type(model).__name__
@@ -89,7 +90,7 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
 
     Raises:
         ConfigError: an unknown architecture, or an option that it lacks and that is not at its
-        default.
+            default.
 
     >>> model_keywords(ModelOptions(architecture="transject", num_experts=2))["num_experts"]
     2

@@ -1,4 +1,5 @@
-"""Classifiers of one sequence or of two, of whatever family: pooled vectors, and the loss of labels."""
+"""Classifiers of one sequence or of two, of whatever family: pooled vectors, and the loss of
+labels."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ class SequencePairClassifier(Classifier[Output]):
             inputs_embeds: (batch, tokens, D) in place of `input_ids`.
             inputs_embeds_pair: (batch, other tokens, D) in place of `input_ids_pair`.
             labels: as for `forward` of the classifier of one sequence,
-            `WellposedForSequenceClassification`.
+                `WellposedForSequenceClassification`.
 
         Returns:
             `loss` where labels are given, plus the mean of the body's auxiliary losses where it has

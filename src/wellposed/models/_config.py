@@ -43,7 +43,7 @@ class WellposedConfig(CheckedConfig):
         attention: registered attention.
         feedforward: registered feed-forward.
         unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by
-        sqrt(D).
+            sqrt(D).
         norm: where LayerNorm stands: pre, post or none.
         residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0.
         qk_norm: normalise queries and keys per head.
@@ -56,7 +56,7 @@ class WellposedConfig(CheckedConfig):
         init: registered initialisation.
         pooling: how a classifier pools tokens: mean, first or max.
         num_decoder_layers: number of blocks of the decoder of an encoder-decoder; num_hidden_layers
-        where None.
+            where None.
         share_embeddings: one table of tokens for the source and the target of an encoder-decoder.
         cross_attention: registered cross-attention of an encoder-decoder. None is the one of the
             same name as `attention`; cosine beside the L2 attentions, whose cross form has no
@@ -75,7 +75,7 @@ class WellposedConfig(CheckedConfig):
 
     Raises:
         ConfigError: values out of range, names that are not registered or keys that nobody reads,
-        all in one message.
+            all in one message.
 
     >>> WellposedConfig(hidden_size=64, num_attention_heads=4).intermediate_size
     256

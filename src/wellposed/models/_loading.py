@@ -88,7 +88,7 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
         kind: an Auto class, or a model class.
         name: a folder, or the name of a hub model.
         unread: start of the names of tensors that may be missing, since the caller never reads what
-        they give.
+            they give.
 
     Returns:
         The model, in evaluation mode.
@@ -194,7 +194,7 @@ def draw_model(config_file: str | Path) -> Any:
 
     Raises:
         CheckpointError: the file cannot be read, or describes no model of transformers or of this
-        package.
+            package.
 
     Cost: drawing the weights. When not to use: to train one, `start_model` gives it the head of a
     task.

@@ -125,7 +125,7 @@ class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
         Args:
             input_ids: int (batch, tokens).
             attention_mask: 1 = real token; padding must stand on the right, where no real token
-            sees it.
+                sees it.
             inputs_embeds: (batch, tokens, hidden_size) in place of ids.
             labels: int (batch, tokens), shifted inside; -100 is not counted.
             num_items_in_batch: divide the summed loss by this, in place of the number of labels.

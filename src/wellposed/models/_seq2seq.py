@@ -130,7 +130,7 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
 
     Args:
         config: what the model is made of; `num_hidden_layers` blocks in the encoder,
-        `decoder_depth` in the decoder.
+            `decoder_depth` in the decoder.
         is_part: whether a larger model holds this one, and initialises it as a whole.
     """
 
@@ -296,17 +296,17 @@ class WellposedForSeq2SeqLM(
         Args:
             input_ids: int (batch, source tokens).
             attention_mask: (batch, source tokens), 1 = real, 0 = padding, on any side; None = all
-            real.
+                real.
             decoder_input_ids: int (batch, target tokens), from `decoder_start_token_id` on. Where
                 absent and labels are
                 given: the labels, shifted to the right by one.
             decoder_attention_mask: (batch, cached + target tokens), 1 = real. Padding on the right
-            needs none.
+                needs none.
             position_ids, decoder_position_ids: counted over real tokens where None.
             encoder_outputs: the encoder's output, in place of the source, read once.
             past_key_values: an `EncoderDecoderCache` of earlier target tokens; extended in place.
             inputs_embeds, decoder_inputs_embeds: vectors (batch, tokens, D) in place of ids, before
-            the factor sqrt(D).
+                the factor sqrt(D).
             labels: int (batch, target tokens); labels t belong to logits t, so they are not
                 shifted; -100 is not counted.
             use_cache: make and return a cache; only where asked for, or where one is given.
@@ -354,7 +354,7 @@ class WellposedForSeq2SeqLM(
 
         Raises:
             ConfigError: the configuration names no token to start with, or no padding where a label
-            is -100.
+                is -100.
         """
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         start = self.config.bos_token_id if start is None else start

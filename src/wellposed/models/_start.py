@@ -95,7 +95,7 @@ def start_model(
 
     Args:
         source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a
-        hub name.
+            hub name.
         kind: of the task, such as ``causal_lm``.
         wanted: what the data fixes: ``vocab_size``, ``max_position_embeddings``, token ids, labels.
         from_scratch: read the configuration alone and draw every weight.
@@ -109,7 +109,7 @@ def start_model(
             see later ones, labels that differ, too few positions.
         ShapeError: a vocabulary larger than the model's.
         CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of another
-        shape.
+            shape.
 
     Cost: reading the weights. When not to use: to go on with a finished run of this library, resume
     it.

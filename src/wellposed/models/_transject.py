@@ -183,18 +183,18 @@ class TransJectModel(TransJectPreTrainedModel):
         Args:
             input_ids: int (batch, tokens).
             attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side;
-            None = all real.
+                None = all real.
             position_ids: int (batch | 1, tokens); counted over real tokens where None.
             past_key_values: of earlier tokens; extended in place.
             inputs_embeds: X^0 itself, (batch, tokens, d), position codes included, in place of
-            `input_ids`.
+                `input_ids`.
             use_cache: make and return a cache; only where asked for, or where one is given.
             output_hidden_states: also return X^0 and the output of each layer.
             output_attentions: must not be True: there are none.
 
         Raises:
             ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit; a sample
-            of padding alone.
+                of padding alone.
             ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
                 layers, or against `use_cache=False`.
         """

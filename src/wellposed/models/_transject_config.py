@@ -28,13 +28,13 @@ class TransJectConfig(CheckedConfig):
         num_hidden_layers: L.
         spectrum_eps: added to that divisor, and to that of normalised gates; above 0.
         gating: pooled, or normalized where a certificate is asked for, or fixed, the same for every
-        input.
+            input.
         residual: rezero, the identity at the start, or sigmoid.
         position: sinusoidal or learned.
         dropout: between the two maps of the feed-forward, in [0, 1). Distances are kept in
-        evaluation only.
+            evaluation only.
         reconstruction_weight: of the loss that teaches a Gram spectrum its basis, added in
-        training; 0 leaves it out.
+            training; 0 leaves it out.
         pooling: how a classifier pools tokens: mean, first or max.
         tie_word_embeddings: in a language model, share the token embedding with the output layer;
             as it is half as wide as a token, a projection d -> d/2 stands before it.
@@ -50,7 +50,7 @@ class TransJectConfig(CheckedConfig):
 
     Raises:
         ConfigError: values out of range, names that are not known or keys that nobody reads, all in
-        one message.
+            one message.
 
     >>> TransJectConfig(hidden_size=63, num_experts=0)
     Traceback (most recent call last):

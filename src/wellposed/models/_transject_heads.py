@@ -43,7 +43,7 @@ class TransJectForSequenceClassification(
 
     Args:
         config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits,
-        `pooling` the pool.
+            `pooling` the pool.
 
     Raises:
         ConfigError: the configuration is not usable.
@@ -69,7 +69,7 @@ class TransJectForSequencePairClassification(
 
     Args:
         config: what the model is made of; `num_labels` sets the number of logits, `pooling` the
-        pool.
+            pool.
 
     Raises:
         ConfigError: the configuration is not usable.

@@ -318,13 +318,13 @@ class WellposedModel(WellposedBody):
         Args:
             input_ids: int (batch, tokens).
             attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side;
-            None = all real.
+                None = all real.
             position_ids: int (batch | 1, tokens); counted over real tokens where None.
             past_key_values: keys and values of earlier tokens; extended in place.
             inputs_embeds: (batch, tokens, D) in place of `input_ids`, before the factor sqrt(D).
             use_cache: make and return a cache; only where asked for, or where one is given.
             output_hidden_states: also return the states before the first block and after each, the
-            last one normed.
+                last one normed.
             output_attentions: must not be True: the fused kernels never form the weights.
 
         Returns:

@@ -52,7 +52,7 @@ class WellposedForSequenceClassification(
 
     Args:
         config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits,
-        `pooling` the pool.
+            `pooling` the pool.
 
     Raises:
         ConfigError: the configuration is not usable.

@@ -1,4 +1,5 @@
-"""Transformer blocks, where their norms stand, and a stack of them, assembled from the registries."""
+"""Transformer blocks, where their norms stand, and a stack of them, assembled from the
+registries."""
 
 from __future__ import annotations
 
@@ -236,7 +237,7 @@ class TransformerStack(nn.Module):
         Args:
             x: (batch, tokens, width).
             key_padding_mask: bool (batch, num_cached + tokens), True = padding; or a finished mask;
-            or None.
+                or None.
             caches: one per layer.
             num_cached: tokens that the caches hold.
 

@@ -149,7 +149,7 @@ class BudgetResidual(_DividedBranch):
 
     Raises:
         ConfigError: `budget`, `share` or `divisor` is out of its range, or `blocks` is no integer
-        of at least 1.
+            of at least 1.
 
     Cost: one pass over the tokens.
     When not to use: where the constant must be 1: take `ConvexResidual`.

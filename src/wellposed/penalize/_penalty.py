@@ -40,7 +40,8 @@ _LARGE = 10.0
 
 
 class OrthogonalityPenalty:
-    """Add ``sum of strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over affinities.
+    """Add ``sum of strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over
+    affinities.
 
     Status: a penalty; exact to rounding, unbiased where probes, ``layers_per_step`` or ``every``
     sample. The weights are read in place and no model code is edited.
@@ -63,12 +64,13 @@ class OrthogonalityPenalty:
       (out, in), or (vocabulary, width).
 
     ``form`` says what ``| |`` is: ``gram_squared`` (the squared Frobenius norm), ``gram`` (the norm
-    itself) or ``qr`` (``|Q - A|_F``). ``paper`` is the form of the paper that a strength comes from: Zhang
-    et al.'s squares for attention and feedforward (of which they print the latter unsquared:
-    ``form={"feedforward": "gram"}``), McGrath's norm for query, key, value and embedding. A strength means
-    little without its form (of a square matrix of width d the norm grows as the root of d and its gradient
-    is bounded, while the square grows as d and its gradient with the distance), so a paper's strengths fit
-    its own form, here and in the variants of the command line alike.
+    itself) or ``qr`` (``|Q - A|_F``). ``paper`` is the form of the paper that a strength comes
+    from: Zhang et al.'s squares for attention and feedforward (of which they print the latter
+    unsquared: ``form={"feedforward": "gram"}``), McGrath's norm for query, key, value and
+    embedding. A strength means little without its form (of a square matrix of width d the norm
+    grows as the root of d and its gradient is bounded, while the square grows as d and its gradient
+    with the distance), so a paper's strengths fit its own form, here and in the variants of the
+    command line alike.
 
     A weight that plays two roles of one strength (or two of query, key and value) is counted once;
     a warning and ``notes`` say which. A strength whose weights are all frozen
@@ -78,18 +80,19 @@ class OrthogonalityPenalty:
 
     Args:
         model: the module that will be called; with ``affinity``, hooks are placed on it and its
-        self-attention modules.
+            self-attention modules.
         affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules
-        from the step.
-        form: ``"paper"`` or one of the three for every weight term, or a mapping from strength name to
-            form. Not given, it is ``"paper"``, and a `FutureWarning` says so where query, key, value or
-            embedding is used, whose default was ``gram_squared`` before 0.3; the warning goes in 0.4.
+            from the step.
+        form: ``"paper"`` or one of the three for every weight term, or a mapping from strength name
+            to form. Not given, it is ``"paper"``, and a `FutureWarning` says so where query, key,
+            value or embedding is used, whose default was ``gram_squared`` before 0.3; the warning
+            goes in 0.4.
         attention_mode: ``"joint"`` or ``"separate"``.
         estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see
-        `wellposed.functional.affinity_penalty`).
+            `wellposed.functional.affinity_penalty`).
         num_probes: of the probes estimator.
         layers_per_step: affinities of this many layers, drawn anew at each forward pass and scaled
-        up without bias.
+            up without bias.
         every: non-zero at calls 0, k, 2k, ... and then scaled by k.
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
@@ -104,10 +107,10 @@ class OrthogonalityPenalty:
     ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed.
 
     Raises:
-        ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an unknown
-            form, mode or estimator, quantised or (on a CPU) float16 weights, an attention
-            implementation that cannot be watched, or ``adapters`` where there are none, or none that can
-            be added to the weight (merged, switched off, DoRA).
+        ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an
+            unknown form, mode or estimator, quantised or (on a CPU) float16 weights, an attention
+            implementation that cannot be watched, or ``adapters`` where there are none, or none
+            that can be added to the weight (merged, switched off, DoRA).
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
@@ -349,7 +352,8 @@ def _check_gradients(shown: Sequence[tuple[AttentionRole, Tensor]]) -> None:
 
 
 def _summed(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Add up parts of one name: tied weights that two layers hold, or several calls of one module."""
+    """Add up parts of one name: tied weights that two layers hold, or several calls of one
+    module."""
     total: dict[str, Tensor] = {}
     for name, part in parts:
         total[name] = total[name] + part if name in total else part

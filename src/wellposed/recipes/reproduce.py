@@ -168,14 +168,14 @@ def reproduce(
             or refuted: at most ten hours on two cores or 45 minutes on one large GPU) or
             ``"paper"``; ``"toy"`` is for tests and never says whether a claim holds.
         out: folder; created. Training recipes keep their runs inside and go on with them when
-        called again.
+            called again.
         data: data of the recipe's task, for recipes that read some, or a folder of data sets that
             holds it; where not given, ``RECIPES.get(name).builtin`` says what is read.
         announce: called with one line of progress now and then.
         encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one
             (mcgrath2024) or score replies with it (zhang2021/table-4).
         vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them
-        (zhang2021/table-4).
+            (zhang2021/table-4).
         languages: source and target, as ``"en,fr"``, for recipes that translate ``data``; in this
             order they also name the columns of a tsv without a header.
         jobs: processes that train independent runs at the same time; see `Request`.

@@ -39,7 +39,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
         run_dirs: run folders, or folders that hold run folders or reproductions.
         out: file to write, replaced in one step where it exists.
         refresh: seconds after which an open page loads itself again; for pages that are written
-        again and again.
+            again and again.
 
     Returns:
         ``out``.

@@ -49,9 +49,9 @@ def find_roles(
 
     Raises:
         RoleNotFoundError: nothing matches (what was seen is listed), or a pattern matches no
-        parameter.
-        ConfigError: ``model`` is no module; a pattern matches a bias or another parameter that is no
-        matrix, or a role name is unknown.
+            parameter.
+        ConfigError: ``model`` is no module; a pattern matches a bias or another parameter that is
+            no matrix, or a role name is unknown.
         ShapeError: heads do not divide the weights.
 
     Cost: one walk over the modules, no arithmetic.

@@ -179,8 +179,8 @@ class Task(ABC):
 class TokenTask(Task, Generic[Examples]):
     """A task whose examples are token ids, all of them made when the task is built.
 
-    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id`` and ``eos_id``, ``tokenizer(max_length=)``
-    and ``description()``, as those of `wellposed.tasks.text`.
+    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id`` and ``eos_id``,
+    ``tokenizer(max_length=)`` and ``description()``, as those of `wellposed.tasks.text`.
     """
 
     def __init__(
@@ -249,13 +249,13 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     Args:
         name: registered name, one of ``TASKS.names()``.
         options: values by field name of the task's options class; fields left out take their
-        defaults.
+            defaults.
 
     Raises:
         ConfigError: an unknown task or option (with the nearest three), a value of the wrong type,
-        a missing one.
+            a missing one.
         DataError: the data cannot be used; the message holds the file and, where there is one, the
-        line.
+            line.
 
     >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     >>> task.kind, task.headline, len(task.dataset("train"))

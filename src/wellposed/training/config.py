@@ -60,8 +60,8 @@ class PenaltyOptions(CheckedOptions):
     embedding: Strength = 0.0
     """Strength on token embeddings."""
     form: Literal["paper", "gram_squared", "gram", "qr"] = "paper"
-    """Which distance to orthogonality; paper: the square for attention and feedforward (Zhang et al.),
-    the norm for query, key, value and embedding (McGrath)."""
+    """Which distance to orthogonality; paper: the square for attention and feedforward (Zhang et
+    al.), the norm for query, key, value and embedding (McGrath)."""
     feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
     """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared
     norms."""
@@ -105,7 +105,8 @@ class ConstrainOptions(CheckedOptions):
     bound: Positive = 1.0
     """Size of the sets spectral and columns, above 0."""
     gain: Literal["auto", "one", "fit"] = "auto"
-    """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it least,
+    """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it
+    least,
     or auto: fit for a pretrained model of --from, one else."""
 
     def problems(self) -> list[str]:
@@ -362,7 +363,7 @@ class RunConfig:
 
         Raises:
             ConfigError: an unknown option (with the nearest three), a value of the wrong type,
-            another schema version.
+                another schema version.
         """
         values = dict(values)
         version = values.pop("schema_version", SCHEMA_VERSION)
@@ -401,7 +402,8 @@ def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _with_former_gain(values: dict[str, Any]) -> dict[str, Any]:
-    """Give constraints on a pretrained model that were recorded without a gain the one they had, 1."""
+    """Give constraints on a pretrained model that were recorded without a gain the one they had,
+    1."""
     held, start = values.get("constrain"), values.get("start")
     if not isinstance(held, Mapping) or not isinstance(start, Mapping):
         return values

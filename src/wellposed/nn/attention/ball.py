@@ -105,7 +105,7 @@ class BallAttention(SelfAttention, _BallAttention):
             constant is 1 in norm tok where no projection has a norm above 1 and queries have no
             bias.
         bias: whether projections have a bias. Those of keys, values and the output are free in the
-        bound.
+            bound.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
@@ -134,7 +134,7 @@ class BallCrossAttention(MemoryAttention, _BallAttention):
         num_heads: number of heads; divides D.
         memory_dim: width of a token of the memory; D where not given.
         temperature, max_temperature, unit_lipschitz, bias: see `BallAttention`; the divisor is of
-        moving both inputs.
+            moving both inputs.
 
     Raises:
         ShapeError, ConfigError: as `BallAttention`.

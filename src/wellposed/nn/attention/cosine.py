@@ -89,11 +89,11 @@ class CosineSelfAttention(SelfAttention, _CosineAttention):
         tau: temperature at the start, one per head; `sqrt(d)` where not given, so that random
             directions give logits of variance one.
         nu: output scale at the start, one per head: no head output is longer. The bound is
-        proportional to it.
+            proportional to it.
         learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are
-        buffers.
+            buffers.
         dropout: probability of dropping an attention weight in training, in [0, 1); the bound is
-        for none dropped.
+            for none dropped.
         bias: whether projections have a bias. Biases inside `n` cost nothing in the bound.
 
     Raises:

@@ -144,7 +144,7 @@ class InverseDAttention(SelfAttention):
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads; divides D. Each head has dimension d = D / num_heads, which is
-        even.
+            even.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`, or the width of a head is odd.

@@ -131,7 +131,7 @@ class SelfAttention(HeadProjections):
         Args:
             x: (batch, tokens, embed_dim).
             key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
-            finished mask.
+                finished mask.
             is_causal: whether a token is kept from later tokens.
             cache: earlier keys and values of this layer; the new ones are appended.
 

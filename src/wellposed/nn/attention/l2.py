@@ -75,11 +75,11 @@ class L2SelfAttention(Part):
         embed_dim: width D of a token.
         num_heads: number of heads H; divides D; d = D / H.
         tied: one projection makes queries and keys. `False` is for comparison only: it has no
-        Lipschitz constant.
+            Lipschitz constant.
         contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz
-        constant is at most c.
+            constant is at most c.
         norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or
-        `2` (Frobenius).
+            `2` (Frobenius).
         bound: what `contractive` divides by: `"sharp"`, or `"kim2021"`, Theorem 3.2 as the paper
             has it, which is never smaller (1,250 times at D = 512, H = 8, 288 tokens in norm
             `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2`, paper
@@ -94,18 +94,18 @@ class L2SelfAttention(Part):
             divided by the bound for its own number of real tokens: then the scale of a causal layer
             moves with the length, so that a cache needs `max_tokens`.
         dropout: probability of dropping an attention weight in training, in [0, 1). Excludes
-        `contractive`.
+            `contractive`.
         bias: whether projections have a bias. Queries and keys share theirs; no bias changes the
-        bound.
+            bound.
         init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of
-        Glorot's.
+            Glorot's.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
         ConfigError: an option is out of range, or two do not go together.
         NotContractiveError: `contractive` is not inside (0, 1).
         NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason
-        is named.
+            is named.
 
     Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D).
     `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and no
@@ -221,7 +221,7 @@ class L2SelfAttention(Part):
 
         Args:
             dtype: in which `R_h`, a product of weights, is computed; the weights' own where not
-            given.
+                given.
 
         Raises:
             NotLipschitzError: the values are plain, so there is no `R_h`.
@@ -362,7 +362,7 @@ class L2SelfAttention(Part):
             mask: which masks the bound covers; matters for norm 2 only.
             method: how spectral norms are bounded.
             layers: from `bound_layers`, so that several bounds share their spectral norms; made
-            here where not given.
+                here where not given.
 
         Returns:
             0-dim tensor.
@@ -371,7 +371,7 @@ class L2SelfAttention(Part):
             NotLipschitzError: no bound exists; the message holds `certificate_refusal()`.
             ShapeError: `num_tokens` is above the certified length.
             ConfigError: a contractive layer without `max_tokens` is asked for another norm than its
-            own.
+                own.
         """
         # Spectral norms that the refusal computes first would be kept without their gradient.
         refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))

@@ -57,7 +57,7 @@ def attention_mask(
 
     Args:
         key_padding_mask: bool (batch, keys), True = padding; or None; or an `AttentionMask`,
-        returned as it is.
+            returned as it is.
         is_causal: whether a query is kept from later keys.
         num_queries: tokens of this call.
         num_keys: tokens of this call and of the cache.
@@ -122,7 +122,7 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
 
     Args:
         key_padding_mask: bool (batch, memory tokens), True = padding; or None; or a finished mask,
-        returned as it is.
+            returned as it is.
         memory: (batch, memory tokens, width).
 
     Raises:

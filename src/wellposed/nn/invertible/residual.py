@@ -50,11 +50,11 @@ class InvertibleResidual(Part):
         lipschitz: a bound c of f in `norm` that you vouch for, for modules that do not know their
             own (`wellposed. certify` finds one for most).
         norm: of `lipschitz`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`; otherwise f's
-        own norm counts.
+            own norm counts.
 
     Raises:
         NotContractiveError: `lipschitz` is not in [0, 1). A bound that depends on the weights is
-        checked in `inverse`.
+            checked in `inverse`.
 
     Cost: forward that of f; the inverse evaluates f `ln(1e-7) / ln(c')` times in float32 with
     Picard's iteration, c' the slope at hand (often far below c); Anderson's acceleration halves
@@ -98,7 +98,7 @@ class InvertibleResidual(Part):
 
         Raises:
             NotContractiveError: no bound below 1 is known; the message holds the bound found, or
-            what is missing.
+                what is missing.
         """
         if self.lipschitz is not None:
             return _checked(self.lipschitz, self.norm, "the bound given as lipschitz=", self.f)
@@ -235,9 +235,9 @@ class AdditiveCoupling(Part):
 
     Args:
         f: maps the second half of the width to the size of the first; called with the options of
-        `forward`.
+            `forward`.
         g: maps the first half to the size of the second; called with the tensor alone unless
-        `g_options` is set.
+            `g_options` is set.
         g_options: whether g gets the options as well (False suits attention f, feed-forward g).
 
     >>> block = AdditiveCoupling(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -34,12 +34,12 @@ class ReversibleSequential(Part):
         blocks: modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`,
             such as `InvertibleResidual` and `AdditiveCoupling`, all of one shape.
         drift: largest relative error of the rebuilt input (in the 2-norm of a sample) that backward
-        accepts.
+            accepts.
         tol, max_iter: passed to each `inverse`.
 
     Raises:
         ConfigError: a block has no inverse, or there is none at all; in `forward`, dropout is
-        active in a block.
+            active in a block.
 
     Cost: activation memory of one block plus three activations, whatever L: at most as many bytes
     of tensors are alive at once with 64 blocks as with 8 (ratio 1.00 measured, 7.6 by ordinary
@@ -92,7 +92,7 @@ class ReversibleSequential(Part):
 
         Raises:
             ConfigError: a block draws random numbers in its present mode, or an option requires
-            gradient.
+                gradient.
         """
         refuse_randomness(self, "ReversibleSequential")
         carrying = [

@@ -96,7 +96,7 @@ class TransJectBlock(Part):
 
         Raises:
             ShapeError: x, sigma or gates do not fit, or those for each token are given without
-            `is_causal`.
+                `is_causal`.
         """
         self._check_given(x, sigma, gates, is_causal)
         if not is_causal and self._runs_in_blocks(x, sigma):

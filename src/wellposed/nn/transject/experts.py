@@ -64,7 +64,7 @@ class GramAttention(Part):
         Raises:
             ShapeError: the shapes do not fit.
             ConfigError: `folded` with a map that is wrapped, hooked or parametrised: there is no
-            one weight to fold.
+                one weight to fold.
         """
         if self.has_plain_maps():
             return gram_attention(
@@ -122,7 +122,7 @@ class ExpertMixture(Part):
 
     Raises:
         ConfigError: a size that is no integer of at least 1, `gating` unknown, or eps that is 0 in
-        float32.
+            float32.
 
     Cost: E times that of `GramAttention`; on accelerators the experts run as one batched product.
 

@@ -1,4 +1,5 @@
-"""What TransJect is made of: the orthogonal weight, the feed-forward of two, and the injective residual."""
+"""What TransJect is made of: the orthogonal weight, the feed-forward of two, and the injective
+residual."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ class OrthogonalFeedForward(Part):
     Args:
         embed_dim: width d.
         dropout: rate between the two maps, in training; it multiplies the constant by
-        `1/(1 - dropout)` there.
+            `1/(1 - dropout)` there.
 
     Raises:
         ConfigError: a rate outside [0, 1).

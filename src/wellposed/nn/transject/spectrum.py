@@ -1,4 +1,5 @@
-"""The numbers sigma through which TransJect's tokens meet, and the running sums that generation keeps."""
+"""The numbers sigma through which TransJect's tokens meet, and the running sums that generation
+keeps."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class GramSpectrum(Part):
 
     Raises:
         ConfigError: `embed_dim` is no integer of at least 1, `normalization` is unknown, or eps is
-        0 in float32.
+            0 in float32.
 
     Cost: N d^2 multiply-adds for N tokens, memory N d; never an N x N or, causal, N x d x d tensor.
 
@@ -172,7 +173,7 @@ class GramSpectrum(Part):
 
         Args:
             x: embedded tokens, (batch, tokens, d); key_padding_mask: bool (batch, tokens), True =
-            padding.
+                padding.
 
         Returns:
             0-dim tensor, float32 or wider, with gradient to U0 and to x.
@@ -270,7 +271,7 @@ def check_padding(
         key_padding_mask: bool (batch, cached + tokens) or (batch, tokens), True = padding; or None.
         x: (batch, tokens, d).
         cache: of the tokens seen before these; with one, a piece of the sequence may be padding
-        alone.
+            alone.
 
     Raises:
         ShapeError: another shape or dtype, or (on the CPU) a sample without a real token.

@@ -68,11 +68,11 @@ class TransJectStack(Part):
         spectrum_norm, eps: see `GramSpectrum`; eps serves the gates too.
         residual: see `InjectiveResidual`. dropout: see `OrthogonalFeedForward`.
         is_causal: whether a token is kept from later tokens; only then can it model language, and
-        be cached.
+            be cached.
 
     Raises:
         ConfigError: L is no integer of at least 1, an unknown name, or a part refuses its
-        arguments.
+            arguments.
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded
     (N > d). In float32 on a CPU, without gradients, tokens are worked on in blocks that fit the
@@ -153,7 +153,7 @@ class TransJectStack(Part):
         Args:
             x: embedded tokens, (batch, tokens, d).
             key_padding_mask: bool (batch, tokens), True = padding; with a cache (batch, cached +
-            tokens) will do.
+                tokens) will do.
             cache: of earlier tokens, for a causal stack; this call adds its tokens to it.
             output_hidden_states: keep the input and every layer's output.
             sigma, gates: use these, from an earlier pass, in place of computed ones.

@@ -131,7 +131,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 
     Raises:
         ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
-        user's list.
+            user's list.
         CheckpointError: no complete checkpoint, or files that do not load.
         DataError: an unfinished run whose data is gone.
 

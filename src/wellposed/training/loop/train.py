@@ -75,14 +75,14 @@ def train(
         command: the words of the command, for ``env.json`` and ``result.json``.
         task: the data; built from ``config`` where not given.
         model: makes the model from ``(config, task)``, in the place of ``config.model`` and
-        ``config.start``.
+            ``config.start``.
         longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was
             begun with. The learning rate then follows the schedule of the new length, and a note
             says what that changes.
         tracking: trackers of Accelerate that are told the configuration, each row as it is written,
             the results and figures; see `wellposed.training.loop.tracking.Trackers`.
         test_batches: read only the first so many batches of *test*, for runs so short that it would
-        cost most of them.
+            cost most of them.
 
     Returns:
         The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too),
@@ -93,9 +93,9 @@ def train(
             not there, a resume into a changed configuration (every field listed), an unknown name,
             a tracker that is not installed.
         DataError: the data cannot be read, is too small for one batch, or has changed since the run
-        began.
+            began.
         CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as
-        they were.
+            they were.
         WellposedError: memory ended, or another process of the run did.
 
     Cost: a bare PyTorch loop and at most 5 % (``benchmarks/loop.py``), plus evaluations and
