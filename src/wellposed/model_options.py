@@ -214,8 +214,7 @@ class L2Options(Kim2021Options):
     """What every L2 attention reads."""
 
     query_width: Literal[1, 2] = 1
-    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a
-    head."""
+    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
 
 
 @read_by(attention="l2_contractive")
@@ -224,8 +223,7 @@ class ContractiveOptions(L2Options):
     """What an L2 attention reads that is divided by its bound."""
 
     contractive: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not
-    given."""
+    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
     lipschitz_norm: Literal["tok", "inf", "2"] = "tok"
     """Norm in which l2_contractive is a contraction."""
     contractive_bound: Literal["sharp", "kim2021"] = "sharp"
@@ -248,8 +246,7 @@ class BallOptions(PartOptions):
     """What attention on the unit ball reads."""
 
     ball_temperature: Positive = 2.0
-    """Temperature of every head of attention ball at the start; it is learnt between 0 and
-    ball_max_temperature."""
+    """Temperature of every head of attention ball at the start; it is learnt between 0 and ball_max_temperature."""
     ball_max_temperature: Positive = 10.0
     """No head of attention ball has a larger temperature."""
 
@@ -260,8 +257,7 @@ class BudgetOptions(PartOptions):
     """What a residual with a share of a Lipschitz budget reads."""
 
     budget: Annotated[float, Gt(1)] = 2.0
-    """L of residual budget: all residuals together multiply distances by at most L, if no branch
-    multiplies any."""
+    """L of residual budget: all residuals together multiply distances by at most L, if no branch multiplies any."""
 
 
 @read_by(architecture="transject")

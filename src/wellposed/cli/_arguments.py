@@ -57,8 +57,7 @@ class StartArguments(StartOptions):
     """A Hugging Face model to start from."""
 
     model: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random
-    weights)."""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class FileArguments:
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
     imports: ImportedFiles = ()
-    """Run this Python file first: the tasks, variants and attentions that it registers can then be
-    named."""
+    """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -34,26 +34,21 @@ class CertifyArguments(ModelArguments):
     certified accuracy."""
 
     seq_len: Size | None = None
-    """The bound covers at most this many tokens; the model's positions, or the patches of an image,
-    where not given."""
+    """The bound covers at most this many tokens; the model's positions, or the patches of an image, where not given."""
     min_tokens: Size = 1
-    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by
-    sqrt(n)."""
+    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
     """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
     radius: Positive | None = None
-    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention
-    needs it."""
+    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention needs it."""
     data: str | None = None
     """Data of the run's task, where it is no longer where the run found it."""
     split: Literal["valid", "test"] = "test"
     """Split on which certified accuracy is measured."""
     examples: Count = 256
-    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0
-    leaves it out."""
+    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0 leaves it out."""
     radii: str | None = None
-    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not
-    given."""
+    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not given."""
     attack_steps: Count = 20
     """Gradient steps of the attack for each size."""
     restarts: Size = 1

@@ -22,8 +22,7 @@ class ReportArguments:
     out: Path = Path("report.html")
     """Page to write; the data of its tables and figures is inside, as CSV."""
     watch: bool = False
-    """Write the page again whenever a run has logged or ended, until Ctrl-C; an open page
-    follows."""
+    """Write the page again whenever a run has logged or ended, until Ctrl-C; an open page follows."""
 
 
 def run(words: Sequence[str]) -> int:

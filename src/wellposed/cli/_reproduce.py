@@ -39,8 +39,7 @@ class ReproduceArguments:
     most 10 hours on two cores or 45 minutes on one large GPU; paper: the paper's sizes on a large
     GPU; toy: seconds, shows nothing."""
     out: Path = Path("runs/reproduce")
-    """Folder for the files; training recipes keep their runs inside and go on with them when called
-    again."""
+    """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
     data: str | None = None
     """Data of recipes that read some: a file, a folder, a folder of data sets in which each recipe
     finds its own, or hf:name. --plan says which do, and what is read otherwise."""
@@ -48,8 +47,7 @@ class ReproduceArguments:
     """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in
     place of the one of the scale, or that score replies with it (zhang2021/table-4)."""
     vectors: str | None = None
-    """File of word vectors (GloVe, word2vec), for recipes that score replies with them
-    (zhang2021/table-4)."""
+    """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
     languages: str | None = None
     """Source and target, as en,fr, for recipes that translate the data given; in this order they
     also name the columns of a tsv without a header. Where not given: the recipe's own, or the first
@@ -58,13 +56,11 @@ class ReproduceArguments:
     """Processes that train independent runs at the same time; one where not given, but as many as
     there are cores for mcgrath2024."""
     page: Path = Path("docs/reproduction.md")
-    """The page that "all" writes: what each paper says, what we got, the verdict and how sure it
-    is."""
+    """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
     quiet: bool = False
     """Print the rows only."""
     strict: bool = False
-    """Exit with status 1 where a paper's claim does not hold; a negative result is a success
-    otherwise."""
+    """Exit with status 1 where a paper's claim does not hold; a negative result is a success otherwise."""
 
 
 def run(words: Sequence[str]) -> int:

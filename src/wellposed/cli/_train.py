@@ -25,20 +25,15 @@ class TrainArguments:
     """Options of the command itself."""
 
     out: Path | None = None
-    """Run folder to create; where not given runs/TASK, runs/TASK-2 and so on, with --resume the
-    last there is."""
+    """Run folder to create; where not given runs/TASK, runs/TASK-2 and so on, with --resume the last there is."""
     variant: str | None = None
-    """Variant to train; see `wellposed compare --help`. Options on the command line win over the
-    variant's."""
+    """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
     resume: str = "never"
-    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps:
-    train longer."""
+    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
     track: TrackerNames = ()
-    """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be
-    repeated."""
+    """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     push_to_hub: str | None = None
-    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made
-    private if missing."""
+    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made private if missing."""
     quiet: bool = False
     """Print the result only."""
 

@@ -83,13 +83,11 @@ class ModelArguments(CheckedOptions):
     """The model that a command reads, and code of the user's own that it needs."""
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional] = ""
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
-    as --from MODEL."""
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
     source: Annotated[str, tyro.conf.arg(name="from", metavar="MODEL")] = ""
     """The same."""
     imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it: no folder runs code of its own
-    accord."""
+    """Run this Python file first, where the run was made with it: no folder runs code of its own accord."""
 
 
 Model = TypeVar("Model", bound=ModelArguments)

@@ -26,18 +26,15 @@ class CharLMOptions(CheckedOptions):
     """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
     parquet file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not
-    given."""
+    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """Text file of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "plain", "spaced"] = "auto"
-    """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at
-    the first lines."""
+    """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at the first lines."""
     seq_len: int = 256
     """Tokens in a block, of which all but the first are predicted; of lines the most."""
     examples: Literal["blocks", "lines"] = "blocks"
-    """blocks of running text, or one line an example after the line feed before it, padded, longer
-    ones in pieces."""
+    """blocks of running text, or one line an example after the line feed before it, padded, longer ones in pieces."""
     limit_chars: Annotated[int, Ge(2)] | None = None
     """Keep only the first characters of the train text."""
 

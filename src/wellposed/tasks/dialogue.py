@@ -30,36 +30,29 @@ class DialogueOptions(CheckedOptions):
     """Options of the task `dialogue`."""
 
     data: str
-    """A folder or a train file of DailyDialog or PersonaChat as released (.gz too), or
-    hf:name[:config]."""
+    """A folder or a train file of DailyDialog or PersonaChat as released (.gz too), or hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "dailydialog", "personachat"] = "auto"
-    """dailydialog has __eou__ after every utterance, personachat a number before every line; auto
-    looks."""
+    """dailydialog has __eou__ after every utterance, personachat a number before every line; auto looks."""
     context: Size = 3
     """Most utterances before the reply that the model reads, the latest ones."""
     speaker_marks: bool = True
-    """Write B: before the earlier utterances of the speaker who replies, and A: before the
-    other's."""
+    """Write B: before the earlier utterances of the speaker who replies, and A: before the other's."""
     persona: Literal["own", "both", "none"] = "own"
-    """Whose persona lines stand before the context, where the data has them: of who replies, of
-    both, or none."""
+    """Whose persona lines stand before the context, where the data has them: of who replies, of both, or none."""
     drop_repeated_test: bool = False
-    """Leave out test dialogues that train or valid hold too; they are counted in the report in any
-    case."""
+    """Leave out test dialogues that train or valid hold too; they are counted in the report in any case."""
     tokenizer: str = "bpe"
-    """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an
-    encoder-decoder."""
+    """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
     vocab_size: Size = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: Size = 128
     """Most tokens of a context or a reply, its end token included; the positions of the model."""
     overflow: Literal["cut", "error"] = "cut"
-    """A longer context loses its beginning and a longer reply its end (counted in the report), or
-    is an error."""
+    """A longer context loses its beginning and a longer reply its end (counted in the report), or is an error."""
     lowercase: bool = False
     """Lower-case contexts and replies, references included."""
     limit_dialogues: Size | None = None
@@ -67,21 +60,17 @@ class DialogueOptions(CheckedOptions):
     tokens_per_batch: Size | None = None
     """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
     vectors: str | None = None
-    """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching
-    need them."""
+    """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
     sentence_encoder: str | None = None
-    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought,
-    needs it."""
+    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
     synonyms: str | None = None
-    """File of words of equal meaning, one group a line, for METEOR; without it words match by form
-    and stem."""
+    """File of words of equal meaning, one group a line, for METEOR; without it words match by form and stem."""
     generate_beams: Size = 4
     """Beams of the replies that are scored; 1 is greedy."""
     generate_length_penalty: float = 0.6
     """Exponent a of what log p is divided by in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al.
-    (2016)."""
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
     generate_max_examples: Size | None = None
     """Reply only to the first contexts of valid and of test; all where not given."""
 

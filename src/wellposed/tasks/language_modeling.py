@@ -29,8 +29,7 @@ class LanguageModelingOptions(CheckedOptions):
     """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
     parquet file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not
-    given."""
+    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """Text file of the test split; found beside the train file, or cut from it, where not given."""
     tokenizer: str = "byte"

@@ -44,15 +44,13 @@ class ListOpsOptions(CheckedOptions):
     """Options of the task `listops`."""
 
     data: str = "builtin"
-    """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or
-    hf:name[:config]."""
+    """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
     setting: Literal["short", "lra"] = "short"
-    """Bounds and sizes of what is generated: short has 6 to 49 tokens, lra is Long Range Arena's
-    501 to 1999."""
+    """Bounds and sizes of what is generated: short has 6 to 49 tokens, lra is Long Range Arena's 501 to 1999."""
     max_depth: int | None = None
     """Digits stand at this depth at most; 4 (short) or 10 (lra)."""
     max_args: int | None = None
@@ -60,8 +58,7 @@ class ListOpsOptions(CheckedOptions):
     min_length: int | None = None
     """Generated expressions have more tokens than this; 5 (short) or 500 (lra)."""
     max_length: int | None = None
-    """Generated expressions have fewer tokens than this; 50 (short) or 2000 (lra). In a file: most
-    tokens of one."""
+    """Generated expressions have fewer tokens than this; 50 (short) or 2000 (lra). In a file: most tokens of one."""
     num_train: Size | None = None
     """Generated train expressions; 20000 (short) or 96000 (lra)."""
     num_valid: Size | None = None

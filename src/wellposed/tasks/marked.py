@@ -27,15 +27,13 @@ class MarkedOptions(CheckedOptions):
     """Options of the task `marked`."""
 
     question: Literal["order", "recall"] = "order"
-    """order: the first of two words among fillers; recall: the word in the slot that the first
-    token names."""
+    """order: the first of two words among fillers; recall: the word in the slot that the first token names."""
     slots: int = 8
     """Words of a row, behind the question."""
     words: int = 8
     """Different words that can be the answer."""
     repeats: bool = True
-    """Whether a word may stand in several slots of recall; where none does, a bag of words gives no
-    hint at all."""
+    """Whether a word may stand in several slots of recall; where none does, a bag of words gives no hint at all."""
     num_train: Size = 20000
     """Generated train rows."""
     num_valid: Size = 1000

@@ -38,8 +38,7 @@ class PathfinderOptions(CheckedOptions):
     """Options of the task `pathfinder`."""
 
     data: str = "builtin"
-    """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or
-    folder."""
+    """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or folder."""
     valid: str | None = None
     """npz file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -55,8 +54,7 @@ class PathfinderOptions(CheckedOptions):
     distractor_length: Size | None = None
     """Dashes of a short curve; a third of the setting's long ones where not given."""
     max_turn: float | None = None
-    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves,
-    where not given."""
+    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
     num_train: Size | None = None
     """Drawn train images; 1000 where not given (the release has 160000)."""
     num_valid: Size | None = None
@@ -66,8 +64,7 @@ class PathfinderOptions(CheckedOptions):
     data_seed: int | None = None
     """Seed of the drawing, apart from the seed of training; 0 where not given."""
     unreadable: Literal["error", "skip"] = "error"
-    """Whether an image of the release that cannot be decoded is an error, or left out and listed in
-    the report."""
+    """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
 
 
 class PathfinderTask(PixelTask):

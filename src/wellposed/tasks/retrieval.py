@@ -49,16 +49,13 @@ class RetrievalOptions(CheckedOptions):
     """Options of the task `retrieval`."""
 
     data: str = "builtin"
-    """builtin, a tsv file or folder of pairs (label, id, id, text, text), or a labelled file or
-    folder."""
+    """builtin, a tsv file or folder of pairs (label, id, id, text, text), or a labelled file or folder."""
     valid: str | None = None
-    """File of the valid split; found beside the train file (eval too), or cut from it, where not
-    given."""
+    """File of the valid split; found beside the train file (eval too), or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "pairs", "labelled"] = "auto"
-    """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts; auto counts the
-    columns."""
+    """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts; auto counts the columns."""
     num_train: Size | None = None
     """Train pairs made of labelled texts; as many as texts (2000 for builtin) where not given."""
     num_valid: Size | None = None
@@ -72,11 +69,9 @@ class RetrievalOptions(CheckedOptions):
     max_length: Size = 1024
     """Most tokens of one document; the Long Range Arena takes 4000 bytes."""
     overflow: Literal["truncate", "error"] = "truncate"
-    """A longer document keeps its first max_length tokens (counted in the report), or is an
-    error."""
+    """A longer document keeps its first max_length tokens (counted in the report), or is an error."""
     data_seed: int | None = None
-    """Seed of the pairs made of labelled texts, apart from the seed of training; 0 where not
-    given."""
+    """Seed of the pairs made of labelled texts, apart from the seed of training; 0 where not given."""
 
 
 class RetrievalTask(ClassificationTask):

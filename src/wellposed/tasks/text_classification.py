@@ -31,8 +31,7 @@ class TextClassificationOptions(CheckedOptions):
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, or
-    hf:name[:config]."""
+    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, or hf:name[:config]."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -42,18 +41,15 @@ class TextClassificationOptions(CheckedOptions):
     text_column: str = AUTO
     """Name or number of the text column; several between commas are joined (two: a pair, for hf:)."""
     class_names: str = AUTO
-    """Names of the labels in their order, between commas; auto reads classes.txt beside the train
-    file."""
+    """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
     header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto looks for the names of a label and of a text
-    column."""
+    """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
     quoting: Literal["auto", "csv", "none"] = "auto"
     """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
-    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the
-    unknown token."""
+    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the unknown token."""
     max_length: Size = 256
     """Most tokens of a text."""
     overflow: Literal["truncate", "error"] = "truncate"

@@ -41,15 +41,13 @@ class TranslationOptions(CheckedOptions):
     columns: str | None = None
     """Languages of the columns of a TSV without a header, in order, as en,fr."""
     tokenizer: str = "bpe"
-    """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an
-    encoder-decoder."""
+    """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
     vocab_size: Size = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: Size = 256
     """Most tokens of a sentence, its end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
-    """A longer train pair is an error, or is dropped (counted in the report); in valid and test it
-    is an error."""
+    """A longer train pair is an error, or is dropped (counted in the report); in valid and test it is an error."""
     lowercase: bool = False
     """Lower-case both languages, references included."""
     limit_pairs: Size | None = None
@@ -61,8 +59,7 @@ class TranslationOptions(CheckedOptions):
     generate_length_penalty: float = 1.0
     """Exponent a of what log p is divided by in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al.
-    (2016)."""
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
     generate_max_examples: Size | None = None
     """Translate only the first pairs of valid and of test; all where not given."""
     bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"

@@ -26,22 +26,17 @@ class WordLMOptions(CheckedOptions):
     """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
     parquet file with a column text, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not
-    given."""
+    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """Text file of the test split; found beside the train file, or cut from it, where not given."""
     words: Literal["auto", "space", "pieces"] = "auto"
-    """space: between white space, as in Penn Treebank; pieces: words and marks apart; auto: pieces
-    for builtin."""
+    """space: between white space, as in Penn Treebank; pieces: words and marks apart; auto: pieces for builtin."""
     eos: bool = True
-    """Put the word <eos> at the end of every line that holds a word (of every paragraph, for
-    builtin)."""
+    """Put the word <eos> at the end of every line that holds a word (of every paragraph, for builtin)."""
     max_words: Size | None = None
-    """Words in the vocabulary, the most frequent of train; all where not given (10000 for
-    builtin)."""
+    """Words in the vocabulary, the most frequent of train; all where not given (10000 for builtin)."""
     seq_len: int = 36
-    """Tokens in a block, of which all but the first are predicted; 36 predicts 35 words, as in
-    sengupta2023."""
+    """Tokens in a block, of which all but the first are predicted; 36 predicts 35 words, as in sengupta2023."""
     limit_words: Annotated[int, Ge(2)] | None = None
     """Keep only the first words of the train text."""
 

@@ -63,8 +63,7 @@ class PenaltyOptions(CheckedOptions):
     """Which distance to orthogonality; paper: the square for attention and feedforward (Zhang et
     al.), the norm for query, key, value and embedding (McGrath)."""
     feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
-    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared
-    norms."""
+    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
     attention_mode: Literal["joint", "separate"] = "joint"
     """One Gram matrix for the four attention weights together, or one each."""
     estimator: Literal["exact", "probes"] = "exact"
@@ -95,11 +94,9 @@ class ConstrainOptions(CheckedOptions):
     """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
 
     where: str = ""
-    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or
-    query,key."""
+    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
     embeddings: Literal["refuse", "fit"] = "refuse"
-    """fit: embeddings among them are held at the size they have, tall ones by their columns;
-    refuse: no tall ones."""
+    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
     to: Literal["orthogonal", "spectral", "columns"] = "orthogonal"
     """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
     bound: Positive = 1.0
@@ -152,8 +149,7 @@ class TrainOptions(CheckedOptions):
     schedule: Schedule = "cosine"
     """Learning-rate schedule."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of
-    inverse_sqrt_warmup."""
+    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of inverse_sqrt_warmup."""
     warmup_share: Rate = 0.0
     """Share of the steps that warm up, in the place of warmup_steps."""
     decay_steps: Size = 4000
@@ -161,8 +157,7 @@ class TrainOptions(CheckedOptions):
     gamma: Positive = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with
-    momentum."""
+    """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with momentum."""
     momentum: Rate | None = None
     """Of muon (0.95 where not given) and sgd (0.9)."""
     weight_decay: Strength = 0.01
@@ -178,19 +173,15 @@ class TrainOptions(CheckedOptions):
     label_smoothing: Rate = 0.0
     """Label smoothing of the training loss."""
     temperature: Positive = 1.0
-    """Losses and metrics read this many times the logits; models whose slope is bounded have small
-    ones."""
+    """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
     margin_radius: Strength = 0.0
-    """Train on the logits that the other classes, or tokens, could reach when the input moves by
-    this much."""
+    """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
     margin_loss: Literal["ce", "certified", "hinge"] | None = None
-    """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how
-    far any is ahead."""
+    """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight
-    (FSDP2)."""
+    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
     num_workers: Count = 0
@@ -205,15 +196,13 @@ class TrainOptions(CheckedOptions):
     eval_batches: Size | None = None
     """At most this many validation batches; all where not given."""
     patience: Size | None = None
-    """Stop after this many evaluations without a better validation result; never where not
-    given."""
+    """Stop after this many evaluations without a better validation result; never where not given."""
     checkpoint_every: Size = 200
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Size = 1
     """How many latest checkpoints stay (the best one always stays)."""
     average_checkpoints: Count = 0
-    """Average the weights of this many last evaluations and use the mean where it is better on
-    valid; 0: never."""
+    """Average the weights of this many last evaluations and use the mean where it is better on valid; 0: never."""
     log_every: Size = 10
     """Steps between rows of metrics.jsonl."""
     seed: Seed = 0
@@ -286,18 +275,15 @@ class StartOptions(CheckedOptions):
     where empty."""
 
     model: str = ""
-    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random
-    weights)."""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
     from_scratch: bool = False
     """Read the configuration of that model alone and draw every weight."""
     new_head: bool = False
     """Draw a new head although the saved one has other labels."""
     attention: Literal["own", "l2", "cosine"] = "own"
-    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot
-    products."""
+    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot products."""
     init: Literal["own", "t_fixup"] = "own"
-    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with
-    --from-scratch."""
+    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
 
     def problems(self) -> list[str]:
         """Return one line per option that needs a model to start from, or another option."""

@@ -63,8 +63,7 @@ class TableOptions:
     header: Literal["auto", "yes", "no"] = "auto"
     quoting: Literal["auto", "csv", "none"] = "auto"
     pairs: bool = False
-    """Whether two text columns are the two texts of a pair; they are joined by a space where
-    not."""
+    """Whether two text columns are the two texts of a pair; they are joined by a space where not."""
 
 
 @dataclass(frozen=True)
