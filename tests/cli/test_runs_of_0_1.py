@@ -44,6 +44,8 @@ TRAINED += ["--variant", "l2_contractive", "--model.norm", "none"]
 def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(SAVED, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    # Files that other tests imported would be part of the run's configuration.
+    monkeypatch.setattr("wellposed.plugins._imported", {})
     return Path("run_0_1")
 
 

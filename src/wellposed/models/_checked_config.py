@@ -87,7 +87,8 @@ class CheckedConfig(PreTrainedConfig):
 
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
-        hints = self.hints()
+        # An option that a part registered after this configuration was made is not its own.
+        hints = {name: hint for name, hint in self.hints().items() if hasattr(self, name)}
         values = {name: getattr(self, name) for name in hints}
         wrong = {
             name: f"{name}: received {value!r}; expected {expected}"
