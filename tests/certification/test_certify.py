@@ -266,9 +266,18 @@ def test_bad_arguments():
         ({"seq_len": 2, "mask": "casual"}, ConfigError, "nearest: causal"),
         ({"seq_len": 2, "radius": 0.0}, ConfigError, "radius"),
         ({"seq_len": 2, "radius": math.nan}, ConfigError, "radius"),
+        ({"seq_len": 2, "radius": "2"}, ConfigError, "radius"),
+        ({"seq_ln": 2}, ConfigError, "nearest: seq_len"),
     ):
         with pytest.raises(error, match=match):
             certify(net, **changes)
+    with pytest.raises(ConfigError, match=r"from_pretrained\('bert'\)"):
+        certify("bert", seq_len=2)  # type: ignore
+
+
+def test_lazy_buffers_are_refused_in_words():
+    certificate = certify(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()), seq_len=2)
+    assert [layer.path for layer in certificate.uncertified] == ["1"]
 
 
 def _linear_certificate(weight: torch.Tensor, norm) -> tuple[nn.Linear, Certificate]:

@@ -12,6 +12,7 @@ import torch
 from tests.support import hugging_face as hf
 from tests.support.sample import awake
 from torch import Tensor, nn
+from transformers import Phi3Config, Phi3Model
 from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
@@ -26,6 +27,7 @@ from wellposed.certification import (
 )
 from wellposed.models import WellposedConfig, WellposedModel
 from wellposed.nn import DotProductAttention, InvertibleResidual
+from wellposed.nn.attention.heads import HeadProjections
 
 
 def _with_norms(**options: object) -> DotProductAttention:
@@ -224,6 +226,63 @@ def test_a_pruned_gpt2_is_read_as_it_is_cut() -> None:
     heads.split_size = 12
     (row,) = certify(block, seq_len=4).uncertified
     assert "split_size" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.Module, "_call_impl"),
+        (nn.Module, "_wrapped_call_impl"),
+        (nn.Linear, "_call_impl"),
+        (HeadProjections, "_tokens"),
+        (modeling_bert.BertLayer, "feed_forward_chunk"),
+    ],
+)
+def test_a_method_behind_forward_that_was_replaced(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def twice(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return 2 * inner(self, *args, **kwargs)
+
+    if owner is HeadProjections:
+        module = DotProductAttention(8, 2)
+    elif owner is modeling_bert.BertLayer:
+        module = modeling_bert.BertModel(hf.bert_config(8)).eval().encoder.layer[0]
+    else:
+        module = nn.Linear(8, 8)
+    assert certify(module, seq_len=3, radius=1.0).total < math.inf
+    monkeypatch.setattr(owner, name, twice, raising=False)
+    certificate = certify(module, seq_len=3, radius=1.0, cross_check=False)
+    assert f"class's {name}" in certificate.uncertified[0].reason
+
+
+def test_a_replaced_chunking_of_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = modeling_bert.BertModel(hf.bert_config(8)).eval().encoder.layer[0]
+    monkeypatch.setattr(modeling_bert, "apply_chunking_to_forward", lambda run, *_: 2 * run(*_[2:]))
+    (row,) = certify(layer, seq_len=4, cross_check=False).uncertified
+    assert "apply_chunking_to_forward" in row.reason
+
+
+def test_a_pruned_phi3_is_told_what_its_call_cuts() -> None:
+    config = Phi3Config(
+        hidden_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        vocab_size=8,
+        pad_token_id=0,
+    )
+    layer = Phi3Model(config).eval().layers[0]
+    assert math.isfinite(certify(layer, seq_len=4).total)
+    layer.self_attn.qkv_proj = nn.Linear(8, 8, bias=False)
+    layer.self_attn.o_proj = nn.Linear(4, 8, bias=False)
+    (row,) = certify(layer, seq_len=4).uncertified
+    assert row.path == "self_attn"
+    assert "qkv_proj makes 8 numbers of a token" in row.reason
 
 
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "repeat_kv"])

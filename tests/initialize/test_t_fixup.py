@@ -300,6 +300,13 @@ def test_unmatched_weights_are_listed() -> None:
     refused(Extra(), RoleNotFoundError, r"layers\.1\.mystery \(3, 4\)")
 
 
+def test_what_is_no_model_is_said() -> None:
+    with pytest.raises(
+        ConfigError, match=r"t_fixup_: expected a model .*from_pretrained\('bert'\)"
+    ):
+        t_fixup_("bert")  # type: ignore
+
+
 def test_norms_that_stay_are_listed() -> None:
     refused(Extra(), ConfigError, r"batch_norm \(BatchNorm1d\)", leave="*.mystery")
     refused(ours(), ConfigError, "final_norm|attention_norm", remove_norms=False)

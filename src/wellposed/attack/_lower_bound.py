@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables, ascend, in_ball
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
 
@@ -78,6 +79,7 @@ class LowerBound:
         return math.inf if self.value > 0 else 0.0
 
 
+@known_keywords
 def lipschitz_lower_bound(
     module: Callable[..., Any],
     shape: Sequence[int],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -165,8 +166,28 @@ def _replaced(module: nn.Module) -> str | None:
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     home, name = home_of(vars(owner)["forward"])
     if owner is nn.Module or (home, name) == (owner.__module__, f"{owner.__qualname__}.forward"):
-        return None
+        return _replaced_helper(kind)
     return f"class's forward ({home}.{name} stands in {owner.__qualname__})"
+
+
+_LIBRARIES = ("torch.", "transformers.", "wellposed.")
+_CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
+
+
+def _replaced_helper(kind: type) -> str | None:
+    """The first method behind `forward` that somebody put on a class of these libraries."""
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith(_LIBRARIES):
+            continue
+        for name in _CALL if owner is nn.Module else tuple(vars(owner)):
+            found = vars(owner)[name]
+            found = getattr(found, "__func__", found)
+            if not isinstance(found, FunctionType):
+                continue
+            home, written = home_of(found)
+            if not home.startswith((*_LIBRARIES, "contextlib")):
+                return f"class's {name} ({home}.{written} stands in {owner.__qualname__})"
+    return None
 
 
 _WRAPPERS = ("torch.", "transformers.", "wellposed.call_checks")

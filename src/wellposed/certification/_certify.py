@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from wellposed.attack import activation_dtype, patch_grid, reads_pairs
+from wellposed.call_checks import known_keywords, require_module
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._blocks import NORM_FORM
 from wellposed.certification._certificate import (
@@ -51,6 +52,7 @@ _NO_PREFIX = (
 )
 
 
+@known_keywords
 @torch.no_grad()
 def certify(
     module: nn.Module,
@@ -115,6 +117,7 @@ def certify(
     >>> bool((net(x) - net(y)).norm(dim=-1).max() <= certificate.total * (x - y).norm(dim=-1).max())
     True
     """
+    require_module("certify", module)
     check_norm(norm)
     if mask is not None and mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
@@ -125,10 +128,10 @@ def certify(
             )
     if min_tokens > seq_len:
         raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
-    if radius is not None and not radius > 0:
+    if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
         raise ConfigError(
             "certify: radius is a 2-norm that no input token exceeds, so it must be > 0; received"
-            f" {radius}"
+            f" {radius!r}"
         )
     module = without_compiler(module)
     _refuse_non_finite(module)

@@ -203,6 +203,13 @@ def _projections(module: Any, owner: nn.Module, paths: str, head_dim: int, site:
     if len(parts) == 2:  # Phi-3
         keys = module.num_key_value_heads * head_dim
         queries = module.config.num_attention_heads * head_dim
+        rows = parts[0].weight.shape[0]
+        if rows != queries + 2 * keys:
+            raise Refused(
+                f"its qkv_proj makes {rows} numbers of a token, and its call cuts them into"
+                f" {queries} of queries and twice {keys}; set num_attention_heads and"
+                " num_key_value_heads to what pruning has left"
+            )
         parts = [*slices(parts[0].weight, parts[0].bias, [queries, keys, keys]), parts[1]]
     if groups > 1:
         parts[1:3] = [_repeated(part, groups, head_dim) for part in parts[1:3]]
@@ -234,9 +241,11 @@ def _refuse_other_attention(module: Any) -> None:
         )
     run = source.ALL_ATTENTION_FUNCTIONS.get_interface(kind, source.eager_attention_forward)
     functions = [(f"{kind} attention", run, homes[kind])]
+    helpers = dict.fromkeys(("apply_rotary_pos_emb", "rotate_half", "repeat_kv"), source.__name__)
+    helpers["apply_chunking_to_forward"] = "transformers.pytorch_utils"
     functions += [
-        (name, getattr(source, name), (source.__name__, name))
-        for name in ("apply_rotary_pos_emb", "rotate_half", "repeat_kv")
+        (name, getattr(source, name), (place, name))
+        for name, place in helpers.items()
         if hasattr(source, name)
     ]
     for what, function, home in functions:

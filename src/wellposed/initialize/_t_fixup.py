@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from wellposed.call_checks import checked_arguments
+from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, listed
 from wellposed.initialize._factors import (
     t_fixup_decoder_factor,
@@ -125,6 +125,7 @@ def t_fixup_(
     >>> len(report.norms_removed), report.rows[0].role, report.rows[0].drawn
     (32, 'query', True)
     """
+    require_module("t_fixup_", model)
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     with torch.random.fork_rng(devices=list(devices), enabled=dry_run):
         target = copy.deepcopy(model) if dry_run else model

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wellposed.errors import ConfigError, WellposedError, listed, nearest_names
 from wellposed.roles import Roles
@@ -28,7 +29,11 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
     ``evaluate=False`` runs each module in the mode it is in.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [
+        (buffer, buffer.clone())
+        for buffer in model.buffers()
+        if not (buffer.is_meta or is_lazy(buffer))
+    ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
