@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from tests.support.refusal import bad_config, bad_shape
+from tests.support.tiny import IDS, MASK, SIZES, tiny
 from transformers import DynamicCache
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError
 from wellposed.models import (
     INITS,
     Initializer,
@@ -17,18 +19,6 @@ from wellposed.models import (
     xavier_,
 )
 from wellposed.nn import ATTENTIONS
-
-SIZES = {
-    "vocab_size": 13,
-    "max_position_embeddings": 10,
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "pad_token_id": 0,
-}
-IDS, MASK = (
-    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]),
-    torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
-)
 
 # Where a value cannot be seen in the logits of a fresh model, the test below says how it is seen.
 CHANGES = [
@@ -80,8 +70,7 @@ if "other-for-this-test" not in INITS:
 
 
 def classify(**changes):
-    torch.manual_seed(0)
-    model = WellposedForSequenceClassification(WellposedConfig(**{**SIZES, **changes}))
+    model = tiny(WellposedForSequenceClassification, **changes)
     torch.manual_seed(1)
     return model(input_ids=IDS, attention_mask=MASK).logits
 
@@ -172,7 +161,7 @@ def test_a_bad_value_is_named(changes, part):
 def test_a_value_spoilt_later_is_found_when_the_model_is_built():
     config = WellposedConfig(**SIZES)
     config.norm = "middle"
-    with pytest.raises(ConfigError, match="unknown norm 'middle'"):
+    with bad_config(match="unknown norm 'middle'"):
         WellposedForCausalLM(config)
 
 
@@ -181,7 +170,7 @@ def test_the_language_model_does_not_touch_the_callers_configuration():
     before = copy.deepcopy(config.to_dict())
     assert WellposedForCausalLM(config).config.is_causal
     assert config.to_dict() == before
-    with pytest.raises(ConfigError, match="is_causal=False"):
+    with bad_config(match="is_causal=False"):
         WellposedForCausalLM(WellposedConfig(is_causal=False, **SIZES))
 
 
@@ -192,11 +181,9 @@ def test_build_model_names_what_is_unknown():
         ).classifier.out_features
         == 3
     )
-    with pytest.raises(ConfigError, match="unknown architecture 'welposed'; nearest: wellposed"):
+    with bad_config(match="unknown architecture 'welposed'; nearest: wellposed"):
         build_model("welposed", "causal_lm")
-    with pytest.raises(
-        ConfigError, match="unknown kind of wellposed model 'causal'; nearest: causal_lm"
-    ):
+    with bad_config(match="unknown kind of wellposed model 'causal'; nearest: causal_lm"):
         build_model("wellposed", "causal")
 
 
@@ -238,57 +225,48 @@ def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
 
 def test_inputs_that_do_not_fit_are_named():
     model = WellposedForCausalLM(WellposedConfig(**SIZES)).eval()
-    with pytest.raises(
-        ShapeError, match=r"of 11 tokens; expected at most 10.*max_position_embeddings >= 11"
-    ):
+    with bad_shape(match=r"of 11 tokens; expected at most 10.*max_position_embeddings >= 11"):
         model(input_ids=torch.ones(1, 11, dtype=torch.long))
-    with pytest.raises(
-        ShapeError, match=r"token 13 at row 1, position 2; expected tokens in \[0, 13\)"
-    ):
+    with bad_shape(match=r"token 13 at row 1, position 2; expected tokens in \[0, 13\)"):
         model(input_ids=torch.tensor([[1, 2, 3], [1, 2, 13]]))
-    with pytest.raises(ShapeError, match="token -1 at row 0, position 0"):
+    with bad_shape(match="token -1 at row 0, position 0"):
         model(input_ids=torch.tensor([[-1]]))
-    with pytest.raises(
-        ShapeError, match=r"attention_mask: received shape \(1, 2\); expected \(1, 3\)"
-    ):
+    with bad_shape(match=r"attention_mask: received shape \(1, 2\); expected \(1, 3\)"):
         model(input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 2))
-    with pytest.raises(ShapeError, match=r"input_ids: received shape \(3,\)"):
+    with bad_shape(match=r"input_ids: received shape \(3,\)"):
         model(input_ids=torch.tensor([1, 2, 3]))
-    with pytest.raises(ShapeError, match=r"input_ids: received shape \(1, 0\)"):
+    with bad_shape(match=r"input_ids: received shape \(1, 0\)"):
         model(input_ids=torch.ones(1, 0, dtype=torch.long))
-    with pytest.raises(ShapeError, match="received neither of input_ids and inputs_embeds"):
+    with bad_shape(match="received neither of input_ids and inputs_embeds"):
         model()
-    with pytest.raises(
-        ShapeError,
+    with bad_shape(
         match=r"inputs_embeds: received shape \(1, 2, 5\); expected \(batch, tokens, 12\)",
     ):
         model(inputs_embeds=torch.ones(1, 2, 5))
-    with pytest.raises(ShapeError, match="position_ids below 0"):
+    with bad_shape(match="position_ids below 0"):
         model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[-1]]))
-    with pytest.raises(ShapeError, match="a sequence of 11 tokens"):
+    with bad_shape(match="a sequence of 11 tokens"):
         model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[10]]))
-    with pytest.raises(ConfigError, match="output_attentions=True"):
+    with bad_config(match="output_attentions=True"):
         model(input_ids=torch.tensor([[1]]), output_attentions=True)
 
 
 @pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
 def test_kernels_that_would_be_ignored_are_refused(name):
-    with pytest.raises(
-        ConfigError, match=f"received attn_implementation='{name}'; expected 'sdpa'"
-    ):
+    with bad_config(match=f"received attn_implementation='{name}'; expected 'sdpa'"):
         WellposedForCausalLM(WellposedConfig(attn_implementation=name, **SIZES))
 
 
 def test_a_cache_that_cannot_be_used_is_refused():
     ids = torch.tensor([[1]])
     encoder = WellposedForSequenceClassification(WellposedConfig(**SIZES)).model
-    with pytest.raises(ConfigError, match="no cache can be used: the model is not causal"):
+    with bad_config(match="no cache can be used: the model is not causal"):
         encoder(input_ids=ids, use_cache=True)
     model = WellposedForCausalLM(WellposedConfig(**SIZES))
-    with pytest.raises(ConfigError, match="together with use_cache=False"):
+    with bad_config(match="together with use_cache=False"):
         model(input_ids=ids, use_cache=False, past_key_values=DynamicCache(config=model.config))
     model.activation_checkpointing_enable()
-    with pytest.raises(ConfigError, match="recomputed blocks"):
+    with bad_config(match="recomputed blocks"):
         model.train()(input_ids=ids, use_cache=True)
     with torch.no_grad():
         assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == 1

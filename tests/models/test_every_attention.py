@@ -3,8 +3,10 @@ itself."""
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.tiny import tiny
 
-from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed.models import WellposedForCausalLM
 from wellposed.nn import ATTENTIONS
 
 ROW = [3, 1, 4, 1, 5]
@@ -12,11 +14,7 @@ NAMES = [name for name in ATTENTIONS.names() if not name.endswith("for-this-test
 
 
 def build(name):
-    torch.manual_seed(0)
-    config = WellposedConfig(
-        vocab_size=13, hidden_size=12, num_attention_heads=3, attention=name, pad_token_id=0
-    )
-    return WellposedForCausalLM(config).double().eval()
+    return tiny(WellposedForCausalLM, attention=name, pad_token_id=0).double().eval()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,7 +27,7 @@ def test_padding_on_any_side_changes_nothing(name):
         mask[0, :before] = 0
         mask[0, before + 5 :] = 0
         logits = model(input_ids=ids, attention_mask=mask).logits[0, before : before + 5]
-        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-11)
+        within(logits, alone, 1e-11)
 
 
 @pytest.mark.parametrize("name", NAMES)

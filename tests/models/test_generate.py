@@ -3,26 +3,20 @@ nothing."""
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_shape
+from tests.support.tiny import tiny
 from transformers import DynamicCache
 
-from wellposed.errors import ShapeError
-from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed.models import WellposedForCausalLM
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
 NEW = 6
 
 
 def build(**changes):
-    torch.manual_seed(0)
-    config = WellposedConfig(
-        vocab_size=13,
-        max_position_embeddings=16,
-        hidden_size=12,
-        num_attention_heads=3,
-        pad_token_id=0,
-        **changes,
-    )
-    model = WellposedForCausalLM(config).double().eval()
+    model = tiny(WellposedForCausalLM, max_position_embeddings=16, pad_token_id=0, **changes)
+    model = model.double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
@@ -100,7 +94,7 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(portions):
         assert output.past_key_values is cache
         parts.append(output.logits)
         start = end
-    torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=1e-11)
+    within(torch.cat(parts, dim=1), full, 1e-11)
     assert model(**inputs, use_cache=True).past_key_values.get_seq_length() == 5
 
 
@@ -116,7 +110,7 @@ def test_the_end_token_ends_a_row():
 
 
 def test_a_text_longer_than_the_positions_is_refused():
-    with pytest.raises(ShapeError, match="a sequence of 17 tokens; expected at most 16"):
+    with bad_shape(match="a sequence of 17 tokens; expected at most 16"):
         build().generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False)
 
 

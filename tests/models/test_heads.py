@@ -1,18 +1,16 @@
 """Heads of all families: what `forward` takes is written out, what it returns is the family's, and
 losses are one."""
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import pytest
 import torch
+from tests.support.refusal import bad_shape
 from tests.support.transject import IDS, MASK
 from torch.nn import functional as F
+from torch.testing import assert_close
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
-from wellposed.errors import ShapeError
 from wellposed.models import (
     TransJectConfig,
     TransJectForCausalLM,
@@ -25,8 +23,8 @@ from wellposed.models import (
     WellposedForSequencePairClassification,
 )
 
-SIZES: dict[str, Any] = {"vocab_size": 13, "hidden_size": 8, "num_labels": 3}
-CONFIGS: dict[str, Any] = {
+SIZES = {"vocab_size": 13, "hidden_size": 8, "num_labels": 3}
+CONFIGS = {
     "wellposed": WellposedConfig(**SIZES, num_attention_heads=2),
     "transject": TransJectConfig(**SIZES, num_experts=2, reconstruction_weight=0.5),
 }
@@ -42,7 +40,7 @@ PAIRS = (
     "input_ids attention_mask input_ids_pair attention_mask_pair | inputs_embeds inputs_embeds_pair"
     " labels"
 )
-HEADS: list[tuple[Any, str, str, Any]] = [
+HEADS = [
     (WellposedForCausalLM, "wellposed", LANGUAGE, CausalLMOutputWithPast),
     (TransJectForCausalLM, "transject", LANGUAGE, TransJectHeadOutput),
     (WellposedForSequenceClassification, "wellposed", CLASSES, SequenceClassifierOutput),
@@ -53,9 +51,7 @@ HEADS: list[tuple[Any, str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("cls", "family", "arguments", "output_class"), HEADS)
-def test_arguments_are_written_out_as_the_trainer_reads_them(
-    cls: Any, family: str, arguments: str, output_class: Any
-) -> None:
+def test_arguments_are_written_out_as_the_trainer_reads_them(cls, family, arguments, output_class):
     places, keywords = (part.split() for part in arguments.split("|"))
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == places
@@ -69,8 +65,8 @@ def test_arguments_are_written_out_as_the_trainer_reads_them(
 @pytest.mark.parametrize(("cls", "family", "arguments", "output_class"), HEADS)
 @pytest.mark.parametrize("training", [True, False])
 def test_the_loss_is_that_of_the_logits_and_what_the_body_adds(
-    cls: Any, family: str, arguments: str, output_class: Any, training: bool
-) -> None:
+    cls, family, arguments, output_class, training
+):
     class Renamed(cls):
         """A user's class, whose name does not tell transformers which loss it has."""
 
@@ -87,11 +83,11 @@ def test_the_loss_is_that_of_the_logits_and_what_the_body_adds(
         expected = F.cross_entropy(output.logits, labels)
     added = getattr(output, "auxiliary_loss", None)
     assert (added is not None) == (family == "transject" and training)
-    torch.testing.assert_close(output.loss, expected if added is None else expected + added)
+    assert_close(output.loss, expected if added is None else expected + added)
 
 
 @pytest.mark.parametrize("cls", [WellposedForCausalLM, TransJectForCausalLM])
-def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls: Any) -> None:
+def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
     torch.manual_seed(0)
     model = cls(CONFIGS["transject" if cls is TransJectForCausalLM else "wellposed"]).train()
     ids = torch.randint(1, 13, (4, 6))
@@ -100,8 +96,8 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls: Any) -> None:
     parts = [
         model(input_ids=row, labels=row, num_items_in_batch=items).loss for row in ids.split(1)
     ]
-    torch.testing.assert_close(sum(parts), whole.loss)
-    torch.testing.assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
+    assert_close(sum(parts), whole.loss)
+    assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize("family", ["wellposed", "transject"])
@@ -114,38 +110,32 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls: Any) -> None:
         (torch.tensor(1), r"shape \(\); expected"),
     ],
 )
-def test_labels_that_fit_no_class_or_sequence_are_named(
-    family: str, labels: torch.Tensor, says: str
-) -> None:
+def test_labels_that_fit_no_class_or_sequence_are_named(family, labels, says):
     kinds = {
         "wellposed": WellposedForSequenceClassification,
         "transject": TransJectForSequenceClassification,
     }
-    with pytest.raises(ShapeError, match=f"labels: received {says}"):
+    with bad_shape(match=f"labels: received {says}"):
         kinds[family](CONFIGS[family])(input_ids=IDS, attention_mask=MASK, labels=labels)
 
 
-def test_a_sequence_without_a_label_is_left_out() -> None:
+def test_a_sequence_without_a_label_is_left_out():
     model = WellposedForSequenceClassification(CONFIGS["wellposed"]).eval()
     both = model(input_ids=IDS, attention_mask=MASK, labels=torch.tensor([2, -100])).loss
     one = model(input_ids=IDS[:1], attention_mask=MASK[:1], labels=torch.tensor([2])).loss
-    torch.testing.assert_close(both, one)
+    assert_close(both, one)
 
 
 @pytest.mark.parametrize("family", ["wellposed", "transject"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
-def test_token_ids_of_another_type_are_named(family: str, dtype: torch.dtype) -> None:
+def test_token_ids_of_another_type_are_named(family, dtype):
     kinds = {"wellposed": WellposedForCausalLM, "transject": TransJectForCausalLM}
-    with pytest.raises(
-        ShapeError, match=f"input_ids: received {dtype}; expected token ids in torch.int64"
-    ):
+    with bad_shape(match=f"input_ids: received {dtype}; expected token ids in torch.int64"):
         kinds[family](CONFIGS[family])(input_ids=IDS.to(dtype))
 
 
-def test_vectors_that_are_no_floats_are_named() -> None:
-    with pytest.raises(
-        ShapeError, match=r"inputs_embeds: received torch\.int64; expected floating vectors"
-    ):
+def test_vectors_that_are_no_floats_are_named():
+    with bad_shape(match=r"inputs_embeds: received torch\.int64; expected floating vectors"):
         TransJectForCausalLM(CONFIGS["transject"])(
             inputs_embeds=torch.ones(1, 2, 8, dtype=torch.long)
         )

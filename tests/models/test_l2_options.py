@@ -1,13 +1,12 @@
 """The options of the Lipschitz attentions: each reaches its layer, and a model that does not read
 it refuses it."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config
 
 from wellposed.certification import certify
 from wellposed.errors import ConfigError
@@ -23,12 +22,12 @@ SIZES = {
 }
 
 
-def attention(**options: Any) -> Any:
+def attention(**options):
     torch.manual_seed(0)
     return WellposedModel(WellposedConfig(**SIZES, **options)).layers[0].attention
 
 
-def test_contractive_and_its_norm_reach_the_layer_and_hold() -> None:
+def test_contractive_and_its_norm_reach_the_layer_and_hold():
     for norm, expected in (("tok", "tok"), ("inf", "inf"), ("2", 2)):
         layer = attention(attention="l2_contractive", contractive=0.37, lipschitz_norm=norm)
         assert isinstance(layer, L2SelfAttention)
@@ -46,7 +45,7 @@ def test_contractive_and_its_norm_reach_the_layer_and_hold() -> None:
     assert attention(attention="l2_contractive").contractive == 0.9
 
 
-def test_the_norms_give_different_layers() -> None:
+def test_the_norms_give_different_layers():
     x = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(1))
     outputs = [
         attention(attention="l2_contractive", lipschitz_norm=norm)(x)
@@ -57,7 +56,7 @@ def test_the_norms_give_different_layers() -> None:
 
 
 @pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
-def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name: str) -> None:
+def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name):
     one, two = attention(attention=name), attention(attention=name, query_width=2)
     assert two.q_proj.weight.shape == (2 * one.q_proj.weight.shape[0], 16)
     if name == "l2_tied":
@@ -67,7 +66,7 @@ def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name: str) 
         )
 
 
-def test_cosine_eps_reaches_the_layer_and_its_bound() -> None:
+def test_cosine_eps_reaches_the_layer_and_its_bound():
     layers = [attention(attention="cosine", cosine_eps=eps).eval() for eps in (0.01, 0.04)]
     assert [layer.eps for layer in layers if isinstance(layer, CosineSelfAttention)] == [0.01, 0.04]
     totals = [certify(layer, seq_len=12).total for layer in layers]
@@ -77,13 +76,11 @@ def test_cosine_eps_reaches_the_layer_and_its_bound() -> None:
 
 @pytest.mark.parametrize(("scale", "expected"), [(None, 2.0**-4), (0.5, 0.5)])
 @pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
-def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(
-    name: str, scale: float | None, expected: float
-) -> None:
-    options: dict[str, Any] = {} if scale is None else {"l2_init_scale": scale}
+def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(name, scale, expected):
+    options = {} if scale is None else {"l2_init_scale": scale}
     model = WellposedModel(WellposedConfig(**SIZES, attention=name, init="kim2021", **options))
     bound = expected / math.sqrt(16)
-    layer: Any = model.layers[0]
+    layer = model.layers[0]
     for projection in (layer.attention.q_proj, layer.attention.v_proj, layer.attention.o_proj):
         largest = float(projection.weight.detach().abs().max())
         assert 0.9 * bound < largest <= bound
@@ -92,17 +89,17 @@ def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_changes_nothing_in_norm_2_whose_bound_depends_on_the_mask(is_causal: bool) -> None:
+def test_padding_changes_nothing_in_norm_2_whose_bound_depends_on_the_mask(is_causal):
     torch.manual_seed(0)
     options = {"attention": "l2_contractive", "lipschitz_norm": "2", "is_causal": is_causal}
     model = WellposedModel(WellposedConfig(**SIZES, **options)).double().eval()
     alone = model(input_ids=torch.tensor([[3, 1, 4]])).last_hidden_state
     ids, mask = torch.tensor([[0, 3, 1, 4, 0]]), torch.tensor([[0, 1, 1, 1, 0]])
     padded = model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 1:4]
-    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-11)
+    within(padded, alone, 1e-11)
 
 
-def test_options_come_back_from_disk(tmp_path: Any) -> None:
+def test_options_come_back_from_disk(tmp_path):
     options = {
         "contractive": 0.4,
         "lipschitz_norm": "2",
@@ -147,7 +144,7 @@ def test_options_come_back_from_disk(tmp_path: Any) -> None:
         ),
     ],
 )
-def test_an_option_that_nothing_reads_is_refused(options: dict[str, Any], part: str) -> None:
+def test_an_option_that_nothing_reads_is_refused(options, part):
     with pytest.raises(ConfigError) as caught:
         WellposedConfig(**options)
     assert part in str(caught.value)
@@ -168,7 +165,7 @@ def test_an_option_that_nothing_reads_is_refused(options: dict[str, Any], part: 
         ({"cosine_eps": None}, "cosine_eps: received None"),
     ],
 )
-def test_a_value_out_of_range_is_named(options: dict[str, Any], part: str) -> None:
+def test_a_value_out_of_range_is_named(options, part):
     with pytest.raises(ConfigError) as caught:
         WellposedConfig(attention="l2_contractive", **options)
     assert part in str(caught.value)
@@ -178,12 +175,12 @@ def test_a_value_out_of_range_is_named(options: dict[str, Any], part: str) -> No
     "options",
     [{"contractive": 0.0}, {"query_width": 0}, {"l2_init_scale": -1.0}, {"cosine_eps": 0.0}],
 )
-def test_a_run_names_what_is_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+def test_a_run_names_what_is_out_of_range(options):
+    with bad_config(match=next(iter(options))):
         ModelOptions(**options)
 
 
-def test_a_run_and_a_model_have_the_same_defaults() -> None:
+def test_a_run_and_a_model_have_the_same_defaults():
     run, model = ModelOptions(), WellposedConfig()
     for name in ("contractive", "lipschitz_norm", "query_width", "l2_init_scale", "cosine_eps"):
         assert getattr(run, name) == getattr(model, name)

@@ -1,20 +1,15 @@
 """The LSTM baseline: causal, built by name, saved and loaded, and honest about what it has not."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 import torch
+from tests.support.refusal import bad_config, bad_shape
 from transformers import AutoModelForCausalLM
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import LSTMForCausalLM, build_model
 
 SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
 
 
-def test_logits_are_those_of_torchs_lstm_and_do_not_see_the_future() -> None:
+def test_logits_are_those_of_torchs_lstm_and_do_not_see_the_future():
     model = build_model("lstm", "causal_lm", **SIZES).eval()
     assert isinstance(model, LSTMForCausalLM)
     ids = torch.randint(0, 11, (3, 6))
@@ -26,7 +21,7 @@ def test_logits_are_those_of_torchs_lstm_and_do_not_see_the_future() -> None:
     assert torch.equal(model(input_ids=changed).logits[:, :4], logits[:, :4])
 
 
-def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight() -> None:
+def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight():
     model = build_model("lstm", "causal_lm", **SIZES, tie_word_embeddings=False)
     ids = torch.randint(0, 11, (3, 6))
     output = model(input_ids=ids, labels=ids)
@@ -41,7 +36,7 @@ def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight() -> None:
     )
 
 
-def test_a_fresh_load_gives_the_same_output(tmp_path: Path) -> None:
+def test_a_fresh_load_gives_the_same_output(tmp_path):
     model = build_model("lstm", "causal_lm", **SIZES).eval()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -49,16 +44,16 @@ def test_a_fresh_load_gives_the_same_output(tmp_path: Path) -> None:
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
-def test_options_of_transformers_are_refused_together() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
+def test_options_of_transformers_are_refused_together():
+    with bad_config(match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
         build_model("lstm", "causal_lm", **SIZES, attention="l2", norm="pre")
-    with pytest.raises(ConfigError, match="kind of lstm model"):
+    with bad_config(match="kind of lstm model"):
         build_model("lstm", "sequence_classification", **SIZES)
 
 
-def test_padding_on_the_left_is_refused() -> None:
+def test_padding_on_the_left_is_refused():
     model = build_model("lstm", "causal_lm", **SIZES)
-    with pytest.raises(ShapeError, match="on the right only"):
+    with bad_shape(match="on the right only"):
         model(
             input_ids=torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1]])
         )

@@ -1,31 +1,29 @@
 """The head of pairs: its features by hand, and the bound of both vectors moving, attained and
 attacked."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.support.refusal import bad_config
+from torch import nn
 
 import wellposed as wp
-from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.errors import NotLipschitzError
 from wellposed.models import PairHead, WellposedConfig, WellposedForSequencePairClassification
 
-NORMS: list[Any] = ["tok", 2, "inf"]
+NORMS = ["tok", 2, "inf"]
 
 
 class HiddenOfBoth(nn.Module):
     """``(batch, 2, width) -> W_1 [a, b, a*b, a-b] / c`` of the two tokens a, b, nothing shared with
     the library."""
 
-    def __init__(self, head: PairHead) -> None:
+    def __init__(self, head):
         super().__init__()
         self.head = head
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         a, b = x[:, 0], x[:, 1]
         if isinstance(self.head.projection, wp.nn.BallProjection):
             a, b = (v / v.norm(dim=-1, keepdim=True).clamp(min=1) for v in (a, b))
@@ -38,7 +36,7 @@ class HiddenOfBoth(nn.Module):
         )
 
 
-def head_of(width: int, hidden: int, *, unit: bool, scale: float = 1.0, seed: int = 0) -> PairHead:
+def head_of(width, hidden, *, unit, scale=1.0, seed=0):
     torch.manual_seed(seed)
     head = PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
     with torch.no_grad():
@@ -46,13 +44,13 @@ def head_of(width: int, hidden: int, *, unit: bool, scale: float = 1.0, seed: in
     return head
 
 
-def slope_of(head: PairHead, norm: Any, radius: float | None = None) -> float:
+def slope_of(head, norm, radius=None):
     """The factor of the hidden layer, out of the certificate."""
     layers = wp.certify(head, seq_len=2, norm=norm, radius=radius, cross_check=False).layers
     return math.prod(layer.lipschitz for layer in layers if layer.path in ("projection", "hidden"))
 
 
-def size(x: Tensor, norm: Any) -> Tensor:
+def size(x, norm):
     return {
         "tok": x.norm(dim=-1).amax(-1),
         2: x.flatten(1).norm(dim=-1),
@@ -62,7 +60,7 @@ def size(x: Tensor, norm: Any) -> Tensor:
 
 @pytest.mark.parametrize("radius", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_constant_of_the_features_is_attained(norm: Any, radius: float) -> None:
+def test_the_constant_of_the_features_is_attained(norm, radius):
     head = head_of(4, 16, unit=False).requires_grad_(False)
     head.hidden.weight.copy_(torch.eye(16))
     end = radius * torch.tensor([[[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]], dtype=torch.float64)
@@ -81,9 +79,7 @@ def test_the_constant_of_the_features_is_attained(norm: Any, radius: float) -> N
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("norm", NORMS)
-def test_no_two_pairs_are_mapped_further_apart_than_the_bound(
-    norm: Any, scale: float, unit: bool
-) -> None:
+def test_no_two_pairs_are_mapped_further_apart_than_the_bound(norm, scale, unit):
     radius = 3.0
     head = head_of(6, 10, unit=unit, scale=scale).requires_grad_(False)
     hidden = HiddenOfBoth(head)
@@ -105,7 +101,7 @@ def test_no_two_pairs_are_mapped_further_apart_than_the_bound(
 
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_no_attack_on_inputs_and_weights_beats_the_bound(norm: Any, unit: bool) -> None:
+def test_no_attack_on_inputs_and_weights_beats_the_bound(norm, unit):
     """The ratio is ascended over both vectors, their moves and the weights, and then measured
     against `certify`."""
     best = 0.0
@@ -135,7 +131,7 @@ def test_no_attack_on_inputs_and_weights_beats_the_bound(norm: Any, unit: bool) 
     assert best > (0.9 if norm != "inf" or not unit else 0.3)
 
 
-def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz() -> None:
+def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz():
     head = head_of(8, 12, unit=True)
     with torch.no_grad():
         for weight in (head.hidden.weight, head.output.weight):
@@ -145,7 +141,7 @@ def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz() -> None:
     assert head(torch.full((1, 8), 1e6).double(), torch.zeros(1, 8).double()).isfinite().all()
 
 
-def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands() -> None:
+def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands():
     config = WellposedConfig(
         vocab_size=9,
         hidden_size=8,
@@ -170,9 +166,9 @@ def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands() -> None
     )
 
 
-def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused() -> None:
+def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
     head = head_of(4, 6, unit=True)
     head.hidden.register_forward_hook(lambda *_: None)
     assert "forward hook" in wp.certify(head, seq_len=2, cross_check=False).layers[0].reason
-    with pytest.raises(ConfigError, match="even"):
+    with bad_config(match="even"):
         PairHead(4, 7, 2, unit_lipschitz=True)

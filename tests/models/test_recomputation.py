@@ -1,64 +1,61 @@
 """Gradient checkpointing of every family: the same loss and gradients from fewer stored
 activations."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from tests.support.refusal import bad_config
 from tests.support.transject import IDS, MASK
-from torch import Tensor
+from torch.testing import assert_close
 
-from wellposed.errors import ConfigError
 from wellposed.models import (
     TransJectConfig,
     TransJectForCausalLM,
     TransJectForSequenceClassification,
     TransJectForSequencePairClassification,
-    WellposedConfig,
     WellposedForCausalLM,
+    WellposedForSeq2SeqLM,
 )
 from wellposed.nn import TransJectBlock, TransJectCache, TransJectStack
 
 LABELS = torch.tensor([2, 0])
 PAIR = {"input_ids_pair": IDS.flip(0), "attention_mask_pair": MASK.flip(0)}
-HEADS: list[tuple[Any, dict[str, Any]]] = [
+HEADS = [
     (TransJectForSequenceClassification, {"labels": LABELS}),
     (TransJectForSequencePairClassification, {"labels": LABELS, **PAIR}),
     (TransJectForCausalLM, {"labels": IDS}),
+    (WellposedForCausalLM, {"labels": IDS}),
+    (WellposedForSeq2SeqLM, {"labels": IDS, "decoder_input_ids": IDS}),
 ]
 # Keywords of torch.utils.checkpoint.checkpoint; transformers chooses use_reentrant=False where none
 # are given.
-WAYS: list[dict[str, Any]] = [{}, {"use_reentrant": False}, {"use_reentrant": True}]
+WAYS = [{}, {"use_reentrant": False}, {"use_reentrant": True}]
 
 
-def build(cls: Any, **changes: Any) -> Any:
+def build(cls, **changes):
     """Return a model in float64 that is far from the identity, in training, with every kind of
     randomness on."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 13,
-        "hidden_size": 16,
-        "num_hidden_layers": 4,
-        "num_labels": 3,
-    }
-    options = {
-        "num_experts": 2,
-        "residual": "sigmoid",
-        "dropout": 0.3,
-        "reconstruction_weight": 0.1,
-    }
-    return cls(TransJectConfig(**{**sizes, **options, **changes})).double().train()
+    sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 4, "num_labels": 3}
+    options = {"num_attention_heads": 2, "num_decoder_layers": 4, "attention_dropout": 0.3}
+    if cls.config_class is TransJectConfig:
+        options = {"num_experts": 2, "residual": "sigmoid", "reconstruction_weight": 0.1}
+    config = cls.config_class(**{**sizes, **options, "dropout": 0.3, **changes})
+    return cls(config).double().train()
 
 
-def step(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], int]:
+def layers_of(model):
+    body = getattr(model.model, "stack", model.model)
+    parts = [body] if hasattr(body, "layers") else [body.encoder, body.decoder]
+    return [layer for part in parts for layer in part.layers]
+
+
+def step(model, given):
     """Return loss, gradients and the number of entries that the forward pass stores for the
     backward pass."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     stored = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         if tensor.untyped_storage().data_ptr() not in weights:
             stored.append(tensor.numel())
         return tensor
@@ -77,26 +74,23 @@ def step(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], 
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("cls", "given"), HEADS)
-def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(
-    cls: Any, given: Any, how: Any
-) -> None:
+def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls, given, how):
     loss, gradients, stored = step(build(cls), given)
     model = build(cls)
     model.activation_checkpointing_enable(how or None)
     assert model.is_activation_checkpointing
     recomputed_loss, recomputed, kept = step(model, given)
-    torch.testing.assert_close(recomputed_loss, loss, rtol=1e-14, atol=0.0)
+    assert_close(recomputed_loss, loss, rtol=1e-14, atol=0.0)
     assert recomputed.keys() == gradients.keys()
-    assert any(
-        "experts" in name and float(gradient.abs().max()) > 1e-6
-        for name, gradient in gradients.items()
-    )
+    sizes = {name: float(gradient.abs().max()) for name, gradient in gradients.items()}
+    part = "experts" if cls.config_class is TransJectConfig else "layers"
+    assert any(size > 1e-6 for name, size in sizes.items() if part in name)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-10, atol=1e-14)
+        assert_close(recomputed[name], gradient, rtol=1e-10, atol=1e-14)
     assert kept < 0.25 * stored
 
 
-def test_the_old_name_of_transformers_works_too() -> None:
+def test_the_old_name_of_transformers_works_too():
     model = build(TransJectForCausalLM)
     with pytest.warns(FutureWarning, match="activation_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -107,30 +101,24 @@ def test_the_old_name_of_transformers_works_too() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("family", ["transject", "wellposed"])
-def test_every_nth_layer_runs_twice(family: str, every: int) -> None:
-    if family == "transject":
-        model = build(TransJectForCausalLM)
-        layers = model.model.stack.layers
-    else:
-        config = WellposedConfig(
-            vocab_size=13, hidden_size=16, num_hidden_layers=4, num_attention_heads=2
-        )
-        model = WellposedForCausalLM(config).train()
-        layers = model.model.layers
+@pytest.mark.parametrize("cls", [TransJectForCausalLM, WellposedForCausalLM, WellposedForSeq2SeqLM])
+def test_every_nth_layer_runs_twice(cls, every):
+    two = cls is WellposedForSeq2SeqLM  # encoder and decoder are counted through
+    model = build(cls, **({"num_hidden_layers": 1, "num_decoder_layers": 3} if two else {}))
+    given = {"decoder_input_ids": IDS} if two else {}
     runs = [0] * 4
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(layers_of(model)):
         layer.register_forward_pre_hook(
             lambda *_, index=index: runs.__setitem__(index, runs[index] + 1)
         )
     model.activation_checkpointing_enable(every_n_layers=every)
-    model(input_ids=IDS, labels=IDS).loss.backward()
+    model(input_ids=IDS, labels=IDS, **given).loss.backward()
     assert runs == [2 if index % every == 0 else 1 for index in range(4)]
-    with pytest.raises(ConfigError, match="every_n_layers: received 0; expected an integer >= 1"):
+    with bad_config(match="every_n_layers: received 0; expected an integer >= 1"):
         model.activation_checkpointing_enable(every_n_layers=0)
 
 
-def test_evaluation_is_as_before_and_keeps_its_cache() -> None:
+def test_evaluation_is_as_before_and_keeps_its_cache():
     model = build(TransJectForCausalLM, pad_token_id=0, bos_token_id=1, eos_token_id=2).eval()
     before = model(input_ids=IDS, attention_mask=MASK).logits
     written = model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False)
@@ -145,22 +133,20 @@ def test_evaluation_is_as_before_and_keeps_its_cache() -> None:
     assert len(calls) == 1
 
 
-def test_a_cache_that_recomputation_would_fill_twice_is_refused() -> None:
+def test_a_cache_that_recomputation_would_fill_twice_is_refused():
     model = build(TransJectForCausalLM)
     model.activation_checkpointing_enable()
-    with pytest.raises(
-        ConfigError, match="TransJectModel: no cache can be used: recomputed blocks"
-    ):
+    with bad_config(match="TransJectModel: no cache can be used: recomputed blocks"):
         model(input_ids=IDS, use_cache=True)
     with torch.no_grad():
         assert model(input_ids=IDS, use_cache=True).past_key_values.num_tokens == 5
     stack = TransJectStack(8, 2, is_causal=True)
     stack.gradient_checkpointing = True
-    with pytest.raises(ConfigError, match="would fill the cache twice"):
+    with bad_config(match="would fill the cache twice"):
         stack(torch.randn(1, 3, 8), cache=TransJectCache())
 
 
-def test_frozen_weights_and_given_gates_are_recomputed_too() -> None:
+def test_frozen_weights_and_given_gates_are_recomputed_too():
     torch.manual_seed(2)
     stack = TransJectStack(8, 3, num_experts=2, residual="sigmoid").double()
     x = torch.randn(2, 5, 8, dtype=torch.float64)
@@ -177,4 +163,4 @@ def test_frozen_weights_and_given_gates_are_recomputed_too() -> None:
     assert len(gradients[0]) == 2 + sum(isinstance(layer, TransJectBlock) for layer in stack.layers)
     for plain, recomputed in zip(*gradients, strict=True):
         assert plain is not None
-        torch.testing.assert_close(recomputed, plain, rtol=1e-12, atol=0.0)
+        assert_close(recomputed, plain, rtol=1e-12, atol=0.0)

@@ -1,12 +1,7 @@
 """Norms that were removed stay out, and another attention stays, when a model is saved and loaded
 again."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +15,8 @@ from wellposed.models import load_saved_model, start_model
 IDS = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(0))
 
 
-def gpt2() -> Any:
-    sizes: dict[str, Any] = {
+def gpt2():
+    sizes = {
         "n_layer": 2,
         "n_embd": 16,
         "n_head": 2,
@@ -32,8 +27,8 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(GPT2Config(**sizes))
 
 
-def bert() -> Any:
-    sizes: dict[str, Any] = {
+def bert():
+    sizes = {
         "hidden_size": 16,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -42,8 +37,8 @@ def bert() -> Any:
     return transformers.BertForSequenceClassification(BertConfig(vocab_size=40, **sizes))
 
 
-def t5() -> Any:
-    sizes: dict[str, Any] = {
+def t5():
+    sizes = {
         "d_model": 16,
         "d_kv": 8,
         "d_ff": 32,
@@ -55,19 +50,19 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     inputs = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model.eval()(input_ids=IDS, **inputs).logits
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("make", [gpt2, bert, t5])
-def test_models_without_norms_load_without_norms(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_models_without_norms_load_without_norms(make, tmp_path):
     model = make()
     removed = wp.t_fixup_(model).norms_removed
     model.save_pretrained(tmp_path)
@@ -83,7 +78,7 @@ def test_models_without_norms_load_without_norms(make: Callable[[], Any], tmp_pa
     assert torch.equal(logits(load_saved_model(tmp_path / "again")), logits(model))
 
 
-def test_without_the_loader_norms_come_back_and_can_be_taken_out(tmp_path: Path) -> None:
+def test_without_the_loader_norms_come_back_and_can_be_taken_out(tmp_path):
     model = gpt2()
     wp.t_fixup_(model)
     model.save_pretrained(tmp_path)
@@ -93,7 +88,7 @@ def test_without_the_loader_norms_come_back_and_can_be_taken_out(tmp_path: Path)
     assert torch.equal(logits(plain), logits(model))
 
 
-def test_norms_kept_and_norms_taken_out_later_are_told_apart(tmp_path: Path) -> None:
+def test_norms_kept_and_norms_taken_out_later_are_told_apart(tmp_path):
     model = bert()
     wp.remove_norms_(model, keep="*.embeddings.LayerNorm")
     first = list(model.config.wellposed["removed_norms"])
@@ -103,13 +98,13 @@ def test_norms_kept_and_norms_taken_out_later_are_told_apart(tmp_path: Path) -> 
     assert torch.equal(logits(_saved_and_loaded(model, tmp_path / "all")), logits(model))
 
 
-def test_a_run_starts_from_a_model_without_norms(tmp_path: Path) -> None:
+def test_a_run_starts_from_a_model_without_norms(tmp_path):
     model = bert()
     wp.t_fixup_(model)
     model.bert.save_pretrained(tmp_path / "body")
     model.save_pretrained(tmp_path / "whole")
     for folder in ("body", "whole"):
-        start: Any = start_model(tmp_path / folder, "sequence_classification", {"vocab_size": 40})
+        start = start_model(tmp_path / folder, "sequence_classification", {"vocab_size": 40})
         assert not any("LayerNorm" in name for name, _ in start.model.named_parameters())
         states = [
             each.bert(input_ids=IDS).last_hidden_state
@@ -119,7 +114,7 @@ def test_a_run_starts_from_a_model_without_norms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wellposed_l2", "wellposed_cosine"])
-def test_another_attention_is_loaded_again(name: str, tmp_path: Path) -> None:
+def test_another_attention_is_loaded_again(name, tmp_path):
     model = bert()
     before = logits(model)
     wp.integrations.set_attention_(model, name)
@@ -130,7 +125,7 @@ def test_another_attention_is_loaded_again(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForSequenceClassification.from_pretrained(tmp_path)), before)
 
 
-def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_note_is_refused(tmp_path):
     bert().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     for damaged in ({"removed_norms": "bert"}, {"removed_norms": [3]}, {"attention": 3}, [1]):
@@ -139,6 +134,6 @@ def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
             load_saved_model(tmp_path)
 
 
-def _saved_and_loaded(model: Any, folder: Path) -> Any:
+def _saved_and_loaded(model, folder):
     model.save_pretrained(folder)
     return load_saved_model(folder)

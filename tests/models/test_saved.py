@@ -5,16 +5,14 @@ The files in `saved` were written by version 0.2 before its options were declare
 they are never written anew.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.close import within
 
 from wellposed.model_options import ModelOptions
 from wellposed.models import build_model, load_saved_model, model_keywords
@@ -31,20 +29,18 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("name", sorted(LOGITS))
-def test_a_saved_model_gives_the_logits_it_gave(name: str) -> None:
+def test_a_saved_model_gives_the_logits_it_gave(name):
     model = load_saved_model(SAVED / name)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[3, 1, 4, 1]]), **INPUTS.get(name, {})).logits
     # A few float32 roundings of other kernels: logits are below 10, and sums have at most 16 terms.
-    torch.testing.assert_close(
-        logits, LOGITS[name], rtol=0, atol=10 * 16 * torch.finfo(torch.float32).eps
-    )
+    within(logits, LOGITS[name], 10 * 16 * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("name", sorted(LOGITS))
-def test_every_option_of_a_saved_configuration_has_its_value(name: str, tmp_path: Path) -> None:
+def test_every_option_of_a_saved_configuration_has_its_value(name, tmp_path):
     written = json.loads((SAVED / name / "config.json").read_text())
-    config: Any = load_saved_model(SAVED / name).config
+    config = load_saved_model(SAVED / name).config
     assert {name: getattr(config, name) for name in written.keys() - NOT_ATTRIBUTES} == {
         name: value for name, value in written.items() if name not in NOT_ATTRIBUTES
     }
@@ -57,7 +53,7 @@ def test_every_option_of_a_saved_configuration_has_its_value(name: str, tmp_path
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path: Path) -> None:
+def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
     values = tomllib.loads(path.read_text())
     config = RunConfig.from_dict(values, where=str(path))
     again = config.to_dict()
@@ -74,6 +70,6 @@ def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path: Path) -
         assert getattr(model.config, name, value) == value
 
 
-def test_options_are_the_same_on_the_command_line_as_they_were() -> None:
+def test_options_are_the_same_on_the_command_line_as_they_were():
     options = {name for path in RUNS for name in tomllib.loads(path.read_text())["model"]}
     assert options <= set(ModelOptions.__dataclass_fields__)

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.tiny import SIZES, tiny
+from torch.testing import assert_close
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -20,12 +22,6 @@ from wellposed.models import (
     WellposedForSequenceClassification,
 )
 
-SIZES = {
-    "vocab_size": 13,
-    "max_position_embeddings": 10,
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-}
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 RICH = {
     "norm": "pre",
@@ -49,7 +45,7 @@ def perturbed(model):
     "changes", [{}, {"tie_word_embeddings": False}, {"position": "sinusoidal"}, RICH]
 )
 def test_a_language_model_comes_back(tmp_path, changes):
-    model = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES, **changes)))
+    model = perturbed(tiny(WellposedForCausalLM, **changes))
     model.save_pretrained(tmp_path)
     loaded, info = WellposedForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
@@ -64,7 +60,7 @@ def test_a_language_model_comes_back(tmp_path, changes):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tying_is_kept(tmp_path, tied):
-    model = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES, tie_word_embeddings=tied)))
+    model = perturbed(tiny(WellposedForCausalLM, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -88,7 +84,7 @@ def test_a_classifier_comes_back_with_its_labels(tmp_path):
 
 
 def test_a_classifier_takes_the_body_of_a_language_model(tmp_path):
-    model = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES)))
+    model = perturbed(tiny(WellposedForCausalLM))
     model.save_pretrained(tmp_path)
     states = model.model(input_ids=IDS).last_hidden_state
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=4)
@@ -102,10 +98,8 @@ def test_a_classifier_takes_the_body_of_a_language_model(tmp_path):
 @pytest.mark.slow
 def test_a_fresh_process_gives_the_same_logits_through_the_auto_classes(tmp_path):
     torch.manual_seed(0)
-    language = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES, position="sinusoidal")))
-    classifier = perturbed(
-        WellposedForSequenceClassification(WellposedConfig(**SIZES, num_labels=3))
-    )
+    language = perturbed(tiny(WellposedForCausalLM, position="sinusoidal"))
+    classifier = perturbed(tiny(WellposedForSequenceClassification, num_labels=3))
     language.save_pretrained(tmp_path / "language")
     classifier.save_pretrained(tmp_path / "classifier")
     script = (
@@ -131,10 +125,10 @@ def test_the_auto_classes_build_from_a_configuration():
 
 
 def test_the_vocabulary_can_grow():
-    model = perturbed(WellposedForCausalLM(WellposedConfig(**SIZES)))
+    model = perturbed(tiny(WellposedForCausalLM))
     before = model(input_ids=IDS).logits
     model.resize_token_embeddings(20, mean_resizing=False)
     after = model(input_ids=torch.tensor([[3, 1, 4, 1, 19]])).logits
     assert model.config.vocab_size == 20
     assert after.shape == (1, 5, 20)
-    torch.testing.assert_close(after[:, :4, :13], before[:, :4], rtol=1e-5, atol=1e-5)
+    assert_close(after[:, :4, :13], before[:, :4], rtol=1e-5, atol=1e-5)

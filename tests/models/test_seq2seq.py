@@ -1,13 +1,14 @@
 """The encoder-decoder against a slow float64 one written from the papers; padding, cache, labels,
 refusals."""
 
-import math
-
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape
+from tests.support.slow_transformer import SlowTransformer, exact, padded
+from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM, DynamicCache
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForSeq2SeqLM, build_model
 
 SIZES = {
@@ -20,114 +21,13 @@ TARGETS = [[1, 7, 8, 2], [1, 10, 11, 12, 4], [1, 6]]
 
 def build(**changes):
     torch.manual_seed(0)
-    model = WellposedForSeq2SeqLM(WellposedConfig(**{**SIZES, **changes})).double().eval()
-    with torch.no_grad():
-        for module in model.modules():
-            if type(module).__name__ == "SinusoidalPositions":
-                module.reset_parameters()
-        for name, parameter in model.named_parameters():
-            if not name.endswith(("_proj.weight", "token.weight")):
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return exact(WellposedForSeq2SeqLM(WellposedConfig(**{**SIZES, **changes})))
 
 
-class Slow:
-    """One unpadded pair at a time, one head and one query at a time."""
-
-    def __init__(self, model):
-        self.config = model.config
-        self.weights = {name: value.detach() for name, value in model.state_dict().items()}
-
-    def linear(self, name, x):
-        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
-
-    def norm(self, name, x, *, bias=True):
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = (
-            centred
-            / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-            * self.weights[f"{name}.weight"]
-        )
-        return scaled + (self.weights[f"{name}.bias"] if bias else 0)
-
-    def embed(self, side, tokens):
-        shared = side == "encoder" or self.config.share_embeddings
-        table = self.weights[f"model.{'encoder' if shared else 'decoder'}.embeddings.token.weight"]
-        places = self.weights[f"model.{side}.embeddings.position.weight"]
-        return torch.stack(
-            [(table[token] + places[i]) * math.sqrt(12) for i, token in enumerate(tokens)]
-        )
-
-    def attend(self, path, x, memory, *, is_causal):
-        query, key, value = (
-            self.linear(f"{path}.{n}_proj", m)
-            for n, m in zip("qkv", (x, memory, memory), strict=True)
-        )
-        joined = torch.zeros_like(x)
-        for head in range(3):
-            q, k, v = (m[:, 4 * head : 4 * head + 4] for m in (query, key, value))
-            if f"{path}.q_norm.weight" in self.weights:
-                q, k = (
-                    self.norm(f"{path}.q_norm", q, bias=False),
-                    self.norm(f"{path}.k_norm", k, bias=False),
-                )
-            cosine = f"{path}.log_tau" in self.weights
-            if cosine:
-                q, k, v = (m / (m.square().sum(-1, keepdim=True) + 0.01).sqrt() for m in (q, k, v))
-            factor = self.weights[f"{path}.log_tau"][head].exp() if cosine else 0.5
-            size = self.weights[f"{path}.nu"][head] if cosine else 1.0
-            for i in range(len(x)):
-                seen = i + 1 if is_causal else len(memory)
-                weights = (factor * (k[:seen] @ q[i])).exp()
-                joined[i, 4 * head : 4 * head + 4] = size * (weights / weights.sum()) @ v[:seen]
-        return self.linear(f"{path}.o_proj", joined)
-
-    def half(self, path, x, branch):
-        kind = self.config.norm
-        joined = branch(self.norm(f"{path}_norm", x) if kind == "pre" else x)
-        total = x + self.weights.get(f"{path}_residual.scale", 1.0) * joined
-        return self.norm(f"{path}_norm", total) if kind == "post" else total
-
-    def layers(self, side, x, count, memory=None):
-        for layer in range(count):
-            path, causal = f"model.{side}.layers.{layer}", side == "decoder"
-            x = self.half(
-                f"{path}.attention",
-                x,
-                lambda h, p=path, c=causal: self.attend(f"{p}.attention", h, h, is_causal=c),
-            )
-            if memory is not None:
-                cross = f"{path}.cross_attention"
-                x = self.half(
-                    cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False)
-                )
-            feed = f"{path}.feedforward"
-            x = self.half(
-                feed,
-                x,
-                lambda h, p=feed: self.linear(
-                    f"{p}.down_proj", self.linear(f"{p}.up_proj", h).clamp(min=0)
-                ),
-            )
-        return self.norm(f"model.{side}.final_norm", x) if self.config.norm == "pre" else x
-
-    def logits(self, source, target):
-        memory = self.layers(
-            "encoder", self.embed("encoder", source), self.config.num_hidden_layers
-        )
-        states = self.layers(
-            "decoder", self.embed("decoder", target), self.config.num_decoder_layers, memory
-        )
-        return states @ self.weights["lm_head.weight"].T
-
-
-def padded(rows, side, extra=0):
-    width = max(map(len, rows)) + extra
-    ids, mask = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
-        ids[i, place], mask[i, place] = torch.tensor(row), 1
-    return ids, mask
+def slow_logits(slow, source, target):
+    memory = slow.hidden(source, is_causal=False, side="encoder.")
+    states = slow.hidden(target, is_causal=True, side="decoder.", memory=memory)
+    return states @ slow.weights["lm_head.weight"].T
 
 
 @pytest.mark.parametrize(
@@ -142,7 +42,7 @@ def padded(rows, side, extra=0):
 )
 def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
     model = build(activation="relu", **changes)
-    slow = Slow(model)
+    slow = SlowTransformer(model)
     for source_side, target_side in [("right", "right"), ("left", "left"), ("right", "left")]:
         ids, mask = padded(SOURCES, source_side, extra=2)
         target, target_mask = padded(TARGETS, target_side, extra=1)
@@ -154,8 +54,8 @@ def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
             decoder_attention_mask=given,
         ).logits
         for row, row_mask, source, words in zip(logits, target_mask, SOURCES, TARGETS, strict=True):
-            torch.testing.assert_close(
-                row[row_mask.bool()], slow.logits(source, words), rtol=1e-10, atol=1e-10
+            assert_close(
+                row[row_mask.bool()], slow_logits(slow, source, words), rtol=1e-10, atol=1e-10
             )
 
 
@@ -165,11 +65,9 @@ def test_with_l2_attention_the_cross_attention_is_cosine():
     crossing = {type(layer.cross_attention).__name__ for layer in model.model.decoder.layers}
     assert kinds == {"L2SelfAttention"}
     assert crossing == {"CosineCrossAttention"}
-    with pytest.raises(
-        ConfigError, match=r"cross_attention: received 'l2'.*keys come from another sequence only"
-    ):
+    with bad_config(match=r"cross_attention: received 'l2'.*keys come from another sequence only"):
         WellposedConfig(cross_attention="l2")
-    with pytest.raises(ConfigError, match="unknown cross-attention 'cosin'; nearest: cosine"):
+    with bad_config(match="unknown cross-attention 'cosin'; nearest: cosine"):
         WellposedConfig(cross_attention="cosin")
 
 
@@ -198,7 +96,7 @@ def test_a_source_of_padding_gives_finite_values_and_gradients(cross):
     )
     output.loss.backward()
     alone = model(input_ids=ids[:1], decoder_input_ids=target[:1]).logits
-    torch.testing.assert_close(output.logits[:1], alone, rtol=0, atol=1e-12)
+    within(output.logits[:1], alone, 1e-12)
     assert output.logits.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -227,7 +125,7 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call_and_reads_the_sour
         cache = output.past_key_values
         parts.append(output.logits)
         start += size
-    torch.testing.assert_close(torch.cat(parts, dim=1), full.logits, rtol=0, atol=1e-11)
+    within(torch.cat(parts, dim=1), full.logits, 1e-11)
     assert len(projected) == 1
     assert len(cache) == 3
 
@@ -240,15 +138,15 @@ def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
     terms = [-logits[b, t, labels[b, t]] for b, t in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]]
     for given in ({}, {"decoder_input_ids": started}):
         output = model(input_ids=ids, labels=labels, **given)
-        torch.testing.assert_close(output.loss, sum(terms) / 5, rtol=1e-6, atol=0)
+        assert_close(output.loss, sum(terms) / 5, rtol=1e-6, atol=0)
     summed = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(10)).loss
-    torch.testing.assert_close(summed, sum(terms) / 10, rtol=1e-6, atol=0)
+    assert_close(summed, sum(terms) / 10, rtol=1e-6, atol=0)
     kept = model(input_ids=ids, labels=labels, logits_to_keep=2)
     assert kept.logits.shape[1] == 2
-    torch.testing.assert_close(kept.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
+    assert_close(kept.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
     other = build(decoder_start_token_id=4)
     assert other.prepare_decoder_input_ids_from_labels(labels).tolist() == [[4, 7, 8], [4, 9, 2]]
-    with pytest.raises(ConfigError, match="neither decoder_start_token_id nor bos_token_id"):
+    with bad_config(match="neither decoder_start_token_id nor bos_token_id"):
         build(bos_token_id=None)(input_ids=ids, labels=labels)
 
 
@@ -301,7 +199,7 @@ def test_the_vocabularies_grow_together(share):
     batch = {"input_ids": torch.tensor([[3, 4]]), "decoder_input_ids": torch.tensor([[1, 7]])}
     before = model(**batch).logits
     model.resize_token_embeddings(20, mean_resizing=False)
-    torch.testing.assert_close(model(**batch).logits[..., :13], before, rtol=0, atol=1e-12)
+    within(model(**batch).logits[..., :13], before, 1e-12)
     wide = model(input_ids=torch.tensor([[19]]), decoder_input_ids=torch.tensor([[19]])).logits
     assert wide.shape == (1, 1, 20)
 
@@ -333,46 +231,15 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     halved = run(position="sinusoidal", position_scale=0.5)[0].model.encoder.embeddings.position(
         ids
     )
-    torch.testing.assert_close(halved, 0.5 * plain)
+    assert_close(halved, 0.5 * plain)
     fixed = {"position": "sinusoidal", "norm": "none", "init": "t_fixup", "share_embeddings": False}
     model = run(**fixed)[0].model
-    torch.testing.assert_close(model.encoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    torch.testing.assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
+    assert_close(model.encoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
+    assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
     shared = run(**{**fixed, "share_embeddings": True})[0].model
-    torch.testing.assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    with pytest.raises(
-        ConfigError, match=r"position_scale: received 0\.5, which only position 'sinusoidal' reads"
-    ):
+    assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
+    with bad_config(match=r"position_scale: received 0\.5, which only position 'sinusoidal' reads"):
         WellposedConfig(position_scale=0.5)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same_gradients_for_every_n_layers(reentrant):
-    gradients, counts = [], []
-    for every in (None, 1, 2):
-        torch.manual_seed(0)
-        model = build_model("wellposed", "seq2seq_lm", **{**SIZES, "dropout": 0.3})
-        calls = []
-        for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
-            layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        if every is not None:
-            model.activation_checkpointing_enable(
-                {"use_reentrant": reentrant}, every_n_layers=every
-            )
-        torch.manual_seed(1)
-        target = torch.tensor([[1, 7, 8], [1, 9, 2]])
-        model(
-            input_ids=torch.tensor([[3, 4], [5, 6]]), decoder_input_ids=target, labels=target
-        ).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        counts.append(len(calls))
-    assert counts == [3, 6, 5]  # blocks 0, 1, 2: none, all, 0 and 2 are run twice
-    for plain, *recomputed in zip(*gradients, strict=True):
-        for other in recomputed:
-            # equal up to the order in which the gradients of one source are added
-            torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigError, match="every_n_layers: received 0; expected an integer >= 1"):
-        model.activation_checkpointing_enable(every_n_layers=0)
 
 
 def test_bf16_autocast_is_close():
@@ -390,27 +257,21 @@ def test_bf16_autocast_is_close():
 def test_what_does_not_fit_is_named():
     model = build()
     ids = torch.tensor([[3, 4]])
-    with pytest.raises(
-        ShapeError, match="received neither of decoder_input_ids and decoder_inputs_embeds"
-    ):
+    with bad_shape(match="received neither of decoder_input_ids and decoder_inputs_embeds"):
         model(input_ids=ids)
-    with pytest.raises(ShapeError, match="received neither of input_ids and inputs_embeds"):
+    with bad_shape(match="received neither of input_ids and inputs_embeds"):
         model(decoder_input_ids=ids)
-    with pytest.raises(
-        ShapeError, match="decoder_input_ids: received token 13 at row 0, position 1"
-    ):
+    with bad_shape(match="decoder_input_ids: received token 13 at row 0, position 1"):
         model(input_ids=ids, decoder_input_ids=torch.tensor([[1, 13]]))
-    with pytest.raises(ShapeError, match="a sequence of 13 tokens; expected at most 12"):
+    with bad_shape(match="a sequence of 13 tokens; expected at most 12"):
         model(input_ids=ids, decoder_input_ids=torch.ones(1, 13, dtype=torch.long))
-    with pytest.raises(ShapeError, match=r"attention_mask: received shape \(1, 3\)"):
+    with bad_shape(match=r"attention_mask: received shape \(1, 3\)"):
         model(input_ids=ids, attention_mask=torch.ones(1, 3), decoder_input_ids=ids)
-    with pytest.raises(
-        ConfigError, match="received a DynamicCache; expected an EncoderDecoderCache"
-    ):
+    with bad_config(match="received a DynamicCache; expected an EncoderDecoderCache"):
         model(input_ids=ids, decoder_input_ids=ids, past_key_values=DynamicCache())
-    with pytest.raises(ConfigError, match="output_attentions=True"):
+    with bad_config(match="output_attentions=True"):
         model(input_ids=ids, decoder_input_ids=ids, output_attentions=True)
-    with pytest.raises(ConfigError, match="received is_causal=True; its encoder is not causal"):
+    with bad_config(match="received is_causal=True; its encoder is not causal"):
         build(is_causal=True)
-    with pytest.raises(ConfigError, match="num_decoder_layers: received 0"):
+    with bad_config(match="num_decoder_layers: received 0"):
         WellposedConfig(num_decoder_layers=0)

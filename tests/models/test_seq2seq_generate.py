@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
+from tests.support.refusal import bad_config, bad_shape
+from torch.testing import assert_close
 from transformers import BartConfig, BartForConditionalGeneration
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import GNMTLengthPenalty, WellposedConfig, WellposedForSeq2SeqLM
 
 SIZES = {
@@ -120,7 +121,7 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached):
     assert [up_to_end(row) for row in output.sequences.tolist()] == [
         up_to_end(target) for _, target in expected
     ]
-    torch.testing.assert_close(
+    assert_close(
         output.sequences_scores,
         torch.tensor([score for score, _ in expected]),
         rtol=1e-5,
@@ -165,13 +166,11 @@ def test_the_penalty_is_saved_with_the_model(tmp_path):
 
 def test_penalties_that_cannot_be_meant_are_refused():
     model = build()
-    with pytest.raises(
-        ConfigError, match=r"length_penalty=1.0 \(n\^a\) and gnmt_length_penalty=0.6"
-    ):
+    with bad_config(match=r"length_penalty=1.0 \(n\^a\) and gnmt_length_penalty=0.6"):
         generate(model, num_beams=2, length_penalty=1.0, gnmt_length_penalty=0.6)
-    with pytest.raises(ConfigError, match=r"gnmt_length_penalty=0\.6 without beams"):
+    with bad_config(match=r"gnmt_length_penalty=0\.6 without beams"):
         generate(model, gnmt_length_penalty=0.6)
-    with pytest.raises(ConfigError, match="expected a finite number"):
+    with bad_config(match="expected a finite number"):
         GNMTLengthPenalty(float("nan"))
 
 
@@ -202,9 +201,7 @@ def test_the_penalty_serves_models_of_transformers():
     plain = generate(model, length_penalty=0.0, **options)
     lengths = (plain.beam_indices >= 0).sum(1)
     if torch.equal(gnmt.sequences, plain.sequences):
-        torch.testing.assert_close(
-            gnmt.sequences_scores, plain.sequences_scores / ((5 + lengths) / 6) ** 0.6
-        )
+        assert_close(gnmt.sequences_scores, plain.sequences_scores / ((5 + lengths) / 6) ** 0.6)
     else:
         pytest.fail("the best texts of this model do not depend on the penalty")
 
@@ -220,7 +217,7 @@ def test_beams_share_the_keys_of_their_source_and_only_new_tokens_pass():
 
 
 def test_a_target_longer_than_the_positions_is_refused():
-    with pytest.raises(ShapeError, match="a sequence of 13 tokens; expected at most 12"):
+    with bad_shape(match="a sequence of 13 tokens; expected at most 12"):
         build(eos_token_id=None).generate(
             IDS, attention_mask=MASK, max_new_tokens=20, do_sample=False
         )

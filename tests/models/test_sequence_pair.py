@@ -3,10 +3,12 @@ certificates."""
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_shape
+from tests.support.tiny import SIZES, tiny
 from transformers import AutoConfig
 
 import wellposed as wp
-from wellposed.errors import ShapeError
 from wellposed.models import (
     AutoModelForSequencePairClassification,
     WellposedConfig,
@@ -15,36 +17,23 @@ from wellposed.models import (
     build_model,
 )
 
-SIZES = {
-    "vocab_size": 13,
-    "max_position_embeddings": 10,
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "num_labels": 2,
-}
 FIRST, SECOND = (
     torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]),
     torch.tensor([[5, 8, 9], [7, 9, 0]]),
 )
-FIRST_MASK, SECOND_MASK = (FIRST != 0).long(), (SECOND != 0).long()
+SIDES = ("input_ids", "attention_mask", "input_ids_pair", "attention_mask_pair")
+
+
+def batch(first=FIRST, second=SECOND):
+    return dict(zip(SIDES, (first, (first != 0).long(), second, (second != 0).long()), strict=True))
 
 
 def build(**changes):
-    torch.manual_seed(0)
-    return (
-        WellposedForSequencePairClassification(WellposedConfig(**{**SIZES, **changes}))
-        .double()
-        .eval()
-    )
+    return tiny(WellposedForSequencePairClassification, **changes).double().eval()
 
 
 def run(model):
-    return model(
-        input_ids=FIRST,
-        attention_mask=FIRST_MASK,
-        input_ids_pair=SECOND,
-        attention_mask_pair=SECOND_MASK,
-    ).logits
+    return model(**batch()).logits
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max", "first"])
@@ -64,18 +53,13 @@ def test_the_logits_are_those_of_the_formula(pooling):
             weights["classifier.hidden.weight"] @ features + weights["classifier.hidden.bias"]
         ).clamp(min=0)
         expected = weights["classifier.output.weight"] @ hidden + weights["classifier.output.bias"]
-        torch.testing.assert_close(run(model)[row], expected, rtol=0, atol=1e-12)
+        within(run(model)[row], expected, 1e-12)
 
 
 def test_both_sides_matter_and_their_order_too():
     model = build()
     logits = run(model)
-    swapped = model(
-        input_ids=SECOND,
-        attention_mask=SECOND_MASK,
-        input_ids_pair=FIRST,
-        attention_mask_pair=FIRST_MASK,
-    ).logits
+    swapped = model(**batch(SECOND, FIRST)).logits
     assert (logits - swapped).abs().min() > 1e-3
     for side in ("input_ids", "input_ids_pair"):
         ids = {"input_ids": FIRST[:1], "input_ids_pair": SECOND[:1]}
@@ -88,15 +72,9 @@ def test_both_sides_matter_and_their_order_too():
 def test_loss_is_cross_entropy_and_every_weight_gets_a_gradient():
     model = build()
     labels = torch.tensor([1, 0])
-    output = model(
-        input_ids=FIRST,
-        attention_mask=FIRST_MASK,
-        input_ids_pair=SECOND,
-        attention_mask_pair=SECOND_MASK,
-        labels=labels,
-    )
+    output = model(**batch(), labels=labels)
     expected = -output.logits.log_softmax(-1)[torch.arange(2), labels].mean()
-    torch.testing.assert_close(output.loss, expected, rtol=0, atol=1e-12)
+    within(output.loss, expected, 1e-12)
     output.loss.backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -125,11 +103,9 @@ def test_it_takes_the_encoder_of_a_classifier(tmp_path):
 
 def test_sides_that_do_not_match_are_refused():
     model = build()
-    with pytest.raises(
-        ShapeError, match="received 1 sequences for 2 in input_ids; expected one for each"
-    ):
+    with bad_shape(match="received 1 sequences for 2 in input_ids; expected one for each"):
         model(input_ids=FIRST, input_ids_pair=SECOND[:1])
-    with pytest.raises(ShapeError, match="neither of input_ids and inputs_embeds"):
+    with bad_shape(match="neither of input_ids and inputs_embeds"):
         model(input_ids=FIRST)
 
 
@@ -137,13 +113,7 @@ def test_verbs_work_or_say_why_not():
     model = build()
     roles = wp.find_roles(model)
     assert len(roles.attention) == 2
-    batch = {
-        "input_ids": FIRST,
-        "attention_mask": FIRST_MASK,
-        "input_ids_pair": SECOND,
-        "attention_mask_pair": SECOND_MASK,
-    }
-    assert wp.measure(model, batch).rows
+    assert wp.measure(model, batch()).rows
     penalty = wp.OrthogonalityPenalty(model, affinity=1e-2, attention=1e-2)
     logits = run(model)
     assert penalty().item() > 0

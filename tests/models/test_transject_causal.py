@@ -1,20 +1,17 @@
 """TransJect as a language model: no later token has a part in an earlier one, and a cache changes
 nothing."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from tests.support.refusal import bad_config
 from tests.support.transject import IDS, SETTINGS, SIZES, awake
+from torch.testing import assert_close
 
-from wellposed.errors import ConfigError
 from wellposed.models import TransJectConfig, TransJectForCausalLM
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_no_gradient_comes_from_later_tokens(settings: dict[str, Any]) -> None:
+def test_no_gradient_comes_from_later_tokens(settings):
     torch.manual_seed(3)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, **settings)))
     start = torch.randn(1, 6, 16, requires_grad=True)
@@ -32,9 +29,7 @@ def test_no_gradient_comes_from_later_tokens(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
-def test_generation_with_a_cache_is_that_without(
-    settings: dict[str, Any], how: dict[str, Any]
-) -> None:
+def test_generation_with_a_cache_is_that_without(settings, how):
     torch.manual_seed(4)
     config = TransJectConfig(**SIZES, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = awake(TransJectForCausalLM(config))
@@ -50,7 +45,7 @@ def test_generation_with_a_cache_is_that_without(
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings: dict[str, Any]) -> None:
+def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings):
     torch.manual_seed(5)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, **settings)))
     ids = torch.randint(0, 13, (2, 9))
@@ -59,13 +54,13 @@ def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings: dict[
     for start, end in ((0, 4), (4, 5), (5, 9)):
         output = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
         cache, parts = output.past_key_values, [*parts, output.logits]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-5, atol=1e-5)
+    assert_close(torch.cat(parts, dim=1), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended() -> None:
+def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
     torch.manual_seed(5)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
-    how: dict[str, Any] = {
+    how = {
         "do_sample": False,
         "max_new_tokens": 3,
         "min_new_tokens": 3,
@@ -74,12 +69,10 @@ def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended() -> Non
     first = model.generate(IDS[:1], **how)
     prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
     again = model.generate(prompt, past_key_values=first.past_key_values, **how)
-    torch.testing.assert_close(
-        again.sequences, model.generate(prompt, use_cache=False, **how).sequences
-    )
+    assert_close(again.sequences, model.generate(prompt, use_cache=False, **how).sequences)
 
 
-def test_a_piece_of_padding_is_no_error_in_training_with_a_cache() -> None:
+def test_a_piece_of_padding_is_no_error_in_training_with_a_cache():
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
     ids, mask = IDS.repeat(1, 2), torch.ones(2, 10, dtype=torch.long)
     mask[1, :5] = 0
@@ -91,19 +84,17 @@ def test_a_piece_of_padding_is_no_error_in_training_with_a_cache() -> None:
         second = model(
             input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values
         )
-    torch.testing.assert_close(second.logits, expected[:, 5:])
+    assert_close(second.logits, expected[:, 5:])
 
 
 @pytest.mark.parametrize("value", ["no", "false", 2])
-def test_a_causality_that_is_neither_true_nor_false_is_refused(value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"is_causal: received {value!r}; expected true or false or None"
-    ):
+def test_a_causality_that_is_neither_true_nor_false_is_refused(value):
+    with bad_config(match=f"is_causal: received {value!r}; expected true or false or None"):
         TransJectConfig(**SIZES, is_causal=value)
 
 
-def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps() -> None:
-    with pytest.raises(ConfigError, match="spectrum_eps: received 1e-60"):
+def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps():
+    with bad_config(match="spectrum_eps: received 1e-60"):
         TransJectConfig(**SIZES, spectrum_eps=1e-60)
     model = awake(
         TransJectForCausalLM(TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized"))

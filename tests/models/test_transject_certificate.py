@@ -1,17 +1,16 @@
 """Certificates of TransJect classifiers, attacked; and certified accuracy from X^0."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.transject import IDS, MASK
+from torch.testing import assert_close
 
 from wellposed.certification import certify
 from wellposed.models import TransJectConfig, TransJectForSequenceClassification, input_vectors
 from wellposed.training.certified.accuracy import certified_accuracy
 
 
-def classifier(**options: object) -> TransJectForSequenceClassification:
+def classifier(**options):
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 12,
@@ -26,11 +25,11 @@ def classifier(**options: object) -> TransJectForSequenceClassification:
     return model.double().eval()
 
 
-def test_input_vectors_give_what_the_ids_give() -> None:
+def test_input_vectors_give_what_the_ids_give():
     model = classifier()
     vectors = input_vectors(model, IDS, MASK)
     by_vectors = model(inputs_embeds=vectors, attention_mask=MASK).logits
-    torch.testing.assert_close(by_vectors, model(input_ids=IDS, attention_mask=MASK).logits)
+    assert_close(by_vectors, model(input_ids=IDS, attention_mask=MASK).logits)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_input_vectors_give_what_the_ids_give() -> None:
     ],
 )
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_no_ascent_beats_the_certificate(options: dict[str, object], norm: object) -> None:
+def test_no_ascent_beats_the_certificate(options, norm):
     model = classifier(**options)
     total = certify(model, seq_len=5, norm=norm).total
     start = input_vectors(model, IDS[:1]).detach()
@@ -61,13 +60,13 @@ def test_no_ascent_beats_the_certificate(options: dict[str, object], norm: objec
     assert 0.01 * total < worst <= total
 
 
-def test_pooled_gates_are_named() -> None:
+def test_pooled_gates_are_named():
     certificate = certify(classifier(num_experts=2), seq_len=5)
     assert certificate.label == "uncertified"
     assert [layer.path for layer in certificate.uncertified] == ["model.stack"]
 
 
-def test_certified_accuracy_is_below_the_attacked_one() -> None:
+def test_certified_accuracy_is_below_the_attacked_one():
     model = classifier()
     certificate = certify(model, seq_len=5)
     labels = model(input_ids=IDS, attention_mask=MASK).logits.argmax(-1)

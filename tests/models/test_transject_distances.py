@@ -1,25 +1,15 @@
 """TransJect keeps distances, before and after training and against attacks, and goes back to where
 it started."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from tests.support.transject import IDS, MASK, SETTINGS, SIZES, awake, blocks
-from torch import Tensor, nn
 
 from wellposed.constrain import constrain_
-from wellposed.models import (
-    TransJectConfig,
-    TransJectForSequenceClassification,
-    TransJectModel,
-)
+from wellposed.models import TransJectConfig, TransJectForSequenceClassification, TransJectModel
 
 
-def orthogonality_error(model: nn.Module) -> float:
+def orthogonality_error(model):
     """Return the largest |W^T W - I| of every square weight of attention, feed-forward and
     spectrum, in float64."""
     names = ("left", "right", "up_proj", "down_proj", "basis")
@@ -35,10 +25,10 @@ def orthogonality_error(model: nn.Module) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained() -> TransJectForSequenceClassification:
+def trained():
     """Return a classifier after 300 steps of AdamW with a large learning rate."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"num_experts": 2, "num_labels": 3, "num_hidden_layers": 2}
+    settings = {"num_experts": 2, "num_labels": 3, "num_hidden_layers": 2}
     model = TransJectForSequenceClassification(TransJectConfig(**{**SIZES, **settings}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     constrain_(model, optimizer, where=model.orthogonal_patterns())
@@ -54,7 +44,7 @@ def trained() -> TransJectForSequenceClassification:
     return model.eval()
 
 
-def test_orthogonality_after_training_and_after_files(trained: Any, tmp_path: Path) -> None:
+def test_orthogonality_after_training_and_after_files(trained, tmp_path):
     assert orthogonality_error(trained) <= 1e-5
     trained.save_pretrained(tmp_path)
     loaded = TransJectForSequenceClassification.from_pretrained(tmp_path)
@@ -63,12 +53,12 @@ def test_orthogonality_after_training_and_after_files(trained: Any, tmp_path: Pa
     assert any(abs(float(layer.residual.weight.detach())) > 0.05 for layer in blocks(trained))
 
 
-def stretch(states: Tensor, start: Tensor) -> Tensor:
+def stretch(states, start):
     """Return how much the distance of the first two tokens grew."""
     return (states[0, 0] - states[0, 1]).norm() / (start[0, 0] - start[0, 1]).norm()
 
 
-def bounds(model: Any) -> tuple[list[float], list[float]]:
+def bounds(model):
     """Return the least and the largest factor after each layer (theory note B8, statement A)."""
     lower, upper = [1.0], [1.0]
     for layer in blocks(model):
@@ -79,9 +69,7 @@ def bounds(model: Any) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("which", ["random", "trained", "large residuals"])
-def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(
-    trained: Any, which: str
-) -> None:
+def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(trained, which):
     torch.manual_seed(1)
     if which == "trained":
         model = trained.model
@@ -115,7 +103,7 @@ def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(
         )
 
 
-def attack(model: Any, sign: float, seed: int) -> tuple[float, float]:
+def attack(model, sign, seed):
     """Push the first two of six tokens to stretch (or shrink) their distance, with sigma and gates
     held."""
     generator = torch.Generator().manual_seed(seed)
@@ -123,7 +111,7 @@ def attack(model: Any, sign: float, seed: int) -> tuple[float, float]:
     with torch.no_grad():
         kept = model.stack(x)
 
-    def ratio(pair: Tensor) -> Tensor:
+    def ratio(pair):
         whole = torch.cat((pair, x[:, 2:]), dim=1)
         return stretch(
             model.stack(whole, sigma=kept.sigma, gates=kept.gates).last_hidden_state, whole
@@ -140,7 +128,7 @@ def attack(model: Any, sign: float, seed: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:2])
-def test_a_fresh_model_is_the_identity(settings: dict[str, Any]) -> None:
+def test_a_fresh_model_is_the_identity(settings):
     output = TransJectModel(TransJectConfig(**SIZES, **settings))(
         input_ids=IDS, output_hidden_states=True
     )
@@ -149,7 +137,7 @@ def test_a_fresh_model_is_the_identity(settings: dict[str, Any]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", SETTINGS[:3])
-def test_the_way_back(settings: dict[str, Any]) -> None:
+def test_the_way_back(settings):
     torch.manual_seed(7)
     model = awake(TransJectModel(TransJectConfig(**SIZES, **settings)))
     output = model(input_ids=IDS, attention_mask=MASK, output_hidden_states=True)

@@ -1,16 +1,13 @@
 """TransJect models come back from files: through the Auto classes, in a fresh process, body by
 body, tied or not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.support.transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake
+from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from wellposed.models import (
@@ -22,7 +19,7 @@ from wellposed.models import (
     TransJectModel,
 )
 
-KINDS: list[tuple[Any, Any]] = [
+KINDS = [
     (TransJectModel, AutoModel),
     (TransJectForCausalLM, AutoModelForCausalLM),
     (TransJectForSequenceClassification, AutoModelForSequenceClassification),
@@ -32,9 +29,7 @@ KINDS: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("cls", "auto"), KINDS)
 @pytest.mark.parametrize("settings", SETTINGS[1:])
-def test_files_through_the_auto_classes(
-    cls: Any, auto: Any, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_files_through_the_auto_classes(cls, auto, settings, tmp_path):
     torch.manual_seed(10)
     model = awake(cls(TransJectConfig(**SIZES, **settings)))
     model.save_pretrained(tmp_path)
@@ -47,7 +42,7 @@ def test_files_through_the_auto_classes(
     assert torch.equal(loaded.eval()(**given)[0], model(**given)[0])
 
 
-def test_a_head_on_a_body_from_a_file_is_fresh_and_the_body_is_not(tmp_path: Path) -> None:
+def test_a_head_on_a_body_from_a_file_is_fresh_and_the_body_is_not(tmp_path):
     body = awake(TransJectModel(CONFIG))
     body.save_pretrained(tmp_path)
     model = TransJectForSequenceClassification.from_pretrained(tmp_path)
@@ -59,7 +54,7 @@ def test_a_head_on_a_body_from_a_file_is_fresh_and_the_body_is_not(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_fresh_process_gives_the_same_logits(tmp_path: Path) -> None:
+def test_a_fresh_process_gives_the_same_logits(tmp_path):
     model = awake(TransJectForCausalLM(CONFIG))
     model.save_pretrained(tmp_path)
     code = (
@@ -74,12 +69,12 @@ def test_a_fresh_process_gives_the_same_logits(tmp_path: Path) -> None:
     weights, logits = map(eval, done.stdout.splitlines()[-2:])
     assert weights == [weight.flatten().tolist() for weight in model.state_dict().values()]
     # The same weights in other places of memory: some CPUs then sum in another order.
-    torch.testing.assert_close(
+    assert_close(
         torch.tensor([[logits]]), model(input_ids=IDS[:1, :3]).logits.flatten()[None, None]
     )
 
 
-def test_a_tied_output_layer_is_the_embedding() -> None:
+def test_a_tied_output_layer_is_the_embedding():
     model = TransJectForCausalLM(TransJectConfig(**SIZES, tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embeddings.token.weight
     free = TransJectForCausalLM(TransJectConfig(**SIZES))

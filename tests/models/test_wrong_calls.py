@@ -1,14 +1,13 @@
 """What a caller gets wrong of a model or its configuration is an error of ours that names it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 
-from wellposed.errors import ConfigError, ShapeError, WellposedError
+from wellposed.errors import WellposedError
 from wellposed.models import (
     ARCHITECTURES,
     LSTMConfig,
@@ -45,16 +44,14 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_misspelt_keyword_is_told_the_nearest(name):
-    with pytest.raises(
-        ConfigError, match=r"unknown keyword of \w+.forward 'input_idz'; nearest: .*input_ids"
-    ):
+    with bad_config(match=r"unknown keyword of \w+.forward 'input_idz'; nearest: .*input_ids"):
         MODELS[name]()(input_idz=IDS)
 
 
 @pytest.mark.parametrize("family", ["wellposed", "transject", "lstm"])
 @pytest.mark.parametrize("labels", [IDS[:, :3], IDS[0], IDS.float(), 13 + IDS])
 def test_labels_of_a_language_model_fit_its_tokens(family, labels):
-    with pytest.raises(ShapeError, match="labels"):
+    with bad_shape(match="labels"):
         build_model(family, "causal_lm", **SIZES, **heads(family))(input_ids=IDS, labels=labels)
 
 
@@ -62,7 +59,7 @@ def test_labels_of_a_language_model_fit_its_tokens(family, labels):
 @pytest.mark.parametrize("shape", [(2, 4), (3, 5), None])
 def test_positions_fit_the_tokens(name, shape):
     positions = torch.zeros(shape, dtype=torch.int64) if shape else torch.zeros(2, 5)
-    with pytest.raises(ShapeError, match="position"):
+    with bad_shape(match="position"):
         MODELS[name]()(input_ids=IDS, position_ids=positions)
 
 
@@ -70,7 +67,7 @@ def test_a_decoder_names_the_memory():
     decoder = WellposedDecoder(WellposedConfig(**SIZES, **heads("")))
     table = nn.Embedding(13, 12)
     for memory in (torch.zeros(2, 4, 7), torch.zeros(2, 12)):
-        with pytest.raises(ShapeError, match="memory"):
+        with bad_shape(match="memory"):
             decoder(input_ids=IDS, encoder_hidden_states=memory, token_embedding=table)
 
 
@@ -88,5 +85,5 @@ def test_odd_values_of_a_configuration_are_taken_or_refused(kind):
 @pytest.mark.parametrize("kind", [WellposedConfig, TransJectConfig])
 @pytest.mark.parametrize("name", ["num_labels", "num_hidden_layers"])
 def test_a_number_that_no_memory_holds_is_refused_before_anything_is_made(kind, name):
-    with pytest.raises(ConfigError, match=rf"{name}: received 100000000; expected .*< "):
+    with bad_config(match=rf"{name}: received 100000000; expected .*< "):
         kind(**SIZES, **heads(kind.model_type), **{name: 100_000_000})

@@ -1,34 +1,18 @@
 """Blocks and stacks: structure, compilation, recomputation, and parts registered from outside."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from tests.support.layers import stack_config
+from tests.support.refusal import bad_config
 from torch import nn
+from torch.testing import assert_close
 
-from wellposed.errors import ConfigError
 from wellposed.nn import FEEDFORWARDS, RESIDUALS, Block, TransformerStack
-
-BASE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "activation": "gelu",
-    "attention": "dot_product",
-    "feedforward": "mlp",
-    "residual": "plain",
-    "norm": "post",
-    "qk_norm": False,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "layer_norm_eps": 1e-5,
-}
 
 
 def stack(is_causal=False, **changes):
     torch.manual_seed(0)
-    return TransformerStack(SimpleNamespace(**{**BASE, **changes}), is_causal=is_causal)
+    return TransformerStack(stack_config(**changes), is_causal=is_causal)
 
 
 def test_the_module_paths_are_the_documented_ones():
@@ -84,7 +68,7 @@ def test_a_compiled_stack_has_no_graph_break_and_the_same_result(is_causal, padd
             parameter.add_(0.1)
     x = torch.randn(2, 5, 8)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(
+    assert_close(
         compiled(x, key_padding_mask=padding),
         model(x, key_padding_mask=padding),
         rtol=1e-5,
@@ -119,15 +103,13 @@ def test_a_new_part_is_one_registration():
         RESIDUALS.register(name)(lambda _: Halved())
         FEEDFORWARDS.register(name)(lambda _: nn.Identity())
     x = torch.randn(2, 5, 8)
-    block = Block(
-        SimpleNamespace(**{**BASE, "norm": "none", "residual": name, "feedforward": name})
-    )
+    block = Block(stack_config(norm="none", residual=name, feedforward=name))
     half = x + 0.5 * block.attention(x)
-    torch.testing.assert_close(block(x), 1.5 * half)
+    assert_close(block(x), 1.5 * half)
 
 
 def test_an_unknown_part_is_named():
-    with pytest.raises(ConfigError, match="unknown attention 'dot_prodct'; nearest: dot_product"):
+    with bad_config(match="unknown attention 'dot_prodct'; nearest: dot_product"):
         stack(attention="dot_prodct")
 
 

@@ -1,19 +1,17 @@
 """What every attention module promises alike: padding, causality, caches, saving, low precision,
 gradients."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from tests.support.close import within
+from tests.support.layers import built, draw, gradients_are_right
+from torch.testing import assert_close
 
 from wellposed import nn as wn
 
 D, H, N = 8, 2, 6
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 3 + [False] * 3])
-FORMS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+FORMS = {
     "dot product": (wn.DotProductAttention, {}),
     "dot product, qk_norm": (wn.DotProductAttention, {"qk_norm": True}),
     "inverse d": (wn.InverseDAttention, {}),
@@ -34,28 +32,22 @@ every = pytest.mark.parametrize("name", FORMS)
 undivided = pytest.mark.parametrize("name", [name for name in FORMS if "contractive" not in name])
 
 
-def build(name: str) -> Any:
+def build(name):
     kind, options = FORMS[name]
-    torch.manual_seed(0)
-    layer = kind(D, H, **options).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+    return built(kind, D, H, **options)
 
 
-def tokens(batch: int = 2, n: int = N, seed: int = 1, size: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return size * torch.randn(batch, n, D, generator=generator, dtype=torch.float64)
+def tokens(batch=2, n=N, **how):
+    return draw(batch, n, D, **how)
 
 
 class GrowingCache:
     """The smallest cache there is."""
 
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+    def __init__(self):
+        self.kept = []
 
-    def update(self, *new: Tensor) -> list[Tensor]:
+    def update(self, *new):
         earlier = self.kept or [part[..., :0, :] for part in new]
         self.kept = [torch.cat(pair, -2) for pair in zip(earlier, new, strict=True)]
         return self.kept
@@ -63,7 +55,7 @@ class GrowingCache:
 
 @every
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_changes_nothing(name: str, is_causal: bool) -> None:
+def test_padding_changes_nothing(name, is_causal):
     layer, x = build(name), tokens(batch=1, n=4)
     padded = torch.cat([x, tokens(batch=1, n=3, size=50.0)], 1)
     mask = torch.tensor([[False] * 4 + [True] * 3, [False] * 7])
@@ -72,19 +64,19 @@ def test_padding_changes_nothing(name: str, is_causal: bool) -> None:
         key_padding_mask=mask,
         is_causal=is_causal,
     )
-    torch.testing.assert_close(out[:1, :4], layer(x, is_causal=is_causal), atol=1e-12, rtol=0)
+    within(out[:1, :4], layer(x, is_causal=is_causal), 1e-12)
 
 
 @every
-def test_a_finished_mask_is_the_same_as_what_it_is_made_of(name: str) -> None:
+def test_a_finished_mask_is_the_same_as_what_it_is_made_of(name):
     layer, x = build(name), tokens()
     mask = wn.attention_mask(PADDING, True, N, N, x.device)
     expected = layer(x, key_padding_mask=PADDING, is_causal=True)
-    torch.testing.assert_close(layer(x, key_padding_mask=mask), expected, atol=1e-12, rtol=0)
+    within(layer(x, key_padding_mask=mask), expected, 1e-12)
 
 
 @every
-def test_no_gradient_comes_from_a_later_token(name: str) -> None:
+def test_no_gradient_comes_from_a_later_token(name):
     layer, x = build(name), tokens().requires_grad_()
     (gradient,) = torch.autograd.grad(layer(x, is_causal=True)[:, :3].square().sum(), x)
     assert gradient[:, 3:].abs().max() == 0
@@ -94,9 +86,7 @@ def test_no_gradient_comes_from_a_later_token(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FORMS if "own length" not in name])
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (3, 1, 2)])
-def test_a_cache_in_any_portions_changes_nothing(
-    name: str, padding: Tensor | None, steps: tuple[int, ...]
-) -> None:
+def test_a_cache_in_any_portions_changes_nothing(name, padding, steps):
     layer, x, cache = build(name), tokens(), GrowingCache()
     whole = layer(x, key_padding_mask=padding, is_causal=True)
     pieces, end = [], 0
@@ -104,11 +94,11 @@ def test_a_cache_in_any_portions_changes_nothing(
         start, end = end, end + step
         seen = None if padding is None else padding[:, :end]
         pieces.append(layer(x[:, start:end], key_padding_mask=seen, is_causal=True, cache=cache))
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-12, rtol=0)
+    within(torch.cat(pieces, 1), whole, 1e-12)
 
 
 @every
-def test_it_comes_back_from_disk(name: str, tmp_path: Any) -> None:
+def test_it_comes_back_from_disk(name, tmp_path):
     layer, x, (kind, options) = build(name), tokens(), FORMS[name]
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
     fresh = kind(D, H, **options).double()
@@ -118,7 +108,7 @@ def test_it_comes_back_from_disk(name: str, tmp_path: Any) -> None:
 
 
 @undivided
-def test_low_precision_stays_near_float64(name: str) -> None:
+def test_low_precision_stays_near_float64(name):
     """Projections, logits, sums and output are each rounded a few times, of D terms at most."""
     layer, x = build(name), tokens()
     expected = layer(x, key_padding_mask=PADDING, is_causal=True)
@@ -129,7 +119,7 @@ def test_low_precision_stays_near_float64(name: str) -> None:
 
 
 @every
-def test_autocast_stays_near_float32(name: str) -> None:
+def test_autocast_stays_near_float32(name):
     layer, x = build(name).float(), tokens().float()
     expected = layer(x, key_padding_mask=PADDING)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -140,23 +130,16 @@ def test_autocast_stays_near_float32(name: str) -> None:
 
 
 @undivided
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name):
     layer, x = build(name), tokens(n=3).requires_grad_()
-    names = [name for name, _ in layer.named_parameters()]
-
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        state = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(layer, state, (x,), {"key_padding_mask": PADDING[:, 1:4]})
-
-    parameters = [p.detach().requires_grad_() for p in layer.parameters()]
-    assert torch.autograd.gradcheck(call, (x, *parameters), fast_mode=True)
+    assert gradients_are_right(layer, x, key_padding_mask=PADDING[:, 1:4])
 
 
 @pytest.mark.slow
 @undivided
-def test_compiles_in_one_graph(name: str) -> None:
+def test_compiles_in_one_graph(name):
     layer, x = build(name), tokens()
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for how in ({"key_padding_mask": PADDING}, {"is_causal": True}):
-        torch.testing.assert_close(compiled(x, **how), layer(x, **how))
+        assert_close(compiled(x, **how), layer(x, **how))

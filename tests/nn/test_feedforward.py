@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config
 
-from wellposed.errors import ConfigError
 from wellposed.nn import MLP
 
 
@@ -22,10 +23,10 @@ def test_it_equals_the_formula_token_by_token(activation):
                 [h * 0.5 * (1 + math.erf(h / math.sqrt(2))) for h in hidden.tolist()]
             ).double()
         expected = layer.down_proj.weight @ hidden + layer.down_proj.bias
-        torch.testing.assert_close(output[b, i], expected, rtol=0, atol=1e-7)
+        within(output[b, i], expected, 1e-7)
 
 
 def test_an_unknown_activation_is_named():
-    with pytest.raises(ConfigError, match="unknown activation 'gleu'; nearest: gelu"):
+    with bad_config(match="unknown activation 'gleu'; nearest: gelu"):
         MLP(4, 6, activation="gleu")
     assert MLP(4, 6, bias=False).up_proj.bias is None

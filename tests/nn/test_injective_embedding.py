@@ -1,18 +1,17 @@
 """InjectiveEmbedding: distinct pairs get distinct vectors, positions of any length, refusals."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn import InjectiveEmbedding
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
-def test_distinct_pairs_get_distinct_vectors(position: str) -> None:
+def test_distinct_pairs_get_distinct_vectors(position):
     torch.manual_seed(0)
     module = InjectiveEmbedding(7, 8, position=position, max_positions=30)
     ids = torch.arange(7)[:, None].expand(7, 30)
@@ -26,7 +25,7 @@ def test_distinct_pairs_get_distinct_vectors(position: str) -> None:
     )
 
 
-def test_sines_follow_the_formula_before_and_beyond_the_table() -> None:
+def test_sines_follow_the_formula_before_and_beyond_the_table():
     module = InjectiveEmbedding(3, 12, max_positions=4).double()
     codes = module(torch.zeros(1, 9, dtype=torch.long))[0, :, 6:]
     for p in range(9):
@@ -34,10 +33,10 @@ def test_sines_follow_the_formula_before_and_beyond_the_table() -> None:
             angle = p / 10000 ** (2 * i / 6)
             expected = torch.tensor([math.sin(angle), math.cos(angle)], dtype=torch.float64)
             # The stored part was rounded to float32 when the module was made.
-            torch.testing.assert_close(codes[p, 2 * i : 2 * i + 2], expected, rtol=0, atol=1e-7)
+            within(codes[p, 2 * i : 2 * i + 2], expected, 1e-7)
 
 
-def test_no_channel_is_wasted() -> None:
+def test_no_channel_is_wasted():
     # In the released code 112 of 256 channels vary by less than 1e-3 over 512 positions.
     codes = InjectiveEmbedding(2, 512, max_positions=512)(torch.zeros(1, 512, dtype=torch.long))[
         0, :, 256:
@@ -45,16 +44,16 @@ def test_no_channel_is_wasted() -> None:
     assert int((codes.std(0) < 1e-3).sum()) < 0.2 * 256
 
 
-def test_given_positions() -> None:
+def test_given_positions():
     torch.manual_seed(1)
     module = InjectiveEmbedding(5, 8, max_positions=4)
     ids = torch.tensor([[1, 2, 3]])
-    torch.testing.assert_close(module(ids, torch.arange(3)), module(ids), rtol=0, atol=1e-7)
+    within(module(ids, torch.arange(3)), module(ids), 1e-7)
     shifted = module(ids, torch.tensor([[5, 0, 1]]))
-    torch.testing.assert_close(shifted[:, 1:, 4:], module(ids)[:, :2, 4:], rtol=0, atol=1e-7)
+    within(shifted[:, 1:, 4:], module(ids)[:, :2, 4:], 1e-7)
 
 
-def test_token_margin_is_the_least_distance() -> None:
+def test_token_margin_is_the_least_distance():
     torch.manual_seed(2)
     module = InjectiveEmbedding(20, 8)
     rows = module.token.weight.detach()
@@ -65,12 +64,12 @@ def test_token_margin_is_the_least_distance() -> None:
     assert module.token_margin() == 0
 
 
-def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="even width"):
+def test_refusals():
+    with bad_config(match="even width"):
         InjectiveEmbedding(5, 7)
-    with pytest.raises(ShapeError, match="max_position_embeddings >= 5"):
+    with bad_shape(match="max_position_embeddings >= 5"):
         InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
             torch.zeros(1, 5, dtype=torch.long)
         )
-    with pytest.raises(ShapeError, match=r"expected \(batch, tokens\)"):
+    with bad_shape(match=r"expected \(batch, tokens\)"):
         InjectiveEmbedding(5, 8)(torch.zeros(4, dtype=torch.long))

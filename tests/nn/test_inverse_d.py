@@ -1,15 +1,14 @@
 """Attention over d with rotated queries and keys, and the parts that go with it, against slow
 references."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape
 
 from wellposed.certification import certify
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed.nn import RESIDUALS, ConvexResidual, InverseDAttention, unit_gelu
 from wellposed.nn.positions import rotate_by_position
@@ -23,7 +22,7 @@ PARTS = {
 }
 
 
-def slow_rotation(vector: list[float], position: int) -> list[float]:
+def slow_rotation(vector, position):
     """Turn the pairs (entry i, entry i + d/2) one by one."""
     half = len(vector) // 2
     turned = [0.0] * len(vector)
@@ -35,15 +34,15 @@ def slow_rotation(vector: list[float], position: int) -> list[float]:
     return turned
 
 
-def test_the_rotation_is_that_of_each_pair() -> None:
+def test_the_rotation_is_that_of_each_pair():
     vectors = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor(
         [slow_rotation(row.tolist(), 3 + place) for place, row in enumerate(vectors)]
     ).double()
-    torch.testing.assert_close(rotate_by_position(vectors, 3), expected, rtol=0, atol=1e-6)
+    within(rotate_by_position(vectors, 3), expected, 1e-6)
 
 
-def test_the_attention_is_the_formula_token_by_token() -> None:
+def test_the_attention_is_the_formula_token_by_token():
     torch.manual_seed(0)
     attention = InverseDAttention(8, 2).double()
     x = torch.randn(1, 4, 8, dtype=torch.float64)
@@ -60,10 +59,10 @@ def test_the_attention_is_the_formula_token_by_token() -> None:
             weights = torch.stack([turned @ one / 4 for one in keys]).softmax(0)
             outputs[i, head] = weights @ value[: i + 1, head] / 3
     expected = attention.o_proj(outputs.flatten(1))[None]
-    torch.testing.assert_close(attention(x, is_causal=True), expected, rtol=0, atol=1e-6)
+    within(attention(x, is_causal=True), expected, 1e-6)
 
 
-def test_without_a_position_code_the_order_of_tokens_is_still_seen() -> None:
+def test_without_a_position_code_the_order_of_tokens_is_still_seen():
     torch.manual_seed(0)
     model = WellposedForCausalLM(
         WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, **PARTS)
@@ -72,20 +71,20 @@ def test_without_a_position_code_the_order_of_tokens_is_still_seen() -> None:
     assert not torch.allclose(ends[0], ends[1], atol=1e-6)
 
 
-def test_the_largest_slope_of_unit_gelu_is_one() -> None:
+def test_the_largest_slope_of_unit_gelu_is_one():
     x = torch.linspace(-6, 6, 20001, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(unit_gelu(x).sum(), x)
     assert 1 - 1e-6 < float(slope.abs().max()) <= 1
 
 
-def test_the_share_of_a_mean_is_one_over_the_residuals_and_is_not_learnt() -> None:
+def test_the_share_of_a_mean_is_one_over_the_residuals_and_is_not_learnt():
     residual = RESIDUALS.get("mean")(WellposedConfig(num_hidden_layers=3))
     assert isinstance(residual, ConvexResidual)
     assert residual.coefficients() == (pytest.approx(5 / 6), pytest.approx(1 / 6))
     assert not any(parameter.requires_grad for parameter in residual.parameters())
 
 
-def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball() -> None:
+def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball():
     totals = []
     for heads in (1, 4):
         attention = InverseDAttention(16, heads).double()
@@ -98,13 +97,13 @@ def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball(
 
 
 @pytest.mark.parametrize("options", [{"attention_dropout": 0.1}, {"qk_norm": True}])
-def test_what_it_lacks_is_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="attention 'inverse_d' with"):
+def test_what_it_lacks_is_refused(options):
+    with bad_config(match="attention 'inverse_d' with"):
         WellposedForCausalLM(
             WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **options)
         )
 
 
-def test_heads_of_odd_width_are_refused() -> None:
-    with pytest.raises(ShapeError, match="heads of width 3; expected an even width"):
+def test_heads_of_odd_width_are_refused():
+    with bad_shape(match="heads of width 3; expected an even width"):
         InverseDAttention(6, 2)

@@ -1,15 +1,13 @@
 """The error bound of an inverse against inverses in a wider type, by the formulas: it holds, and is
 not idle."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.support.close import within
+from torch import nn
 
 from wellposed.nn import (
     AdditiveCoupling,
@@ -17,7 +15,6 @@ from wellposed.nn import (
     InvertibleResidual,
     L2SelfAttention,
     ReversibleSequential,
-    TransJectOutput,
     TransJectStack,
 )
 from wellposed.nn.invertible.inversion_bound import evaluated
@@ -27,15 +24,15 @@ WIDE = np.longdouble
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def wide(x: Tensor) -> Any:
+def wide(x):
     return np.asarray(x.detach().double().numpy(), dtype=WIDE)
 
 
-def elu(x: Any) -> Any:
+def elu(x):
     return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
 
 
-def fixed_point(branch: Any, y: Any) -> Any:
+def fixed_point(branch, y):
     """Picard's iteration far beyond float64; branches here have slopes below 0.2."""
     x = y
     for _ in range(40):
@@ -46,14 +43,14 @@ def fixed_point(branch: Any, y: Any) -> Any:
     return x
 
 
-def exact_inverse(stack: TransJectStack, y: Tensor, out: TransJectOutput) -> Any:
+def exact_inverse(stack, y, out):
     """Eq. 4 of the paper, layer by layer downwards, in 64 bits of mantissa, with weights, sigma and
     gates as stored."""
     x = wide(y)
     sigma = wide(out.sigma)
     sigma = sigma[:, None] if sigma.ndim == 2 else sigma
     for layer, gates in zip(reversed(stack.layers), reversed(out.gates), strict=True):
-        part: Any = layer
+        part = layer
         scale = np.tanh(wide(part.residual.weight)) / WIDE(len(stack.layers))
         up, down = (
             wide(part.feedforward.up_proj.weight).T,
@@ -78,14 +75,12 @@ def exact_inverse(stack: TransJectStack, y: Tensor, out: TransJectOutput) -> Any
     return x
 
 
-def largest(x: Any) -> float:
+def largest(x):
     return float(np.sqrt((x * x).sum(-1)).max())
 
 
 @torch.no_grad()
-def ratio(
-    w: float, dtype: torch.dtype, width: int, **options: Any
-) -> tuple[float, float, Inversion]:
+def ratio(w, dtype, width, **options):
     """True error, bound and report of a stack of six layers with residual weights w, one sample
     padded."""
     torch.manual_seed(width)
@@ -105,7 +100,7 @@ def ratio(
 @pytest.mark.parametrize("width", [8, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("w", [0.3, 0.01, 0.001, 0.0])
-def test_the_bound_of_a_stack_holds(w: float, dtype: torch.dtype, width: int) -> None:
+def test_the_bound_of_a_stack_holds(w, dtype, width):
     error, bound, report = ratio(w, dtype, width)
     assert error <= bound == report.error_bound
     if w == 0:
@@ -118,17 +113,17 @@ def test_the_bound_of_a_stack_holds(w: float, dtype: torch.dtype, width: int) ->
 @pytest.mark.skipif(np.finfo(WIDE).eps > 1e-18, reason="long double is no wider than float64 here")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"spectrum": "random"}], ids=str)
-def test_the_bound_of_other_stacks_holds(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_the_bound_of_other_stacks_holds(dtype, options):
     error, bound, _ = ratio(0.3, dtype, 32, **options)
     assert 0 < error <= bound <= 50 * error
 
 
-def contractive(norm: Any = "tok") -> InvertibleResidual:
+def contractive(norm="tok"):
     torch.manual_seed(0)
     return InvertibleResidual(L2SelfAttention(16, 2, contractive=0.9, max_tokens=32, norm=norm))
 
 
-def size_of(error: Tensor, norm: Any) -> float:
+def size_of(error, norm):
     """One of the norms by its definition, largest over the batch."""
     flat = error.double().flatten(1)
     return float(
@@ -139,13 +134,13 @@ def size_of(error: Tensor, norm: Any) -> float:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("norm", ["tok", "inf", 2])
-def test_the_bound_of_attention_holds_in_every_norm(norm: Any, dtype: torch.dtype) -> None:
+def test_the_bound_of_attention_holds_in_every_norm(norm, dtype):
     block = contractive(norm).to(dtype)
     padding = torch.tensor([[False] * 10, [False] * 7 + [True] * 3])
     y = torch.randn(2, 10, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     for tol in (None, 1e-1):
         x, report = block.inverse(y, key_padding_mask=padding, tol=tol)
-        layer = cast(L2SelfAttention, block.f)
+        layer = block.f
         with layer.frozen():
             layer(y, key_padding_mask=padding)  # the divisor, as the layer computes it
             wider = copy.deepcopy(layer).double()
@@ -162,17 +157,17 @@ def test_the_bound_of_attention_holds_in_every_norm(norm: Any, dtype: torch.dtyp
 class Turn(nn.Module):
     """`x A`, A held as a plain tensor, out of reach of a cast."""
 
-    def __init__(self, matrix: Tensor) -> None:
+    def __init__(self, matrix):
         super().__init__()
         self.matrix = matrix
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.matrix
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_map_that_stays_in_its_dtype_is_bounded_in_it(dtype: torch.dtype) -> None:
+def test_a_map_that_stays_in_its_dtype_is_bounded_in_it(dtype):
     torch.manual_seed(2)
     matrix = (0.5 * torch.linalg.qr(torch.randn(32, 32))[0]).to(dtype)
     slope = float(torch.linalg.matrix_norm(matrix.double(), 2))
@@ -185,7 +180,7 @@ def test_a_map_that_stays_in_its_dtype_is_bounded_in_it(dtype: torch.dtype) -> N
 
 
 @torch.no_grad()
-def test_under_autocast_the_bound_is_for_the_exact_map() -> None:
+def test_under_autocast_the_bound_is_for_the_exact_map():
     block = contractive()
     y = torch.randn(2, 8, 16)
     exact = copy.deepcopy(block).double().inverse(y.double())[0]
@@ -196,7 +191,7 @@ def test_under_autocast_the_bound_is_for_the_exact_map() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("width", [8, 128])
-def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width: int) -> None:
+def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width):
     torch.manual_seed(width)
     attention = InvertibleResidual(L2SelfAttention(width, 2, contractive=0.9, max_tokens=16))
     stack = TransJectStack(width, 3, num_experts=2, residual="sigmoid")
@@ -223,7 +218,7 @@ def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width: int) -> Non
             assert (10 * lost.amax(-1) <= allowed.amax(-1)).all()
 
 
-def test_a_coupling_has_no_bound() -> None:
+def test_a_coupling_has_no_bound():
     stack = ReversibleSequential([AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)), Squeeze()])
     x = torch.randn(1, 3, 8)
     assert math.isinf(stack.blocks[0].inverse(x)[1].error_bound)
@@ -231,24 +226,24 @@ def test_a_coupling_has_no_bound() -> None:
 
 
 class Squeeze(InvertibleResidual):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Identity(), lipschitz=0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x
 
-    def inverse(self, y: Tensor, **options: Any) -> Any:
+    def inverse(self, y, **options):
         return y, Inversion(0, 0.0, 0.0, 0.0, "tok")
 
 
-def test_the_backward_pass_asks_for_no_bound() -> None:
+def test_the_backward_pass_asks_for_no_bound():
     class Watched(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.tensor(0.5))
-            self.seen: list[torch.dtype] = []
+            self.seen = []
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.seen.append(x.dtype)
             return self.weight * x.sin()
 
@@ -263,7 +258,7 @@ def test_the_backward_pass_asks_for_no_bound() -> None:
 
 
 class Narrow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if x.dtype is torch.float64:
             raise RuntimeError("not implemented for 'Double'")
         return x
@@ -271,17 +266,17 @@ class Narrow(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("last", "dtype"), [(nn.Identity, torch.float64), (Narrow, torch.float32)])
-def test_weights_are_left_as_they_were(last: type[nn.Module], dtype: torch.dtype) -> None:
+def test_weights_are_left_as_they_were(last, dtype):
     twice = nn.Linear(4, 4)
     nn.init.constant_(twice.weight, 0.1)
     f = nn.Sequential(twice, twice, nn.BatchNorm1d(4), last()).eval()
     before, values = [*f.parameters(), *f.buffers()], copy.deepcopy(f.state_dict())
     assert InvertibleResidual(f, lipschitz=0.5).inverse(torch.ones(2, 4))[1].measured_in is dtype
     assert all(a is b for a, b in zip(before, [*f.parameters(), *f.buffers()], strict=True))
-    torch.testing.assert_close(f.state_dict(), values, rtol=0, atol=0)
+    within(f.state_dict(), values, 0)
 
 
-def test_a_slope_of_one_to_rounding_has_no_bound() -> None:
+def test_a_slope_of_one_to_rounding_has_no_bound():
     f = nn.Linear(4, 4, bias=False)
     nn.init.constant_(f.weight, 0.1)
     block = InvertibleResidual(f, lipschitz=1 - 1e-8)
@@ -289,7 +284,7 @@ def test_a_slope_of_one_to_rounding_has_no_bound() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_without_eps_is_the_same_map_in_float64(dtype: torch.dtype) -> None:
+def test_a_norm_without_eps_is_the_same_map_in_float64(dtype):
     """Its eps is that of float32, 1.2e-7, in both: in float64 another map would be measured."""
     f = nn.RMSNorm(4, dtype=dtype)
     nn.init.constant_(f.weight, 1e-5)

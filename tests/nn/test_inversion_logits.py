@@ -1,14 +1,11 @@
 """The error bound of an inverse where logits are large: against formulas in long double, which form
 no large logit."""
 
-from __future__ import annotations
-
 import math
-from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.nn import CosineSelfAttention, Inversion, InvertibleResidual, L2SelfAttention
 from wellposed.nn.invertible.inversion_bound import with_error_bound
@@ -20,20 +17,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def wide(x: Tensor) -> Any:
+def wide(x):
     return np.asarray(x.detach().double().numpy(), dtype=WIDE)
 
 
-def affine(part: nn.Linear, x: Any) -> Any:
+def affine(part, x):
     return x @ wide(part.weight).T + wide(part.bias)
 
 
-def softmax(logits: Any) -> Any:
+def softmax(logits):
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
-def l2(f: L2SelfAttention, scales: Any, x: Any, allowed: Any = True) -> Any:
+def l2(f, scales, x, allowed=True):
     """Equation of the class, from differences of tokens: no logit is larger than its own size."""
     z, width = affine(f.q_proj, x), f.head_dim
     heads = []
@@ -44,20 +41,20 @@ def l2(f: L2SelfAttention, scales: Any, x: Any, allowed: Any = True) -> Any:
             np.where(allowed, -(apart * apart).sum(-1) / np.sqrt(WIDE(width)), -np.inf)
         )
         mixed = z[..., part] + (weights[..., None] * apart).sum(-2)
-        value = cast(nn.Linear, f.v_proj)
+        value = f.v_proj
         mixing = wide(f.q_proj.weight[part]) @ wide(value.weight[part]).T / np.sqrt(WIDE(width))
         heads.append(mixed @ mixing * scale + wide(value.bias[part]))
     return affine(f.o_proj, np.concatenate(heads, -1))
 
 
-def divisions(f: L2SelfAttention) -> Any:
+def divisions(f):
     """What each head of `W_h R_h` is multiplied by inside `frozen`, after a first call: powers of
     two are apart."""
-    (factor,) = cast(dict[Any, Tensor], f._frozen_scales).values()
+    (factor,) = (f._frozen_scales).values()
     return np.ldexp(wide(factor).ravel(), -f._unit_weights().exponents.numpy())
 
 
-def cosine(f: CosineSelfAttention, x: Any) -> Any:
+def cosine(f, x):
     heads = []
     for head, start in enumerate(range(0, f.embed_dim, f.head_dim)):
         query, key, value = (
@@ -72,13 +69,13 @@ def cosine(f: CosineSelfAttention, x: Any) -> Any:
     return affine(f.o_proj, np.concatenate(heads, -1))
 
 
-def size_of(error: Any, norm: Any) -> float:
+def size_of(error, norm):
     if norm == "inf":
         return float(abs(error).max())
     return float(np.sqrt((error * error).sum(-1 if norm == "tok" else (-2, -1))).max())
 
 
-def inverted(exact: Any, y: Any, x: Any) -> Any:
+def inverted(exact, y, x):
     """Picard's iteration in long double from an x that is nearly right; slopes here are far below
     c."""
     for _ in range(60):
@@ -89,12 +86,12 @@ def inverted(exact: Any, y: Any, x: Any) -> Any:
 
 
 @torch.no_grad()
-def judged(f: L2SelfAttention, x: Tensor, **options: Any) -> tuple[float, Inversion]:
+def judged(f, x, **options):
     """True error of x as the inverse of its own image, and the report on it."""
     with f.frozen():
         y = x + f(x, **options)
         scales = divisions(f)
-        bare = Inversion(1, 0.0, math.inf, cast(float, f.contractive), f.norm)
+        bare = Inversion(1, 0.0, math.inf, (f.contractive), f.norm)
         report = with_error_bound(bare, f, x, y, options)
     tokens = np.arange(x.shape[1])
     allowed = tokens[:, None] >= tokens if options.get("is_causal") else True
@@ -102,7 +99,7 @@ def judged(f: L2SelfAttention, x: Tensor, **options: Any) -> tuple[float, Invers
     return size_of(wide(x) - exact, f.norm), report
 
 
-def far_token(seed: int, size: float = 1e6) -> tuple[L2SelfAttention, Tensor]:
+def far_token(seed, size=1e6):
     torch.manual_seed(seed)
     f, x = (
         L2SelfAttention(4, 2, contractive=0.5, max_tokens=4).double(),
@@ -112,7 +109,7 @@ def far_token(seed: int, size: float = 1e6) -> tuple[L2SelfAttention, Tensor]:
     return f, x
 
 
-def steep_projection(seed: int) -> tuple[L2SelfAttention, Tensor]:
+def steep_projection(seed):
     """Two clusters, whose tokens are so near that the steep projection tells them apart by about
     one."""
     torch.manual_seed(seed)
@@ -121,7 +118,7 @@ def steep_projection(seed: int) -> tuple[L2SelfAttention, Tensor]:
     return f, (torch.randn(2, 8).repeat(1, 2, 1) + 1e-6 * torch.randn(1, 4, 8)).double()
 
 
-def without_logits(f: L2SelfAttention, x: Tensor, report: Inversion) -> float:
+def without_logits(f, x, report):
     """The bound that takes the map to round like a linear one."""
     eps, width = torch.finfo(torch.float64).eps, x.shape[-1]
     with torch.no_grad():
@@ -131,7 +128,7 @@ def without_logits(f: L2SelfAttention, x: Tensor, report: Inversion) -> float:
 
 
 @pytest.mark.parametrize("make", [far_token, steep_projection])
-def test_large_logits_break_the_bound_without_them_and_not_ours(make: Any) -> None:
+def test_large_logits_break_the_bound_without_them_and_not_ours(make):
     broken = 0.0
     for seed in range(12):
         f, x = make(seed)
@@ -142,7 +139,7 @@ def test_large_logits_break_the_bound_without_them_and_not_ours(make: Any) -> No
 
 
 @pytest.mark.parametrize("size", [1e-2, 1.0])
-def test_ordinary_tokens_pay_little_for_it(size: float) -> None:
+def test_ordinary_tokens_pay_little_for_it(size):
     for width, heads in ((16, 2), (64, 1), (64, 8)):
         torch.manual_seed(width)
         f = L2SelfAttention(width, heads, contractive=0.5, max_tokens=32).double()
@@ -153,7 +150,7 @@ def test_ordinary_tokens_pay_little_for_it(size: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", ["tok", "inf", 2])
-def test_the_bound_holds_over_scales_heads_and_lengths(norm: Any, dtype: torch.dtype) -> None:
+def test_the_bound_holds_over_scales_heads_and_lengths(norm, dtype):
     cases = [
         (scale, weight, factor)
         for scale in (1e-3, 1.0, 1e3, 1e6)
@@ -175,7 +172,7 @@ def test_the_bound_holds_over_scales_heads_and_lengths(norm: Any, dtype: torch.d
     assert finite >= 0.7 * len(cases)
 
 
-def test_sixty_four_tokens_with_one_far_away() -> None:
+def test_sixty_four_tokens_with_one_far_away():
     torch.manual_seed(0)
     f, x = L2SelfAttention(8, 4, contractive=0.9, max_tokens=64), torch.randn(1, 64, 8)
     x[:, 40] *= 1e4
@@ -185,7 +182,7 @@ def test_sixty_four_tokens_with_one_far_away() -> None:
 
 
 @torch.no_grad()
-def test_undetermined_weights_are_refused_in_words() -> None:
+def test_undetermined_weights_are_refused_in_words():
     f, x = far_token(0, size=1e9)
     _, report = judged(f, x)
     assert report.error_bound == math.inf
@@ -193,7 +190,7 @@ def test_undetermined_weights_are_refused_in_words() -> None:
     heads = nn.MultiheadAttention(4, 2, batch_first=True)
 
     class Hidden(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return 1e-3 * heads(x, x, x)[0]
 
     _, report = InvertibleResidual(Hidden(), lipschitz=0.5).inverse(torch.randn(1, 3, 4))
@@ -203,7 +200,7 @@ def test_undetermined_weights_are_refused_in_words() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_is_no_logit(is_causal: bool) -> None:
+def test_padding_is_no_logit(is_causal):
     torch.manual_seed(1)
     block = InvertibleResidual(L2SelfAttention(8, 2, contractive=0.5, max_tokens=6).double())
     padding = torch.tensor([[True] * 2 + [False] * 4, [False] * 6])
@@ -213,7 +210,7 @@ def test_padding_is_no_logit(is_causal: bool) -> None:
 
 
 @torch.no_grad()
-def test_cosine_and_chains() -> None:
+def test_cosine_and_chains():
     for seed, size in enumerate((1e-3, 1.0, 1e3, 1e6)):
         torch.manual_seed(seed)
         f = CosineSelfAttention(8, 2, tau=50.0, learn_scales=False).double()
@@ -238,7 +235,7 @@ def test_cosine_and_chains() -> None:
         scales = divisions(inner)
         report = with_error_bound(Inversion(1, 0.0, math.inf, 0.5, "tok"), chain, x, y, {})
 
-    def exact(t: Any) -> Any:
+    def exact(t):
         middle = l2(inner, scales, t)
         return np.where(middle > 0, middle, np.expm1(np.minimum(middle, 0))) @ wide(last.weight).T
 
@@ -247,13 +244,13 @@ def test_cosine_and_chains() -> None:
 
 
 @torch.no_grad()
-def test_logits_that_come_ready_made_count() -> None:
+def test_logits_that_come_ready_made_count():
     class Averages(nn.Module):
-        def __init__(self, sharpness: float) -> None:
+        def __init__(self, sharpness):
             super().__init__()
             self.sharpness = sharpness
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             weights = (self.sharpness * x.sum(-1)).softmax(-1)
             return (0.1 * weights[..., None] * x).sum(-2, keepdim=True).expand_as(x)
 

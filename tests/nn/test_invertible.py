@@ -1,42 +1,36 @@
 """The inverse of `x + f(x)`: reconstruction, the a-posteriori bound, iteration counts and
 refusals."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.support import layers
+from tests.support.close import within
+from tests.support.refusal import bad_config
+from torch import nn
+from torch.testing import assert_close
 
-from wellposed.errors import ConfigError, ConvergenceError, NotContractiveError
+from wellposed.errors import ConvergenceError, NotContractiveError
 from wellposed.nn import InvertibleResidual, L2SelfAttention
 
 ACCELERATE = (None, "anderson")
 
 
-def attention(
-    seed: int = 0, width: int = 16, heads: int = 2, contractive: float | None = 0.9, **options: Any
-) -> L2SelfAttention:
+def attention(seed=0, width=16, heads=2, contractive=0.9, **options):
     torch.manual_seed(seed)
     return L2SelfAttention(width, heads, contractive=contractive, max_tokens=32, **options)
 
 
-def draw(
-    *shape: int, seed: int = 1, size: float = 1.0, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    return (
-        size
-        * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    ).to(dtype)
+draw = partial(layers.draw, dtype=torch.float32)
 
 
 class Linear(nn.Module):
     """`x -> x A` with `|A| = slope`, the symmetric A having eigenvalues all over (-slope,
     slope)."""
 
-    def __init__(self, slope: float, width: int = 32, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, slope, width=32, dtype=torch.float32):
         super().__init__()
         matrix = draw(width, width, dtype=torch.float64)
         matrix = matrix + matrix.T
@@ -44,14 +38,14 @@ class Linear(nn.Module):
             "matrix", (slope * matrix / torch.linalg.matrix_norm(matrix, 2)).to(dtype)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.get_buffer("matrix")
 
 
 @pytest.mark.parametrize("accelerate", ACCELERATE)
 @pytest.mark.parametrize("norm", ["tok", "inf", 2])
 @pytest.mark.parametrize("size", [1e-2, 1.0, 10.0])
-def test_attention_blocks_are_inverted(accelerate: Any, norm: Any, size: float) -> None:
+def test_attention_blocks_are_inverted(accelerate, norm, size):
     block = InvertibleResidual(attention(norm=norm))
     x = draw(3, 12, 16, size=size)
     again, report = block.inverse(block(x), accelerate=accelerate)
@@ -64,11 +58,11 @@ def test_attention_blocks_are_inverted(accelerate: Any, norm: Any, size: float) 
 @pytest.mark.parametrize(
     "options", [{"is_causal": True}, {"padded": True}, {"padded": True, "is_causal": True}]
 )
-def test_masks_are_passed_on(accelerate: Any, options: dict[str, bool]) -> None:
+def test_masks_are_passed_on(accelerate, options):
     block = InvertibleResidual(attention()).double()
     x = draw(2, 6, 16, dtype=torch.float64)
     padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
-    keywords: dict[str, Any] = {"is_causal": options.get("is_causal", False)}
+    keywords = {"is_causal": options.get("is_causal", False)}
     if "padded" in options:
         keywords["key_padding_mask"] = padding
     again, _ = block.inverse(block(x, **keywords), accelerate=accelerate, **keywords)
@@ -78,9 +72,7 @@ def test_masks_are_passed_on(accelerate: Any, options: dict[str, bool]) -> None:
 @pytest.mark.parametrize("accelerate", ACCELERATE)
 @pytest.mark.parametrize("slope", [0.3, 0.9, 0.97])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_linear_maps_against_a_direct_solve(
-    accelerate: Any, slope: float, dtype: torch.dtype
-) -> None:
+def test_linear_maps_against_a_direct_solve(accelerate, slope, dtype):
     f = Linear(slope, dtype=dtype)
     y = draw(2, 5, 32, dtype=dtype)
     x, report = InvertibleResidual(f, lipschitz=slope).inverse(
@@ -96,7 +88,7 @@ def test_linear_maps_against_a_direct_solve(
 
 @pytest.mark.parametrize("accelerate", ACCELERATE)
 @pytest.mark.parametrize("tol", [1e-1, 1e-3, 1e-6])
-def test_the_error_bound_holds_and_follows_tol(accelerate: Any, tol: float) -> None:
+def test_the_error_bound_holds_and_follows_tol(accelerate, tol):
     f = Linear(0.9, dtype=torch.float64)
     x = draw(2, 5, 32, dtype=torch.float64)
     block = InvertibleResidual(f, lipschitz=0.9)
@@ -108,7 +100,7 @@ def test_the_error_bound_holds_and_follows_tol(accelerate: Any, tol: float) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype: torch.dtype) -> None:
+def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype):
     compared = 0
     for seed, (heads, gain) in enumerate(
         [(1, 1.0), (2, 1.0), (4, 2.0), (1, 3.0), (2, 3.0), (4, 3.5)]
@@ -135,16 +127,16 @@ def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype: torch
 
 
 class Scaled(nn.Module):
-    def __init__(self, f: nn.Module, gain: float) -> None:
+    def __init__(self, f, gain):
         super().__init__()
         self.f, self.gain = f, gain
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.gain * self.f(x)
 
 
 @pytest.mark.parametrize("slope", [0.5, 0.9, 0.97])
-def test_anderson_is_not_slower_on_hard_linear_maps(slope: float) -> None:
+def test_anderson_is_not_slower_on_hard_linear_maps(slope):
     for kind in ("symmetric", "random", "rotation"):
         f = Linear(slope, dtype=torch.float64)
         if kind != "symmetric":
@@ -157,16 +149,16 @@ def test_anderson_is_not_slower_on_hard_linear_maps(slope: float) -> None:
         assert block.inverse(y, max_iter=5000)[1].iterations <= picard
 
 
-def test_samples_do_not_disturb_each_other() -> None:
+def test_samples_do_not_disturb_each_other():
     block = InvertibleResidual(attention()).double()
     y = draw(3, 8, 16, dtype=torch.float64)
     together, _ = block.inverse(y)
     for index in range(3):
         alone, _ = block.inverse(y[index : index + 1])
-        torch.testing.assert_close(together[index : index + 1], alone, atol=1e-13, rtol=0)
+        within(together[index : index + 1], alone, 1e-13)
 
 
-def test_the_bound_is_found_where_it_stands() -> None:
+def test_the_bound_is_found_where_it_stands():
     small = attention(contractive=None)
     with torch.no_grad():
         small.o_proj.weight.mul_(0.02)
@@ -176,12 +168,10 @@ def test_the_bound_is_found_where_it_stands() -> None:
     assert InvertibleResidual(small, lipschitz=0.5).contraction(8) == 0.5
     assert InvertibleResidual(attention(contractive=0.3)).contraction(8) == 0.3
     x = draw(1, 8, 16)
-    torch.testing.assert_close(
-        InvertibleResidual(small).inverse(x + small(x))[0], x, atol=1e-6, rtol=0
-    )
+    within(InvertibleResidual(small).inverse(x + small(x))[0], x, 1e-6)
 
 
-def test_no_bound_below_one_is_refused_with_the_bound() -> None:
+def test_no_bound_below_one_is_refused_with_the_bound():
     y = draw(1, 4, 16)
     with pytest.raises(NotContractiveError, match=r"the bound for 4 tokens is \d"):
         InvertibleResidual(attention(contractive=None)).inverse(y)
@@ -196,37 +186,37 @@ def test_no_bound_below_one_is_refused_with_the_bound() -> None:
             InvertibleResidual(nn.Linear(16, 16), lipschitz=given)
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named():
     block, y = InvertibleResidual(attention()), draw(2, 4, 16)
     y[1, 2, 3] = math.nan
     with pytest.raises(ConvergenceError, match="1 values that are NaN"):
         block.inverse(y)
     with pytest.raises(ConvergenceError, match="max_iter=2"):
         block.inverse(draw(1, 4, 16), max_iter=2)
-    with pytest.raises(ConfigError, match="accelerate"):
+    with bad_config(match="accelerate"):
         block.inverse(draw(1, 4, 16), accelerate="newton")
-    with pytest.raises(ConfigError, match="tol"):
+    with bad_config(match="tol"):
         block.inverse(draw(1, 4, 16), tol=0.0)
     broken = InvertibleResidual(Scaled(nn.Identity(), math.nan), lipschitz=0.5)
     with pytest.raises(ConvergenceError, match="f returned NaN"):
         broken.inverse(draw(1, 4, 16))
 
 
-def test_active_dropout_is_refused() -> None:
+def test_active_dropout_is_refused():
     block = InvertibleResidual(nn.Sequential(nn.Dropout(0.1), Linear(0.5)), lipschitz=0.6)
-    with pytest.raises(ConfigError, match=r"f\.0: dropout 0\.1"):
+    with bad_config(match=r"f\.0: dropout 0\.1"):
         block.inverse(draw(1, 4, 32))
     assert block.eval().inverse(draw(1, 4, 32))[1].converged
 
 
-def test_a_wrong_promise_ends_in_an_error_not_in_a_wrong_answer() -> None:
+def test_a_wrong_promise_ends_in_an_error_not_in_a_wrong_answer():
     block = InvertibleResidual(Linear(1.4), lipschitz=0.9)
     with pytest.raises(ConvergenceError, match="max_iter=50"):
         block.inverse(draw(1, 4, 32), max_iter=50, accelerate=None)
 
 
 @pytest.mark.parametrize("accelerate", ACCELERATE)
-def test_zeros_one_token_and_two_dimensions(accelerate: Any) -> None:
+def test_zeros_one_token_and_two_dimensions(accelerate):
     block = InvertibleResidual(attention())
     zero = torch.zeros(2, 3, 16)
     with torch.no_grad():
@@ -234,19 +224,15 @@ def test_zeros_one_token_and_two_dimensions(accelerate: Any) -> None:
     again, _ = block.inverse(block(zero), accelerate=accelerate)
     assert again.abs().max() <= 1e-6
     one = draw(1, 1, 16)
-    torch.testing.assert_close(
-        block.inverse(block(one), accelerate=accelerate)[0], one, atol=1e-6, rtol=0
-    )
+    within(block.inverse(block(one), accelerate=accelerate)[0], one, 1e-6)
     flat = InvertibleResidual(Linear(0.8), lipschitz=0.8)
     rows = draw(7, 32)
-    torch.testing.assert_close(
-        flat.inverse(flat(rows), accelerate=accelerate)[0], rows, atol=3e-5, rtol=0
-    )
+    within(flat.inverse(flat(rows), accelerate=accelerate)[0], rows, 3e-5)
     nothing = InvertibleResidual(Linear(0.0), lipschitz=0.0)
     assert torch.equal(nothing.inverse(rows, accelerate=accelerate)[0], rows)
 
 
-def test_autocast_inverts_the_map_that_was_run() -> None:
+def test_autocast_inverts_the_map_that_was_run():
     block, x = InvertibleResidual(attention(contractive=0.5)), draw(2, 8, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = block(x)
@@ -254,11 +240,11 @@ def test_autocast_inverts_the_map_that_was_run() -> None:
     assert (again - x).abs().max() <= 4 * 2.0**-8
 
 
-def test_the_bound_is_computed_once_per_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_is_computed_once_per_inverse(monkeypatch):
     layer, calls = attention(), []
     original = L2SelfAttention.bound_layers
 
-    def counted(self: L2SelfAttention, *arguments: Any) -> Any:
+    def counted(self, *arguments):
         calls.append(arguments)
         return original(self, *arguments)
 
@@ -270,4 +256,4 @@ def test_the_bound_is_computed_once_per_inverse(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         before = layer(draw(1, 4, 16))
         layer.o_proj.weight.data.mul_(5.0)
-        torch.testing.assert_close(layer(draw(1, 4, 16)), before)
+        assert_close(layer(draw(1, 4, 16)), before)

@@ -1,22 +1,19 @@
 """`L2SelfAttention` against explicit float64 sums with an N x N weight matrix."""
 
-from __future__ import annotations
-
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tests.support.close import within
+from tests.support.layers import built, draw, stack_config
+from tests.support.refusal import bad_config, bad_shape
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn import ATTENTIONS, L2SelfAttention, attention_mask
 
 D, H = 8, 2
 
 
-def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+def reference(layer, x, allowed=None):
     """Heads one at a time, distances one pair at a time. `allowed`: bool, broadcasts to (batch, N,
     N)."""
     state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
@@ -25,7 +22,7 @@ def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) 
     allowed = torch.ones(n, n, dtype=torch.bool) if allowed is None else allowed
     zero = torch.zeros(layer.query_width * layer.embed_dim, dtype=torch.float64)
 
-    def project(name: str) -> list[Tensor]:
+    def project(name):
         full = x @ state[f"{name}.weight"].T + state.get(
             f"{name}.bias", zero[: len(state[f"{name}.weight"])]
         )
@@ -53,19 +50,12 @@ def reference(layer: L2SelfAttention, x: Tensor, allowed: Tensor | None = None) 
     )
 
 
-def build(**options: Any) -> L2SelfAttention:
-    torch.manual_seed(0)
-    layer = L2SelfAttention(D, H, **options).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+def build(**options):
+    return built(L2SelfAttention, D, H, **options)
 
 
-def tokens(batch: int = 2, n: int = 6, seed: int = 1, size: float = 1.0) -> Tensor:
-    return size * torch.randn(
-        batch, n, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+def tokens(batch=2, n=6, **how):
+    return draw(batch, n, D, **how)
 
 
 FORMS = [
@@ -81,7 +71,7 @@ FORMS = [
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 3 + [False] * 3])
 
 
-def allowed_pairs(padding: Tensor, is_causal: bool) -> Tensor:
+def allowed_pairs(padding, is_causal):
     """Real tokens see real tokens (earlier ones where causal), padding sees itself."""
     batch, n = padding.shape
     allowed = torch.zeros(batch, n, n, dtype=torch.bool)
@@ -94,30 +84,24 @@ def allowed_pairs(padding: Tensor, is_causal: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("options", FORMS)
-def test_matches_reference(options: dict[str, Any]) -> None:
+def test_matches_reference(options):
     layer, x = build(**options), tokens()
-    torch.testing.assert_close(layer(x), reference(layer, x), atol=1e-11, rtol=0)
+    within(layer(x), reference(layer, x), 1e-11)
     causal = torch.ones(6, 6).tril().bool()
-    torch.testing.assert_close(
-        layer(x, is_causal=True), reference(layer, x, causal), atol=1e-11, rtol=0
-    )
+    within(layer(x, is_causal=True), reference(layer, x, causal), 1e-11)
 
 
 @pytest.mark.parametrize("options", [{}, {"values": "free"}, {"tied": False}])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("finished", [False, True])
-def test_padding_matches_reference(
-    options: dict[str, Any], is_causal: bool, finished: bool
-) -> None:
+def test_padding_matches_reference(options, is_causal, finished):
     layer, x = build(**options), tokens()
     mask = attention_mask(PADDING, is_causal, 6, 6, x.device) if finished else PADDING
     out = layer(x, key_padding_mask=mask, is_causal=is_causal)
-    torch.testing.assert_close(
-        out, reference(layer, x, allowed_pairs(PADDING, is_causal)), atol=1e-11, rtol=0
-    )
+    within(out, reference(layer, x, allowed_pairs(PADDING, is_causal)), 1e-11)
 
 
-def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
+def test_a_fully_padded_sequence_is_finite_in_both_directions():
     layer, x = build(), tokens().requires_grad_()
     mask = torch.tensor([[True] * 6, [False] * 6])
     for is_causal in (False, True):
@@ -125,9 +109,7 @@ def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
         (gradient,) = torch.autograd.grad(out.square().sum(), x)
         assert out.isfinite().all()
         assert gradient.isfinite().all()
-        torch.testing.assert_close(
-            out, reference(layer, x, allowed_pairs(mask, is_causal)), atol=1e-11, rtol=0
-        )
+        within(out, reference(layer, x, allowed_pairs(mask, is_causal)), 1e-11)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +128,7 @@ def test_a_fully_padded_sequence_is_finite_in_both_directions() -> None:
         ({"contractive": 0.5}, {"contractive": 0.5, "max_tokens": 40}),
     ],
 )
-def test_every_argument_changes_something(base: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_every_argument_changes_something(base, changed):
     outputs = []
     for options in (base, changed):
         torch.manual_seed(0)
@@ -159,7 +141,7 @@ def test_every_argument_changes_something(base: dict[str, Any], changed: dict[st
     assert not torch.allclose(outputs[0], outputs[1], rtol=1e-3)
 
 
-def test_num_heads_changes_the_output() -> None:
+def test_num_heads_changes_the_output():
     outputs = []
     for heads in (1, 2, 4):
         torch.manual_seed(0)
@@ -169,7 +151,7 @@ def test_num_heads_changes_the_output() -> None:
 
 
 @pytest.mark.parametrize("values", ["paper", "free"])
-def test_initial_weights(values: Any) -> None:
+def test_initial_weights(values):
     torch.manual_seed(0)
     glorot = L2SelfAttention(64, 4, values=values)
     scaled = L2SelfAttention(64, 4, values=values, init_scale=0.25)
@@ -182,46 +164,33 @@ def test_initial_weights(values: Any) -> None:
             assert not projection.bias.any()
 
 
-def test_one_token_and_nan() -> None:
+def test_one_token_and_nan():
     layer = build()
     x = tokens(n=1)
-    torch.testing.assert_close(layer(x), reference(layer, x), atol=1e-12, rtol=0)
+    within(layer(x), reference(layer, x), 1e-12)
     x[0, 0, 0] = math.nan
     assert layer(x)[0].isnan().all()
     assert layer(x)[1].isfinite().all()
 
 
-def config(**changes: Any) -> SimpleNamespace:
-    fields = {
-        "hidden_size": D,
-        "num_attention_heads": H,
-        "attention_dropout": 0.0,
-        "qk_norm": False,
-        "layer_norm_eps": 1e-5,
-        "max_position_embeddings": 16,
-        "attention": "l2",
-    }
-    return SimpleNamespace(**{**fields, **changes})
-
-
-def test_registered_builders() -> None:
+def test_registered_builders():
     untied, tied, contractive = (
-        ATTENTIONS.get(name)(config()) for name in ("l2", "l2_tied", "l2_contractive")
+        ATTENTIONS.get(name)(stack_config()) for name in ("l2", "l2_tied", "l2_contractive")
     )
     assert isinstance(untied, L2SelfAttention)
     assert isinstance(tied, L2SelfAttention)
     assert isinstance(contractive, L2SelfAttention)
     assert (untied.tied, tied.tied, tied.contractive) == (False, True, None)
     assert (contractive.contractive, contractive.norm, contractive.max_tokens) == (0.9, "tok", 16)
-    other = ATTENTIONS.get("l2_contractive")(config(contractive=0.5, lipschitz_norm="inf"))
+    other = ATTENTIONS.get("l2_contractive")(stack_config(contractive=0.5, lipschitz_norm="inf"))
     assert isinstance(other, L2SelfAttention)
     assert (other.contractive, other.norm) == (0.5, "inf")
-    with pytest.raises(ConfigError, match="qk_norm"):
-        ATTENTIONS.get("l2_tied")(config(qk_norm=True))
+    with bad_config(match="qk_norm"):
+        ATTENTIONS.get("l2_tied")(stack_config(qk_norm=True))
 
 
-def test_bad_options_are_named() -> None:
-    with pytest.raises(ConfigError, match="values='paper' with tied=False"):
+def test_bad_options_are_named():
+    with bad_config(match="values='paper' with tied=False"):
         L2SelfAttention(8, 2, tied=False, values="paper")
-    with pytest.raises(ShapeError, match="padding"):
+    with bad_shape(match="padding"):
         build()(tokens(), key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))

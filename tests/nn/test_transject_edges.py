@@ -1,17 +1,12 @@
 """TransJect at its edges: half precision, empty batches, forward derivatives, compiled graphs,
 misfits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape
 from torch.autograd import forward_ad
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import isometry_error
 from wellposed.nn import (
     GramSpectrum,
@@ -27,13 +22,13 @@ D, E, N = 8, 2, 5
 with_and_without = pytest.mark.parametrize("grad", [True, False])
 
 
-def make(**options: Any) -> TransJectStack:
+def make(**options):
     torch.manual_seed(7)
     return TransJectStack(D, 2, num_experts=E, residual="sigmoid", **options).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_orthogonal_to_its_rounding(dtype: torch.dtype) -> None:
+def test_half_precision_is_orthogonal_to_its_rounding(dtype):
     torch.manual_seed(0)
     layer = OrthogonalLinear(32).to(dtype)
     before = layer.weight.detach().clone()
@@ -51,7 +46,7 @@ def test_half_precision_is_orthogonal_to_its_rounding(dtype: torch.dtype) -> Non
     assert {parameter.dtype for parameter in stack.parameters()} == {dtype}
 
 
-def test_float32_and_float64_are_drawn_as_before() -> None:
+def test_float32_and_float64_are_drawn_as_before():
     for dtype in (torch.float32, torch.float64):
         layer = OrthogonalLinear(D).to(dtype)
         torch.manual_seed(3)
@@ -62,7 +57,7 @@ def test_float32_and_float64_are_drawn_as_before() -> None:
 
 @with_and_without
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"gating": "fixed"}])
-def test_no_sample_gives_no_sample(options: dict[str, Any], grad: bool) -> None:
+def test_no_sample_gives_no_sample(options, grad):
     with torch.set_grad_enabled(grad):
         out = make(**options)(torch.zeros(0, N, D))
     assert out.last_hidden_state.shape == (0, N, D)
@@ -71,7 +66,7 @@ def test_no_sample_gives_no_sample(options: dict[str, Any], grad: bool) -> None:
     ] * 2
 
 
-def test_forward_derivatives_without_gradients() -> None:
+def test_forward_derivatives_without_gradients():
     stack = make().double()
     x, v = torch.randn(2, 2, N, D, dtype=torch.float64).unbind()
     step = 1e-6
@@ -88,29 +83,29 @@ def test_forward_derivatives_without_gradients() -> None:
             assert (
                 forward_ad.unpack_dual(stack(x, sigma=sigma).last_hidden_state).tangent is not None
             )
-    torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-7)
+    within(tangent, (ends[0] - ends[1]) / (2 * step), 1e-7)
 
 
-def test_a_mask_does_not_break_the_compiled_graph() -> None:
+def test_a_mask_does_not_break_the_compiled_graph():
     stack, x = make(), torch.randn(2, N, D)
     padding = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
 
-    def run(x: Tensor, padding: Tensor) -> Tensor:
+    def run(x, padding):
         return stack(x, key_padding_mask=padding).last_hidden_state
 
     torch._dynamo.reset()
     compiled = torch.compile(run, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, padding), run(x, padding), rtol=0, atol=1e-6)
+    within(compiled(x, padding), run(x, padding), 1e-6)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal: bool) -> None:
+def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal):
     stack, x = make(is_causal=is_causal), torch.randn(2, N, D)
     padding = torch.tensor([[False] * N, [True] * N])
-    with pytest.raises(ShapeError, match="padding alone"):
+    with bad_shape(match="padding alone"):
         stack(x, key_padding_mask=padding)
     torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(stack, backend="eager", fullgraph=True)
+    compiled = torch.compile(stack, backend="eager", fullgraph=True)
     out = compiled(x, key_padding_mask=padding)
     assert out.last_hidden_state.isfinite().all()
     assert not out.sigma[1].any()
@@ -131,15 +126,13 @@ def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causa
         ((4, N, D + 1), (D + 1,), None),
     ],
 )
-def test_block_says_what_does_not_fit(
-    x: tuple[int, ...], sigma: tuple[int, ...], gates: tuple[int, ...] | None, grad: bool
-) -> None:
+def test_block_says_what_does_not_fit(x, sigma, gates, grad):
     block = TransJectBlock(D, 2, num_experts=E).eval()
-    with torch.set_grad_enabled(grad), pytest.raises(ShapeError, match="TransJectBlock: received"):
+    with torch.set_grad_enabled(grad), bad_shape(match="TransJectBlock: received"):
         block(torch.ones(x), torch.ones(sigma), gates=None if gates is None else torch.ones(gates))
 
 
-def test_a_causal_block_takes_one_or_many() -> None:
+def test_a_causal_block_takes_one_or_many():
     block, x = TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
     for sigma in ((D,), (4, D), (4, N, D)):
         for gates in ((4, E), (4, N, E)):
@@ -150,22 +143,22 @@ def test_a_causal_block_takes_one_or_many() -> None:
 
 
 @with_and_without
-def test_stack_says_how_many_gates_are_missing(grad: bool) -> None:
+def test_stack_says_how_many_gates_are_missing(grad):
     with (
         torch.set_grad_enabled(grad),
-        pytest.raises(ConfigError, match="gates of 1 layers; expected 2"),
+        bad_config(match="gates of 1 layers; expected 2"),
     ):
         make()(torch.randn(1, N, D), gates=[torch.ones(1, E)])
 
 
-def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex() -> None:
+def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
     stack, x = make().double(), torch.randn(2, N, D, dtype=torch.float64)
     out = stack(x)
     y, gates = out.last_hidden_state.detach(), [gate.detach() for gate in out.gates]
-    with pytest.raises(ShapeError, match=r"received gates \(2, 1\)"):
+    with bad_shape(match=r"received gates \(2, 1\)"):
         stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
     for wrong in (y[..., 1:], y[0]):
-        with pytest.raises(ShapeError, match=r"received x \("):
+        with bad_shape(match=r"received x \("):
             stack.inverse(wrong, out.sigma, gates)
     _, usual = stack.inverse(y, out.sigma, gates)
     _, doubled = stack.inverse(y, out.sigma, [1.5 * gate for gate in gates])
@@ -174,7 +167,7 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex() ->
 
 
 @pytest.mark.parametrize("options", [{}, {"spectrum": "random"}])
-def test_a_cache_is_of_as_many_sequences(options: dict[str, Any]) -> None:
+def test_a_cache_is_of_as_many_sequences(options):
     stack, x, cache, one = (
         make(is_causal=True, **options),
         torch.randn(3, N, D),
@@ -182,37 +175,34 @@ def test_a_cache_is_of_as_many_sequences(options: dict[str, Any]) -> None:
         TransJectCache(),
     )
     stack(x[:2], cache=cache)
-    with pytest.raises(ShapeError, match="received 3 sequences, and the cache holds the sums of 2"):
+    with bad_shape(match="received 3 sequences, and the cache holds the sums of 2"):
         stack(x, cache=cache)
     stack(x[:1, :2], cache=one)
     common = torch.cat([x[:1, :2].expand(3, -1, -1), x[:, 2:]], 1)
-    torch.testing.assert_close(
-        stack(x[:, 2:], cache=one).last_hidden_state,
-        stack(common).last_hidden_state[:, 2:],
-        rtol=0,
-        atol=1e-5,
+    within(
+        stack(x[:, 2:], cache=one).last_hidden_state, stack(common).last_hidden_state[:, 2:], 1e-5
     )
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
-def test_embedding_says_which_ids_and_positions_it_takes(position: Any) -> None:
+def test_embedding_says_which_ids_and_positions_it_takes(position):
     module = InjectiveEmbedding(5, D, position=position, max_positions=4)
     ids = torch.tensor([[1, 2]])
     for wrong in (ids.float(), ids.bool()):
-        with pytest.raises(ShapeError, match=r"input_ids is torch\.(float32|bool)"):
+        with bad_shape(match=r"input_ids is torch\.(float32|bool)"):
             module(wrong)
-        with pytest.raises(ShapeError, match=r"positions is torch\.(float32|bool)"):
+        with bad_shape(match=r"positions is torch\.(float32|bool)"):
             module(ids, wrong)
     assert torch.equal(module(ids.int(), ids.int()), module(ids, ids))
     for beyond in (torch.tensor([0, 99]), torch.tensor([-1, 0])):
         if position == "learned":
-            with pytest.raises(ShapeError, match=r"expected positions in \[0, 4\)"):
+            with bad_shape(match=r"expected positions in \[0, 4\)"):
                 module(ids, beyond)
         else:
             assert module(ids, beyond).isfinite().all()
 
 
-def test_positions_that_are_hooked_are_called() -> None:
+def test_positions_that_are_hooked_are_called():
     module, calls = InjectiveEmbedding(5, D, max_positions=4), []
     expected = module(torch.tensor([[1, 2]]))
     module.position.register_forward_hook(lambda *_: calls.append(1))
@@ -220,7 +210,7 @@ def test_positions_that_are_hooked_are_called() -> None:
     assert calls == [1]
 
 
-def test_the_largest_sigma_is_one_by_rounding() -> None:
+def test_the_largest_sigma_is_one_by_rounding():
     torch.manual_seed(0)
     assert GramSpectrum(D)(10 * torch.randn(1, 50, D)).max() == 1
     spectrum = LearnedSpectrum(D)

@@ -1,16 +1,15 @@
 """TransJect with adapters, hooks, parametrisations, offloaded weights: what is not plain is
 called."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.support.close import within
+from tests.support.layers import draw
+from tests.support.refusal import bad_config
+from torch import nn
+from torch.testing import assert_close
 
-from wellposed.errors import ConfigError, NotContractiveError
+from wellposed.errors import NotContractiveError
 from wellposed.nn import (
     GramAttention,
     GramSpectrum,
@@ -36,7 +35,7 @@ paths = pytest.mark.parametrize("path", MAPS)
 class Adapter(nn.Module):
     """`x -> W x + A x`, as an adapter library puts it in the place of a linear module."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base
         generator = torch.Generator().manual_seed(3)
@@ -44,15 +43,15 @@ class Adapter(nn.Module):
         self.change = nn.Parameter(0.3 * change.to(base.weight.dtype))
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self):
         """The weight below, as peft has it."""
         return self.base.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + x @ self.change.mT
 
 
-def make(**options: Any) -> TransJectStack:
+def make(**options):
     torch.manual_seed(7)
     stack = TransJectStack(D, L, num_experts=2, **options).double().eval()
     with torch.no_grad():
@@ -61,11 +60,11 @@ def make(**options: Any) -> TransJectStack:
     return stack
 
 
-def tokens() -> Tensor:
-    return torch.randn(2, N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def tokens():
+    return draw(2, N, D)
 
 
-def passes(stack: TransJectStack, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def passes(stack, x):
     """Both paths on a CPU, and the one on which accelerators batch experts."""
     yield "with gradients", stack(x).last_hidden_state
     with torch.no_grad():
@@ -77,7 +76,7 @@ def passes(stack: TransJectStack, x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @paths
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_an_adapter_is_the_same_as_its_merged_weight(path: str, is_causal: bool) -> None:
+def test_an_adapter_is_the_same_as_its_merged_weight(path, is_causal):
     x, wrapped, merged = tokens(), make(is_causal=is_causal), make(is_causal=is_causal)
     plain = merged(x).last_hidden_state
     adapter = Adapter(wrapped.get_submodule(path))
@@ -87,7 +86,7 @@ def test_an_adapter_is_the_same_as_its_merged_weight(path: str, is_causal: bool)
     expected = merged(x).last_hidden_state
     assert (expected - plain).abs().max() > 1e-6
     for name, found in passes(wrapped, x):
-        torch.testing.assert_close(
+        assert_close(
             found, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
     wrapped(x).last_hidden_state.square().sum().backward()
@@ -96,13 +95,13 @@ def test_an_adapter_is_the_same_as_its_merged_weight(path: str, is_causal: bool)
 
 
 @paths
-def test_hooks_are_called_on_every_path(path: str) -> None:
+def test_hooks_are_called_on_every_path(path):
     x, stack = tokens(), make()
     expected = stack(x).last_hidden_state
-    calls: list[str] = []
+    calls = []
     stack.get_submodule(path).register_forward_hook(lambda *_: calls.append(path))
     for count, (_, found) in enumerate(passes(stack, x), 1):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        within(found, expected, 1e-12)
         assert len(calls) >= count
     # What a hook returns counts.
     stack.get_submodule(path).register_forward_hook(
@@ -111,11 +110,11 @@ def test_hooks_are_called_on_every_path(path: str) -> None:
     changed = [found for _, found in passes(stack, x)]
     assert (changed[0] - expected).abs().max() > 1e-6
     for found in changed[1:]:
-        torch.testing.assert_close(found, changed[0], rtol=0, atol=1e-12)
+        within(found, changed[0], 1e-12)
 
 
 @pytest.mark.parametrize("part", ["residual", "attention", "feedforward", "attention.experts.0"])
-def test_hooks_of_larger_parts_count_too(part: str) -> None:
+def test_hooks_of_larger_parts_count_too(part):
     x, stack = tokens(), make()
     expected = stack(x).last_hidden_state
     double = {"attention": lambda _m, _i, out: (2 * out[0], out[1])}.get(
@@ -125,13 +124,13 @@ def test_hooks_of_larger_parts_count_too(part: str) -> None:
     changed = [found for _, found in passes(stack, x)]
     assert (changed[0] - expected).abs().max() > 1e-6
     for found in changed[1:]:
-        torch.testing.assert_close(found, changed[0], rtol=0, atol=1e-12)
+        within(found, changed[0], 1e-12)
 
 
 @paths
-def test_parametrised_weights_are_used(path: str) -> None:
+def test_parametrised_weights_are_used(path):
     class Halved(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
+        def forward(self, weight):
             return weight / 2
 
     x, wrapped, merged = tokens(), make(), make()
@@ -142,16 +141,16 @@ def test_parametrised_weights_are_used(path: str) -> None:
         merged.get_submodule(path).weight.div_(2)
     expected = merged(x).last_hidden_state
     for _, found in passes(wrapped, x):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        within(found, expected, 1e-12)
 
 
-def test_a_linear_with_bias_keeps_its_bias() -> None:
+def test_a_linear_with_bias_keeps_its_bias():
     x, stack = tokens(), make()
     for path in MAPS[1:3] + MAPS[4:]:
         stack.set_submodule(path, nn.Linear(D, D).double())
     found = [found for _, found in passes(stack, x)]
     for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
+        within(other, found[0], 1e-12)
     without = [
         nn.init.zeros_(part.bias)
         for part in stack.modules()
@@ -165,17 +164,17 @@ def test_a_linear_with_bias_keeps_its_bias() -> None:
     "options", [{}, {"gating": "normalized"}, {"gating": "fixed"}, {"spectrum": "random"}]
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_offloaded_weights_are_fetched(options: dict[str, Any], is_causal: bool) -> None:
+def test_offloaded_weights_are_fetched(options, is_causal):
     accelerate = pytest.importorskip("accelerate")
     x, stack = tokens(), make(is_causal=is_causal, **options)
     expected = stack(x).last_hidden_state.detach()
     accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in stack.parameters())
     for _, found in passes(stack, x):
-        torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-12)
+        within(found.detach(), expected, 1e-12)
 
 
-def test_the_reconstruction_loss_is_that_of_the_wrapped_basis() -> None:
+def test_the_reconstruction_loss_is_that_of_the_wrapped_basis():
     x, wrapped, merged = tokens(), GramSpectrum(D).double(), GramSpectrum(D).double()
     merged.load_state_dict(wrapped.state_dict())
     adapter = Adapter(wrapped.basis)
@@ -183,12 +182,12 @@ def test_the_reconstruction_loss_is_that_of_the_wrapped_basis() -> None:
     with torch.no_grad():
         merged.basis.weight.add_(adapter.change)
     loss = wrapped.reconstruction_loss(x)
-    torch.testing.assert_close(loss, merged.reconstruction_loss(x), rtol=1e-12, atol=0)
+    assert_close(loss, merged.reconstruction_loss(x), rtol=1e-12, atol=0)
     loss.backward()
     assert adapter.change.grad is not None
 
 
-def test_dropout_of_the_feedforward_alone_is_active_without_gradients() -> None:
+def test_dropout_of_the_feedforward_alone_is_active_without_gradients():
     x, stack = tokens(), make(dropout=0.5)
     with torch.no_grad():
         expected = stack(x).last_hidden_state
@@ -198,18 +197,18 @@ def test_dropout_of_the_feedforward_alone_is_active_without_gradients() -> None:
         assert not torch.equal(stack(x).last_hidden_state, expected)
 
 
-def test_folding_is_refused_where_there_is_no_weight_to_fold() -> None:
+def test_folding_is_refused_where_there_is_no_weight_to_fold():
     attention, x = GramAttention(D), torch.randn(1, 2, D)
     assert attention.has_plain_maps()
     attention(x, torch.ones(D), folded=True)
     attention.left = Adapter(attention.left)
     assert not attention.has_plain_maps()
-    with pytest.raises(ConfigError, match="left Adapter and right OrthogonalLinear"):
+    with bad_config(match="left Adapter and right OrthogonalLinear"):
         attention(x, torch.ones(D), folded=True)
 
 
 @paths
-def test_the_inverse_refuses_what_has_no_known_bound(path: str) -> None:
+def test_the_inverse_refuses_what_has_no_known_bound(path):
     x, stack = tokens(), make()
     stack.set_submodule(path, Adapter(stack.get_submodule(path)))
     out = stack(x)
@@ -221,12 +220,12 @@ def test_the_inverse_refuses_what_has_no_known_bound(path: str) -> None:
         stack.inverse(out.last_hidden_state, out.sigma, out.gates)
 
 
-def test_the_inverse_says_that_weights_are_offloaded() -> None:
+def test_the_inverse_says_that_weights_are_offloaded():
     accelerate = pytest.importorskip("accelerate")
     x, stack = tokens(), make()
     out = stack(x)
     accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"residual\.weight"):
+    with bad_config(match=r"residual\.weight"):
         stack.inverse(
             out.last_hidden_state.detach(),
             out.sigma.detach(),
@@ -234,7 +233,7 @@ def test_the_inverse_says_that_weights_are_offloaded() -> None:
         )
 
 
-def test_only_the_class_itself_without_hooks_is_plain() -> None:
+def test_only_the_class_itself_without_hooks_is_plain():
     class Other(OrthogonalLinear):
         pass
 

@@ -1,25 +1,19 @@
 """What a caller gets wrong is an error of ours that names it: sizes, keywords, values and shapes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+from tests.support.layers import stack_config
+from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 
 from wellposed import nn as wn
 from wellposed.errors import ConfigError, ShapeError, WellposedError
 
-CONFIG = SimpleNamespace(
-    hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, activation="gelu",
-    attention="dot_product", feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0,
-    attention_dropout=0.0, layer_norm_eps=1e-5,
-)  # fmt: skip
 SELF = [
     wn.DotProductAttention,
     wn.L2SelfAttention,
@@ -35,7 +29,7 @@ FORWARD = {
     "OrthogonalFeedForward": lambda: wn.OrthogonalFeedForward(8),
     "BallProjection": lambda: wn.BallProjection(8),
     "GramSpectrum": lambda: wn.GramSpectrum(8),
-    "TransformerStack": lambda: wn.TransformerStack(CONFIG),
+    "TransformerStack": lambda: wn.TransformerStack(stack_config()),
     "TransJectStack": lambda: wn.TransJectStack(8, 1),
 }  # fmt: skip
 
@@ -43,35 +37,35 @@ FORWARD = {
 @pytest.mark.parametrize("name", FORWARD)
 @pytest.mark.parametrize("x", [torch.zeros(2, 5, 7), torch.zeros(()), None, [[1.0]]], ids=repr)
 def test_tokens_of_another_width_are_refused(name, x):
-    with pytest.raises(ShapeError, match=rf"{name}.*(received|expected).*\b8\b"):
+    with bad_shape(match=rf"{name}.*(received|expected).*\b8\b"):
         FORWARD[name]()(x)
 
 
 @pytest.mark.parametrize("kind", SELF)
 def test_attention_reads_batches_of_sequences_and_their_padding(kind):
     module = kind(8, 2)
-    with pytest.raises(ShapeError, match=r"expected a tensor \(batch, tokens, 8\)"):
+    with bad_shape(match=r"expected a tensor \(batch, tokens, 8\)"):
         module(torch.zeros(5, 8))
     for mask in (
         torch.zeros(3, 5, dtype=torch.bool),
         torch.zeros(2, 4, dtype=torch.bool),
         torch.zeros(2, 5),
     ):
-        with pytest.raises(ShapeError, match="key_padding_mask"):
+        with bad_shape(match="key_padding_mask"):
             module(torch.zeros(2, 5, 8), key_padding_mask=mask)
     other = wn.attention_mask(None, True, 2, 4, torch.device("cpu"))
-    with pytest.raises(ShapeError, match="finished mask"):
+    with bad_shape(match="finished mask"):
         module(torch.zeros(2, 5, 8), key_padding_mask=other)
 
 
 @pytest.mark.parametrize("kind", CROSS)
 def test_cross_attention_names_the_side_that_does_not_fit(kind):
     module = kind(8, 2, memory_dim=6)
-    with pytest.raises(ShapeError, match=r"received x \(2, 5, 6\)"):
+    with bad_shape(match=r"received x \(2, 5, 6\)"):
         module(torch.zeros(2, 5, 6), torch.zeros(2, 3, 6))
-    with pytest.raises(ShapeError, match=r"received memory \(2, 3, 8\)"):
+    with bad_shape(match=r"received memory \(2, 3, 8\)"):
         module(torch.zeros(2, 5, 8), torch.zeros(2, 3, 8))
-    with pytest.raises(ShapeError, match=r"received memory \(3, 3, 6\).*batch"):
+    with bad_shape(match=r"received memory \(3, 3, 6\).*batch"):
         module(torch.zeros(2, 5, 8), torch.zeros(3, 3, 6))
 
 
@@ -86,7 +80,7 @@ def test_cross_attention_names_the_side_that_does_not_fit(kind):
     ],
 )
 def test_ids_outside_the_table_are_refused(module, ids):
-    with pytest.raises(ShapeError, match=type(module).__name__):
+    with bad_shape(match=type(module).__name__):
         module(ids)
 
 
@@ -167,7 +161,7 @@ def test_a_value_out_of_range_is_refused(kind, options, words):
 
 
 def test_max_min_wants_pairs():
-    with pytest.raises(ShapeError, match="width 7 is odd"):
+    with bad_shape(match="width 7 is odd"):
         wn.MaxMin()(torch.zeros(2, 7))
 
 
@@ -175,7 +169,7 @@ def test_max_min_wants_pairs():
 def test_a_misspelt_keyword_is_told_the_nearest(kind):
     *_, last = inspect.signature(kind).parameters
     known = "nearest: " if last == "options" else f"nearest: .*{last}"
-    with pytest.raises(ConfigError, match=f"keyword of {kind.__name__} '{last}z'; {known}"):
+    with bad_config(match=f"keyword of {kind.__name__} '{last}z'; {known}"):
         kind(**{**BUILT[kind], f"{last}z": 1})
 
 

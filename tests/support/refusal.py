@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from wellposed.errors import ConfigError, DataError, WellposedError
+from wellposed.errors import ConfigError, DataError, ShapeError, WellposedError
 
 
 @contextmanager
@@ -24,3 +24,5 @@ bad_data = functools.partial(pytest.raises, DataError)
 """Expect a `DataError` whose message the pattern ``match`` is found in."""
 bad_config = functools.partial(pytest.raises, ConfigError)
 """Expect a `ConfigError` whose message the pattern ``match`` is found in."""
+bad_shape = functools.partial(pytest.raises, ShapeError)
+"""Expect a `ShapeError` whose message the pattern ``match`` is found in."""

@@ -1,0 +1,65 @@
+"""What tests of layers share: tokens, perturbed weights, heads one by one, a small stack."""
+
+from types import SimpleNamespace
+
+import torch
+
+STACK = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "attention": "dot_product",
+    "feedforward": "mlp",
+    "residual": "plain",
+    "norm": "post",
+    "activation": "gelu",
+    "qk_norm": False,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 16,
+}
+
+
+def stack_config(**changes):
+    return SimpleNamespace(**{**STACK, **changes})
+
+
+def draw(*shape, seed=1, size=1.0, dtype=torch.float64):
+    """Return the same normal numbers in every dtype, up to its rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return (size * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def built(kind, *sizes, **options):
+    """Return a layer in float64 none of whose weights is as it starts."""
+    torch.manual_seed(0)
+    layer = kind(*sizes, **options).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def heads_of(layer, x, memory):
+    """Return queries, keys and values of each head, in float64, from the stored weights alone."""
+    state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
+    return [
+        (tokens.double() @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).chunk(
+            layer.num_heads, -1
+        )
+        for name, tokens in (("q_proj", x), ("k_proj", memory), ("v_proj", memory))
+    ]
+
+
+def gradients_are_right(layer, *inputs, **options):
+    """Compare the gradients of inputs and weights with finite differences."""
+    names = [name for name, _ in layer.named_parameters()]
+    weights = [parameter.detach().requires_grad_() for parameter in layer.parameters()]
+
+    def call(*tensors):
+        state = dict(zip(names, tensors[len(inputs) :], strict=True))
+        return torch.func.functional_call(layer, state, tensors[: len(inputs)], options)
+
+    return torch.autograd.gradcheck(call, (*inputs, *weights), fast_mode=True)
