@@ -219,3 +219,5 @@ def test_a_source_can_be_read_twice(tmp_path: Path) -> None:
         assert list(source) == list(source) == ["one", "two"]
     with pytest.raises(DataError, match=r"b\.txt: no such file; nearest: a\.txt"):
         LineSource(text=None, path=tmp_path / "b.txt")
+    with pytest.raises(DataError, match="expected a file, found a folder"):
+        LineSource(text=None, path=tmp_path)

@@ -269,6 +269,16 @@ def test_common_layouts_run_without_options_or_say_the_ones_to_give(
         assert texts(build(path)) == texts(named)
 
 
+@pytest.mark.parametrize("mark", [",", ";", "|", "\t"])
+def test_fields_of_a_csv_stand_between_what_both_first_lines_hold(
+    tmp_path: Path, mark: str
+) -> None:
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=mark).writerows([("label", "text"), *ROWS])
+    (tmp_path / "b.csv").write_text(as_csv(ROWS, ("label", "text")))
+    assert texts(build(tmp_path / "a.csv")) == texts(build(tmp_path / "b.csv"))
+
+
 def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path: Path) -> None:
     rows = [(f"id{i}", text, label) for i, (label, text) in enumerate(ROWS)]
     (tmp_path / "a.csv").write_text(as_csv(rows))

@@ -241,8 +241,8 @@ def _refuse_other_attention(module: Any) -> None:
         )
     run = source.ALL_ATTENTION_FUNCTIONS.get_interface(kind, source.eager_attention_forward)
     functions = [(f"{kind} attention", run, homes[kind])]
-    helpers = dict.fromkeys(("apply_rotary_pos_emb", "rotate_half", "repeat_kv"), source.__name__)
-    helpers["apply_chunking_to_forward"] = "transformers.pytorch_utils"
+    helpers = {"apply_chunking_to_forward": "transformers.pytorch_utils"}
+    helpers |= dict.fromkeys(("apply_rotary_pos_emb", "rotate_half", "repeat_kv"), source.__name__)
     functions += [
         (name, getattr(source, name), (place, name))
         for name, place in helpers.items()

@@ -44,6 +44,8 @@ class LineSource:
             shutil.copyfileobj(sys.stdin.buffer, self._spool)
         elif path is not None and not path.is_file():
             beside = path.parent.iterdir() if path.parent.is_dir() else ()
+            if path.exists():
+                raise DataError(f"{path}: expected a file, found a folder, a pipe or a device")
             near = nearest_names(path.name, [entry.name for entry in beside])
             raise DataError(
                 f"{path}: no such file" + (f"; nearest: {', '.join(near)}" if near else "")

@@ -259,10 +259,10 @@ def read_table(
 
     Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
     names or not (it is where not given). Fields of a ``.tsv`` stand between tabs, quotes are
-    ordinary characters. Those of a ``.csv`` stand between commas (tabs, where the first line holds
-    a tab and no comma), quoted as in RFC 4180: a quote is doubled, a backslash is an ordinary
-    character; ``quoting`` (csv or none) overrides. Of a ``.jsonl`` every line is an object, a
-    ``.json`` is a list of them.
+    ordinary characters. Those of a ``.csv`` stand between commas (tabs, semicolons or bars, where
+    the first two lines hold these and the first no comma), quoted as in RFC 4180: a quote is
+    doubled, a backslash is an ordinary character; ``quoting`` (csv or none) overrides. Of a
+    ``.jsonl`` every line is an object, a ``.json`` is a list of them.
 
     The module csv reads, not that of pyarrow, which takes ``"a" b`` for ``a b``, counts rows where
     an editor counts lines, and is no faster.
@@ -282,11 +282,17 @@ def read_table(
             " without .gz"
         )
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
-    first = file.text.split("\n", 1)[0]
-    delimiter = "\t" if is_named(path, ".tsv") or ("\t" in first and "," not in first) else ","
+    delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text.split("\n", 2)[:2])
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
     rows = quoted_rows(file, delimiter) if quoted else plain
     return _fields(path, rows, has_header), file.description()
+
+
+def _delimiter(first_lines: Sequence[str]) -> str:
+    """Return the comma where the first line has it; else a tab, ; or | that both lines have."""
+    if "," in first_lines[0]:
+        return ","
+    return next((mark for mark in "\t;|" if all(mark in line for line in first_lines)), ",")
 
 
 def quoted_rows(
