@@ -172,10 +172,7 @@ TEXTS = RunConfig(task="translation", train=TrainOptions(steps=700, schedule="in
     ],
 )
 def test_warmup(spec: str, base: dict[str, object], steps: int, schedule: str) -> None:
-    train = apply_variant(
-        spec,
-        replace(TEXTS, train=replace(TEXTS.train, **base)),
-    ).train
+    train = apply_variant(spec, replace(TEXTS, train=replace(TEXTS.train, **base))).train
     assert (train.warmup_steps, train.schedule) == (steps, schedule)
     assert apply_variant("post_ln", TEXTS).train.warmup_steps == 0
 
@@ -187,10 +184,7 @@ def test_warmup_of_no_whole_number_is_refused(value: str) -> None:
 
 
 def test_t_fixup_with_constraints_is_both() -> None:
-    both, plain = (
-        apply_variant("t_fixup_oc3:1e-8", TEXTS),
-        apply_variant("t_fixup", TEXTS),
-    )
+    both, plain = (apply_variant("t_fixup_oc3:1e-8", TEXTS), apply_variant("t_fixup", TEXTS))
     assert both.model == plain.model
     assert (both.model.norm, both.model.init) == ("none", "t_fixup")
     assert both.penalty == apply_variant("oc3:1e-8", TEXTS).penalty

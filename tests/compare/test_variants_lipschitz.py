@@ -14,12 +14,7 @@ import torch
 import wellposed as wp
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
-from wellposed.models import (
-    WellposedConfig,
-    build_model,
-    input_vectors,
-    model_keywords,
-)
+from wellposed.models import WellposedConfig, build_model, input_vectors, model_keywords
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
 from wellposed.training.certified.accuracy import certified_accuracy

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
+import jsonschema
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import WellposedError
 from wellposed.tasks import Task
-from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
+from wellposed.training import ModelOptions, RunConfig, TrainOptions, result_schema, train
 
 VOCABULARY = 11
 
@@ -147,9 +148,11 @@ def make_config(*, dropout: float = 0.0, variant: str = "post_ln", **options: An
 
 
 def run(config: RunConfig, out: Path, **keywords: Any) -> Any:
-    """Train the stub without a progress bar."""
+    """Train the stub without a progress bar, and check the form of its result."""
     quiet = {"progress": False, "task": StubTask(), "model": make_model, "command": []}
-    return train(config, out, **{**quiet, **keywords})
+    result = train(config, out, **{**quiet, **keywords})
+    jsonschema.validate(result.result, result_schema())
+    return result
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.support import stub_task as stub
 from torch import nn
 
 from wellposed.errors import CheckpointError
@@ -21,7 +21,7 @@ from wellposed.training.loop.state import TrainerState
 class Held:
     """A model and an optimizer with a state, and where it saves."""
 
-    def __init__(self, stub: ModuleType, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.model = stub.StubModel(dropout=0.1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
         self.folder = folder
@@ -49,8 +49,8 @@ class Held:
 
 
 @pytest.fixture
-def held(stub: ModuleType, tmp_path: Path) -> Held:
-    return Held(stub, tmp_path)
+def held(tmp_path: Path) -> Held:
+    return Held(tmp_path)
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -59,14 +59,14 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     )
 
 
-def test_a_checkpoint_brings_back_every_bit(held: Held, stub: ModuleType, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_back_every_bit(held: Held, tmp_path: Path) -> None:
     for _ in range(3):
         held.step()
     folder = held.save(3)
     before = held.numbers()
     held.step()
     straight = held.numbers()
-    other = Held(stub, tmp_path)
+    other = Held(tmp_path)
     state = checkpoints.load_checkpoint(folder, other.model, other.optimizer, rank=0)
     assert (state.step, state.best_value) == (3, 0.1 + 0.2)
     assert same(other.numbers(), before)

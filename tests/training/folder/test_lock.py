@@ -9,21 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from tests.support import stub_task
+from tests.support import stub_task as stub
 
 from wellposed.errors import ConfigError
 from wellposed.training.folder.lock import NAME, only_writer
 
-SCRIPT = Path(stub_task.__file__)
+SCRIPT = Path(stub.__file__)
 
 
 @pytest.mark.slow
-def test_a_second_writer_is_refused_until_the_first_is_killed(
-    tmp_path: Path, stub: ModuleType
-) -> None:
+def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(out), "100000", "0.01", "0.1", "auto"],
@@ -51,9 +48,7 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(
     assert not (out / NAME).exists()
 
 
-def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(
-    tmp_path: Path, stub: ModuleType
-) -> None:
+def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / NAME).write_text("process 1 on another-host\n")

@@ -8,12 +8,12 @@ import json
 import shutil
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jsonschema
 import pytest
 from safetensors.torch import load_file
+from tests.support import stub_task as stub
 
 from wellposed.errors import CheckpointError
 from wellposed.training import (
@@ -35,7 +35,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
 
 
-def test_manifests_hold_size_and_digest_of_every_file(stub: ModuleType, tmp_path: Path) -> None:
+def test_manifests_hold_size_and_digest_of_every_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     stub.run(stub.make_config(), out)
     for folder in (out, out / "final"):
@@ -60,7 +60,7 @@ def test_manifests_hold_size_and_digest_of_every_file(stub: ModuleType, tmp_path
     verify_final(out / "final", weights=False)
 
 
-def test_a_result_that_was_altered_is_not_taken_for_one(stub: ModuleType, tmp_path: Path) -> None:
+def test_a_result_that_was_altered_is_not_taken_for_one(tmp_path: Path) -> None:
     stub.run(stub.make_config(), tmp_path / "run")
     assert read_result(tmp_path / "run") is not None
     flip(tmp_path / "run" / "result.json")
@@ -69,7 +69,7 @@ def test_a_result_that_was_altered_is_not_taken_for_one(stub: ModuleType, tmp_pa
 
 
 def test_a_run_that_goes_on_has_no_manifest_until_it_ends(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files grow while a run goes on, and a kill must leave no manifest that they contradict."""
     out = tmp_path / "run"
@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_has_no_manifest_until_it_ends(
 
 @pytest.mark.parametrize("average", [0, 2])
 def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
-    stub: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], average: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], average: int
 ) -> None:
     """One flipped bit in the best checkpoint made a run impossible to finish, however often it was
     resumed."""
@@ -123,7 +123,7 @@ def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
         assert all(final[name].equal(value) for name, value in last.items())
 
 
-def test_a_damaged_record_of_starts_is_one_message(stub: ModuleType, tmp_path: Path) -> None:
+def test_a_damaged_record_of_starts_is_one_message(tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = stub.make_config()
     stub.run(config, out)
@@ -149,7 +149,7 @@ def test_the_loader_of_python_checks_too(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def result(stub: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("schema") / "run"
     values = stub.run(stub.make_config(steps=2), out).result
     jsonschema.validate(values, result_schema())

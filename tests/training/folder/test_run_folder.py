@@ -8,11 +8,11 @@ import tomllib
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support import stub_task as stub
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.tasks import build_task
@@ -49,7 +49,7 @@ def test_a_configuration_survives_the_file(
     assert read_config(folder) == config
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path, stub: ModuleType) -> None:
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     config = stub.make_config()
     with pytest.raises(ConfigError, match="already holds files"):
@@ -65,7 +65,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, stub: ModuleType) -> None:
         stub.run(config, tmp_path / "new", resume="yes")
 
 
-def test_every_changed_field_is_listed(tmp_path: Path, stub: ModuleType) -> None:
+def test_every_changed_field_is_listed(tmp_path: Path) -> None:
     config = stub.make_config(steps=5, eval_every=5, checkpoint_every=5)
     stub.run(config, tmp_path / "run")
     changed = dataclasses.replace(
@@ -86,7 +86,7 @@ def test_every_changed_field_is_listed(tmp_path: Path, stub: ModuleType) -> None
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, stub: ModuleType) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     config = stub.make_config(steps=4)
     stub.run(config, tmp_path / "a")
     for out in ("a", "b"):
@@ -153,9 +153,7 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path: Path) -> N
         MetricsFile(tmp_path, rows=7)
 
 
-def test_the_configuration_is_on_disk_before_the_first_step(
-    tmp_path: Path, stub: ModuleType
-) -> None:
+def test_the_configuration_is_on_disk_before_the_first_step(tmp_path: Path) -> None:
     class Broken(stub.StubTask):
         def collate(self, examples: object) -> dict[str, object]:
             raise RuntimeError("first batch")

@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.support import stub_task as stub
 
 from wellposed.errors import ConfigError, DataError, WellposedError
 from wellposed.training import read_metrics
@@ -21,7 +21,7 @@ def ids(batches: list[dict[str, torch.Tensor]]) -> list[list[list[int]]]:
     return [batch["input_ids"].tolist() for batch in batches]
 
 
-def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task(stub: ModuleType) -> None:
+def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task() -> None:
     task = stub.StubTask()
     stream = ids(MicroBatches(task, 4, seed=3).take(14))
     data = task.dataset("train")
@@ -35,7 +35,7 @@ def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task(stub: Modu
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 13])
-def test_a_stream_resumes_from_its_position(stub: ModuleType, taken: int) -> None:
+def test_a_stream_resumes_from_its_position(taken: int) -> None:
     whole = ids(MicroBatches(stub.StubTask(), 4, seed=0).take(20))
     first = MicroBatches(stub.StubTask(), 4, seed=0)
     first.take(taken)
@@ -43,7 +43,7 @@ def test_a_stream_resumes_from_its_position(stub: ModuleType, taken: int) -> Non
     assert ids(second.take(20 - taken)) == whole[taken:]
 
 
-def test_processes_share_one_stream(stub: ModuleType) -> None:
+def test_processes_share_one_stream() -> None:
     whole = ids(MicroBatches(stub.StubTask(), 4, seed=0).take(12))
     parts = [
         ids(MicroBatches(stub.StubTask(), 4, seed=0, rank=rank, world=3).take(4))
@@ -52,7 +52,7 @@ def test_processes_share_one_stream(stub: ModuleType) -> None:
     assert [batch for step in zip(*parts, strict=True) for batch in step] == whole
 
 
-def test_targets_are_counted_as_the_loss_counts_them(stub: ModuleType) -> None:
+def test_targets_are_counted_as_the_loss_counts_them() -> None:
     task = stub.StubTask()
     for batch in MicroBatches(task, 5, seed=0).take(6):
         logits = torch.zeros(*batch["input_ids"].shape, stub.VOCABULARY)
@@ -60,14 +60,14 @@ def test_targets_are_counted_as_the_loss_counts_them(stub: ModuleType) -> None:
         assert token_count(batch) == int((batch["input_ids"] != 0).sum())
 
 
-def test_a_task_that_counts_otherwise_is_told_what_to_do(stub: ModuleType) -> None:
+def test_a_task_that_counts_otherwise_is_told_what_to_do() -> None:
     with pytest.raises(
         ConfigError, match=r"loss_sum reports 7 targets, but the labels hold 9; define target_count"
     ):
         check_target_count(stub.StubTask(), 9, 7.0)
 
 
-def test_a_split_without_batches_is_an_error(stub: ModuleType) -> None:
+def test_a_split_without_batches_is_an_error() -> None:
     class Empty(stub.StubTask):
         sizes: ClassVar = {"train": 0, "valid": 1, "test": 1}
 
@@ -76,9 +76,7 @@ def test_a_split_without_batches_is_an_error(stub: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 3)])
-def test_workers_give_the_same_batches_at_the_same_positions(
-    stub: ModuleType, rank: int, world: int
-) -> None:
+def test_workers_give_the_same_batches_at_the_same_positions(rank: int, world: int) -> None:
     before = torch.get_rng_state()
     kinds = [
         MicroBatches(
@@ -97,7 +95,7 @@ def test_workers_give_the_same_batches_at_the_same_positions(
 
 
 def test_a_run_has_the_same_weights_with_and_without_workers_and_may_change_their_number(
-    stub: ModuleType, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     stub.run(stub.make_config(dropout=0.1, log_every=1, steps=6), tmp_path / "none")
     stub.run(stub.make_config(dropout=0.1, log_every=1, steps=3, num_workers=1), tmp_path / "some")
@@ -115,9 +113,7 @@ def test_a_run_has_the_same_weights_with_and_without_workers_and_may_change_thei
     assert set(losses[0]) <= set(losses[1])
 
 
-def test_what_a_task_raises_in_a_worker_is_raised_as_it_is(
-    stub: ModuleType, tmp_path: Path
-) -> None:
+def test_what_a_task_raises_in_a_worker_is_raised_as_it_is(tmp_path: Path) -> None:
     class Damaged(stub.StubTask):
         def collate(self, examples: Any) -> Any:
             raise DataError("rows.tsv:7: no label")
@@ -126,7 +122,7 @@ def test_what_a_task_raises_in_a_worker_is_raised_as_it_is(
         stub.run(stub.make_config(num_workers=1), tmp_path / "run", task=Damaged())
 
 
-def test_a_worker_that_is_killed_ends_the_run_in_one_line(stub: ModuleType, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(tmp_path: Path) -> None:
     class Killed(stub.StubTask):
         def collate(self, examples: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import jsonschema
 import pytest
 import torch
+from tests.support import stub_task as stub
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.training import read_metrics, result_schema
@@ -96,7 +97,7 @@ def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> 
         history.mean()
 
 
-def test_a_run_ends_with_the_better_weights(stub: ModuleType, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_better_weights(tmp_path: Path) -> None:
     """With a learning rate that bounces the mean wins; the weights kept are those of the last
     evaluations."""
     config = stub.make_config(
@@ -121,7 +122,7 @@ def test_a_run_ends_with_the_better_weights(stub: ModuleType, tmp_path: Path) ->
 
 
 def test_averaging_survives_an_interruption(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stub.make_config(learning_rate=0.3, dropout=0.2, average_checkpoints=3)
     stub.run(config, tmp_path / "straight")
@@ -140,7 +141,7 @@ def test_averaging_survives_an_interruption(
     assert all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0])
 
 
-def test_the_mean_of_orthogonal_weights_is_refused(stub: ModuleType, tmp_path: Path) -> None:
+def test_the_mean_of_orthogonal_weights_is_refused(tmp_path: Path) -> None:
     config = replace(
         stub.make_config(average_checkpoints=2), constrain=ConstrainOptions("blocks.*")
     )
@@ -148,7 +149,7 @@ def test_the_mean_of_orthogonal_weights_is_refused(stub: ModuleType, tmp_path: P
         stub.run(config, tmp_path / "run")
 
 
-def writing_task(stub: ModuleType, calls: list[Any]) -> Any:
+def writing_task(calls: list[Any]) -> Any:
     """Return the stub task with texts to score: how many, and with which weights."""
 
     class WritingTask(stub.StubTask):
@@ -173,11 +174,9 @@ def writing_task(stub: ModuleType, calls: list[Any]) -> Any:
     return WritingTask()
 
 
-def test_generated_text_is_scored_once_with_the_final_weights(
-    stub: ModuleType, tmp_path: Path
-) -> None:
+def test_generated_text_is_scored_once_with_the_final_weights(tmp_path: Path) -> None:
     calls: list[Any] = []
-    result = stub.run(stub.make_config(), tmp_path / "run", task=writing_task(stub, calls)).result
+    result = stub.run(stub.make_config(), tmp_path / "run", task=writing_task(calls)).result
     jsonschema.validate(result, result_schema())
     assert [call[:3] for call in calls] == [("valid", 4, None), ("test", 4, None)]
     assert all(torch.equal(call[3], final(tmp_path / "run")["embedding.weight"]) for call in calls)

@@ -4,12 +4,13 @@ backward."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from tests.support import stub_task as stub
 from torch import Tensor, nn
 
 from wellposed.compare.compare import compare
@@ -130,7 +131,7 @@ def test_a_term_of_the_loss(tower: Tower) -> None:
     )
 
 
-def test_a_run_stops_before_the_weights_are_touched(stub: ModuleType, tmp_path: Any) -> None:
+def test_a_run_stops_before_the_weights_are_touched(tmp_path: Any) -> None:
     """The batch of step 6 breaks block 1; the run ends there with the step, the rate and the
     layer."""
 
@@ -170,7 +171,7 @@ def test_a_run_stops_before_the_weights_are_touched(stub: ModuleType, tmp_path: 
         assert torch.equal(held[0].state_dict()[name], value)
 
 
-def test_a_bad_validation_loss_stops_the_run_too(stub: ModuleType, tmp_path: Any) -> None:
+def test_a_bad_validation_loss_stops_the_run_too(tmp_path: Any) -> None:
     class Overflowing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if self.training else x * float("nan")
@@ -186,7 +187,7 @@ def test_a_bad_validation_loss_stops_the_run_too(stub: ModuleType, tmp_path: Any
     assert "valid" in result.result["failure"]["what"]
 
 
-def test_logits_may_be_a_plain_tensor(stub: ModuleType) -> None:
+def test_logits_may_be_a_plain_tensor() -> None:
     from wellposed.training.loop.batches import forward
 
     logits = torch.zeros(1, 2, 3)
@@ -208,7 +209,7 @@ def test_logits_may_be_a_plain_tensor(stub: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("when", ["start", "step"])
-def test_a_convergence_error_is_a_failed_run(stub: ModuleType, tmp_path: Path, when: str) -> None:
+def test_a_convergence_error_is_a_failed_run(tmp_path: Path, when: str) -> None:
     config = stub.make_config()
 
     def broken(*_: Any) -> Any:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.support import stub_task as stub
 
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.training import (
@@ -79,15 +79,13 @@ def test_checkpointing_changes_no_number(tmp_path: Path) -> None:
     assert saving == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_model_that_cannot_recompute_is_refused(stub: ModuleType, tmp_path: Path) -> None:
+def test_a_model_that_cannot_recompute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="StubModel cannot recompute its activations"):
         stub.run(stub.make_config(gradient_checkpointing=True), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_what_trains(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backend that computes as Python does, the numbers are the same; the inner model is
     what is saved."""
     whole = torch.compile
@@ -139,7 +137,7 @@ def test_the_end_of_memory_is_one_line(tmp_path: Path, error: Exception) -> None
 
 
 def test_fp16_scales_its_loss_and_leaves_no_step_out(
-    stub: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of
     fp16, 2^-11."""

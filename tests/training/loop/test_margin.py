@@ -7,10 +7,7 @@ import torch
 
 from wellposed.certification import certify
 from wellposed.errors import ConfigError
-from wellposed.models import (
-    WellposedConfig,
-    WellposedForCausalLM,
-)
+from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed.training import TrainOptions
 from wellposed.training.loop.step import certified_logits, hinge_sum, rows_of
 

@@ -3,14 +3,14 @@ be."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.support import stub_task as stub
+from tests.support.runs import assert_resumed_bit_for_bit, same
 from torch import nn
 
 from wellposed.compare.variants import apply_variant
@@ -21,58 +21,37 @@ from wellposed.training import load_run_model, train
 from wellposed.training.config import ConstrainOptions, ModelOptions, RunConfig, TrainOptions
 from wellposed.training.loop.build import build_optimizer
 
-FILES = (
-    "checkpoint-12/model.safetensors",
-    "checkpoint-12/optimizer.safetensors",
-    "final/model.safetensors",
-)
-
 
 @pytest.mark.parametrize("kind", ["muon", "sgd"])
 @pytest.mark.parametrize("to", [None, "orthogonal", "spectral"])
 def test_a_run_that_is_taken_up_again_goes_on_bit_for_bit(
-    stub: ModuleType, tmp_path: Path, kind: str, to: Any
+    tmp_path: Path, kind: str, to: Any
 ) -> None:
     config = stub.make_config(dropout=0.3, optimizer=kind)
     if to is not None:
         config = replace(config, constrain=ConstrainOptions("*.inner", to=to))
-    stub.run(config, tmp_path / "run")
-    shutil.copytree(
-        tmp_path / "run",
-        tmp_path / "again",
-        ignore=shutil.ignore_patterns("final", "checkpoint-12"),
-    )
-    (tmp_path / "again" / "result.json").unlink()
-    assert stub.run(config, tmp_path / "again", resume="auto").status == "success"
-    for name in FILES:
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert_resumed_bit_for_bit(config, tmp_path)
 
 
-def test_each_name_is_that_optimizer_with_its_numbers(stub: ModuleType) -> None:
+def test_each_name_is_that_optimizer_with_its_numbers() -> None:
     model = stub.StubModel()
     held = [model.blocks[0].inner.weight]
-    adamw = build_optimizer(model, TrainOptions(adam_beta2=0.9))
+
+    def build(where: Any = (), **options: Any) -> Any:
+        return build_optimizer(model, TrainOptions(**options), constrained=held, where=where)
+
+    adamw = build(adam_beta2=0.9)
     assert type(adamw) is torch.optim.AdamW
     assert adamw.defaults["betas"] == (0.9, 0.9)
-    sgd = build_optimizer(
-        model, TrainOptions(optimizer="sgd", learning_rate=0.5, weight_decay=0.1), constrained=held
-    )
+    sgd = build(optimizer="sgd", learning_rate=0.5, weight_decay=0.1)
     assert type(sgd) is torch.optim.SGD
     assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.5, 0.9)
-    muon = build_optimizer(
-        model,
-        TrainOptions(optimizer="muon", momentum=0.8, weight_decay=0.1),
-        constrained=held,
-        where=["blocks.0.inner"],
-    )
+    muon = build(["blocks.0.inner"], optimizer="muon", momentum=0.8, weight_decay=0.1)
     assert type(muon) is MuonAndAdamW
     assert {group["momentum"] for group in muon.param_groups if group["method"] == "muon"} == {0.8}
     for optimizer in (sgd, muon):
-        decays = {
-            id(entry): group["weight_decay"]
-            for group in optimizer.param_groups
-            for entry in group["params"]
-        }
+        groups = optimizer.param_groups
+        decays = {id(entry): group["weight_decay"] for group in groups for entry in group["params"]}
         assert decays[id(held[0])] == 0.0
         assert decays[id(model.blocks[1].inner.weight)] == 0.1
         assert len(decays) == len(list(model.parameters()))
@@ -109,7 +88,7 @@ def test_a_held_weight_stays_in_its_set_and_a_longer_run_is_the_run_from_the_sta
     )
     train(config, tmp_path / "resumed", progress=False, resume="auto", longer=True)
     whole, resumed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "resumed")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert same(whole, resumed)
     held = [weight for name, weight in whole.items() if name.endswith("_proj.weight")]
     assert held
     assert all(float(certified_spectral_norm(weight)) <= 1 + 1e-6 for weight in held)

@@ -8,11 +8,11 @@ import itertools
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support import stub_task as stub
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import build_task
@@ -87,7 +87,7 @@ def logged(out: Path) -> list[tuple[int, float]]:
 
 
 def test_a_finished_run_goes_on_as_if_it_had_been_longer(
-    stub: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The schedule is constant, so 8 steps and 4 more are 12, bit for bit, dropout included."""
     short, whole = (stub.make_config(steps=steps, dropout=0.2) for steps in (8, 12))
@@ -109,7 +109,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(
 
 
 def test_a_schedule_that_ends_says_where_the_rate_goes(
-    stub: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short, whole = (
         stub.make_config(steps=steps, schedule="linear", learning_rate=0.4) for steps in (4, 8)
@@ -122,7 +122,7 @@ def test_a_schedule_that_ends_says_where_the_rate_goes(
     )
 
 
-def test_only_the_length_may_change_and_only_grow(stub: ModuleType, tmp_path: Path) -> None:
+def test_only_the_length_may_change_and_only_grow(tmp_path: Path) -> None:
     config = stub.make_config(steps=8)
     stub.run(config, tmp_path)
     before = (tmp_path / "result.json").read_bytes()
@@ -135,7 +135,7 @@ def test_only_the_length_may_change_and_only_grow(stub: ModuleType, tmp_path: Pa
     assert (tmp_path / "result.json").read_bytes() == before
 
 
-def test_another_device_is_the_same_run(stub: ModuleType, tmp_path: Path) -> None:
+def test_another_device_is_the_same_run(tmp_path: Path) -> None:
     config = stub.make_config(steps=4)
     stub.run(config, tmp_path)
     (tmp_path / "result.json").unlink()

@@ -4,12 +4,13 @@ smoothing."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.support import stub_task as stub
 from torch import Tensor, nn
 
 from wellposed.training import TrainOptions, read_metrics
@@ -58,7 +59,7 @@ def slow_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_accumulation_is_exact_however_unevenly_targets_are_spread(
-    stub: ModuleType, accelerator: Accelerator, count: int
+    accelerator: Accelerator, count: int
 ) -> None:
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 3, seed=0).take(count)
@@ -75,7 +76,7 @@ def test_accumulation_is_exact_however_unevenly_targets_are_spread(
 
 
 def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
-    stub: ModuleType, accelerator: Accelerator
+    accelerator: Accelerator,
 ) -> None:
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
@@ -110,7 +111,7 @@ def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
     assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
 
 
-def test_clipping_scales_the_whole_gradient(stub: ModuleType, accelerator: Accelerator) -> None:
+def test_clipping_scales_the_whole_gradient(accelerator: Accelerator) -> None:
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 4, seed=0).take(2)
     free = slow_gradients(model, concatenated(batches))
@@ -124,9 +125,7 @@ def test_clipping_scales_the_whole_gradient(stub: ModuleType, accelerator: Accel
     assert numbers.grad_norm == pytest.approx(4 * limit, rel=1e-12)
 
 
-def test_label_smoothing_and_precision_change_the_gradient(
-    stub: ModuleType, accelerator: Accelerator
-) -> None:
+def test_label_smoothing_and_precision_change_the_gradient(accelerator: Accelerator) -> None:
     task, model = stub.StubTask(), stub.StubModel()
     batches = MicroBatches(task, 4, seed=0).take(1)
 
@@ -174,7 +173,7 @@ class WithAuxiliary(nn.Module):
         return SimpleNamespace(logits=logits, auxiliary_loss=self.own_loss(attention_mask))
 
 
-def test_its_gradient_does_not_depend_on_how_a_batch_is_cut(stub: ModuleType) -> None:
+def test_its_gradient_does_not_depend_on_how_a_batch_is_cut() -> None:
     accelerator = Accelerator(mixed_precision="no", cpu=True)
     task, model = stub.StubTask(), WithAuxiliary(stub.StubModel()).double()
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
@@ -204,7 +203,7 @@ def test_its_gradient_does_not_depend_on_how_a_batch_is_cut(stub: ModuleType) ->
     assert compute_gradients(accelerator, model.inner, task, batches, options).auxiliary is None
 
 
-def test_it_is_logged_and_left_out_of_evaluations(stub: ModuleType, tmp_path: Path) -> None:
+def test_it_is_logged_and_left_out_of_evaluations(tmp_path: Path) -> None:
     def build(config: Any, task: Any) -> Any:
         return WithAuxiliary(stub.make_model(config, task))
 
@@ -221,7 +220,7 @@ def test_it_is_logged_and_left_out_of_evaluations(stub: ModuleType, tmp_path: Pa
     assert all(own["auxiliary_loss"] > 1.0 for own, _ in pairs if own["split"] == "train")
 
 
-def test_one_that_is_not_finite_stops_the_run_by_name(stub: ModuleType, tmp_path: Path) -> None:
+def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path: Path) -> None:
     class Broken(WithAuxiliary):
         def own_loss(self, attention_mask: Tensor) -> Tensor:
             return super().own_loss(attention_mask) * float("inf")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from accelerate import tracking as accelerate_tracking
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from tests.support import stub_task as stub
 from tests.support.notebook import Notebook
 
 from wellposed.errors import ConfigError
@@ -38,7 +38,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def test_a_tracker_is_told_what_the_files_hold(
-    stub: ModuleType, tmp_path: Path, records: list[Notebook], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, records: list[Notebook], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     result = stub.run(stub.make_config(), out, tracking=Tracking(("notebook",)))
@@ -62,7 +62,7 @@ def test_a_tracker_is_told_what_the_files_hold(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_is_the_same_with_and_without(stub: ModuleType, tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     stub.run(stub.make_config(dropout=0.1), tmp_path / "plain")
     stub.run(stub.make_config(dropout=0.1), tmp_path / "tracked", tracking=Tracking(("notebook",)))
     files = [
@@ -79,11 +79,7 @@ def test_a_run_is_the_same_with_and_without(stub: ModuleType, tmp_path: Path) ->
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
 def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
-    stub: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    method: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     class Broken(Notebook):
         pass
@@ -121,7 +117,7 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
     ],
 )
 def test_a_tracker_that_is_not_there_is_refused_before_anything_is_done(
-    stub: ModuleType, tmp_path: Path, name: str, says: str
+    tmp_path: Path, name: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         stub.run(stub.make_config(), tmp_path / "run", tracking=Tracking((name,)))
@@ -131,7 +127,7 @@ def test_a_tracker_that_is_not_there_is_refused_before_anything_is_done(
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 def test_a_resumed_run_continues_its_record(
-    stub: ModuleType, tmp_path: Path, records: list[Notebook], name: str
+    tmp_path: Path, records: list[Notebook], name: str
 ) -> None:
     out, tracking = tmp_path / "run", Tracking((name,))
     config = stub.make_config(log_every=1, checkpoint_every=3, eval_every=20)
