@@ -72,9 +72,10 @@ def test_nesting_without_end_is_an_error_of_ours(tmp_path: Path, folder: Path) -
     rows.write_text('{"label": ' + DEEP + "\n")
     with pytest.raises(DataError, match=r"rows\.train\.jsonl:1: not JSON: nested too deeply"):
         load_labelled(str(rows), valid=None, test=None)
-    (folder / "result.json").write_text(DEEP)
-    with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
-        read_result(folder)
+    for content in (DEEP, '{"train_info": '):
+        (folder / "result.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
+            read_result(folder)
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,23 @@ nothing."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support import stub_task as stub
+from tests.support.runs import flip
+from tests.support.words import words as typed
 from torch import nn
 
 from wellposed.errors import CheckpointError
 from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.folder.tensors import load_random_tensors, random_tensors
 from wellposed.training.loop.state import TrainerState
+
+FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manifest.json")
 
 
 class Held:
@@ -42,25 +47,23 @@ class Held:
     def numbers(self) -> list[torch.Tensor]:
         state = self.optimizer.state_dict()["state"]
         moments = [state[i][name] for i in sorted(state) for name in sorted(state[i])]
-        return [
-            *(p.detach().clone() for p in self.model.parameters()),
-            *(m.clone() for m in moments),
-        ]
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *moments)]
 
 
 @pytest.fixture
 def held(tmp_path: Path) -> Held:
-    return Held(tmp_path)
+    """Return a model that has taken a step."""
+    held = Held(tmp_path)
+    held.step()
+    return held
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(
-        torch.equal(a, b) for a, b in zip(left, right, strict=True)
-    )
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def test_a_checkpoint_brings_back_every_bit(held: Held, tmp_path: Path) -> None:
-    for _ in range(3):
+    for _ in range(2):
         held.step()
     folder = held.save(3)
     before = held.numbers()
@@ -80,25 +83,17 @@ def test_every_generator_is_restored() -> None:
 
     import numpy
 
-    saved = random_tensors()
-    first = (
-        torch.rand(3).tolist(),
-        numpy.random.rand(3).tolist(),
-        random.random(),
-        random.gauss(0, 1),
-    )
-    decoded = json.loads(json.dumps(saved[1]))
-    load_random_tensors(saved[0], decoded)
-    assert (
-        torch.rand(3).tolist(),
-        numpy.random.rand(3).tolist(),
-        random.random(),
-        random.gauss(0, 1),
-    ) == first
+    def draw() -> list[Any]:
+        numbers = [random.random(), random.gauss(0, 1)]
+        return [*numbers, torch.rand(3).tolist(), numpy.random.rand(3).tolist()]
+
+    tensors, values = random_tensors()
+    first = draw()
+    load_random_tensors(tensors, json.loads(json.dumps(values)))
+    assert draw() == first
 
 
 def test_nothing_is_pickled(held: Held) -> None:
-    held.step()
     folder = held.save(1)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
     for path in folder.glob("*.json"):
@@ -108,93 +103,57 @@ def test_nothing_is_pickled(held: Held) -> None:
         json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
-)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["half", "altered", "missing"])
 def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) -> None:
-    held.step()
     older, folder = held.save(1), held.save(2)
     path = folder / name
-    data = path.read_bytes()
     if damage == "missing":
         path.unlink()
+    elif damage == "half":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     else:
-        middle = len(data) // 2
-        path.write_bytes(
-            data[:middle]
-            if damage == "half"
-            else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        )
-    if name == "manifest.json" and damage == "altered":
-        # One changed bit may leave valid JSON; then a digest or a size no longer fits, or a name is
-        # not there.
-        with pytest.raises(CheckpointError):
-            checkpoints.verify(folder)
-    else:
-        with pytest.raises(CheckpointError, match=name):
-            checkpoints.verify(folder)
-    found, notes = checkpoints.newest_complete(held.folder)
+        flip(path)
+    # One changed bit of a manifest may leave valid JSON; then a digest, a size or a name is off.
+    is_named = (name, damage) != ("manifest.json", "altered")
+    with pytest.raises(CheckpointError, match=name if is_named else "checkpoint-2"):
+        checkpoints.verify(folder)
+    found, (note,) = checkpoints.newest_complete(held.folder)
     assert found == older
-    assert len(notes) == 1
-    assert "checkpoint-2" in notes[0]
+    assert "checkpoint-2" in note
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_a_crash_before_the_rename_leaves_the_old_one(
-    held: Held, monkeypatch: pytest.MonkeyPatch, repeated: bool
+@pytest.mark.parametrize(("older", "renames"), [(1, 0), (2, 0), (2, 1)])
+def test_a_kill_at_a_rename_leaves_the_old_one(
+    held: Held, monkeypatch: pytest.MonkeyPatch, older: int, renames: int
 ) -> None:
     """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
-    start removes it."""
-    held.step()
-    old = held.save(2 if repeated else 1)
+    start removes it or, between the two renames of a replacement, puts it back."""
+    old = held.save(older)
+    rename, left = Path.rename, iter(range(renames))
 
     class Killed(BaseException):
         pass
 
-    def kill(*_: Any, **__: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            durable_files.shutil, "rmtree", lambda *_, **__: None
-        )  # a killed process cleans nothing up
-        patch.setattr(Path, "rename", kill)
-        with pytest.raises(Killed):
-            held.save(2)
-    assert len(list(held.folder.iterdir())) == 2
-    assert checkpoints.newest_complete(held.folder) == (old, [])
-    durable_files.remove_litter(held.folder)
-    assert list(held.folder.iterdir()) == [old]
-
-
-def test_a_kill_between_the_two_renames_of_a_replacement_is_undone(
-    held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held.step()
-    old = held.save(2)
-    rename, calls = Path.rename, []
-
-    class Killed(BaseException):
-        pass
-
-    def second_fails(self: Path, target: Path) -> Path:
-        calls.append(target)
-        if len(calls) == 2:
+    def kill(self: Path, target: Path) -> Path:
+        if next(left, None) is None:
             raise Killed
         return rename(self, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", second_fails)
+        # A killed process cleans nothing up.
+        patch.setattr(durable_files.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
             held.save(2)
-    assert not old.exists()
+    assert len(list(held.folder.iterdir())) == 2
+    assert old.exists() == (renames == 0)
     durable_files.remove_litter(held.folder)
     assert checkpoints.newest_complete(held.folder) == (old, [])
+    assert list(held.folder.iterdir()) == [old]
 
 
 def test_the_newest_and_the_best_stay(held: Held) -> None:
-    held.step()
     for step in (1, 2, 3, 4, 9):
         held.save(step)
     # 9 is later than the present step: a damaged one, or of a course that was given up
@@ -206,7 +165,6 @@ def test_the_newest_and_the_best_stay(held: Held) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
-    held.step()
     folder = held.save(1)
     with pytest.raises(CheckpointError, match="does not fit this run"):
         checkpoints.load_checkpoint(folder, nn.Linear(2, 2))
@@ -217,7 +175,6 @@ def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
 def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_processes(
     held: Held,
 ) -> None:
-    held.step()
     folder = held.save(1)
     before = torch.manual_seed(5).get_state()
     checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)
@@ -225,13 +182,10 @@ def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_pro
     checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=0)
     assert not torch.equal(torch.get_rng_state(), before)
     values = json.loads((folder / checkpoints.STATE).read_text())
-    del values[
-        "processes"
-    ]  # as written before a run could be continued by other numbers of processes
+    # As written before a run could be continued by other numbers of processes.
+    del values["processes"]
     (folder / checkpoints.STATE).write_text(json.dumps(values))
-    (folder / checkpoints.random_name(1)).write_bytes(
-        (folder / checkpoints.random_name(0)).read_bytes()
-    )
+    shutil.copy(*(folder / checkpoints.random_name(rank) for rank in (0, 1)))
     assert checkpoints.load_checkpoint(folder, held.model).processes == 2
     assert checkpoints.processes_at_start(held.folder) == 2
     assert checkpoints.processes_at_start(folder) is None

@@ -6,36 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support import stub_task as stub
+from tests.support.runs import start_stub, wait_for_rows
 
 from wellposed.errors import ConfigError
 from wellposed.training.folder.lock import NAME, only_writer
-
-SCRIPT = Path(stub.__file__)
 
 
 @pytest.mark.slow
 def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    first = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(out), "100000", "0.01", "0.1", "auto"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    first = start_stub(out, 100000, 0.01, 0.1, "auto")
     config = stub.make_config(
         steps=100000, dropout=0.1, log_every=1, eval_every=5, checkpoint_every=3
     )
     try:
-        deadline = time.monotonic() + 120
-        while not (out / "checkpoint-3").is_dir() and time.monotonic() < deadline:
-            assert first.poll() is None, first.communicate()[1]
-            time.sleep(0.02)
+        wait_for_rows(first, out, 4)
         with pytest.raises(ConfigError, match=f"process {first.pid} on .* is writing this run"):
             stub.run(config, out, resume="auto")
     finally:

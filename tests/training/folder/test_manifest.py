@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
+from tests.support.runs import final, flip, rows, same
 
 from wellposed.errors import CheckpointError
 from wellposed.training import (
@@ -29,15 +30,11 @@ from wellposed.training import (
 )
 
 
-def flip(path: Path) -> None:
-    data = path.read_bytes()
-    middle = len(data) // 2
-    path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-
-
 def test_manifests_hold_size_and_digest_of_every_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    stub.run(stub.make_config(), out)
+    assert read_result(tmp_path) is None
+    result = stub.run(stub.make_config(), out)
+    assert read_result(out) == result
     for folder in (out, out / "final"):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -50,22 +47,15 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path: Path) -> None:
     for name in ("result.json", "metrics.jsonl", "env.json", "config.toml"):
         verify_run_file(out / name)
         flip(out / name)
-        with pytest.raises(
-            CheckpointError, match=rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"
-        ):
+        expected = rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"
+        with pytest.raises(CheckpointError, match=expected):
             verify_run_file(out / name)
+    with pytest.raises(CheckpointError, match=r"result\.json: SHA-256"):
+        read_result(out)
     flip(out / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256 is \w+, expected \w+"):
         verify_final(out / "final")
     verify_final(out / "final", weights=False)
-
-
-def test_a_result_that_was_altered_is_not_taken_for_one(tmp_path: Path) -> None:
-    stub.run(stub.make_config(), tmp_path / "run")
-    assert read_result(tmp_path / "run") is not None
-    flip(tmp_path / "run" / "result.json")
-    with pytest.raises(CheckpointError, match=r"result\.json: SHA-256"):
-        read_result(tmp_path / "run")
 
 
 def test_a_run_that_goes_on_has_no_manifest_until_it_ends(
@@ -111,16 +101,13 @@ def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
     assert f"of step {best}, are lost; those of step 12 are used" in reason
     assert f"checkpoint-{best}/model.safetensors: SHA-256" in reason
     assert result.result["train_info"]["best_step"] == 12
-    jsonschema.validate(result.result, result_schema())
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().split("\n") if line]
     # The numbers on valid are those of the weights that are left.
-    of_last = [row for row in rows if row["split"] == "valid" and row["step"] == 12]
+    of_last = [row for row in rows(out, "valid") if row["step"] == 12]
     if not average:
         assert result.result["results"]["stub"]["nats,valid"] == pytest.approx(
             of_last[0]["nats"], rel=1e-6
         )
-        final = load_file(out / "final" / "model.safetensors")
-        assert all(final[name].equal(value) for name, value in last.items())
+        assert same(final(out), last)
 
 
 def test_a_damaged_record_of_starts_is_one_message(tmp_path: Path) -> None:
@@ -150,10 +137,7 @@ def test_the_loader_of_python_checks_too(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("schema") / "run"
-    values = stub.run(stub.make_config(steps=2), out).result
-    jsonschema.validate(values, result_schema())
-    return values
+    return stub.run(stub.make_config(steps=2), tmp_path_factory.mktemp("schema") / "run").result
 
 
 @pytest.mark.parametrize(
@@ -181,10 +165,3 @@ def test_wrong_values_are_refused(
     inner[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(broken, result_schema())
-
-
-def test_reading_results(tmp_path: Path) -> None:
-    assert read_result(tmp_path) is None
-    (tmp_path / "result.json").write_text('{"train_info": ')
-    with pytest.raises(CheckpointError, match=r"result\.json: not a result"):
-        read_result(tmp_path)

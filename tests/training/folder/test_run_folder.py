@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import stub_task as stub
+from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.tasks import build_task
@@ -30,20 +31,20 @@ from wellposed.training.folder.metrics import MetricsFile
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rate=st.floats(min_value=1e-12, max_value=1e3),
-    patience=st.none() | st.integers(1, 99),
+    train=st.builds(
+        TrainOptions,
+        learning_rate=st.floats(min_value=1e-12, max_value=1e3),
+        patience=st.none() | st.integers(1, 99),
+    ),
     data=st.dictionaries(
         st.text("abc", min_size=1),
         st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
     ),
 )
 def test_a_configuration_survives_the_file(
-    tmp_path_factory: pytest.TempPathFactory,
-    rate: float,
-    patience: int | None,
-    data: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory, train: TrainOptions, data: dict[str, str]
 ) -> None:
-    config = RunConfig("listops", data, train=TrainOptions(learning_rate=rate, patience=patience))
+    config = RunConfig("listops", data, train=train)
     folder = tmp_path_factory.mktemp("run")
     run_folder.write_config(folder, config)
     assert read_config(folder) == config
@@ -59,9 +60,8 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
         stub.run(config, tmp_path / "thesis.txt")
-    with pytest.raises(
-        ConfigError, match=r"--resume yes: expected never, auto .* or the folder of a checkpoint"
-    ):
+    expected = r"--resume yes: expected never, auto .* or the folder of a checkpoint"
+    with pytest.raises(ConfigError, match=expected):
         stub.run(config, tmp_path / "new", resume="yes")
 
 
@@ -105,31 +105,25 @@ def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:
     run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "train", "x"]), 0)
     run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "again"]), 7)
     values = json.loads((tmp_path / "env.json").read_text())
-    assert {
-        "python",
-        "platform",
-        "packages",
-        "cpu",
-        "threads",
-        "git_hash",
-        "command",
-        "date",
-    } <= set(values)
+    recorded = "python platform packages cpu threads git_hash command date"
+    assert set(typed(recorded)) <= set(values)
     assert {"torch", "transformers", "accelerate"} <= set(values["packages"])
-    assert [(start["from_step"], start["command"][-1]) for start in values["starts"]] == [
-        (0, "x"),
-        (7, "again"),
-    ]
+    starts = [(start["from_step"], start["command"][-1]) for start in values["starts"]]
+    assert starts == [(0, "x"), (7, "again")]
 
 
-def test_bad_configuration_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run folder"):
-        read_config(tmp_path)
-    (tmp_path / "config.toml").write_text("task = ")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_config(tmp_path)
-    (tmp_path / "config.toml").write_text('task = "listops"\n[train]\nstepz = 3\n')
-    with pytest.raises(ConfigError, match="unknown option 'stepz'; nearest: steps"):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "not a run folder"),
+        ("task = ", "cannot be read"),
+        ('task = "listops"\n[train]\nstepz = 3\n', "unknown option 'stepz'; nearest: steps"),
+    ],
+)
+def test_bad_configuration_files(tmp_path: Path, content: str | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / "config.toml").write_text(content)
+    with pytest.raises(ConfigError, match=says):
         read_config(tmp_path)
 
 
@@ -143,13 +137,10 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path: Path) -> N
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
     with MetricsFile(tmp_path, rows=3) as metrics:
         metrics.append({"step": 9})
-    assert read_metrics(tmp_path) == [
-        *({"step": step, "loss": None} for step in range(3)),
-        {"step": 9},
-    ]
-    with pytest.raises(
-        CheckpointError, match=r"4 complete rows, but the checkpoint was written after 7"
-    ):
+    kept = [{"step": step, "loss": None} for step in range(3)]
+    assert read_metrics(tmp_path) == [*kept, {"step": 9}]
+    expected = "4 complete rows, but the checkpoint was written after 7"
+    with pytest.raises(CheckpointError, match=expected):
         MetricsFile(tmp_path, rows=7)
 
 
@@ -167,15 +158,18 @@ def test_the_configuration_is_on_disk_before_the_first_step(tmp_path: Path) -> N
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 
 
-def config_of(data: Path, steps: int) -> RunConfig:
-    return RunConfig(
+def trained(tmp_path: Path, steps: int, data: str = "text.txt") -> Any:
+    """Train on ``data`` for ``steps``, from where the run is."""
+    config = RunConfig(
         "char_lm",
-        {"data": str(data), "seq_len": 32},
+        {"data": str(tmp_path / "text.txt"), "seq_len": 32},
         model=ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2),
-        train=TrainOptions(
-            steps=steps, batch_size=4, warmup_steps=0, eval_batches=1, checkpoint_every=2
-        ),
+        train=TrainOptions(steps=steps, batch_size=4, eval_batches=1, checkpoint_every=2),
     )
+    task = build_task("char_lm", {"data": str(tmp_path / data), "seq_len": 32})
+    out = tmp_path / "run"
+    resume = "auto" if out.exists() else "never"
+    return train(config, out, task=task, resume=resume, longer=out.exists(), progress=False)
 
 
 @pytest.fixture
@@ -189,49 +183,30 @@ def test_changed_data_is_refused_with_both_digests_and_restored_data_taken(
     tmp_path: Path, text: Path
 ) -> None:
     out = tmp_path / "run"
-    train(config_of(text, 2), out, progress=False)
-    assert (
-        json.loads((out / "env.json").read_text())["data"]["files.train"]
-        == sha256(TEXT.encode()).hexdigest()
-    )
+    trained(tmp_path, 2)
+    recorded = json.loads((out / "env.json").read_text())["data"]["files.train"]
+    assert recorded == sha256(TEXT.encode()).hexdigest()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     text.write_text(changed := TEXT.replace("fox", "cat"))
     with pytest.raises(DataError, match="the data is not what the run began with") as caught:
-        train(config_of(text, 4), out, resume="auto", longer=True, progress=False)
+        trained(tmp_path, 4)
     assert all(sha256(each.encode()).hexdigest() in str(caught.value) for each in (TEXT, changed))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     text.write_text(TEXT)
-    assert (
-        train(config_of(text, 4), out, resume="auto", longer=True, progress=False).status
-        == "success"
-    )
+    assert trained(tmp_path, 4).status == "success"
 
 
 def test_data_that_moved_is_the_same_data(tmp_path: Path, text: Path) -> None:
-    config = config_of(text, 2)
-    train(config, tmp_path / "run", progress=False)
-    copy = tmp_path / "copy.txt"
-    copy.write_text(TEXT)
-    task = build_task(config.task, {**config.task_options, "data": str(copy)})
-    longer = replace(config, train=replace(config.train, steps=4))
-    assert (
-        train(
-            longer, tmp_path / "run", resume="auto", longer=True, progress=False, task=task
-        ).status
-        == "success"
-    )
+    trained(tmp_path, 2)
+    text.rename(tmp_path / "moved.txt")
+    assert trained(tmp_path, 4, data="moved.txt").status == "success"
 
 
 def test_a_folder_without_digests_goes_on(tmp_path: Path, text: Path) -> None:
-    train(config_of(text, 2), tmp_path / "run", progress=False)
+    trained(tmp_path, 2)
     file = tmp_path / "run" / "env.json"
     values = json.loads(file.read_text())
     del values["data"]
     file.write_text(json.dumps(values))
     text.write_text(TEXT + "once more\n")
-    assert (
-        train(
-            config_of(text, 4), tmp_path / "run", resume="auto", longer=True, progress=False
-        ).status
-        == "success"
-    )
+    assert trained(tmp_path, 4).status == "success"

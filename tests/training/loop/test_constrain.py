@@ -102,11 +102,14 @@ def test_a_crashed_run_continues_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("*.inner, *.iner", r"constrain\.where = '\*\.inner, \*\.iner' cannot.*'\*\.iner' matches no module"),
-        ("*.inner.bias", r"constrain\.where.*blocks\.0\.inner\.bias: shape \(8,\), expected a matrix"),
+        ("*.inner, *.iner", r"where = '\*\.inner, \*\.iner' cannot.*'\*\.iner' matches no module"),
+        (
+            "*.inner.bias",
+            r"constrain\.where.*blocks\.0\.inner\.bias: shape \(8,\), expected a matrix",
+        ),
         ("embedding", r"constrain\.where.*embedding of 11 vectors in 8 dimensions"),
     ],
-)  # fmt: skip
+)
 def test_names_that_cannot_be_held_are_refused_before_the_first_step(
     tmp_path: Path, where: str, says: str
 ) -> None:

@@ -7,18 +7,18 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import stub_task
+from tests.support.runs import rows, wait_for_rows
 from tests.support.two_processes import run_commands, start_two
 from tests.support.words import words as typed
 
 from wellposed.cli import main
-from wellposed.training import read_metrics, verify_final
+from wellposed.training import verify_final
 
 SCRIPT = Path(stub_task.__file__)
 DATA = "To be, or not to be, that is the question. "
@@ -29,11 +29,8 @@ COMMAND = typed("train char_lm --seq-len 16 --batch-size 4 --schedule constant -
 
 def command(*words: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     """Run ``python -m wellposed``, under torchrun where there are several processes."""
-    launcher = (
-        ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-        if processes > 1
-        else []
-    )
+    torchrun = f"torch.distributed.run --standalone --nproc_per_node={processes} -m"
+    launcher = typed(torchrun) if processes > 1 else []
     return subprocess.run(
         [sys.executable, "-m", *launcher, "wellposed", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -44,26 +41,18 @@ def command(*words: str, processes: int = 1) -> subprocess.CompletedProcess[str]
     )
 
 
-def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    """Wait until the run has logged ``count`` rows."""
-    path, deadline = out / "metrics.jsonl", time.monotonic() + 120
-    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def write_data(folder: Path, **characters: int) -> str:
+    """Write a file of so many characters for each split; return that of train."""
+    for split, count in characters.items():
+        (folder / f"{split}.txt").write_text((DATA * 70)[:count])
+    return str(folder / "train.txt")
 
 
 def assert_same_losses(one: Path, other: Path, rel: float = 1e-4) -> None:
     """Compare all rows but their seconds, to rounding."""
-    for left, right in zip(read_metrics(one), read_metrics(other), strict=True):
+    for left, right in zip(rows(one), rows(other), strict=True):
         assert left.keys() == right.keys()
-        for name in left.keys() - {
-            "seconds",
-            "tokens_per_second",
-            "split",
-            "best",
-            "isometry_error",
-        }:
+        for name in left.keys() - {"split", "best", "isometry_error"}:
             assert left[name] == pytest.approx(right[name], rel=rel), name
 
 
@@ -85,10 +74,8 @@ def assert_same_final(one: Path, other: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) -> None:
     """The splits have 3 and 1 batches, which two processes cannot share evenly."""
-    data = tmp_path / "train.txt"
-    for split, characters in (("train", 16 * 4 * 9), ("valid", 16 * 4 * 3), ("test", 16 * 4)):
-        data.with_name(f"{split}.txt").write_text((DATA * 20)[:characters])
-    words = [*COMMAND, "--data", str(data), "--penalty.query", "0.1", "--constrain.where", "key"]
+    data = write_data(tmp_path, train=16 * 4 * 9, valid=16 * 4 * 3, test=16 * 4)
+    words = [*COMMAND, "--data", data, "--penalty.query", "0.1", "--constrain.where", "key"]
     done = command(*words, "--steps", "4", "--out", str(tmp_path / "two"), processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("success: ") == 1
@@ -101,8 +88,8 @@ def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "a step still takes 2 micro-batches, 2 in each process" in done.stderr
     assert_same_losses(tmp_path / "one", tmp_path / "two")
-    rows = [row for row in read_metrics(tmp_path / "two") if row["split"] == "train"]
-    assert all(row["penalty"] > 0 and row["isometry_error"] < 1e-5 for row in rows)
+    logged = rows(tmp_path / "two", "train")
+    assert all(row["penalty"] > 0 and row["isometry_error"] < 1e-5 for row in logged)
 
 
 @pytest.mark.slow
@@ -111,10 +98,8 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
 ) -> None:
     """Two processes by FSDP2; the last batch of an epoch is short, so that their shares of a step
     differ."""
-    data = tmp_path / "train.txt"
-    for split, characters in (("train", 16 * (4 * 9 + 2)), ("valid", 16 * 4 * 3), ("test", 16 * 4)):
-        data.with_name(f"{split}.txt").write_text((DATA * 20)[:characters])
-    common = [*COMMAND, "--data", str(data), "--quiet"]
+    data = write_data(tmp_path, train=16 * (4 * 9 + 2), valid=16 * 4 * 3, test=16 * 4)
+    common = [*COMMAND, "--data", data, "--quiet"]
     terms = ["--penalty.query", "0.1", "--penalty.affinity", "0.1", "--constrain.where", "key"]
     one, two, begun, mean = (str(tmp_path / name) for name in ("one", "two", "begun", "mean"))
     alone = [*common, "--gradient-accumulation", "2"]
@@ -122,43 +107,23 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
     assert main([*alone, *terms, "--steps", "4", "--out", begun]) == 0
 
     sharded = [*common, "--parallel", "fsdp"]
-    codes, said = run_commands(
-        [
-            [*sharded, *terms, "--steps", "4", "--out", two],
-            [*sharded, *terms, "--steps", "7", "--out", two, "--resume", "auto"],
-            [
-                *sharded,
-                *typed("--gradient-accumulation 2"),
-                *terms,
-                *typed("--steps 7 --out"),
-                begun,
-                *typed("--resume auto"),
-            ],
-            [
-                *sharded,
-                *typed("--average-checkpoints 2 --optimizer sgd --steps 3 --eval-every 1 --out"),
-                mean,
-            ],
-            [*sharded, "--learning-rate", "1e30", "--steps", "3", "--out", str(tmp_path / "wild")],
-        ],
-        tmp_path,
-    )
+    words = typed("--gradient-accumulation 2 --steps 7 --resume auto --out")
+    averaged = typed("--average-checkpoints 2 --optimizer sgd --steps 3 --eval-every 1 --out")
+    wild = typed("--learning-rate 1e30 --steps 3 --out")
+    commands = [
+        [*terms, "--steps", "4", "--out", two],
+        [*terms, "--steps", "7", "--out", two, "--resume", "auto"],
+        [*words, begun, *terms],
+        [*averaged, mean],
+        [*wild, str(tmp_path / "wild")],
+    ]
+    codes, said = run_commands([[*sharded, *words] for words in commands], tmp_path)
     assert codes == [0, 0, 0, 0, 1], said
     assert main([*alone, *terms, "--steps", "7", "--out", one, "--resume", "auto"]) == 0
     for other in (two, begun):
         assert_same_losses(Path(one), Path(other), rel=1e-5)
         assert_same_final(Path(one) / "final", Path(other) / "final")
-    assert (
-        main(
-            [
-                *alone,
-                *typed(
-                    f"--average-checkpoints 2 --optimizer sgd --steps 3 --eval-every 1 --out {one}-m"
-                ),
-            ]
-        )
-        == 0
-    )
+    assert main([*alone, *averaged, f"{one}-m"]) == 0
     assert_same_final(Path(f"{one}-m") / "final", Path(mean) / "final")
     written, expected = (
         json.loads(Path(out, "measure-final.json").read_text()) for out in (two, one)
@@ -166,8 +131,8 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
     assert len(written["rows"]) == len(expected["rows"]) > 0
     for row, other in zip(written["rows"], expected["rows"], strict=True):
         assert row["singular_values"] == pytest.approx(other["singular_values"], rel=1e-4, abs=1e-6)
-    wild = json.loads((tmp_path / "wild" / "result.json").read_text())["train_info"]
-    assert "first at model.layers.0" in wild["reason"]
+    info = json.loads((tmp_path / "wild" / "result.json").read_text())["train_info"]
+    assert "first at model.layers.0" in info["reason"]
 
     # One process goes on from what two wrote, and takes its parts of the optimizer from whole ones.
     assert main([*common, *terms, "--steps", "8", "--out", two, "--resume", "auto"]) == 0
@@ -177,21 +142,19 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
 
 @pytest.mark.slow
 def test_two_processes_compare_together(tmp_path: Path) -> None:
-    data = tmp_path / "prose.txt"
-    data.write_text(DATA * 60)
+    data = write_data(tmp_path, train=len(DATA) * 60)
     what = typed("--variants post_ln,pre_ln --seeds 1 --steps 3 --eval-batches 2 --quiet")
-    words = ["compare", *COMMAND[1:], "--data", str(data), *what]
+    words = ["compare", *COMMAND[1:], "--data", data, *what]
     done = command(*words, "--out", str(tmp_path / "two"), processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     assert main([*words, "--gradient-accumulation", "2", "--out", str(tmp_path / "one")]) == 0
+    one, two = tmp_path / "one", tmp_path / "two"
     for variant in ("post_ln", "pre_ln"):
-        assert_same_losses(
-            tmp_path / "one" / variant / "seed-0", tmp_path / "two" / variant / "seed-0"
-        )
-    assert {path.name for path in (tmp_path / "two").iterdir()} == {
-        path.name for path in (tmp_path / "one").iterdir()
-    }
+        assert_same_losses(one / variant / "seed-0", two / variant / "seed-0")
+    assert sorted(path.name for path in two.iterdir()) == sorted(
+        path.name for path in one.iterdir()
+    )
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -215,18 +178,12 @@ def test_sharding_that_a_run_cannot_do_is_refused_before_anything_is_done(
     assert main([*COMMAND, "--steps", "2", "--out", str(tmp_path / "run")]) == 2
     assert "to shard the weights (FSDP)" in capsys.readouterr().err
     monkeypatch.undo()
-    unfit = ["--optimizer", "muon", "--margin-radius", "0.1", "--compile"]
-    assert (
-        main(
-            [*COMMAND, "--steps", "2", "--parallel", "fsdp", *unfit, "--out", str(tmp_path / "run")]
-        )
-        == 2
-    )
+    unfit = typed("--optimizer muon --margin-radius 0.1 --compile")
+    words = [*COMMAND, "--steps", "2", "--parallel", "fsdp", *unfit]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert all(
-        f"parallel = fsdp with {name}" in said
-        for name in ("optimizer = muon", "margin_radius", "compile")
-    )
+    for name in ("optimizer = muon", "margin_radius", "compile"):
+        assert f"parallel = fsdp with {name}" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -241,7 +198,6 @@ def test_a_process_that_dies_ends_the_other_in_one_line(tmp_path: Path) -> None:
         first.kill()
         second.communicate()
     assert first.returncode == 1
-    assert stderr.splitlines()[-1].startswith(
-        "process 0 of 2: another process of this run has ended"
-    )
+    expected = "process 0 of 2: another process of this run has ended"
+    assert stderr.splitlines()[-1].startswith(expected)
     assert "Traceback" not in stderr
