@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from tests.support.refusal import each_refused
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
@@ -98,11 +99,8 @@ def test_own_convention_where_padded_queries_attend_to_themselves() -> None:
     query, key = tensors()
     real = ~padding()
     mask = (real[:, None, :] & real[:, :, None] | torch.eye(TOKENS).bool())[:, None]
-    agree(
-        affinity_penalty(query, key, attn_mask=mask),
-        slow(query, key, lengths=LENGTHS),
-        (query, key),
-    )
+    found = affinity_penalty(query, key, attn_mask=mask)
+    agree(found, slow(query, key, lengths=LENGTHS), (query, key))
 
 
 def test_a_bias_receives_its_gradient() -> None:
@@ -133,37 +131,19 @@ def test_logits_give_the_same_penalty() -> None:
     agree(affinity_penalty_from_logits(logits), slow(query, key, lengths=LENGTHS), (query, key))
 
 
-@pytest.mark.parametrize("shape", [(TOKENS, WIDTH), (BATCH, TOKENS, WIDTH)], ids=["2d", "3d"])
-def test_fewer_dimensions(shape: tuple[int, ...]) -> None:
-    query, key = torch.randn(2, *shape, dtype=torch.float64)
-    whole = query.view(-1, 1, TOKENS, WIDTH), key.view(-1, 1, TOKENS, WIDTH)
-    torch.testing.assert_close(
-        affinity_penalty(query, key), slow(*whole).view(shape[:-2]), rtol=1e-12, atol=1e-12
-    )
-
-
 def masks() -> dict[str, dict[str, object]]:
-    real = ~padding()
-    full = real[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)
+    padded, causal = {"key_padding_mask": padding()}, {"is_causal": True}
+    bools = {"attn_mask": (~padding())[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)}
+    floats = {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double()}
     return {
         "none": {},
-        "causal": {"is_causal": True},
-        "padding": {"key_padding_mask": padding()},
-        "causal and padding": {"is_causal": True, "key_padding_mask": padding()},
-        "bool": {"attn_mask": full},
-        "bool, causal and padding": {
-            "attn_mask": full,
-            "is_causal": True,
-            "key_padding_mask": padding(),
-        },
-        "float": {
-            "attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(),
-            "key_padding_mask": padding(),
-        },
-        "float and causal": {
-            "attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double(),
-            "is_causal": True,
-        },
+        "causal": causal,
+        "padding": padded,
+        "causal and padding": causal | padded,
+        "bool": bools,
+        "bool, causal and padding": bools | causal | padded,
+        "float": floats | padded,
+        "float and causal": floats | causal,
     }
 
 
@@ -217,12 +197,8 @@ def test_bf16_tensors_under_autocast(estimator: str) -> None:
         value = affinity_penalty(query, key, estimator=estimator, num_probes=512)
     assert value.dtype == torch.float32
     exact = affinity_penalty(query.double(), key.double())
-    torch.testing.assert_close(
-        value.double(),
-        exact,
-        rtol=1e-6 if estimator == "exact" else 0.08,
-        atol=1e-6 if estimator == "exact" else 0.05,
-    )
+    rtol, atol = (1e-6, 1e-6) if estimator == "exact" else (0.08, 0.05)
+    torch.testing.assert_close(value.double(), exact, rtol=rtol, atol=atol)
     value.sum().backward()
     assert query.grad is not None
     assert query.grad.isfinite().all()
@@ -230,18 +206,18 @@ def test_bf16_tensors_under_autocast(estimator: str) -> None:
 
 def test_errors() -> None:
     query, key = tensors()
-    with pytest.raises(ShapeError, match="cross-attention"):
-        affinity_penalty(query, key[..., :-1, :])
-    with pytest.raises(ShapeError, match="do not divide"):
-        affinity_penalty(query, key[:, :3])
-    with pytest.raises(ConfigError, match="estimator"):
-        affinity_penalty(query, key, estimator="probe")
-    with pytest.raises(ConfigError, match="num_probes"):
-        affinity_penalty(query, key, estimator="probes", num_probes=0)
-    with pytest.raises(ConfigError, match="float16"):
-        affinity_penalty(query.half(), key.half())
-    with pytest.raises(ShapeError, match="square"):
-        affinity_penalty_from_logits(torch.zeros(2, 3))
+    shapes = {
+        "cross-attention": lambda: affinity_penalty(query, key[..., :-1, :]),
+        "do not divide": lambda: affinity_penalty(query, key[:, :3]),
+        "square": lambda: affinity_penalty_from_logits(torch.zeros(2, 3)),
+    }
+    each_refused(ShapeError, shapes)
+    options = {
+        "estimator": lambda: affinity_penalty(query, key, estimator="probe"),
+        "num_probes": lambda: affinity_penalty(query, key, estimator="probes", num_probes=0),
+        "float16": lambda: affinity_penalty(query.half(), key.half()),
+    }
+    each_refused(ConfigError, options)
 
 
 def penalty(affinity: Tensor) -> float:
@@ -266,11 +242,9 @@ def test_masks_of_fewer_dimensions_broadcast_from_the_right(
     """One sequence and head at a time, A formed by hand; no row and no column is closed as a
     whole."""
     query, key = torch.randn(2, *lead, N, 5, dtype=torch.float64)
-    mask = (
-        torch.rand(shape) > 0.3
-        if kind == "bool" and shape[-2:] == (N, N)
-        else torch.ones(shape).bool()
-    )
+    mask = torch.ones(shape).bool()
+    if shape[-2:] == (N, N):
+        mask = torch.rand(shape) > 0.3
     mask[..., 0] = True
     if mask.ndim > 1:
         mask[..., 0, :] = True
@@ -284,16 +258,13 @@ def test_masks_of_fewer_dimensions_broadcast_from_the_right(
     for row, head in itertools.product(range(query4.shape[0]), range(query4.shape[1])):
         scores = query4[row, head] @ key4[row, head].T / math.sqrt(5)
         own = full[row, head]
-        expected.append(
-            penalty(
-                (scores.masked_fill(~own, -torch.inf) if kind == "bool" else scores + own).softmax(
-                    -1
-                )
-            )
-        )
+        scores = scores.masked_fill(~own, -torch.inf) if kind == "bool" else scores + own
+        expected.append(penalty(scores.softmax(-1)))
     found = affinity_penalty(query, key, attn_mask=given)
     assert found.shape == lead
     assert found.flatten().tolist() == pytest.approx(expected, rel=1e-11)
+    without = affinity_penalty(query4, key4).view(lead)
+    torch.testing.assert_close(affinity_penalty(query, key), without, rtol=1e-12, atol=1e-12)
     # The estimate of one draw is not the value, but that of the mask written out in full.
     drawn = torch.randint(0, 2, (*query4.shape[:2], N, 6))
     monkeypatch.setattr(torch, "randint", lambda *_, **__: drawn.clone())
@@ -307,25 +278,21 @@ def test_masks_of_fewer_dimensions_broadcast_from_the_right(
 
 
 def test_logits_of_two_dimensions_and_a_padded_column() -> None:
+    def check(logits: Tensor, affinity: Tensor) -> None:
+        found = affinity_penalty_from_logits(logits).item()
+        assert found == pytest.approx(penalty(affinity), rel=1e-12)
+
     logits = torch.randn(4, 4, dtype=torch.float64)
-    assert affinity_penalty_from_logits(logits).item() == pytest.approx(
-        penalty(logits.softmax(-1)), rel=1e-12
-    )
-    shut = logits.clone()
-    shut[:, 3] = torch.finfo(torch.float64).min
-    assert affinity_penalty_from_logits(shut).item() == pytest.approx(
-        penalty(logits[:3, :3].softmax(-1)), rel=1e-12
-    )
+    check(logits, logits.softmax(-1))
     # Half the least number is where a logit stops being open; just above it the token is real,
     # though never seen.
-    least = torch.finfo(torch.float64).min / 2
-    shut[:, 3] = least
-    assert affinity_penalty_from_logits(shut).item() == pytest.approx(
-        penalty(logits[:3, :3].softmax(-1)), rel=1e-12
-    )
-    shut[:, 3] = least * (1 - 1e-15)
-    unseen = torch.cat([logits[:, :3].softmax(-1), torch.zeros(4, 1, dtype=torch.float64)], 1)
-    assert affinity_penalty_from_logits(shut).item() == pytest.approx(penalty(unseen), rel=1e-12)
+    least = torch.finfo(torch.float64).min
+    shut = logits.clone()
+    for closed in (least, least / 2):
+        shut[:, 3] = closed
+        check(shut, logits[:3, :3].softmax(-1))
+    shut[:, 3] = least / 2 * (1 - 1e-15)
+    check(shut, torch.cat([logits[:, :3].softmax(-1), torch.zeros(4, 1).double()], 1))
 
 
 @pytest.mark.parametrize(

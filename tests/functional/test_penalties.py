@@ -3,12 +3,12 @@ against autograd."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.refusal import each_refused
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
@@ -36,45 +36,54 @@ def gradient(function: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     return leaf.grad
 
 
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# The shapes of one weight, or of several that are penalised as if concatenated.
+STACKS = {
+    "square": [(6, 6)],
+    "tall": [(9, 4)],
+    "wide": [(4, 9)],
+    "tall stack": [(3, 4), (5, 4)],
+    "square stack": [(2, 4), (2, 4)],
+    "wide stack": [(1, 4), (2, 4)],
+}
+
+
 @pytest.mark.parametrize("side", ["columns", "rows"])
 @pytest.mark.parametrize("squared", [True, False])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_gram_penalty_is_the_formula(shape: tuple[int, int], squared: bool, side: str) -> None:
-    weight = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(
-        gram_penalty(weight, squared=squared, side=side),
-        slow_gram(weight, squared, side),
-        rtol=1e-12,
-        atol=1e-12,
-    )
-    torch.testing.assert_close(
-        gradient(lambda w: gram_penalty(w, squared=squared, side=side), weight),
-        gradient(lambda w: slow_gram(w, squared, side), weight),
-        rtol=1e-12,
-        atol=1e-12,
-    )
-
-
-@pytest.mark.parametrize("rows", [(3, 5), (1, 2), (2, 2)], ids=["tall", "wide", "square"])
-def test_a_stack_is_penalised_as_if_concatenated(rows: tuple[int, int]) -> None:
-    parts = [torch.randn(count, 4, dtype=torch.float64, requires_grad=True) for count in rows]
-    stacked = torch.cat([part.detach() for part in parts]).requires_grad_()
-    value = gram_penalty(parts, squared=False)
-    value.backward()
-    slow_gram(stacked, squared=False).backward()
-    torch.testing.assert_close(value, slow_gram(stacked, squared=False), rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        torch.cat([part.grad for part in parts]), stacked.grad, rtol=1e-12, atol=1e-12
-    )
+@pytest.mark.parametrize("shapes", STACKS.values(), ids=STACKS)
+def test_value_and_gradient_are_those_of_the_formula(
+    shapes: list[tuple[int, int]], squared: bool, side: str
+) -> None:
+    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = 0.3 * slow_gram(torch.cat(weights), squared, side)
+    slopes = torch.autograd.grad(expected, weights)
+    value = 0.3 * gram_penalty(weights, squared=squared, side=side)
+    close(value, expected)
+    for found, slope in zip(torch.autograd.grad(value, weights), slopes, strict=True):
+        close(found, slope)
+    options = {"strength": 0.3, "squared": squared, "side": side, "gram_dtype": None}
+    before = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    added = [start.clone() for start in before]
+    value = accumulate_gram_penalty_(weights, added, **options)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    for start, found, slope in zip(before, added, slopes, strict=True):
+        close(found - start, slope, 1e-11)
+    # The last weight frozen: its gradient is None, and the others get theirs.
+    again: list[Tensor | None] = [torch.zeros_like(weight) for weight in weights[:-1]]
+    accumulate_gram_penalty_(weights, [*again, None], **options)
+    for found, slope in zip(again, slopes, strict=False):
+        close(found, slope, 1e-11)
 
 
 def test_zero_exactly_at_orthogonal_weights_with_zero_gradient_of_the_norm() -> None:
     eye = torch.eye(5)
     assert gram_penalty(eye).item() == 0
     assert torch.equal(gradient(lambda w: gram_penalty(w, squared=False), eye), torch.zeros(5, 5))
-    assert (
-        gram_penalty(torch.eye(3, 7)).item() == 4
-    )  # a wide weight cannot have orthonormal columns
+    # A wide weight cannot have orthonormal columns.
+    assert gram_penalty(torch.eye(3, 7)).item() == 4
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -88,33 +97,12 @@ def test_bf16_products_stay_within_bf16_rounding(shape: tuple[int, int]) -> None
     assert rough.item() != pytest.approx(exact.item(), rel=1e-7)  # the option does something
 
 
-def test_autocast_does_not_lower_the_precision() -> None:
-    weight = torch.randn(16, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = gram_penalty(weight)
-        by_autocast = gradient(gram_penalty, weight)
-    torch.testing.assert_close(inside, gram_penalty(weight), rtol=0, atol=0)
-    torch.testing.assert_close(by_autocast, gradient(gram_penalty, weight), rtol=0, atol=0)
-
-
-def test_bf16_weights_are_computed_in_float32() -> None:
-    weight = torch.randn(8, 8).bfloat16()
-    assert gram_penalty(weight).dtype == torch.float32
-    torch.testing.assert_close(
-        gram_penalty(weight), slow_gram(weight.double()).float(), rtol=1e-5, atol=0
-    )
-    assert gradient(gram_penalty, weight).dtype == torch.bfloat16
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # raised inside torch.compile
+# torch.compile raises the warning inside.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_to_the_same_value_and_gradient() -> None:
     weight = torch.randn(6, 4, dtype=torch.float64)
     compiled = torch.compile(gram_penalty, backend="aot_eager")
-    torch.testing.assert_close(
-        gradient(compiled, weight), gradient(gram_penalty, weight), rtol=1e-12, atol=1e-12
-    )
+    close(gradient(compiled, weight), gradient(gram_penalty, weight))
 
 
 def gram_schmidt(matrix: Tensor) -> Tensor:
@@ -140,9 +128,7 @@ def slow_qr(weight: Tensor, method: str) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_qr_penalty_is_the_formula(shape: tuple[int, int], method: str) -> None:
     weight = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(
-        qr_penalty(weight, method), slow_qr(weight, method), rtol=1e-10, atol=1e-10
-    )
+    close(qr_penalty(weight, method), slow_qr(weight, method), 1e-10)
     torch.testing.assert_close(
         gradient(lambda w: qr_penalty(w, method), weight),
         gradient(lambda w: slow_qr(w, method), weight),
@@ -188,9 +174,8 @@ def test_scale_free_error_of_extremes() -> None:
     )
     assert orthogonality_errors(torch.randn(1, 6)).scale_free.item() < 1e-7
     assert orthogonality_errors(torch.zeros(2, 3)).scale_free.isnan()
-    random = orthogonality_errors(
-        torch.randn(400, 800)
-    )  # sqrt(m / (m + n)), from the moments of normal numbers
+    # sqrt(m / (m + n)), from the moments of normal numbers
+    random = orthogonality_errors(torch.randn(400, 800))
     assert random.scale_free.item() == pytest.approx(math.sqrt(1 / 3), rel=0.01)
 
 
@@ -198,76 +183,31 @@ def test_scale_free_error_of_extremes() -> None:
 def test_errors(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ShapeError, match="matrices"):
         function(torch.randn(3))
-    with pytest.raises(ConfigError, match="quantised"):
-        function(torch.zeros(3, 3, dtype=torch.int8))
-    with pytest.raises(ConfigError, match="float16"):
-        function(torch.zeros(3, 3, dtype=torch.float16))
+    for dtype, said in ((torch.int8, "quantised"), (torch.float16, "float16")):
+        with pytest.raises(ConfigError, match=said):
+            function(torch.zeros(3, 3, dtype=dtype))
 
 
 def test_errors_of_arguments() -> None:
-    with pytest.raises(ShapeError, match=r"\(2, 3\).*\(2, 4\)"):
-        gram_penalty([torch.zeros(2, 3), torch.zeros(2, 4)])
-    with pytest.raises(ShapeError, match="none"):
-        gram_penalty([])
-    with pytest.raises(ConfigError, match="side"):
-        gram_penalty(torch.eye(2), side="left")
-    with pytest.raises(ConfigError, match="method"):
-        qr_penalty(torch.eye(2), "givens")
-    with pytest.raises(ConvergenceError, match="rank deficient"):
-        qr_penalty(torch.zeros(3, 2), "gram_schmidt")
-    with pytest.raises(ConvergenceError, match="rank deficient"):
-        qr_penalty(torch.zeros(3, 2))
-
-
-STACKS = {
-    "square": [(4, 4)],
-    "tall": [(6, 4)],
-    "wide": [(2, 4)],
-    "tall stack": [(3, 4), (2, 4)],
-    "wide stack": [(1, 4), (2, 4)],
-}
-
-
-def formula(weights: list[Tensor], squared: bool, side: str) -> Tensor:
-    stack = torch.cat(weights)
-    stack = stack if side == "columns" else stack.T
-    norm = (stack.T @ stack - torch.eye(stack.shape[1], dtype=stack.dtype)).square().sum()
-    return norm if squared else norm.sqrt()
-
-
-@pytest.mark.parametrize("name", list(STACKS))
-@pytest.mark.parametrize(
-    ("squared", "side"), list(itertools.product((True, False), ("columns", "rows")))
-)
-def test_value_and_gradient_are_those_of_the_formula(name: str, squared: bool, side: str) -> None:
-    weights = [
-        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in STACKS[name]
-    ]
-    expected = 0.3 * formula(weights, squared, side)
-    slopes = torch.autograd.grad(expected, weights)
-    before = [torch.randn(shape, dtype=torch.float64) for shape in STACKS[name]]
-    added = [start.clone() for start in before]
-    value = accumulate_gram_penalty_(
-        weights, added, strength=0.3, squared=squared, side=side, gram_dtype=None
-    )
-    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
-    for start, found, slope in zip(before, added, slopes, strict=True):
-        torch.testing.assert_close(found - start, slope, rtol=1e-11, atol=1e-11)
-    # The last weight frozen: its gradient is None, and the others get theirs.
-    again: list[Tensor | None] = [torch.zeros_like(weight) for weight in weights[:-1]]
-    accumulate_gram_penalty_(
-        weights, [*again, None], strength=0.3, squared=squared, side=side, gram_dtype=None
-    )
-    for found, slope in zip(again, slopes, strict=False):
-        torch.testing.assert_close(found, slope, rtol=1e-11, atol=1e-11)
+    uneven = [torch.zeros(2, 3), torch.zeros(2, 4)]
+    shapes = {r"\(2, 3\).*\(2, 4\)": lambda: gram_penalty(uneven), "none": lambda: gram_penalty([])}
+    each_refused(ShapeError, shapes)
+    words = {
+        "side": lambda: gram_penalty(torch.eye(2), side="left"),
+        "method": lambda: qr_penalty(torch.eye(2), "givens"),
+    }
+    each_refused(ConfigError, words)
+    for method in ("gram_schmidt", "householder"):
+        with pytest.raises(ConvergenceError, match="rank deficient"):
+            qr_penalty(torch.zeros(3, 2), method)
 
 
 @pytest.mark.parametrize("shapes", [[(6, 4)], [(2, 4)], [(1, 4), (2, 4)]], ids=str)
 def test_dtypes_of_products_weights_and_gradients(shapes: list[tuple[int, int]]) -> None:
     """Products in bfloat16 are within its rounding; gradients of bfloat16 weights are rounded to it
-    once."""
+    once; autocast lowers nothing."""
     exact = [torch.randn(shape).bfloat16().double().requires_grad_() for shape in shapes]
-    value = formula(exact, True, "columns")
+    value = slow_gram(torch.cat(exact))
     slopes = torch.autograd.grad(value, exact)
     size = float(torch.cat(list(slopes)).abs().max())
     cases = (
@@ -276,16 +216,18 @@ def test_dtypes_of_products_weights_and_gradients(shapes: list[tuple[int, int]])
         (torch.float32, torch.bfloat16, 2.0**-4),
     )
     for dtype, products, tolerance in cases:
-        weights = [weight.detach().to(dtype) for weight in exact]
-        gradients = [torch.zeros_like(weight) for weight in weights]
+        weights = [weight.detach().to(dtype).requires_grad_() for weight in exact]
+        added = [torch.zeros_like(weight) for weight in weights]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = accumulate_gram_penalty_(
-                weights, gradients, strength=1.0, squared=True, side="columns", gram_dtype=products
+            in_place = accumulate_gram_penalty_(
+                weights, added, strength=1.0, squared=True, side="columns", gram_dtype=products
             )
-        assert found.dtype == torch.float32
-        assert float(found) == pytest.approx(
-            value.item(), rel=max(tolerance, 1e-5) if products else 1e-5
-        )
-        for gradient, slope in zip(gradients, slopes, strict=True):
-            assert gradient.dtype == dtype
-            assert float((gradient.double() - slope).abs().max()) <= tolerance * size
+            found = gram_penalty(weights, gram_dtype=products)
+            ways = ((in_place, added), (found, torch.autograd.grad(found, weights)))
+        for total, gradients in ways:
+            assert total.dtype == torch.float32
+            allowed = max(tolerance, 1e-5) if products else 1e-5
+            assert float(total.detach()) == pytest.approx(value.item(), rel=allowed)
+            for gradient, slope in zip(gradients, slopes, strict=True):
+                assert gradient.dtype == dtype
+                assert float((gradient.double() - slope).abs().max()) <= tolerance * size

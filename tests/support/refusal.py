@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,6 +18,13 @@ def refused(*parts: object, kind: type[WellposedError] = DataError) -> Iterator[
         yield
     for part in parts:
         assert str(part) in str(caught.value)
+
+
+def each_refused(kind: type[WellposedError], calls: dict[str, Callable[[], object]]) -> None:
+    """Expect ``kind`` of every call, each listed under a pattern that its message holds."""
+    for message, call in calls.items():
+        with pytest.raises(kind, match=message):
+            call()
 
 
 bad_data = functools.partial(pytest.raises, DataError)
