@@ -4,16 +4,11 @@ entry."""
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from wellposed.functional import l2_attention
 from wellposed.functional.as_dot_product import common_shift, l2_vectors, normalized_vectors
-
-INF = math.inf
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -149,35 +144,3 @@ def test_normalised_vectors_are_shorter_than_one_and_summed_in_float32() -> None
     long = torch.full((1, 4096), 32.0, dtype=torch.float16)  # the square overflows there
     assert normalized_vectors(long, 1.0)[0, 0].item() == pytest.approx(1 / 64, rel=1e-3)
     assert normalized_vectors(long, 1.0).dtype == torch.float16
-
-
-def slow(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> Tensor:
-    logits = -scale * (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
-    return logits.masked_fill(~seen, -INF).softmax(-1) @ value
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 3)], ids=str)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("how", ["all", "causal", "padding", "both", "mask"])
-def test_any_number_of_leading_dimensions(lead: tuple[int, ...], tied: bool, how: str) -> None:
-    query = torch.randn(*lead, 4, 3, dtype=torch.float64)
-    key = query if tied else torch.randn(*lead, 4, 3, dtype=torch.float64)
-    value = key if tied else torch.randn(*lead, 4, 6, dtype=torch.float64)
-    seen = torch.ones(*lead, 4, 4, dtype=torch.bool)
-    options: dict[str, object] = {}
-    if how in ("causal", "both"):
-        options["is_causal"] = True
-        seen = seen.tril()
-    if how in ("padding", "both"):
-        padding = torch.zeros(*lead[:1], 4, dtype=torch.bool)
-        padding[..., 3] = True
-        options["key_padding_mask"] = padding
-        seen = seen & (torch.arange(4) < 3)
-    if how == "mask":
-        mask = torch.rand(*lead[-1:], 4, 4) > 0.4
-        mask = mask | torch.eye(4, dtype=torch.bool)
-        options["attn_mask"] = mask
-        seen = seen & mask
-    found = l2_attention(query, key, value, scale=0.4, **options)  # type: ignore[arg-type]
-    assert found.shape == (*lead, 4, value.shape[-1])
-    torch.testing.assert_close(found, slow(query, key, value, 0.4, seen), rtol=1e-10, atol=1e-12)

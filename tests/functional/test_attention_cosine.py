@@ -25,10 +25,8 @@ def reference(
 
 
 def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    return (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        * size
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) * size
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -40,12 +38,9 @@ def test_matches_reference(dtype: torch.dtype, size: float, is_causal: bool) -> 
     seen = torch.ones(6, 6).tril().bool() if is_causal else torch.ones(6, 6).bool()
     options = {"eps": 0.05, "tau": 3.0, "nu": 1.5}
     unit = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
-    torch.testing.assert_close(
-        cosine_attention(q, k, v, is_causal=is_causal, **options).double(),
-        reference(q, k, v, seen=seen, **options),
-        atol=1.5 * 30 * unit,
-        rtol=0,
-    )
+    found = cosine_attention(q, k, v, is_causal=is_causal, **options).double()
+    expected = reference(q, k, v, seen=seen, **options)
+    torch.testing.assert_close(found, expected, atol=1.5 * 30 * unit, rtol=0)
 
 
 def test_learnt_tau_and_nu_per_head() -> None:
@@ -56,13 +51,8 @@ def test_learnt_tau_and_nu_per_head() -> None:
     )
     out = cosine_attention(q, k, v, tau=tau, nu=nu)
     for head in range(3):
-        expected = cosine_attention(
-            q[:, head],
-            k[:, head],
-            v[:, head],
-            tau=float(tau.detach()[head]),
-            nu=float(nu.detach()[head]),
-        )
+        own = {"tau": float(tau.detach()[head]), "nu": float(nu.detach()[head])}
+        expected = cosine_attention(q[:, head], k[:, head], v[:, head], **own)
         torch.testing.assert_close(out[:, head], expected, atol=1e-12, rtol=0)
     assert torch.autograd.gradcheck(
         lambda tau, nu: cosine_attention(q, k, v, tau=tau, nu=nu), (tau, nu)
@@ -90,18 +80,15 @@ def test_the_stated_bound_holds_along_segments(eps: float, tau: float, size: flo
     a = [draw(1, 1, 5, 3, seed=s, size=size) for s in range(3)]
     b = [t + draw(1, 1, 5, 3, seed=s + 5, size=0.1 * size) for s, t in enumerate(a)]
     moved = [float((x - y).norm(dim=-1).max()) for x, y in zip(a, b, strict=True)]
-    change = cosine_attention(*a, eps=eps, tau=tau, nu=2.0) - cosine_attention(
-        *b, eps=eps, tau=tau, nu=2.0
-    )
+    first, second = (cosine_attention(*t, eps=eps, tau=tau, nu=2.0) for t in (a, b))
     bound = 2.0 / math.sqrt(eps) * (moved[2] + tau * moved[0] + tau * moved[1])
-    assert change.norm(dim=-1).max() <= bound
+    assert (first - second).norm(dim=-1).max() <= bound
 
 
 def test_bad_arguments() -> None:
     x = draw(1, 1, 3, 4)
-    with pytest.raises(ConfigError, match="eps"):
-        cosine_attention(x, x, x, eps=0.0)
-    with pytest.raises(ConfigError, match="tau"):
-        cosine_attention(x, x, x, tau=-1.0)
+    for bad in ({"eps": 0.0}, {"tau": -1.0}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            cosine_attention(x, x, x, **bad)
     with pytest.raises(ShapeError, match="expected"):
         cosine_attention(x, x[..., :2], x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -39,13 +38,11 @@ def reference(
         later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
         logits = logits.masked_fill(later, -math.inf)
     if attn_mask is not None:
-        logits = (
-            logits.masked_fill(~attn_mask, -math.inf)
-            if attn_mask.dtype is torch.bool
-            else logits + attn_mask
-        )
+        is_bool = attn_mask.dtype is torch.bool
+        logits = logits.masked_fill(~attn_mask, -math.inf) if is_bool else logits + attn_mask
     if key_padding_mask is not None:
-        shape = (key_padding_mask.shape[0], *(1,) * (q.dim() - 2), key_padding_mask.shape[-1])
+        lead, keys = key_padding_mask.shape[:-1], key_padding_mask.shape[-1]
+        shape = (*lead, *(1,) * (q.dim() - 1 - len(lead)), keys)
         logits = logits.masked_fill(key_padding_mask.reshape(shape), -math.inf)
     return logits.softmax(-1) @ v
 
@@ -67,11 +64,8 @@ def draw(
 
 @pytest.mark.parametrize("widths", [(4, 4), (4, 1), (3, 12), (8, 8), (16, 5)])
 def test_query_and_value_widths_are_free(widths: tuple[int, int]) -> None:
-    q, k, v = (
-        draw(2, 2, 5, widths[0], seed=1),
-        draw(2, 2, 7, widths[0], seed=2),
-        draw(2, 2, 7, widths[1], seed=3),
-    )
+    shapes = ((5, widths[0]), (7, widths[0]), (7, widths[1]))
+    q, k, v = (draw(2, 2, *shape, seed=seed) for seed, shape in enumerate(shapes, 1))
     out = l2_attention(q, k, v, scale=0.7)
     assert out.shape == (2, 2, 5, widths[1])
     torch.testing.assert_close(out, reference(q, k, v, scale=0.7), atol=1e-12, rtol=0)
@@ -87,12 +81,26 @@ def test_general_masks(kind: str) -> None:
         "float": torch.where(allowed, 0.3, -2.0).double(),
         "bool per batch": torch.stack([allowed, allowed.T])[:, None],
     }[kind]
-    torch.testing.assert_close(
-        l2_attention(q, k, v, attn_mask=mask),
-        reference(q, k, v, attn_mask=mask),
-        atol=1e-12,
-        rtol=0,
-    )
+    found = l2_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(found, reference(q, k, v, attn_mask=mask), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("how", ["all", "causal", "padding", "both", "mask"])
+def test_any_number_of_leading_dimensions(lead: tuple[int, ...], tied: bool, how: str) -> None:
+    query = torch.randn(*lead, 4, 3, dtype=torch.float64)
+    key = query if tied else torch.randn(*lead, 4, 3, dtype=torch.float64)
+    value = key if tied else torch.randn(*lead, 4, 6, dtype=torch.float64)
+    options: dict[str, object] = {"scale": 0.4, "is_causal": how in ("causal", "both")}
+    if how in ("padding", "both"):
+        options["key_padding_mask"] = (torch.arange(4) == 3).expand(*lead[:1], 4)
+    if how == "mask":
+        options["attn_mask"] = (torch.rand(*lead[-1:], 4, 4) > 0.4) | torch.eye(4).bool()
+    found = l2_attention(query, key, value, **options)
+    assert found.shape == (*lead, 4, value.shape[-1])
+    expected = reference(query, key, value, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_row_without_any_key_returns_zero() -> None:
@@ -135,12 +143,14 @@ def test_a_fully_padded_row_stays_finite_forward_and_backward(
     assert q.grad.isfinite().all()
 
 
-def probabilities(
-    query: Tensor, key: Tensor, *, scale: float | None = None, is_causal: bool = False
-) -> Tensor:
-    """The attention weights themselves, read off with one-hot values."""
+def weights_are_within(error: float, query: Tensor, key: Tensor, is_causal: bool) -> None:
+    """The weights, read off with one-hot values, are those of logits that err by so much at most."""
     one_hot = torch.eye(key.shape[-2], dtype=query.dtype).expand(*key.shape[:-2], -1, -1)
-    return l2_attention(query, key, one_hot, scale=scale, is_causal=is_causal).double()
+    found = l2_attention(query, key, one_hot, is_causal=is_causal).double()
+    expected = reference(query, key, one_hot, is_causal=is_causal)
+    # |dp| <= 2 p |dlogit|; the weights are then rounded once in the input's precision.
+    slack = expected * (math.expm1(2 * error) + 4 * UNIT[query.dtype]) + 1e-7
+    assert ((found - expected).abs() <= slack).all()
 
 
 @pytest.mark.parametrize("size", [1e-2, 1.0, 1e1, 1e2])
@@ -157,31 +167,20 @@ def test_logits_keep_float32_accuracy_at_every_norm(
     else:  # a query near the centre: every key is equally far, up to rounding of the keys themselves
         k = (k.double() * size / k.double().norm(dim=-1, keepdim=True)).to(dtype)
         q = draw(1, 2, n, d, seed=2, dtype=dtype, size=1 / size)
-    scale = 1 / math.sqrt(d)
-    got = probabilities(q, k, is_causal=is_causal)
-    one_hot = torch.eye(n, dtype=torch.float64).expand(1, 2, -1, -1)
-    expected = reference(q, k, one_hot, is_causal=is_causal)
-    error = logit_tolerance(q, k, scale, UNIT[torch.float32])
-    # |dp| <= 2 p |dlogit|; the weights are then rounded once in the input's precision.
-    slack = expected * (math.expm1(2 * error) + 4 * UNIT[dtype]) + 1e-7
-    assert ((got - expected).abs() <= slack).all()
+    error = logit_tolerance(q, k, 1 / math.sqrt(d), UNIT[torch.float32])
+    weights_are_within(error, q, k, is_causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_common_offset_of_a_hundred_costs_nothing(dtype: torch.dtype, is_causal: bool) -> None:
     d, n = 16, 12
-    offset = torch.linspace(80, 120, d, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(
-        d // 2
-    )
+    offset = torch.linspace(80, 120, d).double() * torch.tensor([1.0, -1.0]).repeat(d // 2)
     k = (draw(1, 1, n, d, seed=1, size=4.0) + offset).to(dtype)
     q = (draw(1, 1, n, d, seed=2, size=4.0) + offset).to(dtype)
-    one_hot = torch.eye(n, dtype=torch.float64).expand(1, 1, -1, -1)
-    expected = reference(q, k, one_hot, is_causal=is_causal)
     centred = q.double() - offset, k.double() - offset
     error = 2 * logit_tolerance(*centred, 1 / math.sqrt(d), UNIT[torch.float32])
-    slack = expected * (math.expm1(2 * error) + 4 * UNIT[dtype]) + 1e-7
-    assert ((probabilities(q, k, is_causal=is_causal) - expected).abs() <= slack).all()
+    weights_are_within(error, q, k, is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -288,10 +287,7 @@ def test_forward_and_second_derivatives_under_the_math_kernel() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         assert torch.autograd.gradgradcheck(lambda z: l2_attention(z, z, z), (z,))
         assert torch.autograd.gradcheck(
-            lambda z: l2_attention(z, z, z, is_causal=True),
-            (z,),
-            check_forward_ad=True,
-            check_backward_ad=False,
+            lambda z: l2_attention(z, z, z, is_causal=True), (z,), check_forward_ad=True
         )
 
 
@@ -318,9 +314,9 @@ def test_misfits_are_named_together() -> None:
         l2_attention(q, k, v, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ShapeError, match="tokens, head_dim"):
         l2_attention(torch.zeros(3), torch.zeros(3), torch.zeros(3))
-    for scale, mask in itertools.product((0.0, -1.0, math.nan), (None,)):
+    for scale in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="positive"):
-            l2_attention(q, q, q, scale=scale, attn_mask=mask)
+            l2_attention(q, q, q, scale=scale)
     with pytest.raises(ConfigError, match="is_causal"):
         l2_attention(q, q, q, attn_mask=torch.ones(3, 3).bool(), is_causal=True)
 
@@ -329,11 +325,7 @@ def test_misfits_are_named_together() -> None:
 @pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-19, 1e-5, 1e5, 1e12, 1e17])
 def test_float32_follows_float64_at_every_size_of_tokens(size: float, is_causal: bool) -> None:
     tokens = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(0)) * size
-    exact = tokens.double()
-    logits = -(exact[..., :, None, :] - exact[..., None, :, :]).square().sum(-1) / 8**0.5
-    if is_causal:
-        logits = logits.masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
-    expected = logits.softmax(-1) @ exact
+    expected = reference(tokens, tokens, tokens, is_causal=is_causal)
     found = l2_attention(tokens, tokens, tokens, is_causal=is_causal).double()
     # Logits of order one or far from it: then their rounding moves no weight, and values are
     # averaged in float32.

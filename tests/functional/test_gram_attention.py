@@ -38,18 +38,12 @@ def test_every_token_of_every_expert(
     assert found.shape == (*lead, B, tokens, D)
     for expert, b, i in itertools.product(range(experts or 1), range(B), range(tokens)):
         u, v = (left, right) if experts is None else (left[expert], right[expert])
-        own = {
-            "one": sigma,
-            "each": sigma[b % len(sigma)],
-            "shared": sigma[0],
-            "token": sigma[b % len(sigma)],
-        }[kind]
+        own = sigma if kind == "one" else sigma[b % len(sigma)]
         own = own[i] if kind == "token" else own
         value = (x[b, i] @ u * own) @ v
         expected = torch.where(value > 0, value, value.exp() - 1)
-        torch.testing.assert_close(
-            found[b, i] if experts is None else found[expert, b, i], expected
-        )
+        token = found[b, i] if experts is None else found[expert, b, i]
+        torch.testing.assert_close(token, expected)
 
 
 def test_folding_pays_where_more_than_d_tokens_share_a_sigma() -> None:
@@ -91,9 +85,8 @@ def test_both_ways_agree_to_rounding_in_float32_with_gradients() -> None:
         out = gram_attention(x, u, v, sigma, folded=folded)
         found.append((out, *torch.autograd.grad(out.square().sum(), (u, v))))
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max())
-        )
+        size = float(other.detach().abs().max())
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * size)
 
 
 def test_never_stretches() -> None:
@@ -114,8 +107,6 @@ def test_never_stretches() -> None:
         ((2, 4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (2, 3, WIDTH)),
     ],
 )
-def test_wrong_shapes(
-    x: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...], sigma: tuple[int, ...]
-) -> None:
+def test_wrong_shapes(x: Shape, left: Shape, right: Shape, sigma: Shape) -> None:
     with pytest.raises(ShapeError, match="expected x"):
         gram_attention(torch.zeros(x), torch.zeros(left), torch.zeros(right), torch.zeros(sigma))

@@ -31,16 +31,8 @@ def spread(whole: Tensor, mesh: DeviceMesh, placement: Placement | None) -> nn.P
 
 
 ROWS, COLUMNS, ALL = Shard(0), Shard(1), Replicate()
-PLACED = [
-    [ROWS],
-    [COLUMNS],
-    [ALL],
-    [ROWS, ROWS],
-    [COLUMNS, COLUMNS],
-    [ROWS, COLUMNS],
-    [ALL, None],
-    [None, ROWS],
-]
+PLACED = [[ROWS], [COLUMNS], [ALL], [ROWS, ROWS], [COLUMNS, COLUMNS], [ROWS, COLUMNS]]
+PLACED += [[ALL, None], [None, ROWS]]
 
 
 @pytest.mark.parametrize(
