@@ -13,10 +13,12 @@ from tests.support.constrained import (
     WIDTH,
     Mixed,
     errors,
+    held,
     isometry_error,
     problem,
+    same_state,
     train,
-)
+)  # fmt: skip
 from torch import nn
 
 from wellposed.constrain import Constraint, ConstraintWarning, constrain_
@@ -24,9 +26,7 @@ from wellposed.constrain import Constraint, ConstraintWarning, constrain_
 
 @pytest.mark.parametrize("size", [0.01, 0.1, 0.3, 1.0, 3.0])
 def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size: float) -> None:
-    model = Mixed(32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle = constrain_(model, optimizer, where=NAMES)
+    model, optimizer, handle = held(model=Mixed(32), lr=1.0)
     sign = float(torch.linalg.det(model.square.weight.detach().double()))
     generator = torch.Generator().manual_seed(1)
     with warnings.catch_warnings():
@@ -38,15 +38,12 @@ def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size: float) -
             optimizer.step()
     assert handle.error().worst <= 1e-5
     assert max(isometry_error(getattr(model, name).weight) for name in ("tall", "wide")) <= 1e-5
-    assert float(torch.linalg.det(model.square.weight.detach().double())) == pytest.approx(
-        sign, abs=1e-4
-    )
+    after = float(torch.linalg.det(model.square.weight.detach().double()))
+    assert after == pytest.approx(sign, abs=1e-4)
 
 
 def test_a_large_step_is_said_once() -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    constrain_(model, optimizer, where="square")
+    model, optimizer, _ = held("sgd", "square", lr=1.0)
     model.square.weight.grad = 20 * torch.randn(WIDTH, WIDTH)
     with pytest.warns(ConstraintWarning, match=r"square\.weight.*lower the learning rate"):
         optimizer.step()
@@ -57,38 +54,35 @@ def test_a_large_step_is_said_once() -> None:
 def test_attaching_moves_to_the_polar_factor_and_says_how_far() -> None:
     model = Mixed()
     before = {name: getattr(model, name).weight.detach().double().clone() for name in NAMES}
-    handle = constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where=NAMES)
+    handle = held(model=model)[2]
     for row in handle.report.rows:
         name = row.path.removesuffix(".weight")
         left, values, right = torch.linalg.svd(before[name], full_matrices=False)
         after = getattr(model, name).weight.detach().double()
         assert torch.allclose(after, left @ right, atol=1e-6)
-        assert row.moved_frobenius == pytest.approx(
-            float((after - before[name]).norm() / before[name].norm()), rel=1e-5
-        )
-        assert row.moved_spectral == pytest.approx(
-            float(torch.linalg.matrix_norm(after - before[name], 2) / values.max()), rel=1e-5
-        )
+        moved = after - before[name]
+        share = float(moved.norm() / before[name].norm())
+        assert row.moved_frobenius == pytest.approx(share, rel=1e-5)
+        share = float(torch.linalg.matrix_norm(moved, 2) / values.max())
+        assert row.moved_spectral == pytest.approx(share, rel=1e-5)
         assert row.error_before == pytest.approx(isometry_error(before[name]), rel=1e-6)
         assert row.error_after <= 1e-5
     assert "square.weight" in handle.report.table()
 
 
 def test_attaching_again_does_not_touch_the_weights() -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    constrain_(model, optimizer, where=NAMES).remove()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer, handle = held()
+    handle.remove()
+    before = copy.deepcopy(model.state_dict())
     handle = constrain_(model, optimizer, where=NAMES)
     assert all(row.moved_frobenius == 0.0 for row in handle.report.rows)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same_state(model, before)
 
 
 def test_gain_scales_the_isometry_and_fit_moves_least() -> None:
     model = Mixed()
     before = model.square.weight.detach().double().clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where=NAMES, gain="fit")
+    _, optimizer, handle = held("adamw", model=model, gain="fit")
     row = handle.report.rows[0]
     values = torch.linalg.svdvals(before)
     assert row.gain == float(f"{float(values.mean()):.3g}")
@@ -100,21 +94,19 @@ def test_gain_scales_the_isometry_and_fit_moves_least() -> None:
 
 def test_dry_run_prints_the_plan_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = copy.deepcopy(model.state_dict())
-    handle = constrain_(model, optimizer, where=NAMES, dry_run=True)
+    _, optimizer, handle = held(model=model, dry_run=True)
     assert "tall.weight" in capsys.readouterr().out
     assert not handle.active
     assert not optimizer._optimizer_step_pre_hooks
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same_state(model, before)
 
 
 def test_remove_leaves_no_trace() -> None:
     model = Mixed()
     plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    handle = constrain_(model, optimizer, where=NAMES)
+    _, optimizer, handle = held("adamw", model=model)
     train(model, optimizer, 3)
     handle.remove()
     assert not handle.active
@@ -166,9 +158,8 @@ def test_trains_a_teacher_as_well_as_a_parametrisation() -> None:
 
 
 def test_context_manager_lets_go() -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with constrain_(model, optimizer, where="square") as handle:
+    _, optimizer, constraint = held("sgd", "square")
+    with constraint as handle:
         assert isinstance(handle, Constraint)
         assert "1 weights, active" in repr(handle)
     assert not optimizer._optimizer_step_pre_hooks

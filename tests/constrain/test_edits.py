@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.constrained import isometry_error
+from tests.support.constrained import held, isometry_error
 from torch import Tensor, nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
@@ -19,9 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}
 EDITS: dict[str, Callable[[nn.Linear], object]] = {
     "data.mul_": lambda layer: layer.weight.data.mul_(1.5),
     "one entry of data": lambda layer: layer.weight.data[0, 0].add_(0.01),
-    "data =": lambda layer: setattr(
-        layer.weight, "data", torch.ones_like(layer.weight) + layer.weight.data
-    ),
+    "data =": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1),
     "three entries of data": lambda layer: layer.weight.data.view(-1)[:3].mul_(1.001),
     "load_state_dict": lambda layer: layer.load_state_dict({"weight": 0.5 * layer.weight.detach()}),
 }
@@ -36,8 +34,7 @@ def test_an_edit_is_noticed_at_the_next_step(
 ) -> None:
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype) for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where=nn.Linear, batched=batched)
+    _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4, batched=batched)
 
     def step() -> None:
         for weight in model.parameters():
@@ -59,8 +56,7 @@ def test_an_edit_is_noticed_at_the_next_step(
 
 def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where=nn.Linear)
+    _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4)
     model[0].weight.data.mul_(1.5)
     for has_gradient in (False, True):
         model[0].weight.grad = torch.randn(8, 8) if has_gradient else None
@@ -78,16 +74,14 @@ def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one() -> None:
 def test_a_weight_turned_to_another_dtype_is_named(
     steps: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    model = nn.Sequential(nn.Linear(shape[1], shape[0]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    handle = constrain_(model, optimizer, where="0")
+    layer = nn.Linear(shape[1], shape[0])
+    model, optimizer, handle = held("sgd", "0", model=nn.Sequential(layer), lr=1e-2)
     for turn in [torch.float32] * steps + [dtype]:
         model.to(turn).zero_grad()
         model(torch.randn(2, shape[1], dtype=turn)).sum().backward()
         if turn == dtype:
-            with pytest.raises(
-                ConfigError, match=r"(?s)remove\(\).*0\.weight: held as torch.float32, now"
-            ):
+            said = r"(?s)remove\(\).*0\.weight: held as torch.float32, now"
+            with pytest.raises(ConfigError, match=said):
                 optimizer.step()
         else:
             optimizer.step()
@@ -98,9 +92,7 @@ def test_a_weight_turned_to_another_dtype_is_named(
 
 
 def test_a_weight_left_alone_is_not_measured_anew() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where="0")
+    model, optimizer, handle = held("adamw", "0", model=nn.Sequential(nn.Linear(8, 8)), lr=1e-4)
     drifts: list[float] = []
     for _ in range(4):
         model[0].weight.grad = torch.randn(8, 8)
@@ -137,8 +129,7 @@ def test_a_bfloat16_weight_at_its_bound_is_within_tolerance_and_stays() -> None:
     layer = nn.Linear(2, 254, bias=False, dtype=torch.bfloat16)
     layer.weight.data.copy_(worst_for_bfloat16())
     before = layer.weight.detach().clone()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-    handle = constrain_(nn.Sequential(layer), optimizer, where="0")
+    handle = held("sgd", "0", model=nn.Sequential(layer), lr=0.0)[2]
     assert handle.report.rows[0].moved_frobenius == 0.0
     assert torch.equal(layer.weight, before)
     assert 4e-3 < handle.error().worst <= 8e-3

@@ -3,12 +3,11 @@ orthogonal."""
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
-from tests.support.constrained import isometry_error
+from tests.support.constrained import OPTIMIZERS, goes_on_bit_for_bit, held, isometry_error
 from torch import Tensor, nn
 
 from wellposed.constrain import Constraint, constrain_
@@ -30,8 +29,7 @@ class Bag(nn.Module):
 
 
 def attached(model: Bag) -> tuple[torch.optim.Optimizer, Constraint]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
-    return optimizer, constrain_(model, optimizer, where=nn.Embedding, embeddings="fit")
+    return held("adamw", nn.Embedding, model=model, lr=3e-2, embeddings="fit")[1:]
 
 
 def train(model: Bag, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -55,7 +53,6 @@ def frame_gain(table: Tensor) -> float:
 
 
 def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works() -> None:
-    torch.manual_seed(0)
     model = Bag()
     singular = torch.linalg.svdvals(model.words.weight.detach().double())
     optimizer, handle = attached(model)
@@ -70,12 +67,10 @@ def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works() -> 
 
 @pytest.mark.parametrize("vocab", [DIM, DIM - 1])
 def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(vocab: int) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(vocab, DIM, padding_idx=0), nn.Flatten(), nn.Linear(2 * DIM, 2)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where="0", embeddings="fit")
+    _, optimizer, handle = held("adamw", "0", model=model, lr=3e-2, embeddings="fit")
     ids = torch.randint(0, vocab, (32, 2))
     for _ in range(50):
         optimizer.zero_grad()
@@ -85,15 +80,13 @@ def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(
 
 
 def test_other_chosen_weights_have_the_gain_that_is_given() -> None:
-    model = Bag()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
-    constrain_(model, optimizer, where=["head", "words"], gain=0.5, embeddings="fit")
+    options = {"model": Bag(), "lr": 3e-2, "gain": 0.5, "embeddings": "fit"}
+    model, optimizer, _ = held("adamw", ["head", "words"], **options)
     train(model, optimizer, 20)
     assert isometry_error(model.head.weight / 0.5) <= 1e-5
 
 
 def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain() -> None:
-    torch.manual_seed(0)
     model = Bag()
     optimizer, _ = attached(model)
     train(model, optimizer, 50)
@@ -103,7 +96,6 @@ def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain(
 
 
 def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone() -> None:
-    torch.manual_seed(0)
     model = Bag()
     optimizer, _ = attached(model)
     before = model.words.weight.detach().clone()
@@ -123,19 +115,11 @@ def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone() -> None:
 
 
 def test_a_resumed_run_goes_on_bit_for_bit() -> None:
-    torch.manual_seed(0)
-    model = Bag()
-    optimizer, _ = attached(model)
-    train(model, optimizer, 10)
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    expected = train(model, optimizer, 10)
+    def build() -> tuple[Bag, torch.optim.Optimizer]:
+        model = Bag()
+        return model, OPTIMIZERS["adamw"](list(model.parameters()))
 
-    again = Bag()
-    again.load_state_dict(weights)
-    resumed, _ = attached(again)
-    resumed.load_state_dict(state)
-    assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
-    assert train(again, resumed, 10) == expected
-    assert all(
-        torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items()
-    )
+    def attach(model: Bag, optimizer: torch.optim.Optimizer) -> Constraint:
+        return constrain_(model, optimizer, where=nn.Embedding, embeddings="fit")
+
+    goes_on_bit_for_bit(build, attach, train)

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from tests.support.constrained import Mixed, problem, train
+from tests.support.constrained import Mixed, held, problem, train
+from tests.support.zoo import PLAIN
 from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
@@ -28,9 +29,7 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind: str) -> 
 
 
 def test_no_word_without_cause() -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    handle = constrain_(model, optimizer, where="square")
+    model, optimizer, handle = held("sgd", "square", lr=1e-2)
     x, y = problem()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -40,9 +39,8 @@ def test_no_word_without_cause() -> None:
             model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
             nn.functional.mse_loss(model(x), y).backward()
         train(model, optimizer, 5)
-        assert not model.square.weight._post_accumulate_grad_hooks, (
-            "who has stepped is not watched any more"
-        )
+        # Who has stepped is not watched any more.
+        assert not model.square.weight._post_accumulate_grad_hooks
         handle.remove()
         constrain_(model, optimizer, where="square").remove()
         train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 6)
@@ -51,17 +49,8 @@ def test_no_word_without_cause() -> None:
 def test_the_trainer_that_makes_its_own_optimizer_is_noticed(tmp_path: object) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    config = transformers.BertConfig(
-        vocab_size=30,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    model = transformers.BertForSequenceClassification(config)
-    constrain_(
-        model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), roles=("query", "key")
-    )
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**PLAIN))
+    held("adamw", None, model=model, roles=("query", "key"))
     rows = [
         {"input_ids": torch.randint(0, 30, (5,)), "labels": torch.tensor(index % 2)}
         for index in range(12)

@@ -69,8 +69,7 @@ def test_fifty_steps_stay_within_the_tolerance(
 def test_an_optimizer_without_one_step_for_one_gradient_is_refused(kind: str) -> None:
     layer = nn.Linear(4, 4)
     before = layer.weight.detach().clone()
+    optimizer = getattr(torch.optim, kind)(list(layer.parameters()))
     with pytest.raises(ConfigError, match=f"{kind} does not take one step from one gradient"):
-        constrain_(
-            nn.Sequential(layer), getattr(torch.optim, kind)(list(layer.parameters())), where="0"
-        )
+        constrain_(nn.Sequential(layer), optimizer, where="0")
     assert torch.equal(layer.weight, before)

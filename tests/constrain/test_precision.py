@@ -8,25 +8,22 @@ import pytest
 import torch
 from tests.support.constrained import (
     NAMES,
-    OPTIMIZERS,
     WIDTH,
     Mixed,
     errors,
+    held,
     isometry_error,
     problem,
     train,
 )
 from torch import nn
 
-from wellposed.constrain import constrain_
 from wellposed.errors import ConvergenceError
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind: str) -> None:
-    model = Mixed().to(torch.bfloat16)
-    optimizer = OPTIMIZERS[kind](list(model.parameters()))
-    handle = constrain_(model, optimizer, where=NAMES)
+    model, optimizer, handle = held(kind, model=Mixed().to(torch.bfloat16))
     losses = train(model, optimizer, 40)
     assert max(errors(model).values()) <= 4e-3
     assert losses[-1] < 0.9 * losses[0]
@@ -37,23 +34,17 @@ def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind: str) -> None
 
 
 def test_bfloat16_steps_smaller_than_its_spacing_are_kept() -> None:
-    model = Mixed().to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    constrain_(model, optimizer, where="square")
+    model, optimizer, _ = held("adamw", "square", model=Mixed().to(torch.bfloat16), lr=1e-4)
     before = model.square.weight.detach().clone()
-    gradient = torch.randn(WIDTH, WIDTH).to(torch.bfloat16)
+    gradient = torch.randn(WIDTH, WIDTH).bfloat16().float()
     for _ in range(200):
-        model.square.weight.grad = (before.float() @ (gradient.float() - gradient.float().T)).to(
-            torch.bfloat16
-        )
+        model.square.weight.grad = (before.float() @ (gradient - gradient.T)).bfloat16()
         optimizer.step()
     assert float((model.square.weight.detach() - before).float().norm()) > 0.1
 
 
 def test_weights_loaded_over_bfloat16_ones_are_taken_up() -> None:
-    model = Mixed().to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    constrain_(model, optimizer, where="square")
+    model, optimizer, _ = held("sgd", "square", model=Mixed().to(torch.bfloat16), lr=1e-3)
     other = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0].to(torch.bfloat16)
     model.load_state_dict({**model.state_dict(), "square.weight": other})
     train(model, optimizer, 1)
@@ -61,9 +52,7 @@ def test_weights_loaded_over_bfloat16_ones_are_taken_up() -> None:
 
 
 def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction() -> None:
-    model = Mixed(64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    constrain_(model, optimizer, where=NAMES)
+    model, optimizer, _ = held("adamw", model=Mixed(64), lr=1e-3)
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
@@ -80,9 +69,7 @@ def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction() -> None
 
 
 def test_a_step_that_is_not_finite_is_named_and_square_weights_stay() -> None:
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    constrain_(model, optimizer, where=NAMES)
+    model, optimizer, _ = held()
     before = model.square.weight.detach().clone()
     for name in NAMES:
         getattr(model, name).weight.grad = torch.full_like(getattr(model, name).weight, math.nan)

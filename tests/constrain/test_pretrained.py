@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.constrained import held
+from tests.support.zoo import PLAIN, V
 
 from wellposed.constrain import constrain_
 
@@ -15,31 +17,18 @@ transformers = pytest.importorskip("transformers")
 
 
 def tiny_bert() -> torch.nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForSequenceClassification(config)
+    sizes = PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
 
 
 def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
     model = tiny_bert()
     keys = list(model.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    handle = constrain_(
-        model,
-        optimizer,
-        where=["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"],
-    )
+    names = ["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"]
+    _, optimizer, handle = held("adamw", names, model=model)
     # 2 layers of query, key, value, attention output and the second feed-forward weight.
     assert len(handle.paths) == 10
-    tokens, labels = torch.randint(1, 40, (8, 6)), torch.randint(0, 2, (8,))
+    tokens, labels = torch.randint(1, V, (8, 6)), torch.randint(0, 2, (8,))
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
@@ -56,8 +45,7 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
     loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
     model.eval()
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
-    again = torch.optim.AdamW(loaded.parameters(), lr=1e-2, weight_decay=0.0)
-    report = constrain_(loaded, again, where=list(handle.paths)).report
+    report = held("adamw", list(handle.paths), model=loaded)[2].report
     assert max(row.moved_frobenius for row in report.rows) == 0.0
 
 
@@ -68,9 +56,8 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(
     moved = {}
     for gain in (None, 1.0):
         model = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         with caplog.at_level(logging.INFO):
-            handle = constrain_(model, optimizer, roles="key", gain=gain)
+            _, optimizer, handle = held("adamw", None, model=model, roles="key", gain=gain)
         row = handle.report.rows[0]
         moved[gain] = row.moved_frobenius
         said = caplog.records[-1]
@@ -84,16 +71,14 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(
         assert caplog.records[-1].levelname == "INFO"
         assert caplog.records[-1].getMessage().endswith("none moved")
     assert 0.1 < moved[None] < 0.8 * moved[1.0]
-    fresh = tiny_bert()
-    rows = constrain_(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), roles="key").report.rows
+    rows = held("sgd", None, model=tiny_bert(), roles="key")[2].report.rows
     assert {row.gain for row in rows} == {1.0}
 
 
 def test_gpt2_conv1d_weights_are_matrices_too() -> None:
     config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=8)
     model = transformers.GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    handle = constrain_(model, optimizer, where="*.c_*")
+    _, optimizer, handle = held("adamw", "*.c_*", model=model)
     assert {row.shape for row in handle.report.rows} == {(16, 16), (16, 64), (64, 16)}
     assert [path for path in handle.paths if "c_attn" in path] == [
         f"transformer.h.0.attn.c_attn.weight[{start}:{start + 16}]" for start in (0, 16, 32)

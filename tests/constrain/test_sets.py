@@ -3,12 +3,20 @@ float64 SVD."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.constrained import NAMES, OPTIMIZERS, WIDTH, Mixed, train
+from tests.support.constrained import (
+    NAMES,
+    OPTIMIZERS,
+    WIDTH,
+    Mixed,
+    goes_on_bit_for_bit,
+    held,
+    same_state,
+    train,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,10 +38,7 @@ def column_error(weight: Tensor, length: float) -> float:
 class TestSpectral:
     @pytest.mark.parametrize("kind", OPTIMIZERS)
     def test_every_optimizer_stays_below_the_bound_and_learns(self, kind: str) -> None:
-        torch.manual_seed(0)
-        model = Mixed()
-        optimizer = OPTIMIZERS[kind](list(model.parameters()))
-        handle = constrain_(model, optimizer, where=NAMES, to="spectral", bound=0.7)
+        model, optimizer, handle = held(kind, to="spectral", bound=0.7)
         losses = []
         for _ in range(60):
             losses += train(model, optimizer, 1)
@@ -44,18 +49,16 @@ class TestSpectral:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("bound", [1e-3, 0.3, 1.0, 1e3])
     def test_steps_of_any_size_end_inside(self, dtype: torch.dtype, bound: float) -> None:
-        torch.manual_seed(0)
         layers = nn.ModuleList(
             nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
         )
-        optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
-        handle = constrain_(layers, optimizer, where=nn.Linear, to="spectral", bound=bound)
+        options = {"model": layers, "lr": 1.0, "to": "spectral", "bound": bound}
+        _, optimizer, handle = held("sgd", nn.Linear, **options)
         for size in [1e-4, 1e-2, 0.05, 0.1, 0.3, 1.0, 30.0, 1e3] * 3:
             for weight in layers.parameters():
                 noise = torch.randn_like(weight, dtype=torch.float64)
-                weight.grad = (noise / torch.linalg.matrix_norm(noise, 2) * (size * bound)).to(
-                    dtype
-                )
+                noise *= size * bound / torch.linalg.matrix_norm(noise, 2)
+                weight.grad = noise.to(dtype)
             optimizer.step()
             for weight in layers.parameters():
                 # a bound in float64 is exact, so the certificate is held to it without any slack
@@ -64,23 +67,19 @@ class TestSpectral:
         assert handle.error().worst == 0.0
 
     def test_attaching_caps_the_singular_values_and_leaves_the_others(self) -> None:
-        torch.manual_seed(0)
         layer = nn.Linear(20, 20, bias=False)
         left, _, right = torch.linalg.svd(layer.weight.detach().double())
         values = torch.linspace(0.0, 4.0, 20, dtype=torch.float64)
         with torch.no_grad():
             layer.weight.copy_((left * values) @ right)
         before = layer.weight.detach().double().clone()
-        report = constrain_(
-            layer, torch.optim.SGD(layer.parameters(), lr=0.1), where="weight", to="spectral"
-        ).report
+        report = held("sgd", "weight", model=layer, to="spectral")[2].report
         nearest = (left * values.clamp(max=1.0)) @ right
         # 3e-6 below the bound, and the rounding of float32
         assert float((layer.weight.detach().double() - nearest).abs().max()) <= 1e-5
         row = report.rows[0]
-        assert row.moved_frobenius == pytest.approx(
-            float((nearest - before).norm() / before.norm()), rel=1e-4
-        )
+        share = float((nearest - before).norm() / before.norm())
+        assert row.moved_frobenius == pytest.approx(share, rel=1e-4)
         assert row.moved_spectral == pytest.approx(3.0 / 4.0, rel=1e-4)
         assert row.error_before == pytest.approx(3.0, rel=1e-5)
         assert row.error_after == 0.0
@@ -95,7 +94,7 @@ class TestSpectral:
                 constrain_(model, optimizer, where=NAMES, to="spectral", bound=50.0)
             train(model, optimizer, 10)
             states.append(model.state_dict())
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert same_state(*states)
 
     def test_weight_decay_is_no_offence(self) -> None:
         model = Mixed()
@@ -105,26 +104,17 @@ class TestSpectral:
         assert max(spectral_norm(getattr(model, name).weight) for name in NAMES) <= 1.0
 
     def test_certify_measures_the_weights_and_not_the_handle(self) -> None:
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = constrain_(model, optimizer, where=nn.Linear, to="spectral")
+        handle = held("sgd", nn.Linear, model=model, to="spectral")[2]
         assert wp.certify(model, seq_len=4).total <= 1.0
-        with torch.no_grad():
-            model.get_parameter("0.weight").mul_(5.0)
+        model[0].weight.data.mul_(5.0)
         assert handle.active
-        pushed = spectral_norm(model.get_parameter("0.weight")) * spectral_norm(
-            model.get_parameter("2.weight")
-        )
-        assert wp.certify(model, seq_len=4).total == pytest.approx(pushed, rel=1e-5)
-        assert handle.error().worst == pytest.approx(
-            spectral_norm(model.get_parameter("0.weight")) - 1.0, rel=1e-4
-        )
+        first, second = spectral_norm(model[0].weight), spectral_norm(model[2].weight)
+        assert wp.certify(model, seq_len=4).total == pytest.approx(first * second, rel=1e-5)
+        assert handle.error().worst == pytest.approx(first - 1.0, rel=1e-4)
 
     def test_a_step_that_is_not_finite_is_named(self) -> None:
-        model = Mixed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        constrain_(model, optimizer, where=NAMES, to="spectral")
+        model, optimizer, _ = held(to="spectral")
         model.tall.weight.grad = torch.full_like(model.tall.weight, torch.nan)
         with pytest.raises(ConvergenceError, match=r"tall\.weight.*not finite"):
             optimizer.step()
@@ -137,37 +127,24 @@ class TestColumns:
         self, kind: str, dtype: torch.dtype
     ) -> None:
         torch.manual_seed(0)
-        model = Mixed().to(dtype)
-        optimizer = OPTIMIZERS[kind](list(model.parameters()))
-        handle = constrain_(model, optimizer, where=NAMES, to="columns", bound=0.5)
+        options = {"model": Mixed().to(dtype), "to": "columns", "bound": 0.5}
+        model, optimizer, handle = held(kind, **options)
         # every entry is rounded by at most half an eps of itself, and so is the length; measuring
         # adds its own rounding
         tolerance = torch.finfo(dtype).eps + 4 * WIDTH * torch.finfo(torch.float64).eps
         start = model.tall.weight.detach().clone()
         for _ in range(20):
             train(model, optimizer, 1)
-            assert (
-                max(column_error(getattr(model, name).weight, 0.5) for name in NAMES) <= tolerance
-            )
+            errors = [column_error(getattr(model, name).weight, 0.5) for name in NAMES]
+            assert max(errors) <= tolerance
         assert handle.error().worst <= tolerance
         assert float((model.tall.weight.detach() - start).norm()) > 1e-2
 
-    def test_decay_is_refused(self) -> None:
-        model = Mixed()
-        with pytest.raises(ConfigError, match="parameter_groups"):
-            constrain_(model, torch.optim.AdamW(model.parameters()), where="square", to="columns")
-
-
-def muon_and_adamw(model: nn.Module) -> Optimizer:
-    return MuonAndAdamW(model, lr=2e-2, adamw_lr=1e-2, adamw="head")
-
 
 BUILT: dict[str, Callable[[nn.Module], Optimizer]] = {
-    **{
-        kind: lambda model, kind=kind: OPTIMIZERS[kind](list(model.parameters()))
-        for kind in ("adamw", "sgd")
-    },
-    "muon and adamw": muon_and_adamw,
+    "adamw": lambda model: OPTIMIZERS["adamw"](list(model.parameters())),
+    "sgd": lambda model: OPTIMIZERS["sgd"](list(model.parameters())),
+    "muon and adamw": lambda model: MuonAndAdamW(model, lr=2e-2, adamw_lr=1e-2, adamw="head"),
 }
 
 
@@ -175,86 +152,30 @@ BUILT: dict[str, Callable[[nn.Module], Optimizer]] = {
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_resumed_run_goes_on_bit_for_bit(to: Set, kind: str, dtype: torch.dtype) -> None:
-    def fresh() -> tuple[Mixed, Optimizer]:
+    def build() -> tuple[Mixed, Optimizer]:
         torch.manual_seed(5)
         model = Mixed().to(dtype)
         return model, BUILT[kind](model)
 
-    model, optimizer = fresh()
-    constrain_(model, optimizer, where=NAMES, to=to)
+    goes_on_bit_for_bit(build, lambda *pair: constrain_(*pair, where=NAMES, to=to), train)
+
+
+def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together() -> None:
+    model, optimizer, first = held("sgd", "square")
+    with pytest.raises(ConfigError, match=r"square\.weight: constrained already"):
+        constrain_(model, optimizer, where="square", to="spectral")
+    second = constrain_(model, optimizer, where="tall", to="spectral", bound=0.5)
     train(model, optimizer, 5)
-    buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-    reference = train(model, optimizer, 5)
-
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
-    resumed, other = fresh()
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    handle = constrain_(resumed, other, where=NAMES, to=to)
-    assert max(row.moved_frobenius for row in handle.report.rows) == 0.0
-    assert train(resumed, other, 5) == reference
-    assert all(
-        torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items()
-    )
+    assert first.error().worst <= 1e-5
+    assert spectral_norm(model.tall.weight) <= 0.5
+    second.remove()
+    assert not second.active
+    assert first.active
 
 
-class TestOptions:
-    @pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
-    def test_a_bound_is_above_zero_and_finite(self, bound: float) -> None:
-        model = Mixed()
-        with pytest.raises(ConfigError, match="bound must be above 0"):
-            constrain_(
-                model,
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                where="square",
-                to="spectral",
-                bound=bound,
-            )
-
-    def test_an_unknown_set_lists_the_known_ones(self) -> None:
-        model = Mixed()
-        with pytest.raises(ConfigError, match=r"set \(to=\) 'spectrum'; nearest: spectral"):
-            constrain_(
-                model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", to="spectrum"
-            )
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"to": "spectral", "gain": 0.5},
-            {"to": "spectral", "weight_decay": "ignore"},
-            {"to": "columns", "embeddings": "fit"},
-            {"to": "orthogonal", "bound": 0.5},
-        ],
-        ids=str,
-    )
-    def test_an_option_of_another_set_is_refused(self, options: dict[str, object]) -> None:
-        model = Mixed()
-        with pytest.raises(ConfigError, match=r"to='"):
-            constrain_(
-                model, torch.optim.SGD(model.parameters(), lr=0.1), where="square", **options
-            )
-
-    def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together(self) -> None:
-        model = Mixed(WIDTH)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        first = constrain_(model, optimizer, where="square")
-        with pytest.raises(ConfigError, match=r"square\.weight: constrained already"):
-            constrain_(model, optimizer, where="square", to="spectral")
-        second = constrain_(model, optimizer, where="tall", to="spectral", bound=0.5)
-        train(model, optimizer, 5)
-        assert first.error().worst <= 1e-5
-        assert spectral_norm(model.tall.weight) <= 0.5
-        second.remove()
-        assert not second.active
-        assert first.active
-
-
-def held(layer: nn.Module, bound: float = 1.0) -> Constraint:
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    return constrain_(nn.Sequential(layer), optimizer, where="0", to="columns", bound=bound)
+def columns_of(layer: nn.Module, bound: float = 1.0) -> Constraint:
+    model = nn.Sequential(layer)
+    return held("sgd", "0", model=model, lr=1.0, to="columns", bound=bound)[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -271,7 +192,7 @@ def test_a_column_within_the_rounding_of_its_entries_is_not_touched(
         layer.to(dtype)
     before = layer.weight.detach().clone()
     error = abs(float(before.double()[0, 0]) * 8 - 1)
-    row = held(layer).report.rows[0]
+    row = columns_of(layer).report.rows[0]
     is_near = error <= 2 * eps + 64 * torch.finfo(torch.float64).eps
     assert is_near == (units == 1.5 or dtype == torch.float64)
     assert torch.equal(layer.weight, before) == is_near
@@ -282,13 +203,12 @@ def test_a_column_within_the_rounding_of_its_entries_is_not_touched(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_attaching_reports(dtype: torch.dtype) -> None:
     layer = nn.Linear(3, 2, bias=False, dtype=dtype)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]]))
-    handle = held(layer, 2.0)
+    whole = torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]], dtype=dtype)
+    layer.weight.data.copy_(whole)
+    handle = columns_of(layer, 2.0)
     (row,) = handle.report.rows
     expected = torch.tensor([[1.2, 0.0, 2.0], [1.6, 2.0, 0.0]], dtype=dtype)
     torch.testing.assert_close(layer.weight.detach(), expected)
-    whole = torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]], dtype=dtype)
     moved = expected - whole
     assert row.shape == (2, 3)
     assert row.gain == 2.0
@@ -308,16 +228,13 @@ def test_what_attaching_reports(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_columns_that_a_step_takes_to_zero_are_counted(batched: bool) -> None:
     layers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(2))
-    optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
-    constrain_(layers, optimizer, where=nn.Linear, to="columns", batched=batched)
+    options = {"model": layers, "lr": 1.0, "to": "columns", "batched": batched}
+    optimizer = held("sgd", nn.Linear, **options)[1]
     for layer in layers:
         layer.weight.grad = torch.zeros_like(layer.weight)
-    gradient = layers[1].weight.grad
-    assert gradient is not None
-    gradient[:, 1:3] = layers[1].weight.detach()[:, 1:3]
-    with pytest.raises(
-        ConvergenceError, match=r"1\.weight: 2 of 4 columns are zero or not finite .*: \[1, 2\]"
-    ):
+    layers[1].weight.grad[:, 1:3] = layers[1].weight.detach()[:, 1:3]
+    said = r"1\.weight: 2 of 4 columns are zero or not finite .*: \[1, 2\]"
+    with pytest.raises(ConvergenceError, match=said):
         optimizer.step()
 
 
@@ -326,7 +243,7 @@ def test_a_vector_of_padding_may_be_zero_or_have_the_length() -> None:
         table = nn.Embedding(4, 3, padding_idx=2)
         with torch.no_grad():
             table.weight[2] = vector
-        handle = held(table, 0.5)
+        handle = columns_of(table, 0.5)
         lengths = table.weight.detach().norm(dim=1)
         expected = [0.5, 0.5, 0.5 if vector else 0.0, 0.5]
         assert lengths.tolist() == pytest.approx(expected, abs=1e-6)
@@ -335,4 +252,4 @@ def test_a_vector_of_padding_may_be_zero_or_have_the_length() -> None:
     with torch.no_grad():
         table.weight[1] = 0.0
     with pytest.raises(ConfigError, match="1 zero columns, the first at 1"):
-        held(table)
+        columns_of(table)

@@ -3,11 +3,15 @@ error."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from wellposed.constrain import Constraint, constrain_
 
 WIDTH = 12
 
@@ -74,3 +78,49 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=2e-2, weight_decay=0.0),
 }
+
+
+def held(
+    kind: str = "sgd",
+    where: Any = NAMES,
+    *,
+    model: Any = None,
+    lr: float | None = None,
+    **options: Any,
+) -> tuple[Any, Optimizer, Constraint]:
+    """A model (`Mixed`), an optimizer of all its parameters, and the constraint on the weights."""
+    model = Mixed() if model is None else model
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] if lr is None else lr
+    return model, optimizer, constrain_(model, optimizer, where=where, **options)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two models, or their state dicts, hold the same numbers bit for bit."""
+    states = [part if isinstance(part, dict) else part.state_dict() for part in (one, other)]
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def goes_on_bit_for_bit(
+    build: Callable[[], tuple[Any, Optimizer]],
+    attach: Callable[[Any, Optimizer], Constraint],
+    train: Callable[[Any, Optimizer, int], list[float]],
+) -> None:
+    """A run that is saved after some steps and loaded before attaching takes the same next steps."""
+    model, optimizer = build()
+    attach(model, optimizer)
+    train(model, optimizer, 5)
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    expected = train(model, optimizer, 5)
+    saved.seek(0)
+    weights, state = torch.load(saved, weights_only=True)
+    resumed, other = build()
+    resumed.load_state_dict(weights)
+    other.load_state_dict(state)
+    handle = attach(resumed, other)
+    assert same_state(resumed, weights)
+    assert max(row.moved_frobenius for row in handle.report.rows) == 0.0
+    assert train(resumed, other, 5) == expected
+    assert same_state(resumed, model)
