@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import bad_config, refused
 
 from wellposed.tasks import SPLITS, ListOpsTask, build_task
 from wellposed.tasks.generators.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
+
+
+def build(data: Path | str = "builtin", **options: Any) -> ListOpsTask:
+    task = build_task("listops", {"data": str(data), **options})
+    assert isinstance(task, ListOpsTask)
+    return task
 
 
 def value_of(text: str) -> int:
@@ -67,22 +73,6 @@ def shape(text: str) -> tuple[int, list[int]]:
     return deepest, counts
 
 
-@pytest.fixture(scope="module")
-def short() -> ListOpsTask:
-    task = build_task("listops", {"num_train": 2000, "num_valid": 300, "num_test": 300})
-    assert isinstance(task, ListOpsTask)
-    return task
-
-
-@pytest.fixture(scope="module")
-def lra() -> ListOpsTask:
-    task = build_task(
-        "listops", {"setting": "lra", "num_train": 60, "num_valid": 20, "num_test": 20}
-    )
-    assert isinstance(task, ListOpsTask)
-    return task
-
-
 EXPRESSIONS = st.recursive(
     st.integers(0, 9).map(str),
     lambda inner: st.builds(
@@ -100,22 +90,17 @@ def test_evaluate_equals_the_independent_evaluator(text: str) -> None:
     assert evaluate(text.split()) == value_of(text)
 
 
-@pytest.mark.parametrize("name", ["short", "lra"])
-def test_generated_labels_are_exact(name: str, request: pytest.FixtureRequest) -> None:
-    task: ListOpsTask = request.getfixturevalue(name)
+@pytest.mark.parametrize(
+    ("setting", "train", "max_depth", "max_args", "min_length", "max_length"),
+    [("short", 2000, 4, 5, 5, 50), ("lra", 60, 10, 10, 500, 2000)],
+)
+def test_expressions_are_exact_and_within_the_bounds(
+    setting: str, train: int, max_depth: int, max_args: int, min_length: int, max_length: int
+) -> None:
+    task = build(setting=setting, num_train=train, num_valid=train // 3, num_test=train // 3)
     for split in SPLITS:
         for example, text in zip(task.dataset(split), texts(task, split), strict=True):
             assert task.labels[example["labels"][0]] == str(value_of(text))
-
-
-@pytest.mark.parametrize(
-    ("name", "bounds"), [("short", (4, 5, 5, 50)), ("lra", (10, 10, 500, 2000))]
-)
-def test_generated_expressions_are_within_the_bounds(
-    name: str, bounds: tuple[int, int, int, int], request: pytest.FixtureRequest
-) -> None:
-    max_depth, max_args, min_length, max_length = bounds
-    task: ListOpsTask = request.getfixturevalue(name)
     shapes = [shape(text) for split in SPLITS for text in texts(task, split)]
     assert max(depth for depth, _ in shapes) == max_depth
     counts = Counter(count for _, operators in shapes for count in operators)
@@ -168,36 +153,24 @@ def test_the_law_is_that_of_the_long_range_arena() -> None:
 
 
 def test_generation_depends_on_the_data_seed_alone() -> None:
-    same = [build_task("listops", SMALL).description()["sha256"] for _ in range(2)]
-    other = build_task("listops", {**SMALL, "data_seed": 1}).description()["sha256"]
-    assert same[0] == same[1] != other
-
-
-def test_generator_version_1_is_pinned() -> None:
+    described, again, other = (build(**SMALL, data_seed=i).description() for i in (0, 0, 1))
+    assert described["sha256"] == again["sha256"] != other["sha256"]
     # A change of this digest is a change of every published ListOps number: raise GENERATOR_VERSION
     # with it.
-    described = build_task("listops", SMALL).description()
     assert described["generator_version"] == 1
     assert described["sha256"].startswith("81d50fca2943c48d")
 
 
-def test_impossible_bounds_are_refused() -> None:
+def test_impossible_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with bad_config(match=r"max_depth = 1.*max_args = 1.*leave no length strictly between"):
-        build_task("listops", {"max_depth": 1, "max_args": 1, "min_length": 20, "max_length": 21})
+        build(max_depth=1, max_args=1, min_length=20, max_length=21)
     with bad_config(match="num_valid = 0, expected an integer >= 1"):
-        build_task("listops", {"num_valid": 0})
-
-
-def test_too_few_different_expressions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+        build(num_valid=0)
     monkeypatch.setattr("wellposed.tasks.generators.listops.MAX_FRUITLESS_TRIES", 3000)
     with bad_config(match="too few different expressions: 400 found, 500 wanted"):
-        build_task(
-            "listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 6}
-        )
+        build(**SMALL, max_depth=2, max_args=2, min_length=3, max_length=6)
     with bad_config(match="no expression within the bounds"):
-        build_task(
-            "listops", {**SMALL, "max_depth": 2, "max_args": 2, "min_length": 10, "max_length": 20}
-        )
+        build(**SMALL, max_depth=2, max_args=2, min_length=10, max_length=20)
 
 
 def write_rows(path: Path, rows: list[str]) -> str:
@@ -206,6 +179,7 @@ def write_rows(path: Path, rows: list[str]) -> str:
     return str(path)
 
 
+OPERATORS = "[MIN, [MAX, [MED, [SM, [FIRST, [LAST"
 GOOD = ["5\t( ( ( [SM 7 ) 8 ) ] )", "3\t[MIN 3 9 ]", "3\t( ( ( [LAST 9 ) 3 ) ] )"] * 8
 
 
@@ -213,24 +187,20 @@ GOOD = ["5\t( ( ( [SM 7 ) 8 ) ] )", "3\t[MIN 3 9 ]", "3\t( ( ( [LAST 9 ) 3 ) ] )
 def test_files_of_label_and_expression(tmp_path: Path, name: str) -> None:
     for split in SPLITS:
         write_rows(tmp_path / name.replace("train", split), GOOD)
-    task = build_task("listops", {"data": str(tmp_path / name)})
+    task = build(tmp_path / name)
     assert [len(task.dataset(split)) for split in SPLITS] == [24, 24, 24]
-    assert isinstance(task, ListOpsTask)
     assert texts(task, "train")[:3] == ["[SM 7 8 ]", "[MIN 3 9 ]", "[LAST 9 3 ]"]
-    assert (
-        task.tokenizer("( ( ( [SM 7 ) 8 ) ] )")["input_ids"]
-        == task.dataset("train")[0]["input_ids"]
-    )
+    encoded = task.tokenizer("( ( ( [SM 7 ) 8 ) ] )")["input_ids"]
+    assert encoded == task.dataset("train")[0]["input_ids"]
 
 
 def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
     rows = ["Source\tTarget", *("\t".join(reversed(row.split("\t"))) for row in GOOD)]
     for split in ("train", "val", "test"):
         write_rows(tmp_path / f"basic_{split}.tsv", rows)
-    task = build_task("listops", {"data": str(tmp_path)})
-    assert (
-        task.description()["files"]["valid"]["columns"] == "header, label 'Target', text 'Source'"
-    )
+    task = build(tmp_path)
+    columns = task.description()["files"]["valid"]["columns"]
+    assert columns == "header, label 'Target', text 'Source'"
     assert len(task.dataset("valid")) == 24
 
 
@@ -242,10 +212,7 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
         ("4\t[LAST 9 4 1 ]", "label '4', but the expression has the value 1"),
         ("5\t[SM 7 8", "'[SM' is not closed by ']'"),
         ("5\t[SM 7 8 ] ]", "token 5 is ']' without an open operator"),
-        (
-            "5\t[SM 7 18 ]",
-            "token 3 is '18', expected a digit, ']' or one of [MIN, [MAX, [MED, [SM, [FIRST, [LAST",
-        ),
+        ("5\t[SM 7 18 ]", f"token 3 is '18', expected a digit, ']' or one of {OPERATORS}"),
         ("5\t[AVG 7 8 ]", "token 1 is '[AVG', expected"),
         ("0\t[SM ]", "token 2 closes '[SM', which has no argument"),
         ("5\t5 5", "2 expressions, expected one"),
@@ -254,24 +221,14 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> None:
-    path = tmp_path / "train.tsv"
-    data = write_rows(path, [*GOOD[:5], row, *GOOD])
-    with bad_data() as caught:
-        build_task("listops", {"data": data})
-    assert f"{path}:6: " in str(caught.value)
-    assert problem in str(caught.value)
-    assert "correct or remove them" in str(caught.value)
+    data = write_rows(tmp_path / "train.tsv", [*GOOD[:5], row, *GOOD])
+    with refused(f"{data}:6: ", problem, "correct or remove them"):
+        build(data)
 
 
-def test_generator_options_are_refused_for_a_file(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "train.tsv", GOOD)
+def test_options_that_do_not_fit_a_file_are_refused(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
     with bad_config(match="max_args, num_train bound what is generated and have no effect on"):
-        build_task("listops", {"data": data, "max_args": 4, "num_train": 9})
-
-
-def test_max_length_bounds_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "train.tsv"
-    data = write_rows(path, [*GOOD, "5\t[SM 7 8 0 ]"])
-    with bad_data(match="more than max_length = 4 tokens") as caught:
-        build_task("listops", {"data": data, "max_length": 4})
-    assert f"{path}:25: 5 tokens" in str(caught.value)
+        build(data, max_args=4, num_train=9)
+    with refused("more than max_length = 4 tokens", f"{data}:25: 5 tokens"):
+        build(data, max_length=4)

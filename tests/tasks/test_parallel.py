@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 from tests.support.refusal import bad_config, bad_data
 
-from wellposed.errors import DataError
 from wellposed.tasks.data import parallel, splits
 from wellposed.tasks.data.parallel import Languages, load_parallel
 
 PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
-DE_EN = Languages("de", "en")
 
 
 def write(folder: Path, name: str, texts: list[str]) -> Path:
-    content = "".join(text + "\n" for text in texts).encode()
-    path = folder / name
+    content, path = "".join(text + "\n" for text in texts).encode(), folder / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     return path
 
@@ -39,119 +36,106 @@ LAYOUTS = {
 }
 
 
+def load(
+    data: Path | str,
+    source: str = "de",
+    target: str = "en",
+    *,
+    test: Path | str = "",
+    **options: Any,
+) -> tuple[Any, dict[str, Any]]:
+    languages = Languages(source, target, **options)
+    return load_parallel(str(data), languages, test=str(test) or None)
+
+
+def rows_of(texts: Any) -> list[tuple[str, str]]:
+    return list(zip(texts.source, texts.target, strict=True))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("flipped", [False, True])
 def test_every_layout_gives_the_same_pairs(tmp_path: Path, layout: str, flipped: bool) -> None:
     for name, count in zip(LAYOUTS[layout], (40, 7, 5), strict=True):
         stem, _, ending = name.partition("*")
         write_split(tmp_path, stem, count, ending)
-    languages = Languages("en", "de") if flipped else DE_EN
-    pairs, described = load_parallel(str(tmp_path), languages)
-    assert {split: len(texts) for split, texts in pairs.items()} == {
-        "train": 40,
-        "valid": 7,
-        "test": 5,
-    }
-    sides = (
-        (pairs["train"].target, pairs["train"].source)
-        if flipped
-        else (pairs["train"].source, pairs["train"].target)
-    )
-    assert list(zip(*sides, strict=True)) == PAIRS[:40]
+    pairs, described = load(tmp_path, *(("en", "de") if flipped else ("de", "en")))
+    assert [len(pairs[split]) for split in ("train", "valid", "test")] == [40, 7, 5]
+    assert rows_of(pairs["train"]) == [pair[:: -1 if flipped else 1] for pair in PAIRS[:40]]
     assert len(described["files"]["test"]["de"]["sha256"]) == 64
     assert "cut_from_train" not in described
 
 
 def test_a_test_set_is_chosen_among_several(tmp_path: Path) -> None:
-    for stem, count in (
-        ("train", 40),
-        ("val", 5),
-        ("test_2016_flickr", 4),
-        ("test_2017_mscoco", 3),
-    ):
+    for count, stem in enumerate(("test_2017_mscoco", "test_2016_flickr", "val", "train"), start=3):
         write_split(tmp_path, stem, count)
-    with bad_data(
-        match=r"2 files could be the test split; choose one with test_set:\n  test_2016_fl"
-    ):
-        load_parallel(str(tmp_path), DE_EN)
-    pairs, _ = load_parallel(str(tmp_path), Languages("de", "en", test_set="2017"))
-    assert len(pairs["test"]) == 3
-    with bad_config(
-        match=r"'2018' matches no test set; the folder holds: test_2016_flickr, test_2017"
-    ):
-        load_parallel(str(tmp_path), Languages("de", "en", test_set="2018"))
+    says = r"2 files could be the test split; choose one with test_set:\n  test_2016_fl"
+    with bad_data(match=says):
+        load(tmp_path)
+    assert len(load(tmp_path, test_set="2017")[0]["test"]) == 3
+    says = r"'2018' matches no test set; the folder holds: test_2016_flickr, test_2017"
+    with bad_config(match=says):
+        load(tmp_path, test_set="2018")
 
 
 def test_missing_splits_are_cut_from_train_and_said_so(tmp_path: Path) -> None:
     write_split(tmp_path, "train", 40)
-    pairs, described = load_parallel(str(tmp_path / "train.de"), DE_EN)
-    assert described["cut_from_train"] == dict.fromkeys(
-        ("valid", "test"), "2 of 40 pairs, by a fixed shuffle"
-    )
-    rows = [row for texts in pairs.values() for row in zip(texts.source, texts.target, strict=True)]
-    assert sorted(rows) == sorted(PAIRS[:40])
+    pairs, described = load(tmp_path / "train.de")
+    cut = dict.fromkeys(("valid", "test"), "2 of 40 pairs, by a fixed shuffle")
+    assert described["cut_from_train"] == cut
+    assert sorted(row for texts in pairs.values() for row in rows_of(texts)) == sorted(PAIRS[:40])
     assert pairs["valid"].where(0, 1).startswith(f"{tmp_path / 'train.en'}:")
     write_split(tmp_path, "train", 39)
     with bad_data(match="39 pairs are too few"):
-        load_parallel(str(tmp_path), DE_EN)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("header", [False, True])
 def test_a_table_of_pairs(tmp_path: Path, header: bool) -> None:
-    rows = [f"{i}\t{en}\t{de}" for i, (de, en) in enumerate(PAIRS)]
-    write(tmp_path, "train.tsv.gz", (["id\ten\tde"] if header else []) + rows)
-    write(tmp_path, "valid.tsv", (["id\ten\tde"] if header else []) + rows[:3])
-    languages = DE_EN if header else Languages("de", "en", columns="id,en,de")
-    pairs, described = load_parallel(str(tmp_path), languages)
-    assert (pairs["valid"].source, pairs["valid"].target) == (
-        ["wort 0 .", "wort 1 .", "wort 2 ."],
-        [en for _, en in PAIRS[:3]],
-    )
+    rows = ["id\ten\tde"] * header + [f"{i}\t{en}\t{de}" for i, (de, en) in enumerate(PAIRS)]
+    write(tmp_path, "train.tsv.gz", rows)
+    write(tmp_path, "valid.tsv", rows[: 3 + header])
+    pairs, described = load(tmp_path, columns=None if header else "id,en,de")
+    assert rows_of(pairs["valid"]) == PAIRS[:3]
     assert described["files"]["valid"]["columns"] == f"id,en,de ({'header' if header else 'given'})"
 
 
 def test_columns_without_names_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
-    with bad_config(
-        match=r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
-    ):
-        load_parallel(str(path), DE_EN)
+    says = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
+    with bad_config(match=says):
+        load(path)
     with bad_config(match="columns = 'de,fr' must hold en once"):
-        load_parallel(str(path), Languages("de", "en", columns="de,fr"))
+        load(path, columns="de,fr")
     write(tmp_path, "all.tsv", ["a\tb", "one", "c\td"])
     with bad_data(match=r"all\.tsv:2: 1 columns"):
-        load_parallel(str(path), Languages("de", "en", columns="de,en"))
+        load(path, columns="de,en")
 
 
-def test_files_of_different_length(tmp_path: Path) -> None:
+ENGLISH = [en for _, en in PAIRS]
+SHORT = r"train\.de has 40 lines, \S+train\.en has 43; .* partner is \S+train\.en:41: 'word 40 \.'"
+EMPTY = r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is empty"
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"), [(ENGLISH[:43], SHORT), (["a", " ", *ENGLISH[2:39], ""], EMPTY)]
+)
+def test_lines_without_a_partner_are_named(tmp_path: Path, texts: list[str], says: str) -> None:
     write_split(tmp_path, "train", 40)
-    write(tmp_path, "train.en", [en for _, en in PAIRS[:43]])
-    says = (
-        r"train\.de has 40 lines, \S+train\.en has 43; .* partner is \S+train\.en:41: 'word 40 \.'"
-    )
-    with pytest.raises(DataError, match=says):
-        load_parallel(str(tmp_path), DE_EN)
-
-
-def test_empty_sides_are_all_named(tmp_path: Path) -> None:
-    write_split(tmp_path, "train", 40)
-    write(tmp_path, "train.en", ["a", " ", *[en for _, en in PAIRS[2:39]], ""])
-    with bad_data(
-        match=r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is empty"
-    ):
-        load_parallel(str(tmp_path), DE_EN)
+    write(tmp_path, "train.en", texts)
+    with bad_data(match=says):
+        load(tmp_path)
 
 
 def test_an_unknown_language_names_those_that_exist(tmp_path: Path) -> None:
     write_split(tmp_path, "train", 40)
     with bad_data(match=r"no train file for language 'fr'.*languages that exist there: de, en"):
-        load_parallel(str(tmp_path), Languages("de", "fr"))
+        load(tmp_path, "de", "fr")
     with bad_data(match=r"languages that exist there: de, en"):
-        load_parallel(str(tmp_path), Languages("cs", "fr"))
+        load(tmp_path, "cs", "fr")
     with bad_config(match="expected two languages"):
-        load_parallel(str(tmp_path), Languages("de", "de"))
+        load(tmp_path, "de", "de")
     with bad_data(match="no such file or folder"):
-        load_parallel(str(tmp_path / "nowhere"), DE_EN)
+        load(tmp_path / "nowhere")
 
 
 class Rows(SimpleNamespace):
@@ -168,47 +152,33 @@ class Rows(SimpleNamespace):
 
 def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     nested = Rows(columns={"translation": [{"de": de, "en": en} for de, en in PAIRS]})
-    flat = Rows(columns={"de": [de for de, _ in PAIRS[:3]], "en": [en for _, en in PAIRS[:3]]})
-    monkeypatch.setattr(
-        splits, "load_hub_dataset", lambda data: {"train": nested, "valid": flat, "test": flat}
-    )
-    pairs, _ = load_parallel("hf:some/pairs:de-en", DE_EN)
-    assert list(zip(pairs["train"].source, pairs["train"].target, strict=True)) == PAIRS
-    assert list(pairs["valid"].target) == [en for _, en in PAIRS[:3]]
+    flat = Rows(columns={"de": [de for de, _ in PAIRS[:3]], "en": ENGLISH[:3]})
+    held = {"train": nested, "valid": flat, "test": flat}
+    monkeypatch.setattr(splits, "load_hub_dataset", lambda data: held)
+    pairs, _ = load("hf:some/pairs:de-en")
+    assert rows_of(pairs["train"]) == PAIRS
+    assert list(pairs["valid"].target) == ENGLISH[:3]
     with bad_data(match=r"hf:some/pairs \(train\): no cs; it has de, en"):
-        load_parallel("hf:some/pairs", Languages("cs", "en"))
+        load("hf:some/pairs", "cs", "en")
 
 
 def test_a_test_set_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = tmp_path / "train.tsv"
-    train.write_text("de\ten\n" + "".join(f"{de}\t{en}\n" for de, en in PAIRS * 20))
+    train = write(tmp_path, "train.tsv", ["de\ten", *("\t".join(pair) for pair in PAIRS * 20)])
     other = tmp_path / "other"
     other.mkdir()
-    for place, language in enumerate(("de", "en")):
-        (other / f"newstest2014.{language}").write_text(
-            "".join(f"{pair[place]}!\n" for pair in PAIRS[:2])
-        )
-    pairs, described = load_parallel(str(train), DE_EN, test=str(other / "newstest2014.en"))
-    assert list(pairs["test"].source) == [f"{de}!" for de, _ in PAIRS[:2]]
-    assert described["test"]["source"] == str(other / "newstest2014.en")
+    write_split(other, "newstest2014", 2)
+    file = other / "newstest2014.en"
+    pairs, described = load(train, test=file)
+    assert rows_of(pairs["test"]) == PAIRS[:2]
+    assert described["test"]["source"] == str(file)
     assert set(described["cut_from_train"]) == {"valid"}
-    (other / "pairs.tsv").write_text("de\ten\nja\tyes\n")
-    assert list(
-        load_parallel(str(train), DE_EN, test=str(other / "pairs.tsv"))[0]["test"].target
-    ) == ["yes"]
-
-    rows = Rows(columns={"translation": [{"de": "nein", "en": "no"}]})
-    asked = []
-    monkeypatch.setattr(
-        parallel, "load_hub_split", lambda data, split: asked.append((data, split)) or rows
-    )
-    assert list(load_parallel(str(train), DE_EN, test="hf:wmt/wmt14:de-en")[0]["test"].target) == [
-        "no"
-    ]
+    table = write(other, "pairs.tsv", ["de\ten", "ja\tyes"])
+    assert rows_of(load(train, test=table)[0]["test"]) == [("ja", "yes")]
+    rows, asked = Rows(columns={"translation": [{"de": "nein", "en": "no"}]}), []
+    monkeypatch.setattr(parallel, "load_hub_split", lambda *words: asked.append(words) or rows)
+    assert rows_of(load(train, test="hf:wmt/wmt14:de-en")[0]["test"]) == [("nein", "no")]
     assert asked == [("hf:wmt/wmt14:de-en", "test")]
     with bad_data(match="no such file"):
-        load_parallel(str(train), DE_EN, test=str(other / "newstest2013.en"))
+        load(train, test=other / "newstest2013.en")
     with bad_config(match="give one"):
-        load_parallel(
-            str(train), Languages("de", "en", test_set="2014"), test=str(other / "newstest2014.en")
-        )
+        load(train, test_set="2014", test=file)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import bad_config, bad_data, refused
 
 from wellposed.tasks import SPLITS, PathfinderTask, build_task
 from wellposed.tasks.generators.pathfinder import (
@@ -43,12 +43,10 @@ def connected_on_paper(drawing: Drawing, size: int) -> bool:
     pen = (GAP + SEPARATION) / 4
     paper = np.ones((size * fine,) * 2, bool)
     marked = np.ones_like(paper)
-    for curve in drawing.curves:
-        for x0, y0, x1, y1 in curve:
-            for share in np.linspace(0, 1, 40):
-                paper[
-                    int((y0 + share * (y1 - y0)) * fine), int((x0 + share * (x1 - x0)) * fine)
-                ] = False
+    for x0, y0, x1, y1 in itertools.chain(*drawing.curves):
+        for share in np.linspace(0, 1, 40):
+            x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
+            paper[int(y * fine), int(x * fine)] = False
     for x, y in drawing.dots:
         marked[int(y * fine), int(x * fine)] = False
     ink = ndimage.distance_transform_edt(paper) <= pen * fine
@@ -63,9 +61,8 @@ def test_the_label_is_what_following_the_ink_says(setting: str, count: int) -> N
     rules = RULES[setting]
     for index in range(count):
         drawing = draw_image(rules, index % 2, f"test/{index}")
-        assert [len(curve) for curve in drawing.curves] == [rules.contour_length] * 2 + [
-            rules.distractor_length
-        ] * 5
+        expected = [rules.contour_length] * 2 + [rules.distractor_length] * 5
+        assert [len(curve) for curve in drawing.curves] == expected
         assert connected_on_paper(drawing, rules.size) == bool(index % 2) == bool(drawing.label)
 
 
@@ -76,25 +73,18 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside() -> None:
         for (x0, y0, x1, y1), following in itertools.pairwise(curve):
             assert math.dist((x0, y0), (x1, y1)) == pytest.approx(DASH)
             assert math.dist((x1, y1), following[:2]) == pytest.approx(GAP)
-            turn = math.atan2(
-                following[3] - following[1], following[2] - following[0]
-            ) - math.atan2(y1 - y0, x1 - x0)
+            u0, v0, u1, v1 = following
+            turn = math.atan2(v1 - v0, u1 - u0) - math.atan2(y1 - y0, x1 - x0)
             assert abs(math.remainder(turn, 2 * math.pi)) <= rules.max_turn + 1e-9
         assert all(1.9 < value < rules.size - 1.9 for dash in curve for value in dash)
 
 
-def facing(drawing: Drawing) -> tuple[float, ...]:
+def facing(drawing: Drawing) -> tuple[tuple[float, ...], ...]:
     """Return the dots and, at each, the dash that starts there: all that can be seen at the dots
     themselves."""
-    seen = []
-    for dot in drawing.dots:
-        dashes = [
-            dash
-            for curve in drawing.curves[:2]
-            for dash in (curve[0], (*curve[-1][2:], *curve[-1][:2]))
-        ]
-        seen += next(dash for dash in dashes if dash[:2] == dot)
-    return tuple(seen)
+    curves = drawing.curves[:2]
+    dashes = [curve[0] for curve in curves] + [curve[-1][2:] + curve[-1][:2] for curve in curves]
+    return tuple(next(dash for dash in dashes if dash[:2] == dot) for dot in drawing.dots)
 
 
 @pytest.mark.parametrize(("setting", "count"), [("easy", 4), ("hard", 1)])
@@ -194,45 +184,45 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
     write_release(tmp_path)
     (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     metadata = tmp_path / "metadata" / "0.npy"
-    with bad_data(match="give unreadable='skip'") as caught:
+    with refused(f"{metadata}:4: ", "give unreadable='skip'"):
         build(tmp_path)
-    assert f"{metadata}:4: " in str(caught.value)
-    task = build(tmp_path, unreadable="skip")
-    assert sum(len(task.dataset(split)) for split in SPLITS) == 29
-    assert "sample_3.png: missing or empty" in task.description()["skipped_images"][0]
+
+    def skipped(count: int, says: str) -> None:
+        task = build(tmp_path, unreadable="skip")
+        assert sum(len(task.dataset(split)) for split in SPLITS) == count
+        assert says in task.description()["skipped_images"][0]
+
+    skipped(29, "sample_3.png: missing or empty")
     (tmp_path / "imgs" / "1" / "sample_5.png").write_bytes(b"no image")
-    metadata.write_text(
-        "".join(line for line in metadata.read_text().splitlines(True) if "sample_3" not in line)
-    )
+    lines = metadata.read_text().splitlines(True)
+    metadata.write_text("".join(line for line in lines if "sample_3" not in line))
     with bad_data(match=r"imgs/1/sample_5.png: cannot be decoded"):
         build(tmp_path)
-    task = build(tmp_path, unreadable="skip")
-    assert sum(len(task.dataset(split)) for split in SPLITS) == 28
-    assert "sample_5.png: cannot be decoded" in task.description()["skipped_images"][0]
-    metadata.write_bytes(b"imgs/0 caf\xe9.png 0 1\n")
-    with bad_data(match=r"0.npy:1: not UTF-8: byte 0xe9"):
-        build(tmp_path, unreadable="skip")
-    metadata.write_text("imgs/0 sample_0.png 0 2\n")
-    with bad_data(match=r"0.npy:1: expected folder, file, number, label"):
-        build(tmp_path, unreadable="skip")
+    skipped(28, "sample_5.png: cannot be decoded")
+    for content, says in (
+        (b"imgs/0 caf\xe9.png 0 1\n", "0.npy:1: not UTF-8: byte 0xe9"),
+        (b"imgs/0 sample_0.png 0 2\n", "0.npy:1: expected folder, file, number, label"),
+    ):
+        metadata.write_bytes(content)
+        with bad_data(match=says):
+            build(tmp_path, unreadable="skip")
     np.save(metadata, np.zeros(3))
     with bad_data(match="is a binary npy file"):
         build(tmp_path)
 
 
 def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
+    root = tmp_path / "pathfinder32"
     for name in ("curv_baseline", "curv_contour_length_9"):
-        (tmp_path / "pathfinder32" / name / "metadata").mkdir(parents=True)
-        (tmp_path / "pathfinder32" / name / "imgs").mkdir()
-    with bad_data(
-        match=r"holds 2 releases \(curv_baseline, curv_contour_length_9\), expected one; give"
-    ):
-        build(tmp_path / "pathfinder32")
+        (root / name / "metadata").mkdir(parents=True)
+        (root / name / "imgs").mkdir()
+    with refused("holds 2 releases (curv_baseline, curv_contour_length_9), expected one; give"):
+        build(root)
     with bad_data(match=r"metadata: no .npy file of text"):
-        build(tmp_path / "pathfinder32" / "curv_baseline")
-    (tmp_path / "pathfinder32" / "curv_baseline" / "metadata").rmdir()
+        build(root / "curv_baseline")
+    (root / "curv_baseline" / "metadata").rmdir()
     with bad_data(match="holds imgs but no folder metadata"):
-        build(tmp_path / "pathfinder32" / "curv_baseline")
+        build(root / "curv_baseline")
 
 
 def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:

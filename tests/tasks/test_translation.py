@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, count in (("train", 60), ("val", 9), ("test", 8)):
         rows = [draw.choices(list(WORDS), k=draw.randint(1, 6)) for _ in range(count)]
         (folder / f"{split}.de").write_text("".join(" ".join(row) + "\n" for row in rows))
-        (folder / f"{split}.en").write_text(
-            "".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows)
-        )
+        english = [[WORDS[word] for word in row] for row in rows]
+        (folder / f"{split}.en").write_text("".join(" ".join(row) + "\n" for row in english))
     return folder
 
 
@@ -44,20 +43,17 @@ def build(corpus: Path, **options: Any) -> Task:
 def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> None:
     task = build(corpus)
     batch = task.collate([task.dataset("train")[i] for i in range(4)])
-    assert {name: value.dtype for name, value in batch.items()} == dict.fromkeys(
-        ("input_ids", "attention_mask", "decoder_input_ids", "labels"), torch.int64
-    )
-    for row, labels in zip(
-        batch["decoder_input_ids"].tolist(), batch["labels"].tolist(), strict=True
-    ):
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "labels")
+    dtypes = {name: value.dtype for name, value in batch.items()}
+    assert dtypes == dict.fromkeys(names, torch.int64)
+    read, predicted = batch["decoder_input_ids"].tolist(), batch["labels"].tolist()
+    for row, labels in zip(read, predicted, strict=True):
         target = [token for token in labels if token != -100]
         assert target[-1] == EOS_ID
         assert row[: len(target)] == [BOS_ID, *target[:-1]]
         assert set(row[len(target) :]) <= {PAD_ID}
-    texts = [
-        task.tokenizer.decode(example["labels"], skip_special_tokens=True)
-        for example in task.dataset("test")
-    ]
+    rows = [example["labels"] for example in task.dataset("test")]
+    texts = [task.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     assert texts == (corpus / "test.en").read_text().splitlines()
     assert task.model_kwargs()["decoder_start_token_id"] == BOS_ID
 
@@ -65,9 +61,8 @@ def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> 
 def test_loss_and_perplexity_do_not_depend_on_batches(corpus: Path) -> None:
     """The mean over all targets of -log p, token by token in float64."""
     task = build(corpus)
-    table = torch.randn(
-        task.model_kwargs()["vocab_size"], task.model_kwargs()["vocab_size"], dtype=torch.float64
-    )
+    size = task.model_kwargs()["vocab_size"]
+    table = torch.randn(size, size, dtype=torch.float64)
     slow = [
         float(-table[before].log_softmax(-1)[token])
         for example in task.dataset("valid")
@@ -82,9 +77,9 @@ def test_loss_and_perplexity_do_not_depend_on_batches(corpus: Path) -> None:
             assert float(task.loss_sum(logits, batch)[0]) == pytest.approx(sums[-1][0])
         total, count = (math.fsum(column) for column in zip(*sums, strict=True))
         assert count == len(slow)
-        assert task.summarize({"perplexity": (total, count)})["perplexity"] == pytest.approx(
-            math.exp(math.fsum(slow) / len(slow)), rel=1e-5
-        )
+        expected = math.exp(math.fsum(slow) / len(slow))
+        found = task.summarize({"perplexity": (total, count)})["perplexity"]
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_reference_is_the_unigram_model(corpus: Path) -> None:
@@ -98,15 +93,12 @@ def test_the_reference_is_the_unigram_model(corpus: Path) -> None:
 @pytest.mark.parametrize("limit", [40, 64])
 def test_token_batches_hold_their_limit_and_every_pair_once(corpus: Path, limit: int) -> None:
     task = build(corpus, tokens_per_batch=limit)
-    sides = [
-        [len(example[name]) for example in task.dataset("train")]
-        for name in ("input_ids", "labels")
-    ]
+    lengths = [max(len(row["input_ids"]), len(row["labels"])) for row in task.dataset("train")]
     batches = task.batches("train", 6, seed=3, epoch=1)
     assert sorted(index for batch in batches for index in batch) == list(range(60))
     for batch in batches:
         assert len(batch) <= 6
-        assert len(batch) * max(side[i] for side in sides for i in batch) <= limit
+        assert len(batch) * max(lengths[i] for i in batch) <= limit
     assert batches == build(corpus, tokens_per_batch=limit).batches("train", 6, seed=3, epoch=1)
     assert batches != task.batches("train", 6, seed=3, epoch=2)
     assert task.batches("test", 6, seed=0, epoch=0) == task.batches("test", 6, seed=9, epoch=4)
@@ -123,36 +115,40 @@ def test_token_batches_waste_little() -> None:
         token_batches([40], [3], 39, 8, shuffle="a")
 
 
+def changed(
+    corpus: Path, folder: Path, split: str, change: Callable[[list[str], str], Any]
+) -> None:
+    """Copy the corpus; ``change`` edits the lines of a split in each language."""
+    for path in corpus.iterdir():
+        lines = path.read_text().splitlines()
+        if path.stem == split:
+            change(lines, path.suffix)
+        (folder / path.name).write_text("\n".join(lines) + "\n")
+
+
 def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: Path) -> None:
-    for split in ("train", "val", "test"):
-        for language in ("de", "en"):
-            lines = (corpus / f"{split}.{language}").read_text().splitlines()
-            lines[4:5] = [" ".join(lines[:9])] if split == "train" else lines[4:5]
-            (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
-    with bad_data(
-        match=r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
-    ):
+    def lengthen(lines: list[str], language: str) -> None:
+        lines[4] = " ".join(lines[:9])
+
+    changed(corpus, tmp_path, "train", lengthen)
+    says = r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
+    with bad_data(match=says):
         build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     dropped = task.description()["train_pairs_dropped_as_too_long"]
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
-    with bad_data(
-        match=r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;"
-    ):
+    says = r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;"
+    with bad_data(match=says):
         build(corpus, max_tokens=3, overflow="drop")
 
 
 def test_what_the_data_lacks_or_repeats_is_described(corpus: Path, tmp_path: Path) -> None:
-    for split in ("train", "val", "test"):
-        for language in ("de", "en"):
-            lines = (corpus / f"{split}.{language}").read_text().splitlines()
-            if split == "test":
-                lines[:2] = [
-                    ("☃ eins" if language == "de" else "Ž one"),
-                    (tmp_path / f"train.{language}").read_text().split("\n")[0],
-                ]
-            (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
+    def repeat(lines: list[str], language: str) -> None:
+        first = (corpus / f"train{language}").read_text().splitlines()[0]
+        lines[:2] = ["☃ eins" if language == ".de" else "Ž one", first]
+
+    changed(corpus, tmp_path, "test", repeat)
     described = build(tmp_path, limit_pairs=50).description()
     assert described["unknown_characters"]["test"] == {
         "source": {"count": 1, "distinct": 1, "most_frequent": {"☃": 1}},
@@ -173,12 +169,8 @@ class Oracle(torch.nn.Module):
         self.device = torch.device("cpu")
         self.config = SimpleNamespace(max_position_embeddings=40, decoder_start_token_id=BOS_ID)
         self.widths: list[int] = []
-        pairs = [
-            (example["input_ids"], example["labels"])
-            for split in SPLITS
-            for example in task.dataset(split)
-        ]
-        self.answers = {tuple(source): target[spoil:] for source, target in pairs}
+        rows = [row for split in SPLITS for row in task.dataset(split)]
+        self.answers = {tuple(row["input_ids"]): row["labels"][spoil:] for row in rows}
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **keywords: Any
@@ -189,20 +181,16 @@ class Oracle(torch.nn.Module):
             self.answers[tuple(row[mask == 1].tolist())]
             for row, mask in zip(input_ids, attention_mask, strict=True)
         ]
-        longest = max(map(len, rows))
-        return SimpleNamespace(
-            sequences=torch.tensor(
-                [[BOS_ID, *row, *[PAD_ID] * (longest - len(row))] for row in rows]
-            )
-        )
+        padded = [torch.tensor([BOS_ID, *row]) for row in rows]
+        sequences = torch.nn.utils.rnn.pad_sequence(padded, True, PAD_ID)
+        return SimpleNamespace(sequences=sequences)
 
 
 def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path) -> None:
     task: Any = build(corpus, bleu_tokens="char", generate_beams=2, generate_length_penalty=0.6)
     right = Oracle(task).train()
-    assert task.generate_metrics(right, "test", batch_size=3) == pytest.approx(
-        {"bleu": 100.0, "chrf": 100.0}
-    )
+    found = task.generate_metrics(right, "test", batch_size=3)
+    assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0})
     assert right.training
     assert right.widths == sorted(right.widths, reverse=True)
     assert (right.keywords["num_beams"], right.keywords["length_penalty"]) == (2, 0.6)
@@ -215,12 +203,8 @@ def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path)
 
 
 def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
-    options = {
-        "generate_beams": 2,
-        "generate_length_penalty": 0.6,
-        "generate_length_penalty_form": "gnmt",
-    }
-    task: Any = build(corpus, **options)
+    gnmt = {"generate_length_penalty": 0.6, "generate_length_penalty_form": "gnmt"}
+    task: Any = build(corpus, generate_beams=2, **gnmt)
     model = Oracle(task)
     task.generate_metrics(model, "test", batch_size=3)
     assert 7 ** model.keywords["length_penalty"] == pytest.approx((12 / 6) ** 0.6)
@@ -230,21 +214,24 @@ def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
         build(corpus, generate_length_penalty_form="gmnt")
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, beams: int) -> None:
+def small_model(task: Task) -> Any:
     from wellposed.models import build_model
 
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return build_model("wellposed", "seq2seq_lm", **sizes, **task.model_kwargs())
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, beams: int) -> None:
     class Stop(Exception):  # noqa: N818
         pass
 
     task: Any = build(corpus, generate_beams=beams)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = build_model("wellposed", "seq2seq_lm", **sizes, **task.model_kwargs())
-    told: list[tuple[int, int]] = []
-    silent = task.generate_metrics(model, "valid", batch_size=2, max_examples=4)
-    heard = task.generate_metrics(
-        model, "valid", batch_size=2, max_examples=4, notify=lambda *numbers: told.append(numbers)
-    )
+    model, told = small_model(task), []
+    some = {"batch_size": 2, "max_examples": 4}
+    silent = task.generate_metrics(model, "valid", **some)
+    heard = task.generate_metrics(model, "valid", **some, notify=lambda *n: told.append(n))
     assert heard == silent
     assert sorted(set(told)) == [(0, 4), (2, 4)]
     assert len(told) > 2
@@ -260,18 +247,8 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, bea
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, beams: int) -> None:
     """Batched by length, every row gets what it gets alone."""
-    from wellposed.models import build_model
-
     task = build(corpus)
-    torch.manual_seed(0)
-    model: Any = build_model(
-        "wellposed",
-        "seq2seq_lm",
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        **task.model_kwargs(),
-    ).eval()
+    model = small_model(task).eval()
     rows: Sequence[Any] = [task.dataset("test")[i]["input_ids"] for i in range(5)]
     decoding = Decoding(beams=beams, num_return=beams, options={"max_new_tokens": 6})
     together = dict(generate_texts(model, task.tokenizer, rows, decoding, batch_size=5))
@@ -290,10 +267,7 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
     [
         ({"tgt": "fr"}, "languages that exist there: de, en"),
         ({"tokenizer": "word"}, "expected bpe, char or hf:NAME_OR_PATH"),
-        (
-            {"vocab_size": 0, "max_tokens": -1},
-            "(?s)vocab_size = 0, expected an integer >= 1.*max_tokens = -1, expected an integer >= 1",
-        ),
+        ({"vocab_size": 0, "max_tokens": -1}, "(?s)vocab_size = 0, expected.*max_tokens = -1, exp"),
         ({"generate_length_penalty": math.inf}, "generate_length_penalty = inf"),
     ],
 )
@@ -307,19 +281,11 @@ def test_bad_options_are_refused(corpus: Path, options: dict[str, Any], says: st
 def test_multi30k_both_ways_and_tatoeba_by_characters(shared_data: Path) -> None:
     folder = str(shared_data / "multi30k")
     for src, tgt in (("de", "en"), ("en", "fr")):
-        task = build_task(
-            "translation",
-            {"data": folder, "src": src, "tgt": tgt, "limit_pairs": 300, "vocab_size": 400},
-        )
+        sizes = {"limit_pairs": 300, "vocab_size": 400}
+        task = build_task("translation", {"data": folder, "src": src, "tgt": tgt, **sizes})
         assert [len(task.dataset(split)) for split in SPLITS] == [300, 1014, 1000]
-    options = {
-        "data": str(shared_data / "tatoeba_en_fr"),
-        "src": "fr",
-        "tgt": "en",
-        "columns": "en,fr",
-        "tokenizer": "char",
-    }
-    task = build_task("translation", {**options, "limit_pairs": 2000, "max_tokens": 400})
+    options = {"src": "fr", "columns": "en,fr", "tokenizer": "char", "limit_pairs": 2000}
+    task = build(shared_data / "tatoeba_en_fr", **options, max_tokens=400)
     assert len(task.dataset("test")) == 2000
     first = task.dataset("train")[0]
     assert task.tokenizer.decode(first["input_ids"], skip_special_tokens=True) == "Va !"
