@@ -65,11 +65,11 @@ class Case:
     def __str__(self) -> str:
         ball = "" if self.radius is None else f", tokens within {self.radius:.3g}"
         told = ", ".join([*self.how, *(f"{name}={value}" for name, value in self.asked.items())])
-        return (
-            f"{' + '.join(self.parts)}: norm {self.norm}, {self.dtype}, N = {self.tokens}, D ="
-            f" {self.width}{ball}"
-            f"{', ' + told if told else ''}{', weights ascended' if self.ascends_weights else ''}"
+        more = (", " + told if told else "") + (
+            ", weights ascended" if self.ascends_weights else ""
         )
+        sizes = f"norm {self.norm}, {self.dtype}, N = {self.tokens}, D = {self.width}"
+        return f"{' + '.join(self.parts)}: {sizes}{ball}{more}"
 
 
 class Unrolled(nn.Module):
@@ -113,9 +113,8 @@ def draw(seed: int, number: int) -> Case:
     """Return case ``number`` of a seed; the same for the same two numbers."""
     dice = random.Random(f"{seed}/{number}")
     torch.manual_seed(dice.getrandbits(48))
-    shape = dice.choice(
-        ("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack")
-    )
+    shapes = ("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack")
+    shape = dice.choice(shapes)
     width = 16 if shape == "coupling" else dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
     tokens = parts[0][1].tokens or max(dice.choice(TOKENS), 2 if parts[0][1].two_inputs else 1)
@@ -153,10 +152,8 @@ def _module(
         (kind,) = dice.choices(KINDS, WEIGHTS)
         part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.attackable]))
         return [part], part[1].build(width), part[1]
-    parts = [
-        _layer(dice)
-        for _ in range(1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2)
-    ]
+    count = 1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2
+    parts = [_layer(dice) for _ in range(count)]
     if shape == "coupling":
         halves = [sample.build(width // 2) for _, sample in parts]
         return parts, AdditiveCoupling(halves[0], halves[1]), None
@@ -186,15 +183,12 @@ def _mask(
     if outer is None or not outer.takes_mask:
         return {}, {}, None
     generator = torch.Generator().manual_seed(dice.getrandbits(32))
-    kinds = ["none", "padding"] + (
-        ["causal", "padding, causal", "any"] if outer.takes_causal else []
-    )
-    kind = dice.choice(kinds)
+    kinds = ("none", "padding", "causal", "padding, causal", "any")
+    kind = dice.choice(kinds if outer.takes_causal else kinds[:2])
     if kind == "any":
-        kept = (torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()) | torch.eye(
-            tokens
-        ).bool()
-        return {"key_padding_mask": AttentionMask(kept, False)}, {}, None
+        kept = torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()
+        mask = AttentionMask(kept | torch.eye(tokens).bool(), False)
+        return {"key_padding_mask": mask}, {}, None
     pattern: MaskKind = "causal" if "causal" in kind else "full"
     how: dict[str, Any] = {"is_causal": True} if "causal" in kind else {}
     asked: dict[str, Any] = {"mask": pattern} if outer.takes_causal and dice.random() < 0.7 else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ ALLOWANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far above 1 rounding may lift a ratio, beside the 8 eps of the outputs that the attack takes
 off."""
 RESTARTS = 4
-# The check that `certify` makes of itself would speak first.
-_WITHOUT_CROSS_CHECK: dict[str, Any] = (
-    {"cross_check": False} if "cross_check" in signature(certify).parameters else {}
-)
 
 
 @dataclass(frozen=True)
@@ -55,23 +50,15 @@ class Outcome:
     def ratio(self) -> float:
         """Attacked over certified."""
         worst = max(self.jacobian, self.slope)
-        return (
-            0.0
-            if worst == 0 or not self.bounded
-            else worst / self.total
-            if self.total
-            else math.inf
-        )
+        if worst == 0 or not self.bounded:
+            return 0.0
+        return worst / self.total if self.total else math.inf
 
     @property
     def violates(self) -> bool:
         """Whether the certificate is below what was found, by more than rounding."""
-        allowances = (ALLOWANCE[torch.float64], ALLOWANCE[self.slope_dtype])
-        found = (self.jacobian, self.slope)
-        return any(
-            value > self.total * (1 + allowed)
-            for value, allowed in zip(found, allowances, strict=True)
-        )
+        found = ((self.jacobian, torch.float64), (self.slope, self.slope_dtype))
+        return any(value > self.total * (1 + ALLOWANCE[dtype]) for value, dtype in found)
 
     @property
     def dtype(self) -> str:
@@ -79,11 +66,9 @@ class Outcome:
         return (str(self.slope_dtype) if self.by_slope else "torch.float64").removeprefix("torch.")
 
     def __str__(self) -> str:
-        return (
-            f"case {self.case.number}, {self.case}: certified {self.total:.6g}, Jacobian"
-            f" {self.jacobian:.6g}, slope in {self.slope_dtype} {self.slope:.6g}, ratio"
-            f" {self.ratio:.6f}"
-        )
+        slopes = f"Jacobian {self.jacobian:.6g}, slope in {self.slope_dtype} {self.slope:.6g}"
+        numbers = f"certified {self.total:.6g}, {slopes}, ratio {self.ratio:.6f}"
+        return f"case {self.case.number}, {self.case}: {numbers}"
 
 
 def attacked(case: Case) -> Outcome:
@@ -97,24 +82,19 @@ def attacked(case: Case) -> Outcome:
             found = _attack(case, module, ascend_weights=_size_of_weights)
             if found.module is not None and found.pair is not None:
                 module = copy.deepcopy(module)
+                ascended = [weight.detach() for weight in found.module.parameters()]
                 with torch.no_grad():
-                    for parameter, ascended in zip(
-                        module.parameters(), found.module.parameters(), strict=True
-                    ):
-                        parameter.copy_(ascended)
-                start = (
-                    torch.randn(RESTARTS, case.tokens, case.width)
-                    * found.pair[0].norm(dim=-1).max()
-                )
+                    for parameter, weight in zip(module.parameters(), ascended, strict=True):
+                        parameter.copy_(weight)
+                start = torch.randn(RESTARTS, case.tokens, case.width)
+                start *= found.pair[0].norm(dim=-1).max()
                 start[0] = found.pair[0]
         total = certified(case, module)
         if not math.isfinite(total):
             return none
         found = _attack(case, module, start=start)
-    except (
-        ConvergenceError,
-        NotLipschitzError,
-    ):  # overflow; a contractive layer refuses such weights when it is called
+    # Overflow; a contractive layer refuses such weights when it is called.
+    except (ConvergenceError, NotLipschitzError):
         return none
     assert found.pair is not None
     return Outcome(case, total, found.jacobian, found.slope, found.dtype)
@@ -140,11 +120,10 @@ def _attack(case: Case, module: nn.Module, **how: Any) -> LowerBound:
 def certified(case: Case, module: nn.Module) -> float:
     """Return the certified bound; infinite where there is none, or where somebody has vouched for a
     part of it."""
-    asked = {**case.asked, **_WITHOUT_CROSS_CHECK}
+    # The check that `certify` makes of itself would speak first.
+    asked = {"norm": case.norm, "radius": case.radius, **case.asked, "cross_check": False}
     try:
-        certificate = certify(
-            module, seq_len=case.tokens, norm=case.norm, radius=case.radius, **asked
-        )
+        certificate = certify(module, seq_len=case.tokens, **asked)
     except NotLipschitzError:
         return math.inf
     return math.inf if certificate.label == "empirical" else certificate.total

@@ -23,10 +23,8 @@ class Table:
     def progress(self) -> str:
         """Return one line."""
         worst = max((outcome.ratio for outcome in self.outcomes), default=0.0)
-        return (
-            f"{len(self.outcomes)} cases, {len(self.violations)} violations, largest ratio"
-            f" {worst:.6f}"
-        )
+        counts = f"{len(self.outcomes)} cases, {len(self.violations)} violations"
+        return f"{counts}, largest ratio {worst:.6f}"
 
     def markdown(self) -> str:
         """Return the table, the totals and every violation."""
@@ -37,10 +35,7 @@ class Table:
                 for name in outcome.case.parts:
                     by_name[name].append(outcome)
         lines = [
-            (
-                "| rule | cases alone | largest | median | worst at | cases in compositions |"
-                " largest |"
-            ),
+            "| rule | cases alone | largest | median | worst at | cases in compositions | largest |",
             "|---|---|---|---|---|---|---|",
         ]
         lines += [_row(name, alone[name], inside[name]) for name in sorted({*alone, *inside})]

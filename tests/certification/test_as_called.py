@@ -7,6 +7,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.support.samples import SAMPLES
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
+from wellposed.attack import perturbation_size
 from wellposed.certification import certifiable_classes, certify
 from wellposed.errors import NotLipschitzError, UnsoundBoundError
 
@@ -61,14 +63,14 @@ def _global_hook(part: nn.Module) -> contextlib.AbstractContextManager[object]:
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, output: _larger(output) if module is part else None
     )
-    return contextlib.closing(_Closable(handle.remove))
+    return contextlib.closing(SimpleNamespace(close=handle.remove))
 
 
 def _global_pre_hook(part: nn.Module) -> contextlib.AbstractContextManager[object]:
     handle = nn.modules.module.register_module_forward_pre_hook(
         lambda module, args: tuple(_larger(value) for value in args) if module is part else None
     )
-    return contextlib.closing(_Closable(handle.remove))
+    return contextlib.closing(SimpleNamespace(close=handle.remove))
 
 
 def _patched_object(part: nn.Module) -> None:
@@ -109,11 +111,6 @@ def _offloaded(part: nn.Module) -> None:
     add_hook_to_module(part, Louder())
 
 
-class _Closable:
-    def __init__(self, close: Callable[[], None]) -> None:
-        self.close = close
-
-
 class Adapter(nn.Module):
     """A low-rank addition beside a layer, which offers the layer's own weight, as adapter libraries
     do."""
@@ -121,10 +118,8 @@ class Adapter(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.base_layer = layer
-        self.down = nn.Parameter(
-            LARGE * torch.randn(1, layer.in_features, dtype=layer.weight.dtype)
-        )
-        self.up = nn.Parameter(torch.randn(layer.out_features, 1, dtype=layer.weight.dtype))
+        self.down = nn.Parameter(LARGE * torch.randn_like(layer.weight[:1]))
+        self.up = nn.Parameter(torch.randn_like(layer.weight[:, :1]))
 
     def __getattr__(self, name: str):
         try:
@@ -258,16 +253,9 @@ def _largest_slope(module: nn.Module, norm, radius: float | None, width: int = 8
         first = output_of(module, x)
         torch.manual_seed(1)
         second = output_of(module, y)
-    return float((_size(second - first, norm) / _size(y - x, norm)).max())
-
-
-def _size(delta: torch.Tensor, norm) -> torch.Tensor:
-    delta = delta.double()
-    if norm == 2:
-        return delta.flatten(1).norm(dim=-1)
-    if norm == "inf":
-        return delta.abs().flatten(1).amax(-1)
-    return delta.norm(dim=-1) if delta.ndim == 2 else delta.norm(dim=-1).flatten(1).amax(-1)
+    moved, apart = (second - first).double(), (y - x).double()
+    moved = moved[:, None] if moved.ndim == 2 else moved
+    return float((perturbation_size(moved, norm) / perturbation_size(apart, norm)).max())
 
 
 def _right_or_refused(
@@ -279,9 +267,8 @@ def _right_or_refused(
     try:
         certificate = certify(module, seq_len=TOKENS, norm=norm, radius=radius, cross_check=False)
         total = certificate.total
-        if (
-            certificate.label == "empirical"
-        ):  # somebody's word, which the cross-check is there to try
+        # Somebody's word is what the cross-check is there to try.
+        if certificate.label == "empirical":
             certify(module, seq_len=TOKENS, norm=norm, radius=radius)
     except (NotLipschitzError, UnsoundBoundError):
         return False

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.certificates import rows as parts_of
 from torch import Tensor, nn
 
 from wellposed.certification import (
@@ -51,12 +52,11 @@ def attention(**options: Any) -> DotProductAttention:
     return fill(DotProductAttention(D, HEADS, **options).double().eval())
 
 
-def joined(per_head: list[float]) -> float:
+def joined(per_head: list[float], out: Any = OUT) -> float:
     """Heads of these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
-    together = max(OUT) * math.sqrt(
-        sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True))
-    )
-    return min(together, sum(v * o * each for v, o, each in zip(V, OUT, per_head, strict=True)))
+    heads = list(zip(V, out, per_head, strict=True))
+    together = max(out) * math.hypot(*(v * each for v, _, each in heads))
+    return min(together, sum(v * o * each for v, o, each in heads))
 
 
 def mass(mask: str, spread: float, tokens: int = N) -> float:
@@ -110,9 +110,7 @@ def test_what_comes_out_of_a_ball() -> None:
     spread = min(sum(v * o for v, o in zip(V, OUT, strict=True)), max(OUT) * math.hypot(*V))
     model = nn.Sequential(attention(), nn.Linear(D, D).double())
     for norm in ("tok", 2, "inf"):
-        after = next(
-            row for row in certify(model, seq_len=N, radius=R, norm=norm).layers if row.path == "1"
-        )
+        after = parts_of(model, N, radius=R, norm=norm)["1"]
         assert after.radius == pytest.approx(spread * R + constant, rel=1e-5)
 
 
@@ -219,17 +217,9 @@ def test_ball_cross_attention(tokens: int) -> None:
     key = [a + float(t) * k * b for a, t, k, b in zip(query, temperature, K, BQ, strict=True)]
     mixed = [o * float(w) for o, w in zip(OUT, share, strict=True)]
 
-    def through(per_head: list[float]) -> float:
-        together = max(mixed) * math.sqrt(
-            sum((v * each) ** 2 for v, each in zip(V, per_head, strict=True))
-        )
-        return min(
-            together, sum(v * o * each for v, o, each in zip(V, mixed, per_head, strict=True))
-        )
-
     for norm in ("tok", 2):
         rows, columns = (math.sqrt(tokens), math.sqrt(tokens / 2)) if norm == 2 else (1.0, 1.0)
         first, second = ball_cross_attention_bounds(module, num_queries=tokens, norm=norm)
-        assert float(first.value) == pytest.approx(through(query), rel=1e-5)
-        expected = through([rows + min(rows, columns) * b for b in key])
+        assert float(first.value) == pytest.approx(joined(query, mixed), rel=1e-5)
+        expected = joined([rows + min(rows, columns) * b for b in key], mixed)
         assert float(second.value) == pytest.approx(expected, rel=1e-5)

@@ -31,14 +31,11 @@ def _bounds(certificate, ending: str) -> list[float]:
 
 def test_without_norms_the_total_is_what_the_rows_give():
     certificate = certify(_encoder(), seq_len=6)
-    rows = zip(
-        *(_bounds(certificate, name) for name in ("self_attn", "linear1", "linear2")), strict=True
-    )
+    names = ("self_attn", "linear1", "linear2")
+    rows = zip(*(_bounds(certificate, name) for name in names), strict=True)
     expected = math.prod((1 + attention) * (1 + up * GELU * down) for attention, up, down in rows)
-    told = re.match(
-        r"of no use at (\S+): 4 LayerNorm contribute 316 each \(without them (\S+)\)",
-        certificate.reason,
-    )
+    said = r"of no use at (\S+): 4 LayerNorm contribute 316 each \(without them (\S+)\)"
+    told = re.match(said, certificate.reason)
     assert told is not None
     assert float(told[1]) == pytest.approx(certificate.total, rel=1e-2)
     assert float(told[2]) == pytest.approx(expected, rel=1e-2)
@@ -71,9 +68,8 @@ def test_the_parts_named_are_those_that_help_most():
         for layer in heavy[1:]:
             layer.weight.copy_(100 * torch.eye(8))
     reason = certify(heavy, seq_len=4).reason
-    assert reason.startswith(
-        "of no use at 3.16e+04: 2 Linear contribute 100 each (without them 3.16)"
-    )
+    said = "of no use at 3.16e+04: 2 Linear contribute 100 each (without them 3.16)"
+    assert reason.startswith(said)
     assert "constrain_" in reason
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import families
+from tests.support.certificates import rows as rows_of
 from tests.support.families import FAMILIES, table
 from torch import Tensor, nn
 
@@ -84,14 +85,12 @@ def test_rows_multiply_up(name: str, model: nn.Module, norm: Any) -> None:
         assert inside(rows, layer.path)[0].radius == layer.radius
     # A pooler lies in the body, but its head calls it.
     heads = [row.path for row in rows if ".pooler." not in row.path]
-    outermost = [
-        row
+    expected = math.prod(
+        row.lipschitz
         for row in rows
         if not any(row.path.startswith(f"{path}.") for path in heads) or ".pooler." in row.path
-    ]
-    assert certificate.total == pytest.approx(
-        math.prod(row.lipschitz for row in outermost), rel=1e-6
-    ), name
+    )
+    assert certificate.total == pytest.approx(expected, rel=1e-6), name
 
 
 BALL = 0.8
@@ -132,11 +131,8 @@ def run(model: nn.Module, x: Tensor) -> Callable[[], object]:
         return lambda: model(pixel_values=grid.image(x))
     if isinstance(model, nn.MultiheadAttention):
         return lambda: model(x, x, x)
-    return (
-        (lambda: model(inputs_embeds=x))
-        if hasattr(model, "get_input_embeddings")
-        else (lambda: model(x))
-    )
+    how = "inputs_embeds" if hasattr(model, "get_input_embeddings") else "src"
+    return lambda: model(**{how: x})
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -200,12 +196,7 @@ def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well() -> None:
     embeddings = model.embeddings
     cut = embeddings.patch_embeddings.projection
     with torch.no_grad():
-        for parameter in (
-            embeddings.cls_token,
-            embeddings.position_embeddings,
-            cut.weight,
-            cut.bias,
-        ):
+        for parameter in embeddings.parameters():
             parameter.zero_()
         cut.weight.flatten(1)[0, 0] = 2.0
         cut.bias[1] = 0.5
@@ -213,17 +204,12 @@ def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well() -> None:
         embeddings.position_embeddings[0, 0, 2] = 0.25
 
         def first_ball() -> float:
-            rows = certify(model, seq_len=4, radius=BALL, cross_check=False).layers
-            return next(row.radius for row in rows if row.path == "layers.0")
+            return rows_of(model, radius=BALL, cross_check=False)["layers.0"].radius
 
-        assert first_ball() == pytest.approx(2 * BALL + 0.5 + 0.25, rel=1e-5)
-        embeddings.cls_token[0, 0, 2] = 9.0
-        assert first_ball() == pytest.approx(9.25, rel=1e-9)
-        embeddings.cls_token[0, 0, 2] = -9.0
-        assert first_ball() == pytest.approx(8.75, rel=1e-9)
-    grid = patch_grid(model)
-    assert grid is not None
-    rows = certify(model, seq_len=4, norm=2, radius=BALL, cross_check=False).layers
-    patches = next(row for row in rows if row.path == "embeddings.patch_embeddings")
+        for token, ball in ((0.0, 2 * BALL + 0.5 + 0.25), (9.0, 9.25), (-9.0, 8.75)):
+            embeddings.cls_token[0, 0, 2] = token
+            assert first_ball() == pytest.approx(ball, rel=1e-5)
+    rows = rows_of(model, norm=2, radius=BALL, cross_check=False)
+    patches = rows["embeddings.patch_embeddings"]
     assert patches.lipschitz == pytest.approx(2.0, rel=1e-5)
     assert math.isfinite(patches.radius)

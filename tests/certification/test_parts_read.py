@@ -63,29 +63,6 @@ def test_the_bias_of_a_norm_of_queries_and_keys_counts(norm) -> None:
     assert certify(module, seq_len=6, radius=1.0, norm=norm, cross_check=False).total != plain
 
 
-OTHERS = {
-    "BatchNorm2d": nn.BatchNorm2d(2),
-    "RMSNorm without eps": nn.RMSNorm(4),
-    "two dimensions": nn.LayerNorm((6, 4)),
-    "eps 0": nn.LayerNorm(4, eps=0.0),
-    "none": None,
-}
-
-
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_another_norm_of_queries_is_refused_in_words(other: nn.Module | None) -> None:
-    module = _with_norms()
-    module.q_norm = other
-    row = certify(module, seq_len=6, radius=1.0).uncertified[0]
-    assert "LayerNorm(4) with eps > 0" in row.reason
-
-
-def test_an_unknown_class_of_ours_is_not_read_as_what_it_replaces() -> None:
-    module = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True).eval()
-    module.self_attn.out_proj = nn.Bilinear(8, 8, 8)
-    assert certify(module, seq_len=4).uncertified[0].path == "self_attn"
-
-
 def test_a_wrapper_that_lends_its_name_is_seen() -> None:
     """`functools.wraps` copies the names of what it wraps on whatever runs in its place."""
     original = nn.Linear.forward
@@ -147,18 +124,10 @@ def test_a_compiled_part_is_what_it_was(name: str) -> None:
     assert certify(module, seq_len=4, radius=1.0).total == plain.total
 
 
-def test_a_norm_without_eps_gives_its_reason() -> None:
-    for norm in (nn.LayerNorm(4, eps=0.0), nn.RMSNorm(4, eps=0.0)):
-        (row,) = certify(nn.Sequential(norm), seq_len=2).uncertified
-        assert "eps > 0" in row.reason
+def test_a_flat_norm_needs_no_eps() -> None:
     flat = nn.LayerNorm(4, eps=0.0)
     nn.init.zeros_(flat.weight)
     assert certify(flat, seq_len=2).total == 0
-
-
-def test_a_lazy_layer_is_refused_in_words() -> None:
-    (row,) = certify(nn.Sequential(nn.LazyLinear(3)), seq_len=2).uncertified
-    assert "LazyLinear" in row.reason
 
 
 # What transformers reads from shapes, from modules of its own, and from its callers.

@@ -1,0 +1,158 @@
+"""What has no bound is refused in words that say what and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.support import hugging_face as hf
+from tests.support.sample import awake
+from tests.support.samples import SAMPLES
+from torch import nn
+from transformers.models.bert import modeling_bert
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
+from transformers.models.roberta import modeling_roberta
+from transformers.models.vit import modeling_vit
+
+from wellposed.certification import certify
+from wellposed.errors import NotLipschitzError
+from wellposed.models import WellposedForSequenceClassification
+from wellposed.nn import (
+    Block,
+    DotProductAttention,
+    InvertibleResidual,
+    L2SelfAttention,
+    OrthogonalFeedForward,
+    TransJectStack,
+    UnitEmbedding,
+)
+
+Build = Callable[[], nn.Module]
+LAYER, CLASSIFIER = "encoder.layer.0", WellposedForSequenceClassification
+OTHER_NORMS = (
+    nn.BatchNorm2d(2),
+    nn.RMSNorm(4),
+    nn.LayerNorm((6, 4)),
+    nn.LayerNorm(4, eps=0.0),
+    None,
+)
+
+
+def put(module: nn.Module, path: str, part: Any) -> nn.Module:
+    """Return the module with another part at a path."""
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, part)
+    return module
+
+
+def torch_attention(**options: Any) -> nn.Module:
+    return nn.MultiheadAttention(4, 2, **{"batch_first": True, **options}).eval()
+
+
+def encoder_layer(activation: Any = "relu", **options: Any) -> nn.Module:
+    kind = nn.TransformerEncoderLayer
+    return kind(8, 2, 8, batch_first=True, activation=activation, **options).eval()
+
+
+def bert() -> nn.Module:
+    return awake(modeling_bert.BertModel(hf.bert_config(8)))
+
+
+def yarn() -> nn.Module:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    return modeling_llama.LlamaModel(hf.llama_config(8, rope_parameters=rope)).eval()
+
+
+def overlapping() -> nn.Module:
+    model = awake(modeling_vit.ViTModel(hf.vit_config(8)))
+    return put(model, "embeddings.patch_embeddings.projection.stride", (1, 1))
+
+
+def transject(**options: Any) -> TransJectStack:
+    return TransJectStack(4, 2, **{"spectrum_norm": "trace", **options}).double().eval()
+
+
+def phi3(**options: Any) -> nn.Module:
+    return modeling_phi3.Phi3Model(hf.phi3_config(8, **options)).eval()
+
+
+def with_heads_of_roberta() -> nn.Module:
+    model = bert()
+    heads = modeling_roberta.RobertaSelfAttention(model.config).eval()
+    return put(model, f"{LAYER}.attention.self", heads)
+
+
+def with_query_norm(norm: nn.Module | None) -> Build:
+    return lambda: put(DotProductAttention(8, 2, qk_norm=True), "q_norm", norm)
+
+
+def with_block_part(name: str) -> Build:
+    return lambda: put(SAMPLES[Block][3].build(8), name, nn.Identity())
+
+
+IN_PLACE = (nn.ELU(3.0, True), nn.SELU(True), nn.SiLU(True), nn.Dropout(0.9, True))
+ACTIVATION = "the largest slope of the activation {} is not known; use a torch.nn activation module"
+L2 = "a part lacks what the rule of L2SelfAttention reads"
+RESIDUAL_BLOCK = (
+    "attention_residual",
+    "feedforward_residual",
+    "attention_norm",
+    "feedforward_norm",
+)
+ANYWHERE: list[tuple[str, Build]] = [
+    ("mixes tokens into one vector", nn.Flatten),
+    ("a norm over 2 dimensions mixes tokens", lambda: nn.LayerNorm((3, 4))),
+    *(("negative", partial(norm, 4, eps=-1e-3)) for norm in (nn.LayerNorm, nn.RMSNorm)),
+    *(("eps > 0", partial(norm, 4, eps=0.0)) for norm in (nn.LayerNorm, nn.RMSNorm)),
+    *(("inplace", part.train) for part in IN_PLACE),
+    ("inplace=False", InvertibleResidual(nn.Sequential(IN_PLACE[3])).train),
+    ("on the meta device", nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)).to("meta").eval),
+    ("LazyLinear", lambda: nn.LazyLinear(3)),
+    ("LazyBatchNorm1d", nn.LazyBatchNorm1d),
+    ("radius=1", lambda: UnitEmbedding(5, 4)),
+    (L2, lambda: put(L2SelfAttention(8, 2).eval(), "q_proj", nn.Sequential(nn.Linear(8, 8)))),
+    ("eval()", lambda: L2SelfAttention(4, 2, dropout=0.3)),
+    *((f"{name} is a Identity", with_block_part(name)) for name in RESIDUAL_BLOCK),
+    ("dropout on attention weights", lambda: bert().train()),
+    ("not a GELU", lambda: put(bert(), f"{LAYER}.intermediate.intermediate_act_fn.act", torch.exp)),
+    ("attention.self is transformers.models.roberta", with_heads_of_roberta),
+    ("its gate is a Sigmoid", lambda: phi3(hidden_act="sigmoid")),
+    ("'yarn', which rescales queries and keys", yarn),
+    ("overlap", overlapping),
+    ("pooling", lambda: put(SAMPLES[CLASSIFIER][0].build(8), "pool", len)),
+    ("gating='normalized'", lambda: transject(num_experts=2)),
+    ("causal", lambda: transject(is_causal=True)),
+    ("dropout", lambda: transject(dropout=0.1).train()),
+    ("dropout", lambda: OrthogonalFeedForward(4, dropout=0.1)),
+]
+ON_A_BALL: list[tuple[str, Build]] = [
+    ("eval()", lambda: DotProductAttention(4, 2, dropout=0.3)),
+    ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, tied=False).eval()),
+    ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, values="plain").eval()),
+    *(("LayerNorm(4) with eps > 0", with_query_norm(norm)) for norm in OTHER_NORMS),
+    (ACTIVATION.format("sin"), lambda: encoder_layer(torch.sin)),
+    (ACTIVATION.format("<lambda>"), lambda: encoder_layer(lambda x: x.square())),
+    ("set batch_first = True", lambda: torch_attention(batch_first=False)),
+    ("no self-attention", lambda: torch_attention(kdim=3)),
+    ("a width of their own", lambda: torch_attention(kdim=3)),
+    ("put in a token of their own", lambda: torch_attention(add_bias_kv=True)),
+    ("put in a token of their own", lambda: torch_attention(add_zero_attn=True)),
+    ("dropout on attention weights is on", lambda: torch_attention(dropout=0.1).train()),
+]
+REFUSED = [(*case, None) for case in ANYWHERE] + [(*case, 1.0) for case in ON_A_BALL]
+
+
+@pytest.mark.parametrize(("words", "build", "radius"), REFUSED)
+def test_what_has_no_bound_is_refused_in_words(words: str, build: Build, radius: float | None):
+    certificate = certify(build(), seq_len=4, radius=radius)
+    assert (certificate.label, certificate.total) == ("uncertified", math.inf)
+    assert words in certificate.uncertified[0].reason
+    assert certificate.uncertified[0].reason in certificate.table()
+    with pytest.raises(NotLipschitzError) as caught:
+        certificate.require()
+    assert words in str(caught.value)
