@@ -30,15 +30,9 @@ from wellposed.errors import ConfigError
 from wellposed.integrations import ConditionCallback, ConditionMetrics, penalized_loss
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 16,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 PINNED = {
     "cond/encoder.0.query/orthogonality_error",
     "cond/encoder.0.query/scale_free_orthogonality_error",
@@ -71,20 +65,32 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{**settings, **changes})
 
 
+def trainer_of(
+    folder: Path,
+    model: Any,
+    penalty: Any = None,
+    *,
+    rows: Any = None,
+    callbacks: Any = (),
+    **changes: Any,
+) -> Trainer:
+    """A Trainer of ``rows`` under the penalty, if one is given."""
+    rows = examples() if rows is None else rows
+    loss = None if penalty is None else penalized_loss(model, penalty)
+    return Trainer(
+        model, arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
+        compute_loss_func=loss, callbacks=list(callbacks),
+    )  # fmt: skip
+
+
 def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path: Path) -> None:
     model = bert()
     keys = set(model.state_dict())
     hooks = hook_count(model)
     penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.1, affinity=1e-4, form="gram_squared")
     callback = ConditionCallback(penalty, details=True)
-    trainer = Trainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=12, logging_steps=4),
-        train_dataset=examples(),
-        eval_dataset=examples(8),
-        compute_loss_func=penalized_loss(model, penalty),
-        callbacks=[callback],
-    )
+    options = {"callbacks": [callback], "max_steps": 12, "logging_steps": 4}
+    trainer = trainer_of(tmp_path, model, penalty, **options)
     trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert len(logged) == 3
@@ -132,19 +138,10 @@ def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(
     gradients = Gradients()
     # The last example is never drawn in full batches; 12 rows in one step, in any order.
     rows = examples(12)
-    trainer = Trainer(
-        model=model,
-        args=arguments(
-            tmp_path,
-            max_steps=1,
-            per_device_train_batch_size=12 // accumulation,
-            gradient_accumulation_steps=accumulation,
-            max_grad_norm=0.5,
-        ),
-        train_dataset=rows,
-        compute_loss_func=penalized_loss(model, penalty),
-        callbacks=[gradients],
-    )
+    trainer = trainer_of(
+        tmp_path, model, penalty, rows=rows, callbacks=[gradients], max_steps=1, max_grad_norm=0.5,
+        per_device_train_batch_size=12 // accumulation, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
     trainer.train()
 
     ids = torch.tensor([row["input_ids"] for row in rows])
@@ -164,17 +161,9 @@ def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=100.0, form="paper")
     rows = examples(8)
-    trainer = Trainer(
-        model=model,
-        args=arguments(tmp_path),
-        eval_dataset=rows,
-        compute_loss_func=penalized_loss(model, penalty),
-    )
-    loss = trainer.evaluate()["eval_loss"]
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    expected = model.eval()(
-        input_ids=ids, labels=torch.tensor([row["labels"] for row in rows])
-    ).loss.item()
+    loss = trainer_of(tmp_path, model, penalty, rows=rows).evaluate()["eval_loss"]
+    ids, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
+    expected = model.eval()(input_ids=ids, labels=labels).loss.item()
     assert loss == pytest.approx(expected, rel=1e-5)
     assert penalty.step == 0
 
@@ -186,13 +175,7 @@ def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.seen.append(dict(kwargs["logs"]))
 
-    model = bert()
-    trainer = Trainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=2),
-        train_dataset=examples(),
-        callbacks=[Tracker()],
-    )
+    trainer = trainer_of(tmp_path, bert(), callbacks=[Tracker()], max_steps=2)
     ConditionCallback().attach(trainer)
     trainer.train()
     assert {name for name in Tracker.seen[0] if "cond/" in name} == {
@@ -212,24 +195,15 @@ def test_with_roles_each_has_its_worst_and_its_mean() -> None:
     found = ConditionMetrics(penalty, spectra=True, details="roles")(model, step=1)
     measured = wp.measure(model).rows
     for role in {row["role"] for row in measured}:
-        for number, worst in (
-            ("sigma_max", max),
-            ("condition_number", max),
-            ("sigma_min", min),
-            ("stable_rank", min),
-        ):
+        worsts = {"sigma_max": max, "condition_number": max, "sigma_min": min, "stable_rank": min}
+        for number, worst in worsts.items():
             values = [row[number] for row in measured if row["role"] == role]
-            assert found[f"cond/{role}/{number}/{worst.__name__}"] == pytest.approx(
-                worst(values), rel=1e-5
-            )
-            assert found[f"cond/{role}/{number}/mean"] == pytest.approx(
-                sum(values) / len(values), rel=1e-5
-            )
-    assert {name for name in found if "penalty" in name} == {
-        "penalty/key",
-        "penalty/affinity",
-        "penalty/total",
-    }
+            of_role = f"cond/{role}/{number}"
+            assert found[f"{of_role}/{worst.__name__}"] == pytest.approx(worst(values), rel=1e-5)
+            mean = sum(values) / len(values)
+            assert found[f"{of_role}/mean"] == pytest.approx(mean, rel=1e-5)
+    parts = {f"penalty/{part}" for part in ("key", "affinity", "total")}
+    assert {name for name in found if "penalty" in name} == parts
     assert found["penalty/key"] + found["penalty/affinity"] == pytest.approx(total, rel=1e-5)
     assert found["penalty/total"] == pytest.approx(total, rel=1e-5)
     assert not any("encoder" in name for name in found)
@@ -248,10 +222,7 @@ def test_a_first_penalty_above_ten_times_the_loss_is_said_once(
     model = bert()
     for strength, said in ((1e-3, 0), (1e3, 1)):
         penalty = wp.OrthogonalityPenalty(model, key=strength, form="paper")
-        loss = penalized_loss(model, penalty)
-        Trainer(
-            model, arguments(tmp_path), train_dataset=examples(), compute_loss_func=loss
-        ).train()
+        trainer_of(tmp_path, model, penalty).train()
         lines = [row.message for row in caplog.records if "times the task loss" in row.message]
         assert len(lines) == said
         penalty.remove()
@@ -260,19 +231,10 @@ def test_a_first_penalty_above_ten_times_the_loss_is_said_once(
 def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2, form="paper")
-    trainer = Trainer(
-        model=model,
-        args=arguments(
-            tmp_path,
-            save_strategy="steps",
-            save_steps=2,
-            max_steps=3,
-            gradient_accumulation_steps=2,
-        ),
-        train_dataset=examples(64),
-        compute_loss_func=penalized_loss(model, penalty),
-        callbacks=[ConditionCallback(penalty)],
-    )
+    trainer = trainer_of(
+        tmp_path, model, penalty, rows=examples(64), callbacks=[ConditionCallback(penalty)],
+        save_strategy="steps", save_steps=2, max_steps=3, gradient_accumulation_steps=2,
+    )  # fmt: skip
     trainer.train()
     assert penalty.step == 6
     penalty.step = 999
@@ -285,17 +247,8 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
     ids = torch.randint(0, 40, (3, 6), generator=draw)
     labels = ids.clone()
     labels[0, 2:4] = -100
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=40,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            n_positions=8,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    )
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
     masked = BertForMaskedLM(BertConfig(**SMALL))
     vit = ViTForImageClassification(
         ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
@@ -320,23 +273,19 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
 
 
 def test_a_model_whose_loss_is_not_known_is_refused() -> None:
-    model = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=40,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            decoder_start_token_id=0,
-        )
-    )
+    sizes = {
+        "vocab_size": 40,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
     penalty = wp.OrthogonalityPenalty(model, key=0.1, form="paper")
     with pytest.raises(ConfigError, match="task_loss="):
         penalized_loss(model, penalty)
-    compute = penalized_loss(
-        model, penalty, task_loss=lambda outputs, labels: outputs.logits.mean()
-    )
+    compute = penalized_loss(model, penalty, task_loss=lambda out, labels: out.logits.mean())
     with pytest.raises(ConfigError, match="holds no 'labels'"):
         compute(None, None)
 

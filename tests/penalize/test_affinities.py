@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from tests.support.penalized import Mixer, after_forward
 from tests.support.zoo import ZOO, D, F, V
 from torch import Tensor, nn
 
@@ -70,17 +71,15 @@ def test_equals_the_attentions_of_the_familys_own_code(
     model: Any = FAMILIES[family]().double().eval()
     with torch.no_grad():  # far from uniform attention
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and any(
-                word in name for word in ("q", "k", "attn", "Attention")
-            ):
+            reads = any(word in name for word in ("q", "k", "attn", "Attention"))
+            if parameter.ndim == 2 and reads:
                 parameter.normal_()
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")
     model.set_attn_implementation(implementation)
     given, lengths = inputs(model)
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    output = model(**given)
-    value = penalty()
+    value = after_forward(model, penalty, given)
     # Some families ask for a softmax in float32 whatever the model's dtype.
     softmax = nn.functional.softmax
     monkeypatch.setattr(
@@ -95,17 +94,6 @@ def test_equals_the_attentions_of_the_familys_own_code(
     # T5 turns its logits to float32, and eager code its softmax.
     exact = implementation == "sdpa" and family != "t5"
     assert value.item() == pytest.approx(expected, rel=1e-10 if exact else 1e-5)
-    del output
-
-
-def distance(affinities: Tensor, lengths: tuple[int, ...]) -> float:
-    """Mean over the batch of the sum over heads of |A^T A - I|_F^2 on real tokens."""
-    total = 0.0
-    for heads, length in zip(affinities, lengths, strict=True):
-        for affinity in heads:
-            real = affinity[:length, :length]
-            total += (real.T @ real - torch.eye(length)).square().sum().item()
-    return total / len(lengths)
 
 
 def test_learned_position_bias_of_t5_receives_gradient_from_the_penalty() -> None:
@@ -123,36 +111,20 @@ def test_left_padding_of_a_decoder() -> None:
     model = ZOO["llama"].build().double().eval()
     tokens = torch.randint(3, 30, (1, 5))
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    output = model(input_ids=tokens)
-    alone = penalty()
+    alone = after_forward(model, penalty, {"input_ids": tokens})
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens], dim=1)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(input_ids=padded, attention_mask=mask, position_ids=positions)
-    assert penalty().item() == pytest.approx(alone.item(), rel=1e-10)
-    assert output is not None
+    inputs = {"input_ids": padded, "attention_mask": mask, "position_ids": positions}
+    found = after_forward(model, penalty, inputs)
+    assert found.item() == pytest.approx(alone.item(), rel=1e-10)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_handwritten_softmax_is_seen(fused: bool) -> None:
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_heads = 2
-            self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-            if fused:
-                mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-            else:
-                mixed = nn.functional.dropout((q @ k.mT / 2).softmax(dim=-1), 0.5) @ v
-            return self.proj(mixed.transpose(1, 2).flatten(2))
-
-    module, x = Mixer().double(), torch.randn(2, 5, 8).double()
-    penalty = OrthogonalityPenalty(module, affinity=1.0)
-    output = module(x)
+    module, x = Mixer(fused=fused, dropout=0.5).double(), torch.randn(2, 5, 8).double()
+    value = after_forward(module, OrthogonalityPenalty(module, affinity=1.0), {"x": x})
     q, k, _ = module.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-    expected = distance((q @ k.mT / 2).softmax(-1).detach(), (5, 5))  # before dropout
-    assert penalty().item() == pytest.approx(expected, rel=1e-10)
-    assert output.requires_grad
+    affinity = (q @ k.mT / 2).softmax(-1).detach()  # before dropout
+    expected = (affinity.mT @ affinity - torch.eye(5)).square().sum().item() / len(x)
+    assert value.item() == pytest.approx(expected, rel=1e-10)

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.support.penalized import batch, bert, step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import BertConfig, BertModel
 
 from wellposed.functional import gram_penalty, qr_penalty
 from wellposed.penalize import OrthogonalityPenalty
@@ -21,27 +21,9 @@ from wellposed.penalize import OrthogonalityPenalty
 STRENGTHS = {"affinity": 0.3, "attention": 0.7, "feedforward": 1.1, "embedding": 0.2}
 
 
-def model() -> BertModel:
+def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertModel(config).double().train()
-
-
-def batch() -> dict[str, Tensor]:
-    torch.manual_seed(4)
-    mask = torch.ones(4, 7, dtype=torch.long)
-    mask[1, 5:] = 0
-    mask[2, 3:] = 0
-    return {"input_ids": torch.randint(1, 31, (4, 7)), "attention_mask": mask}
-
-
-def step(module: nn.Module, penalty: OrthogonalityPenalty, inputs: dict[str, Tensor]) -> Tensor:
-    loss = module(**inputs)[0].square().mean() + penalty()
-    loss.backward()
-    return loss.detach()
+    return bert().double(), batch(4)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -50,24 +32,25 @@ def full(tensor: Tensor) -> Tensor:
 
 def take_step(kind: str, rank: int) -> dict[str, object]:
     """One step on this rank's half of the batch; the mean loss and the whole gradients."""
-    bert, inputs = model(), batch()
-    wrapped: nn.Module = bert
+    model, inputs = model_and_batch()
+    wrapped: nn.Module = model
     if kind == "fsdp2":
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        for layer in bert.encoder.layer:
+        for layer in model.encoder.layer:
             fully_shard(layer, mesh=mesh)
-        fully_shard(bert, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     else:
-        wrapped = nn.parallel.DistributedDataParallel(bert, find_unused_parameters=True)
-    penalty = OrthogonalityPenalty(bert, **STRENGTHS, form="paper")
-    loss = step(
-        wrapped, penalty, {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()}
-    )
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    penalty = OrthogonalityPenalty(model, **STRENGTHS, form="paper")
+    half = {name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()}
+    loss, gradients = step(wrapped, penalty, half)
     dist.all_reduce(loss)
-    return {
-        "loss": loss / 2,
-        "gradients": {n: full(p.grad) for n, p in bert.named_parameters() if p.grad is not None},
-    }
+    named = {name.removeprefix("module."): full(slope) for name, slope in gradients.items()}
+    return {"loss": loss / 2, "gradients": named}
+
+
+def gathers_in(calls: CommDebugMode) -> int:
+    return sum(count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind))
 
 
 def penalise_shards() -> dict[str, object]:
@@ -82,14 +65,11 @@ def penalise_shards() -> dict[str, object]:
             with CommDebugMode() as calls:
                 value = gram_penalty([weight, 2 * weight], squared=False)
                 value.backward()
-            gathers += sum(
-                count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind)
-            )
+            gathers += gathers_in(calls)
             found.append((whole, value.detach(), full(weight.grad)))
     with CommDebugMode() as calls:
         qr_penalty(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
-    known = sum(count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind))
-    return {"found": found, "gathers": gathers, "gathers of qr": known}
+    return {"found": found, "gathers": gathers, "gathers of qr": gathers_in(calls)}
 
 
 def worker(rank: int, store: str, out: str) -> None:
@@ -98,11 +78,8 @@ def worker(rank: int, store: str, out: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=wait
     )
-    results = {
-        "ddp": take_step("ddp", rank),
-        "fsdp2": take_step("fsdp2", rank),
-        "shards": penalise_shards(),
-    }
+    results = {kind: take_step(kind, rank) for kind in ("ddp", "fsdp2")}
+    results["shards"] = penalise_shards()
     if rank == 0:
         torch.save(results, out)
     dist.barrier()
@@ -120,11 +97,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(kind: str, results: dict[str, dict[str, Any]]) -> None:
     found = results[kind]
-    bert, inputs = model(), batch()
-    penalty = OrthogonalityPenalty(bert, **STRENGTHS, form="paper")
-    loss = step(bert, penalty, inputs)
+    model, inputs = model_and_batch()
+    loss, expected = step(model, OrthogonalityPenalty(model, **STRENGTHS, form="paper"), inputs)
     torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
-    expected = {name: p.grad for name, p in bert.named_parameters() if p.grad is not None}
     torch.testing.assert_close(found["gradients"], expected, rtol=1e-9, atol=1e-12)
 
 

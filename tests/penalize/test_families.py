@@ -30,9 +30,8 @@ FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow
 def everything_on(model: nn.Module) -> dict[str, object]:
     """Every attribute and hook of every module by path; modules and tensors by identity, hook
     tables by content."""
-    found: dict[str, object] = {
-        "": (list(model.state_dict()), [name for name, _ in model.named_parameters()])
-    }
+    names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    found: dict[str, object] = {"": names}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_hook_table = isinstance(value, dict) and "hooks" in name
@@ -82,10 +81,8 @@ def test_attach_train_save_load_and_detach(
         parameter.grad = None
     assert everything_on(model) == before
     outputs = []
-    for one in (
-        model.eval(),
-        fresh,
-    ):  # after removal: torch's own layers take another kernel while they have hooks
+    # After removal: torch's own layers take another kernel while they have hooks.
+    for one in (model.eval(), fresh):
         torch.manual_seed(2)
         with torch.no_grad():
             outputs.append(entry.run(one))

@@ -14,12 +14,8 @@ from torch.nn.utils import parametrizations
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
 
-WEIGHTS: dict[str, Any] = {
-    "attention": 0.5,
-    "feedforward": 0.25,
-    "key": 2.0,
-    "form": "gram_squared",
-}
+WEIGHTS: dict[str, Any] = {"attention": 0.5, "feedforward": 0.25, "key": 2.0}
+WEIGHTS["form"] = "gram_squared"
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -42,9 +38,8 @@ def compare(model: nn.Module, rtol: float = 1e-12, **options: Any) -> None:
             loss.backward()
             value = loss.item()
         found.append((value, penalty.terms(), penalty.step, gradients(model)))
-    assert found[1][0] == pytest.approx(
-        found[0][0], rel=max(rtol, 1e-6)
-    )  # the call sums in the dtype of the weights
+    # The call sums in the dtype of the weights.
+    assert found[1][0] == pytest.approx(found[0][0], rel=max(rtol, 1e-6))
     assert found[1][1] == pytest.approx(found[0][1], rel=max(rtol, 1e-12))
     assert found[1][2] == found[0][2] == 1
     torch.testing.assert_close(found[1][3], found[0][3], rtol=rtol, atol=rtol)
@@ -74,9 +69,8 @@ def test_low_precision_and_frozen_weights() -> None:
     compare(ZOO["bert"].build(), 2**-6, gram_dtype=torch.bfloat16, **WEIGHTS)
     model = ZOO["bert"].build().double()
     model.encoder.layer[0].attention.self.key.weight.requires_grad_(False)
-    with pytest.warns(
-        UserWarning, match=r"(?s)frozen.*layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
-    ):
+    said = r"(?s)frozen.*layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
+    with pytest.warns(UserWarning, match=said):
         compare(model, **WEIGHTS)
     assert model.encoder.layer[0].attention.self.key.weight.grad is None
 
@@ -105,10 +99,9 @@ def test_what_needs_a_graph_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"affinities need.*backward"):
         affine.accumulate_()
     affine.remove()
+    forms = {"key": "qr", "value": "gram"}
     with pytest.raises(ConfigError, match=r"(?s)key: form 'qr'"):
-        OrthogonalityPenalty(
-            module, key=1.0, value=1.0, form={"key": "qr", "value": "gram"}
-        ).accumulate_()
+        OrthogonalityPenalty(module, key=1.0, value=1.0, form=forms).accumulate_()
     removed = OrthogonalityPenalty(module, key=1.0, form="paper")
     removed.remove()
     with pytest.raises(ConfigError, match="removed"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.penalized import batch, bert
+from tests.support.penalized import after_forward, batch, bert
 from tests.support.zoo import ZOO
 from torch import nn
 from transformers import PreTrainedModel
@@ -63,15 +63,13 @@ def test_calls_in_the_wrong_order_are_explained() -> None:
         penalty()
     with pytest.raises(ConfigError, match=r"call penalty\(\) first"):
         penalty.terms()
-    output = model(**inputs)
-    penalty()
+    after_forward(model, penalty, inputs)
     with pytest.raises(ConfigError, match="one forward pass"):
         penalty()
     penalty.remove()
     penalty.remove()
     with pytest.raises(ConfigError, match="removed"):
         penalty()
-    assert output is not None
 
 
 def test_value_without_gradient_under_no_grad() -> None:
@@ -91,9 +89,7 @@ def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
         model(**inputs)
     assert torch._C._len_torch_function_stack() == 0
     handle.remove()
-    output = model(**inputs)
-    assert penalty().item() > 0
-    assert output is not None
+    assert after_forward(model, penalty, inputs).item() > 0
 
 
 def test_copies_and_pickles_do_not_report_to_the_original() -> None:
@@ -111,17 +107,12 @@ def test_copies_and_pickles_do_not_report_to_the_original() -> None:
 def test_generation_with_a_cache_is_not_in_the_way() -> None:
     from wellposed.models import build_model
 
-    model = build_model(
-        "wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2
-    ).eval()
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2}
+    model = build_model("wellposed", "causal_lm", **sizes).eval()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    plain = model.generate(
-        torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False, pad_token_id=0
-    )
-    assert plain.shape[1] <= 6
-    output = model(input_ids=torch.tensor([[3, 4, 5]]))
-    assert penalty().item() > 0
-    assert output is not None
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(torch.tensor([[3, 4]]), **options).shape[1] <= 6
+    assert after_forward(model, penalty, {"input_ids": torch.tensor([[3, 4, 5]])}).item() > 0
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -134,6 +125,5 @@ def test_evaluation_of_a_torch_encoder_on_its_fast_path_still_works() -> None:
         assert torch.equal(model(x, src_key_padding_mask=padded), plain)
         with pytest.raises(ConfigError, match="enable_nested_tensor=False"):
             penalty()
-    output = model.train()(x, src_key_padding_mask=padded)
-    assert penalty().item() > 0
-    assert output is not None
+    inputs = {"src": x, "src_key_padding_mask": padded}
+    assert after_forward(model.train(), penalty, inputs).item() > 0

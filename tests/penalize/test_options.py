@@ -3,9 +3,13 @@ it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from tests.support.penalized import Hidden, batch, bert
+from tests.support.penalized import Hidden, after_forward, batch, bert
+from tests.support.refusal import each_refused
 from tests.support.zoo import ZOO
 from torch import nn
 
@@ -22,20 +26,17 @@ def test_sampled_layers_are_unbiased() -> None:
     whole."""
     model, inputs = bert().double(), batch()
     whole = OrthogonalityPenalty(model, affinity=1.0)
-    output = model(**inputs)
-    full = whole()
+    full = after_forward(model, whole, inputs)
     terms = whole.terms()
     whole.remove()
     penalty = OrthogonalityPenalty(model, affinity=1.0, layers_per_step=1)
     drawn: dict[str, float] = {}
     counts: dict[str, int] = {}
     for _ in range(60):
-        output = model(**inputs)
-        penalty()
+        after_forward(model, penalty, inputs)
         ((name, value),) = penalty.terms().items()
         drawn[name] = value
         counts[name] = counts.get(name, 0) + 1
-    assert output is not None
     assert set(drawn) == set(terms)
     assert min(counts.values()) >= 8  # 20 expected, standard deviation 3.7
     assert sum(drawn.values()) / 3 == pytest.approx(full.item(), rel=1e-12)
@@ -46,16 +47,11 @@ def test_every_k_is_scaled_by_k_and_follows_a_resumed_step() -> None:
     model, inputs = bert(), batch()
     always = OrthogonalityPenalty(model, attention=1.0)().item()
     penalty = OrthogonalityPenalty(model, affinity=1e-6, attention=1.0, every=4)
-    values = []
-    for _ in range(8):
-        output = model(**inputs)
-        values.append(penalty().item())
-    assert output is not None
+    values = [after_forward(model, penalty, inputs).item() for _ in range(8)]
     assert values[1:4] == [0, 0, 0]
     assert values[4] == pytest.approx(4 * always, rel=1e-4)
     penalty.step = 4
-    output = model(**inputs)
-    assert penalty().item() > 0
+    assert after_forward(model, penalty, inputs).item() > 0
 
 
 def test_schedules_see_the_step() -> None:
@@ -133,9 +129,8 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
     model = bert()
     inner = model.encoder.layer[0].attention.self
     inner.key = inner.query
-    with pytest.warns(
-        UserWarning, match=r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
-    ):
+    said = r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
+    with pytest.warns(UserWarning, match=said):
         penalty = OrthogonalityPenalty(model, query=1.0, key=1.0, form="paper")
     penalty()
     assert "query.encoder.0" in penalty.terms()
@@ -144,11 +139,8 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
     with pytest.warns(UserWarning, match="counted once"):
         joint = OrthogonalityPenalty(model, attention=1.0)
     joint()
-    parts = [
-        inner.query.weight,
-        inner.value.weight,
-        model.encoder.layer[0].attention.output.dense.weight,
-    ]
+    output = model.encoder.layer[0].attention.output.dense
+    parts = [layer.weight for layer in (inner.query, inner.value, output)]
     stacked = torch.cat(parts).detach().double()
     expected = (stacked.T @ stacked - torch.eye(16)).square().sum().item()
     assert joint.terms()["attention.encoder.0"] == pytest.approx(expected, rel=1e-5)
@@ -160,54 +152,42 @@ def test_cross_attention_only_on_request() -> None:
     across = OrthogonalityPenalty(model, key=1.0, cross_attention=True, form="paper")
     inside()
     across()
-    assert set(across.terms()) - set(inside.terms()) == {
-        "key.decoder.0.cross",
-        "key.decoder.1.cross",
-    }
+    only = {f"key.decoder.{layer}.cross" for layer in (0, 1)}
+    assert set(across.terms()) - set(inside.terms()) == only
 
 
 def test_bad_input_is_refused_before_training() -> None:
     model = bert()
-    with pytest.raises(ConfigError, match=r"(?s)attention = -1.*key = nan"):
-        OrthogonalityPenalty(model, attention=-1.0, key=float("nan"), form="paper")
-    with pytest.raises(ConfigError, match="no strength"):
-        OrthogonalityPenalty(model)
-    with pytest.raises(ConfigError, match="gram_squared"):
-        OrthogonalityPenalty(model, key=1.0, form="gram_square")
-    with pytest.raises(ConfigError, match="feedforward"):
-        OrthogonalityPenalty(model, key=1.0, form={"feed_forward": "gram"})
-    with pytest.raises(
-        ConfigError, match=r"keyword of OrthogonalityPenalty 'qury'; nearest: query"
-    ):
-        OrthogonalityPenalty(model, qury=1.0)
-    with pytest.raises(
-        ConfigError, match=r"received str; load it first.*from_pretrained\('bert'\)"
-    ):
-        OrthogonalityPenalty("bert", key=1.0)
+
+    def attach(to: Any = model, **options: Any) -> Callable[[], object]:
+        return lambda: OrthogonalityPenalty(to, **options)
+
+    words = {
+        r"(?s)attention = -1.*key = nan": attach(attention=-1.0, key=float("nan"), form="paper"),
+        "no strength": attach(),
+        "gram_squared": attach(key=1.0, form="gram_square"),
+        "feedforward": attach(key=1.0, form={"feed_forward": "gram"}),
+        r"keyword of OrthogonalityPenalty 'qury'; nearest: query": attach(qury=1.0),
+        r"received str; load it first.*from_pretrained\('bert'\)": attach("bert", key=1.0),
+        "layers_per_step": attach(affinity=1.0, layers_per_step=4),
+        r"(?s)query\.weight.*float16": attach(bert().half(), query=1.0, form="paper"),
+    }
+    bad = {"attention_mode": "both", "estimator": "all", "qr_method": "x", "every": 0}
+    for option, value in {**bad, "num_probes": 0}.items():
+        words[option] = attach(key=1.0, form="paper", **{option: value})
+    each_refused(ConfigError, words)
     for strength in ("1e-2", None, [1.0]):
         with pytest.raises(ConfigError, match="strengths of OrthogonalityPenalty"):
             OrthogonalityPenalty(model, key=strength)
-    for option in (
-        {"attention_mode": "both"},
-        {"estimator": "all"},
-        {"qr_method": "x"},
-        {"every": 0},
-        {"num_probes": 0},
-    ):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            OrthogonalityPenalty(model, key=1.0, **option, form="paper")
-    with pytest.raises(ConfigError, match="layers_per_step"):
-        OrthogonalityPenalty(model, affinity=1.0, layers_per_step=4)
-    with pytest.raises(ConfigError, match=r"(?s)query\.weight.*float16"):
-        OrthogonalityPenalty(bert().half(), query=1.0, form="paper")
-    with pytest.raises(RoleNotFoundError):
-        OrthogonalityPenalty(nn.Linear(3, 3), key=1.0, form="paper")
-    with pytest.raises(RoleNotFoundError, match="embedding"):
-        OrthogonalityPenalty(nn.TransformerEncoderLayer(8, 2, 12), embedding=1.0, form="paper")
-    with pytest.raises(RoleNotFoundError, match="affinity"):
-        OrthogonalityPenalty(
-            nn.Sequential(nn.Linear(4, 4)), affinity=1.0, patterns={"feedforward_in": "0.weight"}
-        )
+    linear, layer = nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2, 12)
+    nothing = {"query": "*.nothing_like_it.weight"}
+    roles = {
+        "attention": attach(linear, key=1.0, form="paper"),
+        "embedding": attach(layer, embedding=1.0, form="paper"),
+        "affinity": attach(linear, affinity=1.0, patterns={"feedforward_in": "0.weight"}),
+        "nothing_like_it": attach(query=1.0, patterns=nothing, form="paper"),
+    }
+    each_refused(RoleNotFoundError, roles)
 
 
 def test_quantised_weights_are_refused_by_name() -> None:
@@ -216,13 +196,6 @@ def test_quantised_weights_are_refused_by_name() -> None:
     query.weight = nn.Parameter(query.weight.detach().mul(100).to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.query .*quantised"):
         OrthogonalityPenalty(model, query=1.0, form="paper")
-
-
-def test_patterns_that_match_nothing_are_refused() -> None:
-    with pytest.raises(RoleNotFoundError, match="nothing_like_it"):
-        OrthogonalityPenalty(
-            bert(), query=1.0, patterns={"query": "*.nothing_like_it.weight"}, form="paper"
-        )
 
 
 def test_joint_needs_one_input_width() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.penalized import after_forward
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
@@ -17,6 +18,7 @@ from wellposed.presets import mcgrath2024, zhang2021
 WIDTH, HEADS, HIDDEN = 16, 4, 24
 LENGTHS = (9, 6, 1)
 STRENGTHS = {"affinity": 0.3, "attention": 0.7, "feedforward": 1.1}
+ATTENTION = ("query", "key", "value", "output")
 
 
 def gram_distance(matrix: Tensor) -> Tensor:
@@ -56,26 +58,18 @@ class Reference:
                 part = slice(head * size, (head + 1) * size)
                 scores = query[sequence, :length, part] @ key[sequence, :length, part].T / size**0.5
                 if causal:
-                    scores = scores.masked_fill(
-                        torch.ones(length, length).triu(1).bool(), -torch.inf
-                    )
+                    later = torch.ones(length, length).triu(1).bool()
+                    scores = scores.masked_fill(later, -torch.inf)
                 yield scores.softmax(-1)
 
     def total(self, causal: bool) -> float:
         total = 0.0
         for layer in range(self.layers):
             affinity = sum(gram_distance(a) for a in self.affinities(layer, causal)) / len(LENGTHS)
-            stacked = torch.cat(
-                [self.weight(role, layer) for role in ("query", "key", "value", "output")]
-            )
-            feedforward = gram_distance(self.weight("up", layer)) + gram_distance(
-                self.weight("down", layer)
-            )
-            total += float(
-                STRENGTHS["affinity"] * affinity
-                + STRENGTHS["attention"] * gram_distance(stacked)
-                + STRENGTHS["feedforward"] * feedforward
-            )
+            stacked = torch.cat([self.weight(role, layer) for role in ATTENTION])
+            feedforward = sum(gram_distance(self.weight(role, layer)) for role in ("up", "down"))
+            parts = affinity, gram_distance(stacked), feedforward
+            total += sum(s * float(part) for s, part in zip(STRENGTHS.values(), parts, strict=True))
         return total
 
 
@@ -115,10 +109,10 @@ MODELS = {
 }
 
 
-def run(model: PreTrainedModel) -> object:
+def inputs() -> dict[str, Tensor]:
     tokens = torch.randint(1, 30, (len(LENGTHS), max(LENGTHS)))
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
-    return model(input_ids=tokens, attention_mask=mask)
+    return {"input_ids": tokens, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,9 +123,7 @@ def test_equals_the_papers_formulas_with_padding(
     model, reference, causal = MODELS[name]()
     model = model.to(dtype).train()
     penalty = OrthogonalityPenalty(model, **STRENGTHS)
-    output = run(model)
-    assert output is not None
-    value = penalty()
+    value = after_forward(model, penalty, inputs())
     assert value.item() == pytest.approx(reference.total(causal), rel=tolerance)
     assert sum(penalty.terms().values()) == pytest.approx(value.item(), rel=1e-6)
 
@@ -141,12 +133,9 @@ def test_gradient_equals_autograd_through_the_formulas(name: str) -> None:
     """Directional derivative by central differences of the reference: an independent route."""
     model, reference, causal = MODELS[name]()
     model = model.double().eval()
-    tokens = torch.randint(1, 30, (len(LENGTHS), max(LENGTHS)))
-    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
+    given = inputs()
     penalty = OrthogonalityPenalty(model, **STRENGTHS)
-    output = model(input_ids=tokens, attention_mask=mask)
-    penalty().backward()
-    del output
+    after_forward(model, penalty, given).backward()
     penalty.remove()
     parameters = [p for p in model.parameters() if p.grad is not None]
     directions = [torch.randn_like(p) for p in parameters]
@@ -156,7 +145,7 @@ def test_gradient_equals_autograd_through_the_formulas(name: str) -> None:
         with torch.no_grad():
             for p, d in zip(parameters, directions, strict=True):
                 p.add_(d, alpha=shift)
-            model(input_ids=tokens, attention_mask=mask)
+            model(**given)
         values.append(reference.total(causal))
     assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
 
@@ -165,9 +154,7 @@ def test_presets_are_the_papers_terms() -> None:
     model, reference, _ = bert()
     model = model.double()
     penalty = OrthogonalityPenalty(model, **zhang2021("III", 0.5, as_printed=True))
-    output = run(model)
-    assert output is not None
-    penalty()
+    after_forward(model, penalty, inputs())
     terms = penalty.terms()
     printed = gram_distance(reference.weight("down", 1)).sqrt() * 0.5
     assert terms["feedforward.encoder.1.down"] == pytest.approx(printed.item(), rel=1e-12)
@@ -191,8 +178,6 @@ def test_embedding_penalises_rows_of_the_table() -> None:
 def test_separate_asks_it_of_each_matrix() -> None:
     model, reference, _ = bert()
     penalty = OrthogonalityPenalty(model.double(), attention=1.0, attention_mode="separate")
-    roles = ("query", "key", "value", "output")
-    expected = sum(
-        gram_distance(reference.weight(role, layer)) for layer in range(2) for role in roles
-    )
+    weights = (reference.weight(role, layer) for layer in range(2) for role in ATTENTION)
+    expected = sum(gram_distance(weight) for weight in weights)
     assert penalty().item() == pytest.approx(float(expected), rel=1e-12)

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tests.support.penalized import ALL, Hidden, batch, bert, step
+from tests.support.penalized import ALL, Hidden, Mixer, after_forward, batch, bert, step
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
@@ -43,22 +42,17 @@ def test_multihead_attention_with_masks(needs_weights: bool, causal: bool) -> No
     x, lengths = torch.randn(3, 6, 8).double(), (6, 4, 1)
     padded = torch.arange(6) >= torch.tensor(lengths)[:, None]
     later = torch.ones(6, 6).triu(1).bool() if causal else None
-    output, weights = module(
-        x, x, x, key_padding_mask=padded, attn_mask=later, need_weights=needs_weights
-    )
+    options = {"attn_mask": later, "need_weights": needs_weights}
+    output, weights = module(x, x, x, key_padding_mask=padded, **options)
     assert (weights is not None) == needs_weights
     expected = 0.0
-    bias = module.in_proj_bias
-    query, key = (
-        x @ w.T + b
-        for w, b in zip(module.in_proj_weight.chunk(3)[:2], bias.chunk(3)[:2], strict=True)
-    )
+    query, key, _ = (x @ module.in_proj_weight.T + module.in_proj_bias).chunk(3, -1)
     for b, length in enumerate(lengths):
         for head in (slice(0, 4), slice(4, 8)):
             scores = query[b, :length, head] @ key[b, :length, head].T / 2
-            affinity = (
-                scores if later is None else scores.masked_fill(later[:length, :length], -torch.inf)
-            ).softmax(-1)
+            if later is not None:
+                scores = scores.masked_fill(later[:length, :length], -torch.inf)
+            affinity = scores.softmax(-1)
             expected += (affinity.T @ affinity - torch.eye(length)).square().sum().item() / 3
     value = penalty()
     assert value.item() == pytest.approx(expected, rel=1e-12)
@@ -81,9 +75,8 @@ def test_checkpointing_around_multihead_attention() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.TransformerEncoderLayer(
-                8, 2, 12, dropout=0.0, batch_first=True
-            ).double()
+            options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+            self.layer = nn.TransformerEncoderLayer(8, 2, 12, **options)
             self.checkpoint = False
 
         def forward(self, x: Tensor) -> tuple[Tensor]:
@@ -102,24 +95,18 @@ def test_reentrant_checkpointing_is_refused() -> None:
     model, inputs = bert(), batch()
     model.activation_checkpointing_enable({"use_reentrant": True})
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    output = model(**inputs)
     with pytest.raises(ConfigError, match=r"(?s)encoder\.layer\.0\.attention.*use_reentrant=False"):
-        penalty()
-    assert output is not None
+        after_forward(model, penalty, inputs)
 
 
 @pytest.mark.parametrize("estimator", ["exact", "probes"])
 def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
     model, inputs = bert(initializer_range=0.2), batch()
-    options = (
-        {"estimator": estimator, "generator": torch.Generator()} if estimator == "probes" else {}
-    )
-    penalty = OrthogonalityPenalty(model, **ALL, **options)
-    if options:
-        options["generator"].manual_seed(5)
+    draw = torch.Generator()
+    penalty = OrthogonalityPenalty(model, **ALL, estimator=estimator, generator=draw)
+    draw.manual_seed(5)
     full = step(model, penalty, inputs)
-    if options:
-        options["generator"].manual_seed(5)
+    draw.manual_seed(5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = model(**inputs)
         value = penalty()
@@ -138,21 +125,16 @@ def test_our_other_attentions_are_watched(attention: str) -> None:
     from wellposed.models import build_model
 
     sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = (
-        build_model("wellposed", "sequence_classification", attention=attention, **sizes)
-        .double()
-        .eval()
-    )
+    model = build_model("wellposed", "sequence_classification", attention=attention, **sizes)
+    model = model.double().eval()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     part = model.get_submodule(penalty.roles.attention[0].path)
     projected: list[Tensor] = []
     for name in ("q_proj", "k_proj"):
         layer = getattr(part, name) or part.q_proj
         layer.register_forward_hook(lambda m, args, out: projected.append(out.detach()))
-    output = model(input_ids=torch.tensor([[3, 4, 5, 6]]))
-    value = penalty()
+    value = after_forward(model, penalty, {"input_ids": torch.tensor([[3, 4, 5, 6]])})
     assert value.item() > 0
-    assert output is not None
     if attention == "cosine":
         return
     query, key = (item.unflatten(-1, (2, -1)).transpose(1, 2) for item in projected[:2])
@@ -164,10 +146,8 @@ def test_our_other_attentions_are_watched(attention: str) -> None:
 def test_attention_that_cannot_be_seen_is_named() -> None:
     model = nn.Sequential(Hidden())
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    output = model(torch.randn(1, 3, 8))
     with pytest.raises(ConfigError, match=r"(?s)cannot be seen.*\n  0\n.*affinity=0"):
-        penalty()
-    assert output is not None
+        after_forward(model, penalty, {"input": torch.randn(1, 3, 8)})
 
 
 def test_flash_only_kernels_are_refused_at_attach_time() -> None:
@@ -178,26 +158,9 @@ def test_flash_only_kernels_are_refused_at_attach_time() -> None:
     assert "set_attn_implementation('sdpa')" in str(caught.value)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 2
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            projection(x).unflatten(-1, (2, 4)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.o_proj(
-            F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        )
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch.compile
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # likewise
+# torch.compile raises both warnings inside.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 @pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
@@ -205,7 +168,7 @@ class Attention(nn.Module):
 )
 def test_inductor_equals_eager() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Attention()), torch.randn(2, 6, 8)
+    model, x = nn.Sequential(Mixer()), torch.randn(2, 6, 8)
     penalty = OrthogonalityPenalty(model, affinity=0.3, attention=0.7)
     compiled = torch.compile(model, backend="inductor")
     found: list[tuple[Tensor, dict[str, Tensor | None]]] = []
@@ -213,9 +176,8 @@ def test_inductor_equals_eager() -> None:
         model.zero_grad()
         loss = run(x).square().mean() + penalty()
         loss.backward()
-        found.append(
-            (loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()})
-        )
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append((loss.detach(), gradients))
     torch.compiler.reset()
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
@@ -21,10 +22,21 @@ def bert(**options: Any) -> BertModel:
     return BertModel(config).train()
 
 
-def batch() -> dict[str, Tensor]:
-    mask = torch.ones(3, 9, dtype=torch.long)
+def batch(rows: int = 3) -> dict[str, Tensor]:
+    mask = torch.ones(rows, 9, dtype=torch.long)
     mask[1, 6:] = 0
-    return {"input_ids": torch.randint(1, 30, (3, 9)), "attention_mask": mask}
+    mask[3:, 3:] = 0
+    return {"input_ids": torch.randint(1, 30, (rows, 9)), "attention_mask": mask}
+
+
+def after_forward(
+    model: nn.Module, penalty: OrthogonalityPenalty, inputs: dict[str, Tensor]
+) -> Tensor:
+    """The penalty, read while the outputs keep what it watched alive."""
+    output = model(**inputs)
+    value = penalty()
+    del output
+    return value
 
 
 def step(
@@ -49,3 +61,20 @@ class Hidden(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = (self.q_proj(x) @ self.k_proj(x).mT).exp()
         return self.o_proj(scores / scores.sum(-1, keepdim=True) @ self.v_proj(x))
+
+
+class Mixer(nn.Module):
+    """An attention of one's own, with torch's kernel or a softmax in the open."""
+
+    def __init__(self, *, fused: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads, self.fused, self.dropout = 2, fused, dropout
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        else:
+            mixed = F.dropout((q @ k.mT / 2).softmax(dim=-1), self.dropout) @ v
+        return self.proj(mixed.transpose(1, 2).flatten(2))
