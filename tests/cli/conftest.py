@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
+import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.words import succeed
+from tests.support.films import write_films
+from tests.support.words import Cli, succeed
 from tests.support.words import words as typed
 
 
@@ -15,26 +16,24 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run of a tiny classifier with a certificate; copy it before
     changing anything."""
     folder = tmp_path_factory.mktemp("small")
-    rng = random.Random(0)
-    rows = [
-        (label, f"a {word} film {rng.choice('xyz')}")
-        for label, word in (("pos", "good"), ("neg", "bad"))
-    ] * 40
-    (folder / "train.tsv").write_text(
-        "label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8"
+    table = write_films(folder / "train.tsv")
+    words = typed("train text_classification --data", [table], "--max-length 6 --steps 6 --quiet")
+    words += typed("--eval-every 3 --checkpoint-every 3 --batch-size 8 --model.norm none")
+    words += typed(
+        "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
     )
-    words = typed(
-        "train text_classification --data", [folder / "train.tsv"], "--max-length 6 --quiet"
-    )
-    words += ["--steps", "6", "--eval-every", "3", "--checkpoint-every", "3", "--batch-size", "8"]
-    words += [
-        "--model.hidden-size",
-        "8",
-        "--model.num-hidden-layers",
-        "1",
-        "--model.num-attention-heads",
-        "2",
-    ]
-    words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
-    succeed(words)
+    succeed(words, "--variant l2_contractive --out", [folder / "run"])
     return folder / "run"
+
+
+@pytest.fixture
+def foreign(small_run: Path, tmp_path: Path) -> Path:
+    """Return a saved model whose files may be edited."""
+    ignore = shutil.ignore_patterns("manifest.json")
+    return Path(shutil.copytree(small_run / "final", tmp_path / "model", ignore=ignore))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Return the command, which one calls with words and a status and reads its output."""
+    return Cli(capsys)

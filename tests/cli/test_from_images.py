@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,34 +14,13 @@ import transformers
 from PIL import Image
 from tests.support.bert import make_checkpoint
 from tests.support.images import class_folders, image_config
-from tests.support.words import succeed
+from tests.support.words import Cli, python, succeed
 from tests.support.words import words as typed
 
-from wellposed.cli import main
 from wellposed.roles import find_roles
 
-FAST = (
-    "--steps",
-    "2",
-    "--batch-size",
-    "8",
-    "--eval-batches",
-    "1",
-    "--limit-train",
-    "40",
-    "--quiet",
-)
-LEARNING = (
-    "--steps",
-    "40",
-    "--batch-size",
-    "16",
-    "--eval-every",
-    "20",
-    "--learning-rate",
-    "1e-2",
-    "--quiet",
-)
+FAST = typed("--steps 2 --batch-size 8 --eval-batches 1 --limit-train 40 --quiet")
+LEARNING = typed("--steps 40 --batch-size 16 --eval-every 20 --learning-rate 1e-2 --quiet")
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +31,13 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, pets: Path) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    words = typed(
-        "train image_classification --data", [pets], "--from", [image_config(folder / "vit")]
-    )
-    succeed([*words, *LEARNING, "--flip", "--out", str(folder / "run")])
+    words = train(image_config(folder / "vit"), folder / "run", "--flip", "--data", pets)
+    succeed(words, LEARNING)
     return folder / "run"
 
 
-def train(source: Path, out: Path, *more: str, task: str = "image_classification") -> int:
-    return main(["train", task, "--from", str(source), "--out", str(out), *more])
+def train(source: Path, out: Path, *more: object) -> list[str]:
+    return typed("train image_classification --from", [source], "--out", [out, *more])
 
 
 def test_final_is_loaded_by_transformers_alone_in_a_fresh_process(
@@ -82,10 +58,7 @@ print(json.dumps(labels))
 """
     Image.fromarray(np.full((20, 20), 200, np.uint8)).save(tmp_path / "gray.png")
     images = [*sorted(pets.rglob("0*.*")), tmp_path / "gray.png"]
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(run / "final"), *map(str, images)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    ran = python(["-c", program, run / "final", *images], check=True)
     found = json.loads(ran.stdout)
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join(map(str, images)) + "\n")
@@ -98,14 +71,11 @@ print(json.dumps(labels))
         assert path == str(tmp_path / "gray.png") or f"/{label}/" in path
 
 
-def test_predict_takes_an_image_or_a_folder(
-    run: Path, pets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    succeed(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")])
-    assert capsys.readouterr().out.startswith("dog\t")
-    succeed(["predict", str(run), "--input", str(pets), "--batch-size", "7"])
-    assert len(capsys.readouterr().out.splitlines()) == 48
+def test_predict_takes_an_image_or_a_folder(run: Path, pets: Path, cli: Cli) -> None:
+    said = cli(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")]).out
+    assert said.startswith("dog\t")
+    said = cli(["predict", str(run), "--input", str(pets), "--batch-size", "7"]).out
+    assert len(said.splitlines()) == 48
 
 
 def test_the_card_and_the_result_tell_how_images_were_read(run: Path) -> None:
@@ -123,7 +93,7 @@ def test_the_card_and_the_result_tell_how_images_were_read(run: Path) -> None:
 def test_a_trained_model_goes_on_with_its_own_processor(
     run: Path, pets: Path, tmp_path: Path
 ) -> None:
-    assert train(run, tmp_path / "more", "--data", str(pets), "--epochs", "1", "--quiet") == 0
+    succeed(train(run, tmp_path / "more", "--data", pets), "--epochs 1 --quiet")
     first, second = (
         folder / "final" / "preprocessor_config.json" for folder in (run, tmp_path / "more")
     )
@@ -144,142 +114,103 @@ def test_a_trained_model_goes_on_with_its_own_processor(
 def test_variants_of_a_model_of_images_are_compared(
     family: str, variants: str, tmp_path: Path
 ) -> None:
-    words = typed(
-        "compare image_classification --seeds 1 --from",
-        [image_config(tmp_path / family, family), *FAST],
-    )
-    out = str(tmp_path / "runs")
-    succeed([*words, "--seeds", "1", "--variants", variants, "--out", out])
-    names = variants.split(",")
-    assert (tmp_path / "runs" / "report.html").is_file()
-    finals = {
-        name: tmp_path / "runs" / name.replace(":", "-") / "seed-0" / "final" for name in names
-    }
-    model = transformers.AutoModelForImageClassification.from_pretrained(finals["orthogonal"])
+    source, out = image_config(tmp_path / family, family), tmp_path / "runs"
+    words = typed("compare image_classification --seeds 1 --from", [source], FAST)
+    succeed(words, "--variants", [variants], "--out", [out])
+    last = variants.rsplit(",", maxsplit=1)[-1]
+    assert (out / "report.html").is_file()
+    orthogonal, final = (out / name / "seed-0" / "final" for name in ("orthogonal", last))
+    model = transformers.AutoModelForImageClassification.from_pretrained(orthogonal)
     assert type(model).__name__.lower() == f"{family}forimageclassification"
     first = find_roles(model).attention[0]
     for weight in (first.query.tensor(), first.key.tensor()):
         gram = weight @ weight.T  # gain^2 I
         assert torch.allclose(gram / gram.diagonal().mean(), torch.eye(16), atol=1e-5)
-    note = json.loads((finals[names[-1]] / "config.json").read_text())["wellposed"]
-    assert note["attention"] == f"wellposed_{names[-1]}"
+    note = json.loads((final / "config.json").read_text())["wellposed"]
+    assert note["attention"] == f"wellposed_{last}"
 
 
 def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
     (tmp_path / "config.json").write_text(page.split("```json\n")[1].split("```")[0])
-    assert train(tmp_path / "config.json", tmp_path / "run", *FAST) == 0
+    succeed(train(tmp_path / "config.json", tmp_path / "run", *FAST))
 
 
 def test_measure_and_certify_read_such_a_run(
-    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, pets: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    succeed(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")])
-    said = capsys.readouterr().out
+    said = cli(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")]).out
     assert "encoder.0.query" in said
     assert "vit.layers.0.attention" in said
-    assert main(["measure", str(run), "--text", "a cat"]) != 0
-    assert "has no tokenizer, so no text can be read" in capsys.readouterr().err
+    said = cli(["measure", str(run), "--text", "a cat"], status=None).err
+    assert "has no tokenizer, so no text can be read" in said
     make_checkpoint(tmp_path)
-    assert main(["measure", str(tmp_path), "--image", str(pets / "cat" / "01.jpg")]) != 0
-    assert "reads no images; give --text TEXT" in capsys.readouterr().err
-    succeed(["certify", str(run)])
-    assert "<= 4 tokens" in capsys.readouterr().out  # patches of 8 pixels of an image of 16
+    said = cli(["measure", str(tmp_path), "--image", str(pets / "cat" / "01.jpg")], status=None).err
+    assert "reads no images; give --text TEXT" in said
+    assert "<= 4 tokens" in cli(["certify", str(run)]).out  # patches of 8 pixels of an image of 16
 
 
 def test_what_cannot_be_trained_is_said_in_one_line(
-    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, pets: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    def said(code: int) -> str:
-        assert code != 0
-        (line,) = capsys.readouterr().err.strip().splitlines()
+    def said(*parts: str | Sequence[object]) -> str:
+        (line,) = cli(*parts, status=None).err.strip().splitlines()
         return line
 
-    capsys.readouterr()
-    out = tmp_path / "out"
-    assert "give a Hugging Face model with --from FOLDER" in said(
-        main(["train", "image_classification"])
-    )
+    out, bare, data = tmp_path / "out", tmp_path / "bare", typed("--quiet --data", [pets])
+    assert "give a Hugging Face model with --from FOLDER" in said("train image_classification")
     make_checkpoint(tmp_path / "bert")
-    capsys.readouterr()
     other_kind = ("no head for", "no preprocessor_config.json", "no tokenizer", "no image_size")
-    for source, task in (
-        (tmp_path / "bert", ""),
-        (tmp_path / "bert" / "config.json", ""),
-        (run, "text_classification"),
+    for words in (
+        train(tmp_path / "bert", out, *data),
+        train(tmp_path / "bert" / "config.json", out, *data),
+        typed("train text_classification --from", [run], "--out", [out], data),
     ):
-        told = said(train(source, out, "--data", str(pets), task=task or "image_classification"))
+        told = said(words)
         assert any(words in told for words in other_kind)
-    assert "labels cat, dog and the data disc, ring, square, cross; give --new-head" in said(
-        train(run, out, *FAST)
-    )
-    assert train(run, tmp_path / "new", "--new-head", *FAST) == 0
-    capsys.readouterr()
+    labels = "labels cat, dog and the data disc, ring, square, cross; give --new-head"
+    assert labels in said(train(run, out, *FAST))
+    succeed(train(run, tmp_path / "new", "--new-head", *FAST))
     other = image_config(tmp_path / "larger", image_size=32)
-    assert "the model cannot read images of shape (3, 32, 32)" in said(
-        train(run, out, "--data", str(pets), "--processor", f"config:{other}", "--quiet")
-    )
-    bare = tmp_path / "bare"
+    words = train(run, out, *data, "--processor", f"config:{other}")
+    assert "the model cannot read images of shape (3, 32, 32)" in said(words)
     transformers.ViTForImageClassification.from_pretrained(run / "final").save_pretrained(bare)
-    capsys.readouterr()
-    assert "no preprocessor_config.json, which says how" in said(
-        train(bare, out, "--data", str(pets))
-    )
-    assert (
-        train(
-            bare, tmp_path / "own", "--data", str(pets), "--processor", f"config:{bare}", "--quiet"
-        )
-        == 0
-    )
+    assert "no preprocessor_config.json, which says how" in said(train(bare, out, *data))
+    succeed(train(bare, tmp_path / "own", *data, "--processor", f"config:{bare}"))
 
 
-def test_what_predict_cannot_read_is_said(
-    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said(*words: str) -> str:
-        capsys.readouterr()
-        assert main(["predict", *words]) != 0
-        return capsys.readouterr().err
+def test_what_predict_cannot_read_is_said(run: Path, pets: Path, tmp_path: Path, cli: Cli) -> None:
+    def said(model: Path, source: Path) -> str:
+        return cli("predict", [model, "--input", source], status=None).err
 
-    assert "--text has no effect on this model: it labels images" in said(
-        str(run), "--text", "a cat"
-    )
+    told = cli("predict", [run], "--text cat", status=None).err
+    assert "--text has no effect on this model: it labels images" in told
     (tmp_path / "list.txt").write_text("nothing.png\n")
-    assert "list.txt:1: nothing.png: no such file" in said(
-        str(run), "--input", str(tmp_path / "list.txt")
-    )
+    assert "list.txt:1: nothing.png: no such file" in said(run, tmp_path / "list.txt")
     (tmp_path / "empty").mkdir()
-    assert "no image in the folder" in said(str(run), "--input", str(tmp_path / "empty"))
+    assert "no image in the folder" in said(run, tmp_path / "empty")
     (tmp_path / "bad.png").write_bytes(b"no image")
-    assert "bad.png: cannot be decoded" in said(str(run), "--input", str(tmp_path / "bad.png"))
+    assert "bad.png: cannot be decoded" in said(run, tmp_path / "bad.png")
     (run / "final" / "preprocessor_config.json").rename(tmp_path / "kept.json")
-    problem = said(str(run), "--input", str(pets))
+    problem = said(run, pets)
     (tmp_path / "kept.json").rename(run / "final" / "preprocessor_config.json")
     assert "preprocessor_config.json" in problem
     ragged = shutil.copytree(run / "final", tmp_path / "ragged")
     (ragged / "manifest.json").unlink()
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(ragged)
-    assert "the processor gives images of different shapes" in said(
-        str(ragged), "--input", str(pets)
-    )
-    make_checkpoint(tmp_path / "bert")
-    image = pets / "cat" / "01.jpg"
-    assert f"{image}: is an image, and a BertModel reads texts" in said(
-        str(tmp_path / "bert"), "--input", str(image)
-    )
-    assert "pets: is a folder, and a BertModel reads texts" in said(
-        str(tmp_path / "bert"), "--input", str(pets)
-    )
+    assert "the processor gives images of different shapes" in said(ragged, pets)
+    bert, image = tmp_path / "bert", pets / "cat" / "01.jpg"
+    make_checkpoint(bert)
+    assert f"{image}: is an image, and a BertModel reads texts" in said(bert, image)
+    assert "pets: is a folder, and a BertModel reads texts" in said(bert, pets)
 
 
 @pytest.mark.data
 def test_a_vit_learns_the_subset_of_cifar(tmp_path: Path, shared_data: Path) -> None:
     config = image_config(tmp_path / "vit", image_size=32, hidden_size=32, intermediate_size=64)
-    words = typed("--data", [shared_data / "cifar10_subset"], "--limit-train 1000 --epochs 4")
-    words += ["--learning-rate", "3e-3", "--eval-every", "1000", "--quiet"]
-    assert train(config, tmp_path / "run", *words) == 0
+    words = train(config, tmp_path / "run", "--data", shared_data / "cifar10_subset")
+    options = "--limit-train 1000 --epochs 4 --learning-rate 3e-3 --eval-every 1000 --quiet"
+    succeed(words, options)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (
-        result["results"]["image_classification"]["accuracy,valid"]
-        > 1.5 * result["reference"]["accuracy"]
-    )
+    accuracy = result["results"]["image_classification"]["accuracy,valid"]
+    assert accuracy > 1.5 * result["reference"]["accuracy"]

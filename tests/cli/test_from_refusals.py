@@ -11,20 +11,12 @@ import torch
 import transformers
 from tests.support.bert import make_checkpoint, make_table
 from tests.support.tokenizer_folders import byte_level_bpe
-from tests.support.words import succeed
+from tests.support.words import Cli, succeed
 from tests.support.words import words as typed
 
 from wellposed.cli import main
 
-CLASSIFY = [
-    "text_classification",
-    "--data",
-    "{files}/t.tsv",
-    "--max-length",
-    "16",
-    "--epochs",
-    "None",
-]
+CLASSIFY = "text_classification --data {files}/t.tsv --max-length 16 --epochs None"
 
 
 @pytest.fixture(scope="module")
@@ -63,79 +55,47 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-REFUSED = {
-    "an encoder as a language model": (
-        [
-            "language_modeling",
-            "--from",
-            "{files}/bert",
-            "--limit-chars",
-            "20000",
-            "--seq-len",
-            "16",
-        ],
+WIDTHS = "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
+OTHER_TOKENS = "its weights are those of its own tokens"
+REFUSED = [
+    (
+        "language_modeling --from {files}/bert --limit-chars 20000 --seq-len 16",
         "the tokens of a BertLMHeadModel see those after them",
     ),
-    "an encoder-decoder as a language model": (
-        ["language_modeling", "--from", "{files}/t5"],
-        "a t5 model has no head for causal lm",
-    ),
-    "an encoder as a translator": (
-        [
-            "translation",
-            "--from",
-            "{files}/bert",
-            "--data",
-            "{files}",
-            "--src",
-            "de",
-            "--tgt",
-            "en",
-        ],
+    ("language_modeling --from {files}/t5", "a t5 model has no head for causal lm"),
+    (
+        "translation --from {files}/bert --data {files} --src de --tgt en",
         "a bert model has no head for seq2seq lm",
     ),
-    "images as texts": (
-        [*CLASSIFY, "--from", "{files}/vit"],
-        "a vit model has no head for sequence classification",
+    (
+        "char_lm --from {files}/gpt2 --limit-chars 20000 --seq-len 32",
+        f"{OTHER_TOKENS}, and the data of char_lm is read as others",
     ),
-    "weights of other tokens": (
-        ["char_lm", "--from", "{files}/gpt2", "--limit-chars", "20000", "--seq-len", "32"],
-        "its weights are those of its own tokens, and the data of char_lm is read as others",
-    ),
-    "a tokenizer of another model": (
-        [*CLASSIFY, "--from", "{files}/bert", "--tokenizer", "hf:{files}/gpt2"],
-        "its weights are those of its own tokens",
-    ),
-    "other labels": ([*CLASSIFY, "--from", "{files}/three"], "give --new-head to draw a new one"),
-    "a name without network": (
-        [*CLASSIFY, "--from", "bert-base-uncased"],
-        "couldn't find them in the cached files",
-    ),
-    "another width": (
-        [*CLASSIFY, "--from", "{files}/wide"],
-        "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model",
-    ),
-    "another width with a new head": (
-        [*CLASSIFY, "--from", "{files}/wide", "--new-head"],
-        "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model",
-    ),
-    "another depth": ([*CLASSIFY, "--from", "{files}/deep"], "lacks bert.encoder.layer.1."),
-    "weights cut short": ([*CLASSIFY, "--from", "{files}/cut"], "cut: cannot be loaded: "),
-    "a code that fails": (
-        [*CLASSIFY, "--from", "{files}/bert", "--import", "{files}/my.py"],
+    (f"{CLASSIFY} --from {{files}}/vit", "a vit model has no head for sequence classification"),
+    (f"{CLASSIFY} --from {{files}}/bert --tokenizer hf:{{files}}/gpt2", OTHER_TOKENS),
+    (f"{CLASSIFY} --from {{files}}/three", "give --new-head to draw a new one"),
+    (f"{CLASSIFY} --from bert-base-uncased", "couldn't find them in the cached files"),
+    (f"{CLASSIFY} --from {{files}}/wide", WIDTHS),
+    (f"{CLASSIFY} --from {{files}}/wide --new-head", WIDTHS),
+    (f"{CLASSIFY} --from {{files}}/deep", "lacks bert.encoder.layer.1."),
+    (f"{CLASSIFY} --from {{files}}/cut", "cut: cannot be loaded: "),
+    (
+        f"{CLASSIFY} --from {{files}}/bert --import {{files}}/my.py",
         "ModuleNotFoundError: No module named 'nothing_of_this_name'",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("words", "says"), REFUSED.values(), ids=REFUSED.keys())
+def in_place(files: Path, command: str) -> list[str]:
+    return [word.format(files=files) for word in command.split()]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED)
 def test_what_cannot_be_started_from_is_one_line(
-    files: Path, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, words: str, says: str, cli: Cli
 ) -> None:
-    given = [word.format(files=files) for word in words]
-    out = tmp_path / "run"
-    assert main(["train", *given, "--steps", "2", "--out", str(out), "--quiet"]) in (1, 2)
-    message = capsys.readouterr().err
+    out, given = tmp_path / "run", in_place(files, words)
+    message = cli("train", given, "--steps 2 --quiet --out", [out], status=None).err
     assert says in message
     assert message.count("\n") == 1
     assert not (out / "config.toml").exists()
@@ -143,59 +103,47 @@ def test_what_cannot_be_started_from_is_one_line(
 
 @pytest.mark.parametrize("command", ["measure", "certify"])
 def test_weights_that_do_not_fit_are_measured_by_no_command(
-    files: Path, command: str, capsys: pytest.CaptureFixture[str]
+    files: Path, command: str, cli: Cli
 ) -> None:
-    assert main([command, str(files / "wide")]) == 1
-    assert (
-        "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
-        in capsys.readouterr().err
-    )
+    said = cli([command, str(files / "wide")], status=1).err
+    assert WIDTHS in said
 
 
 def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
     files: Path, tmp_path: Path
 ) -> None:
-    words = typed(
-        "compare",
-        [*(word.format(files=files) for word in CLASSIFY)],
-        "--out",
-        [tmp_path / "runs"],
-        "--quiet",
-    )
-    words += ["--steps", "2", "--variants", "plain", "--seeds", "1"]
+    words = typed("compare", in_place(files, CLASSIFY), "--out", [tmp_path / "runs"])
+    words += typed("--quiet --steps 2 --variants plain --seeds 1")
     assert main([*words, "--from", str(files / "three")]) == 2
     succeed([*words, "--from", str(files / "bert")])
     assert main([*words, "--from", str(files / "bert")]) == 2  # now there is something to lose
 
 
 def test_memory_that_ends_is_one_line_with_the_way_out(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def full(self: object, *args: object, **inputs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", full)
-    words = [word.format(files=files) for word in CLASSIFY]
-    words += ["--from", str(files / "bert"), "--steps", "2", "--batch-size", "8", "--quiet"]
-    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 1
-    message = capsys.readouterr().err
+    words = in_place(files, CLASSIFY)
+    words += typed("--from", [files / "bert"], "--steps 2 --batch-size 8 --quiet")
+    message = cli(["train", *words, "--out", str(tmp_path / "run")], status=1).err
     assert "--batch-size 4 --gradient-accumulation 2, or give --gradient-checkpointing" in message
     assert message.count("out of memory") == 1
 
 
 def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
-    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    words = [word.format(files=files) for word in CLASSIFY]
+    words = in_place(files, CLASSIFY)
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
     succeed("train", words, "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet")
     kept = (  # with both ends, the 16 tokens of training
         "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"
     )
     lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
-    capsys.readouterr()
-    succeed(["predict", "--from", str(run), "--input", str(lines)])
-    said = capsys.readouterr()
+    said = cli(["predict", "--from", str(run), "--input", str(lines)])
     first, second, _ = said.out.splitlines()
     assert first == second
     assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err

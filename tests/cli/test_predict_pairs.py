@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.words import succeed
+from tests.support.words import Cli, succeed
 
-from wellposed.cli import main
 from wellposed.training import load_run_model
 
 SIZES = ["--model.hidden-size", "8", "--model.num-attention-heads", "2"]
@@ -15,9 +14,7 @@ SMALL = ["--steps", "2", "--batch-size", "2", "--eval-batches", "1", *SIZES]
 
 
 @pytest.mark.slow
-def test_pairs_are_read_from_lines_with_a_tab(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_are_read_from_lines_with_a_tab(tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     succeed("train retrieval --data builtin --num-train 8", SMALL, "--out", [run])
     assert type(load_run_model(run)[0]).__name__ == "WellposedForSequencePairClassification"
@@ -28,5 +25,5 @@ def test_pairs_are_read_from_lines_with_a_tab(
     assert len(labels) == 2
     assert all(0.5 <= float(label.split("\t")[1]) <= 1 for label in labels)
     lines.write_text("one text\tanother text\nno tab here\n", encoding="utf-8")
-    assert main(["predict", str(run), "--input", str(lines)]) == 1
-    assert "line 2: 1 texts, expected two with a tab between" in capsys.readouterr().err
+    said = cli(["predict", str(run), "--input", str(lines)], status=1).err
+    assert "line 2: 1 texts, expected two with a tab between" in said

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.words import succeed
+from tests.support.words import Cli
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -174,18 +174,15 @@ def test_options_without_effect_are_refused(
     assert says in capsys.readouterr().err
 
 
-def test_zipped_and_piped_input(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_zipped_and_piped_input(folder: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     lines = b"eins zwei\n\ndrei\n"
     assert predict(folder, gzip.compress(lines), name="in.txt.gz")[0] == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    capsys.readouterr()
-    succeed("predict", [folder / "model"], "--input - --beams 1 --max-new-tokens 4")
-    assert capsys.readouterr().out == (folder / "out.txt").read_text()
+    said = cli("predict", [folder / "model"], "--input - --beams 1 --max-new-tokens 4").out
+    assert said == (folder / "out.txt").read_text()
 
 
-def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
     code, out = predict(folder, "eins\ngr\xf6\xdfe\n".encode("latin-1"))
     assert code == 1
     assert not out.exists()
@@ -195,8 +192,7 @@ def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = typed(
         "predict", [folder / "model"], "--text eins --output", [folder / "nowhere" / "out.txt"]
     )
-    assert main(words) == 1
-    assert "nowhere does not exist" in capsys.readouterr().err
+    assert "nowhere does not exist" in cli(words, status=1).err
 
 
 def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:

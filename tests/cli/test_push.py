@@ -4,6 +4,7 @@ is told."""
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,19 +12,10 @@ from typing import Any, ClassVar
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
-from tests.support.words import succeed
+from tests.support.words import TINY, Cli, succeed
+from tests.support.words import words as typed
 
-from wellposed.cli import main
-
-SHORT = ["--steps", "2", "--eval-every", "2", "--batch-size", "4", "--seq-len", "24", "--quiet"]
-SHORT += [
-    "--model.hidden-size",
-    "16",
-    "--model.num-hidden-layers",
-    "1",
-    "--model.num-attention-heads",
-    "2",
-]
+SHORT = typed("--steps 2 --eval-every 2 --batch-size 4 --seq-len 24", TINY)
 
 
 class Hub:
@@ -78,10 +70,10 @@ def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_a_finished_training_is_uploaded_with_its_card(
-    hub: type[Hub], words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+    hub: type[Hub], words: list[str], finished: Path, cli: Cli
 ) -> None:
-    succeed([*words, "--out", str(finished), "--resume", "auto", "--push-to-hub", "me/prose"])
-    assert capsys.readouterr().out.splitlines()[-1] == "https://hub.test/me/prose"
+    said = cli(words, "--out", [finished], "--resume auto --push-to-hub me/prose").out
+    assert said.splitlines()[-1] == "https://hub.test/me/prose"
     assert hub.private == {"me/prose": True}
     final = {path.name: path.read_bytes() for path in (finished / "final").iterdir()}
     assert hub.files.keys() == final.keys()
@@ -93,18 +85,12 @@ def test_a_finished_training_is_uploaded_with_its_card(
 
 
 def test_without_a_token_the_run_is_safe_and_the_command_told_works_later(
-    hub: type[Hub],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    hub: type[Hub], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.setattr(
-        hub, "refusal", LocalTokenNotFoundError("Token is required.\nMore about it.")
-    )
+    refusal = LocalTokenNotFoundError("Token is required.\nMore about it.")
+    monkeypatch.setattr(hub, "refusal", refusal)
     out = tmp_path / "my run"
-    assert main([*words, "--out", str(out), "--push-to-hub", "me/prose"]) == 1
-    said = capsys.readouterr()
+    said = cli([*words, "--out", str(out), "--push-to-hub", "me/prose"], status=1)
     assert f"success: {out}" in said.out
     assert said.err.count("\n") == 1
     assert "LocalTokenNotFoundError: Token is required.; log in" in said.err
@@ -121,38 +107,26 @@ def test_the_verb_makes_a_public_repository_where_asked(hub: type[Hub], finished
 
 
 def test_what_cannot_be_uploaded_is_refused_before_the_hub_is_asked(
-    hub: type[Hub],
-    words: list[str],
-    finished: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    hub: type[Hub], words: list[str], finished: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    assert main([*words, "--out", str(tmp_path / "run"), "--push-to-hub", "me/my/prose"]) == 2
-    assert "expected NAME or OWNER/NAME" in capsys.readouterr().err
+    said = cli(words, "--push-to-hub me/my/prose --out", [tmp_path / "run"], status=2).err
+    assert "expected NAME or OWNER/NAME" in said
     assert not (tmp_path / "run").exists()
-    assert main(["push", str(tmp_path), "me/prose"]) == 1
-    assert "no saved model there" in capsys.readouterr().err
-    copy = tmp_path / "final"
-    copy.mkdir()
-    for path in (finished / "final").iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    assert "no saved model there" in cli(["push", str(tmp_path), "me/prose"], status=1).err
+    copy = Path(shutil.copytree(finished / "final", tmp_path / "final"))
     (copy / "model.safetensors").write_bytes(b"")
-    assert main(["push", str(copy), "me/prose"]) == 1
-    assert "model.safetensors: 0 bytes, expected" in capsys.readouterr().err
+    said = cli(["push", str(copy), "me/prose"], status=1).err
+    assert "model.safetensors: 0 bytes, expected" in said
     assert hub.private == {}
 
 
 def test_a_run_that_did_not_succeed_is_not_uploaded(
-    hub: type[Hub],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    hub: type[Hub], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     from wellposed import training
 
     cancelled = SimpleNamespace(status="cancelled", exit_code=130, result={})
     monkeypatch.setattr(training, "train", lambda *_, **__: cancelled)
-    assert main([*words, "--out", str(tmp_path / "run"), "--push-to-hub", "me/prose"]) == 130
-    assert "cancelled, so nothing was uploaded" in capsys.readouterr().err
+    said = cli(words, "--push-to-hub me/prose --out", [tmp_path / "run"], status=130).err
+    assert "cancelled, so nothing was uploaded" in said
     assert hub.private == {}

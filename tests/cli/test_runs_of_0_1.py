@@ -13,31 +13,17 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.support.words import succeed
+from tests.support.words import Cli
+from tests.support.words import words as typed
 
 from wellposed.cli import main
 
 SAVED = Path(__file__).parent / "saved"
-TRAINED = [
-    "--max-length",
-    "6",
-    "--quiet",
-    "--eval-every",
-    "2",
-    "--checkpoint-every",
-    "2",
-    "--batch-size",
-    "8",
-]
-TRAINED += [
-    "--model.hidden-size",
-    "8",
-    "--model.num-hidden-layers",
-    "1",
-    "--model.num-attention-heads",
-    "2",
-]
-TRAINED += ["--variant", "l2_contractive", "--model.norm", "none"]
+TRAINED = typed(
+    "--max-length 6 --eval-every 2 --checkpoint-every 2 --batch-size 8 --variant l2_contractive",
+    "--model.norm none --quiet --model.hidden-size 8 --model.num-hidden-layers 1",
+    "--model.num-attention-heads 2",
+)
 
 
 @pytest.fixture
@@ -55,23 +41,17 @@ def resume(run: Path, steps: int) -> int:
 
 
 @pytest.mark.parametrize("command", ["certify", "measure", "report"])
-def test_a_command_takes_the_run(
-    old_run: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    succeed([command, str(old_run), *(["--out", "page"] if command == "report" else [])])
+def test_a_command_takes_the_run(old_run: Path, command: str, cli: Cli) -> None:
+    said = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
     assert {"certify": "certified", "measure": "token_embedding", "report": "0.839"}[
         command
-    ] in capsys.readouterr().out
+    ] in said
 
 
-def test_predictions_are_of_the_weights_it_saved(
-    old_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_are_of_the_weights_it_saved(old_run: Path, cli: Cli) -> None:
     Path("lines.txt").write_text("a good film x\na bad film y\n", encoding="utf-8")
-    succeed(["predict", str(old_run), "--input", "lines.txt"])
-    labels, probabilities = zip(
-        *(line.split() for line in capsys.readouterr().out.splitlines()), strict=True
-    )
+    said = cli(["predict", str(old_run), "--input", "lines.txt"]).out
+    labels, probabilities = zip(*(line.split() for line in said.splitlines()), strict=True)
     assert set(labels) <= {"pos", "neg"}
     assert all(0.5 <= float(probability) < 1 for probability in probabilities)
 

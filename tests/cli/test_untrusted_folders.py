@@ -4,81 +4,50 @@ never looked up."""
 from __future__ import annotations
 
 import ast
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.words import succeed
+from tests.support.edited import edited
+from tests.support.words import Cli, python, succeed
 
-from wellposed.cli import main
-
-COMMAND = [
-    sys.executable,
-    "-c",
-    "import sys; from wellposed.cli import main; sys.exit(main(sys.argv[1:]))",
-]
+TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "code.T"]}, "tokenizer_class": "T"}
+MODEL = {"auto_map": {"AutoConfig": "code.C"}, "model_type": "unheard_of"}
 
 
-def edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}), encoding="utf-8")
-
-
-@pytest.mark.parametrize("kind", ["tokenizer", "model"])
+@pytest.mark.parametrize(
+    ("file", "values"), [("tokenizer_config.json", TOKENIZER), ("config.json", MODEL)]
+)
 def test_code_of_a_folder_never_runs_whatever_standard_input_says(
-    small_run: Path, tmp_path: Path, kind: str
+    foreign: Path, tmp_path: Path, file: str, values: dict[str, object]
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(small_run / "final", folder, ignore=shutil.ignore_patterns("manifest.json"))
-    (folder / "code.py").write_text(
-        f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\n", encoding="utf-8"
-    )
-    if kind == "tokenizer":
-        edit(
-            folder / "tokenizer_config.json",
-            auto_map={"AutoTokenizer": [None, "code.T"]},
-            tokenizer_class="T",
-        )
-    else:
-        edit(folder / "config.json", auto_map={"AutoConfig": "code.C"}, model_type="unheard_of")
-    done = subprocess.run(
-        [*COMMAND, "predict", str(folder), "--input", "-"],
-        input="y\ny\ny\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not (tmp_path / "it-ran").exists()
+    ran = tmp_path / "it-ran"
+    (foreign / "code.py").write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
+    with edited(foreign / file) as config:
+        config.update(values)
+    done = python("-m wellposed predict", [foreign], "--input -", input="y\ny\ny\n")
+    assert not ran.exists()
     assert done.returncode == 1
     assert "which wellposed never runs" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_pickled_weights_are_refused_with_the_way_to_convert_them(
-    small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(foreign: Path, cli: Cli) -> None:
+    import transformers
     from safetensors.torch import load_file
 
-    folder = tmp_path / "model"
-    shutil.copytree(small_run / "final", folder, ignore=shutil.ignore_patterns("manifest.json"))
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    assert main(["measure", str(folder)]) == 1
-    message = capsys.readouterr().err
+    torch.save(load_file(foreign / "model.safetensors"), foreign / "pytorch_model.bin")
+    (foreign / "model.safetensors").unlink()
+    message = cli("measure", [foreign], status=1).err
     assert "pytorch_model.bin" in message
     assert "AutoModelForSequenceClassification.from_pretrained" in message
     assert message.count("\n") == 1
     # The advice holds: what it says makes a folder that loads.
-    import transformers
-
-    transformers.AutoModelForSequenceClassification.from_pretrained(
-        str(folder), use_safetensors=False
-    ).save_pretrained(str(folder))
-    succeed(["measure", str(folder)])
+    kind = transformers.AutoModelForSequenceClassification
+    kind.from_pretrained(str(foreign), use_safetensors=False).save_pretrained(str(foreign))
+    succeed("measure", [foreign])
 
 
 def test_no_call_of_from_pretrained_is_outside_the_one_loader() -> None:
@@ -95,24 +64,10 @@ def test_no_call_of_from_pretrained_is_outside_the_one_loader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("runs/imbd", "runs/imdb"),
-        ("./imbd", None),
-        ("/imbd", None),
-        ("~/imbd", None),
-        ("a/b/c", None),
-        ("runs/imbd/", "runs/imdb"),
-        ("no such model", None),
-    ],
+    "name", ["runs/imbd", "./imbd", "/imbd", "~/imbd", "a/b/c", "runs/imbd/", "no such model"]
 )
 def test_a_mistyped_path_is_never_looked_up_on_the_hub(
-    small_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    nearest: str | None,
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, name: str
 ) -> None:
     shutil.copytree(small_run, tmp_path / "runs" / "imdb")
     (tmp_path / "runs" / "notes").mkdir()
@@ -122,24 +77,19 @@ def test_a_mistyped_path_is_never_looked_up_on_the_hub(
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
-    assert main(["measure", name]) == 1
-    message = capsys.readouterr().err
+    message = cli(["measure", name], status=1).err
     assert "no such folder" in message
-    assert (nearest or "") in message
+    assert ("runs/imdb" in message) == name.startswith("runs/")
     assert "notes" not in message
 
 
 def test_a_hub_name_is_one_line_offline(
-    small_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     shutil.copytree(small_run, tmp_path / "imdb")
     monkeypatch.chdir(tmp_path)
     for name in ("imbd", "nobody-at-all/nothing"):
-        assert main(["measure", name]) == 1
-        message = capsys.readouterr().err
+        message = cli(["measure", name], status=1).err
         assert name in message
         assert "no folder has that name either" in message
         assert message.count("\n") == 1
@@ -149,19 +99,8 @@ def test_a_hub_name_is_one_line_offline(
 @pytest.mark.slow
 def test_without_a_network_the_hub_is_tried_once(tmp_path: Path) -> None:
     """Hugging Face alone prints a notice for every try, five after the first."""
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "0",
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": str(tmp_path),
-    }
-    done = subprocess.run(
-        [*COMMAND, "measure", "nobody-at-all/nothing"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    nowhere = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = python("-m wellposed measure nobody-at-all/nothing", env={**os.environ, **nowhere})
     assert done.returncode == 1
     assert done.stderr.startswith("wellposed: nobody-at-all/nothing: ")
     assert done.stderr.count("\n") == 1

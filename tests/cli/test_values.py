@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.support.words import succeed
+from tests.support.edited import edited
+from tests.support.words import Cli, python, succeed
+from tests.support.words import words as typed
 
-from wellposed.cli import main
 from wellposed.errors import CheckpointError
 from wellposed.models import load_pretrained_model
 
@@ -28,25 +26,12 @@ print(json.dumps({name: main([name]) for name in COMMANDS}))
 """
 
 
-def edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}), encoding="utf-8")
-
-
-@pytest.fixture
-def foreign(small_run: Path, tmp_path: Path) -> Path:
-    """Return a saved model whose files may be edited."""
-    folder = tmp_path / "model"
-    shutil.copytree(small_run / "final", folder, ignore=shutil.ignore_patterns("manifest.json"))
-    return folder
-
-
-def test_a_label_is_one_field_of_one_line(
-    foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_label_is_one_field_of_one_line(foreign: Path, tmp_path: Path, cli: Cli) -> None:
     names = {"0": "a\nb\tc\x1b[2J\ud800", "1": "a\nb\tc\x1b[2J\ud800"}
-    edit(foreign / "config.json", id2label=names)
-    succeed(["predict", str(foreign), "--text", "a good film x"])
-    label, _ = capsys.readouterr().out.removesuffix("\n").split("\t")
+    with edited(foreign / "config.json") as config:
+        config["id2label"] = names
+    said = cli(["predict", str(foreign), "--text", "a good film x"]).out
+    label, _ = said.removesuffix("\n").split("\t")
     assert label == r"a\nb\tc\x1b[2J\ud800"
     out = tmp_path / "labels"
     succeed(["predict", str(foreign), "--text", "a film x", "--output", str(out)])
@@ -67,21 +52,20 @@ def test_the_terminal_gets_no_escape_code_of_a_notice(capsys: pytest.CaptureFixt
 
 
 def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
-    words = ["train", "char_lm", "--steps", "2", "--seq-len", "16", "--limit-chars", "2000"]
-    words += ["--model.hidden-size", "8", "--eval-batches", "1"]
-    succeed([*words, "--quiet", "--out", str(tmp_path / "a")])
-    assert capsys.readouterr().err == ""
-    succeed([*words, "--out", str(tmp_path / "b")])
-    said = capsys.readouterr().err.splitlines()
+    words = typed("train char_lm --steps 2 --seq-len 16 --limit-chars 2000 --eval-batches 1")
+    words += typed("--model.hidden-size 8")
+    assert cli([*words, "--quiet", "--out", str(tmp_path / "a")]).err == ""
+    said = cli([*words, "--out", str(tmp_path / "b")]).err.splitlines()
     assert len([line for line in said if line.startswith("step 2/2 valid")]) == 1
 
 
 def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> None:
     import transformers
 
-    edit(foreign / "config.json", num_labels=100_000_000)
+    with edited(foreign / "config.json") as config:
+        config["num_labels"] = 100_000_000
     with pytest.raises(CheckpointError, match="num_labels = 100000000, expected at most 1,000,000"):
         load_pretrained_model(transformers.AutoModel, foreign)
 
@@ -90,34 +74,24 @@ def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> N
     ("words", "says"),
     [
         (["train", "char_lm", "--config", ""], "--config: expected a value"),
-        (["train", "char_lm", "--steps", "9" * 5000], "--steps"),
-        (
-            ["train", "char_lm", "--learning-rate", "1e999"],
-            "learning_rate = inf, expected a finite",
-        ),
-        (
-            ["train", "char_lm", "--seed", "-1"],
-            "seed = -1, expected an integer >= 0 and < 4294967296",
-        ),
-        (["compare", "char_lm", "--variants", "post_ln_warmup:nan"], "post_ln_warmup"),
-        (["certify", "x", "--seq-len", f"{2**63}"], "seq_len = 9223372036854775808, expected"),
-        (["certify", "x", "--radius", "nan"], "radius = nan, expected a finite number > 0"),
-        (["predict", "x", "--text", "a", "--temperature", "inf"], "temperature = inf, expected"),
+        (f"train char_lm --steps {'9' * 5000}", "--steps"),
+        ("train char_lm --learning-rate 1e999", "learning_rate = inf, expected a finite"),
+        ("train char_lm --seed -1", "seed = -1, expected an integer >= 0 and < 4294967296"),
+        ("compare char_lm --variants post_ln_warmup:nan", "post_ln_warmup"),
+        (f"certify x --seq-len {2**63}", "seq_len = 9223372036854775808, expected"),
+        ("certify x --radius nan", "radius = nan, expected a finite number > 0"),
+        ("predict x --text a --temperature inf", "temperature = inf, expected"),
     ],
 )
 def test_values_that_nobody_means_are_wrong_usage(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: str | list[str], says: str, cli: Cli
 ) -> None:
-    assert main(words) == 2
-    captured = capsys.readouterr()
+    captured = cli(words, status=2)
     assert says in captured.out + captured.err
-    assert "Traceback" not in captured.err
 
 
 def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", CORE_ALONE], capture_output=True, text=True, check=False
-    )
+    found = python(["-c", CORE_ALONE])
     assert found.returncode == 0, found.stderr
     status = json.loads(found.stdout.splitlines()[-1])
     assert status.pop("doctor") == 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from tests.support.edited import edited
 from tests.support.html_page import Page
 
 from wellposed.report import build_report
@@ -19,31 +19,26 @@ def deep(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tup
     folder = tmp_path_factory.mktemp("deep")
     write_comparison(folder, {"post_ln": [0.4], "rezero": [0.5]})
     for file in folder.glob("**/measure-*.json"):
-        record = json.loads(file.read_text())
-        layer = record["rows"][:6]
-        record["rows"] = [
-            {**row, "layer": number, "path": f"layers.{number}.{expert}"}
-            for number in range(LAYERS)
-            for row in layer
-            for expert in (range(EXPERTS) if row["role"].startswith("feed") else ["attention"])
-        ]
-        assert len(record["rows"]) == LAYERS * 32
-        file.write_text(json.dumps(record))
+        with edited(file) as record:
+            layer = record["rows"][:6]
+            record["rows"] = [
+                {**row, "layer": number, "path": f"layers.{number}.{expert}"}
+                for number in range(LAYERS)
+                for row in layer
+                for expert in (range(EXPERTS) if row["role"].startswith("feed") else ["attention"])
+            ]
+            assert len(record["rows"]) == LAYERS * 32
     out = build_report([folder], folder / "report.html")
     return Page(out.read_text(encoding="utf-8")), out.stat().st_size
 
 
 def test_spectra_have_one_panel_a_role_and_share_their_axis(deep: tuple[Page, int]) -> None:
     page, _ = deep
-    labels = [
-        str(svg["aria-label"]) for svg in page.tags["svg"] if "singular" in str(svg["aria-label"])
-    ]
-    assert len(labels) == 6
-    assert (
-        labels[0]
-        == "query over share of singular values: post_ln, before; post_ln, after; rezero, before;"
-        " rezero, after"
-    )
+    labels = [str(svg["aria-label"]) for svg in page.tags["svg"]]
+    first, *more = (label for label in labels if "singular" in label)
+    assert len(more) == 5
+    assert first.startswith("query over share of singular values: post_ln, before; post_ln, after;")
+    assert first.endswith("; rezero, before; rezero, after")
     heights = {str(svg["viewbox"]) for svg in page.tags["svg"]}
     assert len(heights) == 1
 
@@ -54,15 +49,10 @@ def test_a_row_for_each_variant_comes_before_folded_maps(deep: tuple[Page, int])
     assert [row["variant"] for row in largest] == ["post_ln", "rezero"]
     every = page.csv("1-listops-weights")
     for row in largest:
-        after = [
-            w
-            for w in every
-            if (w["variant"], w["when"], w["role"]) == (row["variant"], "after", "query")
-        ]
+        place = [row["variant"], "after", "query"]
+        after = [w for w in every if [w[name] for name in ("variant", "when", "role")] == place]
         assert len(after) == LAYERS
-        assert float(row["query after"]) == max(
-            float(weight["orthogonality_error"]) for weight in after
-        )
+        assert float(row["query after"]) == max(float(w["orthogonality_error"]) for w in after)
     maps = [part for part in page.tags["details"] if part.get("data-variant")]
     assert len(maps) == 2
     assert not any("open" in part for part in maps)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.edited import edited
 
 from wellposed.report import Comparison, aggregate, build_report
 from wellposed.statistics import PairedComparison
@@ -25,15 +26,13 @@ def fail(
     folder: Path, variant: str, seed: int, *, status: str = "failed", reason: str = DIVERGED
 ) -> None:
     """Turn a finished run into one that ended as the training loop writes it."""
-    file = folder / variant / f"seed-{seed}" / "result.json"
-    record = json.loads(file.read_text())
-    record["results"] = {record["task"]: {}}
-    record["train_info"] |= {"status": status, "reason": reason}
-    if reason == DIVERGED:
-        record["failure"] = {
-            "step": 40, "learning_rate": 1e-3, "what": "loss is nan", "layer": "model.layers.0", "reason": "3 NaN",
-        }  # fmt: skip
-    file.write_text(json.dumps(record))
+    with edited(folder / variant / f"seed-{seed}" / "result.json") as record:
+        record["results"] = {record["task"]: {}}
+        record["train_info"] |= {"status": status, "reason": reason}
+        if reason == DIVERGED:
+            record["failure"] = {
+                "step": 40, "learning_rate": 1e-3, "what": "loss is nan", "layer": "model.layers.0", "reason": "3 NaN",
+            }  # fmt: skip
 
 
 def comparison_of(found: Comparison, variant: str) -> PairedComparison:
@@ -57,41 +56,28 @@ def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(
     found = aggregate([folder])
     (task,) = found.tasks
     assert [result.variant for result in task.variants] == ["post_ln", "rezero", "pre_ln"]
-    assert (task.variants[0].seeds, task.variants[0].failed, task.variants[0].comparison) == (
-        (),
-        (0, 1, 2),
-        None,
-    )
+    base = task.variants[0]
+    assert (base.seeds, base.failed, base.comparison) == ((), (0, 1, 2), None)
     said = "cannot be said: the baseline post_ln failed on all seeds"
     for variant in ("rezero", "pre_ln"):
         test = comparison_of(found, variant)
         assert test.verdict == said
-        assert (test.pairs, test.mean_difference, test.p_value, test.p_holm) == (
-            0,
-            None,
-            None,
-            None,
-        )
-        assert not test.significant
+        assert (test.pairs, test.significant) == (0, False)
+        assert {test.mean_difference, test.p_value, test.p_holm} == {None}
         assert f"{variant} against post_ln: {said}" in found.table()
     assert "0 of 3" in found.table()
     rows = list(csv.DictReader(found.to_csv(tmp_path / "c.csv").read_text().splitlines()))
-    assert {
-        row["verdict"]
-        for row in rows
-        if row["variant"] != "post_ln" and row["metric"] == task.metric
-    } == {said}
-    (row,) = (row for row in rows if row["variant"] == "post_ln")
-    assert (row["metric"], row["mean"], row["seeds"], row["failed"]) == (
-        "accuracy,test",
+    (base_row,) = (row for row in rows if row["variant"] == "post_ln")
+    assert [base_row[name] for name in ("metric", "mean", "seeds", "failed")] == [
+        task.metric,
         "",
         "0",
         "3",
-    )
-    records = json.loads(found.to_json(tmp_path / "c.json").read_text())
-    assert [
-        r["verdict"] for r in records["results"] if r["variant"] == "rezero" and r["verdict"]
-    ] == [said]
+    ]
+    headline = [row for row in rows if row["metric"] == task.metric and row is not base_row]
+    assert {row["verdict"] for row in headline} == {said}
+    records = json.loads(found.to_json(tmp_path / "c.json").read_text())["results"]
+    assert [r["verdict"] for r in records if r["variant"] == "rezero" and r["verdict"]] == [said]
     page = build_report([folder], tmp_path / "report.html").read_text()
     assert f"rezero against post_ln: {said}" in page
     assert "Every variant learned" not in page
@@ -145,39 +131,47 @@ def test_a_variant_that_failed_on_every_seed_is_in_every_table(
     assert build_report([folder], tmp_path / "report.html").read_text().count("no result") == 3
 
 
-@pytest.mark.parametrize("status", ["cancelled", "unfinished"])
-def test_runs_that_were_stopped_leave_no_verdict_either(compare: Any, status: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "reason", "ended"),
+    [
+        ("failed", "loss is nan", "failed"),
+        ("cancelled", "interrupted after step 7", "did not finish"),
+        ("unfinished", "no result.json: still running, or killed", "did not finish"),
+    ],
+)
+def test_runs_that_did_not_succeed_are_listed_never_averaged_and_leave_no_verdict(
+    compare: Any, status: str, reason: str, ended: str
+) -> None:
     folder = compare(BETTER)
-    if status == "cancelled":
-        fail(folder, "rezero", 0, status=status, reason="interrupted after step 7")
-    else:
+    if status == "unfinished":
         (folder / "rezero" / "seed-0" / "result.json").unlink()
+    else:
+        fail(folder, "rezero", 0, status=status, reason=reason)
     found = aggregate([folder])
-    reason = (
-        "interrupted after step 7"
-        if status == "cancelled"
-        else "no result.json: still running, or killed"
-    )
-    assert comparison_of(found, "rezero").verdict.startswith(
-        f"cannot be said: 1 of 3 seeds did not finish ({reason}"
-    )
-    assert [(run.variant, run.seed, run.status) for run in found.excluded] == [
-        ("rezero", "0", status)
-    ]
+    said = f"cannot be said: 1 of 3 seeds {ended} ({reason}"
+    assert comparison_of(found, "rezero").verdict.startswith(said)
+    (run,) = found.excluded
+    assert (run.variant, run.seed, run.status) == ("rezero", "0", status)
+    assert run.reason.startswith(reason)
+    assert reason in found.table()
+    rezero = found.tasks[0].variants[1]
+    assert rezero.seeds == (1, 2)
+    assert rezero.metrics["accuracy,test"].mean == pytest.approx(0.525)
 
 
-def test_a_metric_that_is_nan_is_a_failure(compare: Any) -> None:
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_a_run_without_a_finite_headline_has_failed(compare: Any, bad: float | None) -> None:
     folder = compare(BETTER)
-    file = folder / "rezero" / "seed-1" / "result.json"
-    record = json.loads(file.read_text())
-    record["results"]["listops"]["accuracy,test"] = float("nan")
-    file.write_text(json.dumps(record))
-    verdict = comparison_of(aggregate([folder]), "rezero").verdict
-    assert (
-        verdict
-        == "cannot be said: 1 of 3 seeds failed (the headline metric is not a finite number:"
-        " accuracy,test = nan)"
-    )
+    with edited(folder / "rezero" / "seed-1" / "result.json") as record:
+        record["results"]["listops"]["accuracy,test"] = bad
+    found = aggregate([folder])
+    (run,) = found.excluded
+    assert (run.seed, run.status) == ("1", "failed")
+    assert run.reason == f"the headline metric is not a finite number: accuracy,test = {bad}"
+    verdict = comparison_of(found, "rezero").verdict
+    assert verdict == f"cannot be said: 1 of 3 seeds failed ({run.reason})"
+    rezero = found.tasks[0].variants[1]
+    assert (rezero.seeds, rezero.failed) == ((0, 2), (1,))
 
 
 def test_one_finished_pair_beside_failures_and_one_alone(compare: Any) -> None:
@@ -220,20 +214,13 @@ def test_a_run_that_was_repeated_with_success_has_not_failed(
     # a newer run that diverged is what this configuration does now; one that was only stopped says
     # nothing
     for status, failed in (("failed", (2,)), ("cancelled", ())):
-        record = json.loads((again / "result.json").read_text())
-        record["train_info"] |= {"status": status, "reason": "as told"}
-        (again / "result.json").write_text(json.dumps(record))
+        with edited(again / "result.json") as record:
+            record["train_info"] |= {"status": status, "reason": "as told"}
         fixed = json.loads((folder / "rezero" / "seed-0" / "result.json").read_text()) | {"seed": 2}
         fixed["config"]["train"]["seed"] = 2
         (folder / "rezero" / "seed-2" / "result.json").write_text(json.dumps(fixed))
-        assert (
-            next(
-                r.failed
-                for r in aggregate([folder, again]).tasks[0].variants
-                if r.variant == "rezero"
-            )
-            == failed
-        )
+        variants = {r.variant: r for r in aggregate([folder, again]).tasks[0].variants}
+        assert variants["rezero"].failed == failed
 
 
 def test_the_reason_has_the_name_that_the_schema_gives_it(compare: Any) -> None:
@@ -244,7 +231,6 @@ def test_the_reason_has_the_name_that_the_schema_gives_it(compare: Any) -> None:
     fail(folder, "rezero", 2, reason="out of memory")
     file = folder / "rezero" / "seed-2" / "result.json"
     assert aggregate([folder]).excluded[0].reason == "out of memory"
-    record = json.loads(file.read_text())
-    record["train_info"]["error"] = record["train_info"].pop("reason")
-    file.write_text(json.dumps(record))
+    with edited(file) as record:
+        record["train_info"]["error"] = record["train_info"].pop("reason")
     assert aggregate([folder]).excluded[0].reason == "ended after step 100"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.edited import edited
 
 from wellposed.report import aggregate, build_report
 
@@ -21,20 +22,16 @@ def runs(tmp_path: Path, make_run: Any) -> Path:
             folder = make_run(
                 tmp_path / variant / f"seed-{seed}", task="translation", variant=variant, seed=seed
             )
-            result = json.loads((folder / "result.json").read_text())
-            values = {
-                "bleu,test": score,
-                "bleu,valid": score,
-                "loss,valid": loss,
-                "loss,test": loss,
-            }
-            result |= {
-                "results": {"translation": values},
-                "headline": "bleu",
-                "higher_is_better": {"bleu": True, "loss": False, "perplexity": False},
-                "reference": {"loss": 5.5, "perplexity": 244.7},
-            }  # fmt: skip
-            (folder / "result.json").write_text(json.dumps(result))
+            values = {"bleu": score, "loss": loss}
+            with edited(folder / "result.json") as result:
+                result["results"]["translation"] = {
+                    f"{name},{split}": value
+                    for name, value in values.items()
+                    for split in ("test", "valid")
+                }
+                result["headline"] = "bleu"
+                result["higher_is_better"] = {"bleu": True, "loss": False, "perplexity": False}
+                result["reference"] = {"loss": 5.5, "perplexity": 244.7}
     (tmp_path / "compare.json").write_text(json.dumps({"variants": ["post_ln", "oc3"]}))
     return tmp_path
 
@@ -44,10 +41,8 @@ def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs: Path) -> None:
     assert (task.metric, task.higher_is_better) == ("bleu,test", True)
     assert (task.reference_metric, task.reference_value) == ("loss,valid", 5.5)
     first, second = task.variants
-    assert [(v.metrics["bleu,test"].mean, v.learned) for v in (first, second)] == [
-        (21.0, True),
-        (25.5, False),
-    ]
+    assert (first.metrics["bleu,test"].mean, first.learned) == (21.0, True)
+    assert (second.metrics["bleu,test"].mean, second.learned) == (25.5, False)
     assert first.metrics["bleu,test"].standard_error == pytest.approx(1.0)
     assert second.comparison is not None
     assert second.comparison.mean_difference == pytest.approx(4.5)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.edited import edited
 from tests.support.html_page import Page
 
 from wellposed.measurement import write_csv
@@ -18,6 +19,7 @@ VARIANTS = (
     "@SUM(A1)",
     "]]></style><img src=x>",
 )
+EVIL = "<script>alert('x')</script>&\"$x^{$"
 
 
 @pytest.fixture
@@ -28,7 +30,20 @@ def page(tmp_path: Path, make_run: Any) -> Path:
             task="<img src=x onerror=y>",
             variant=variant,
             value=0.3 + 0.01 * number,
+            command=("wellposed", EVIL),
+            model={EVIL: EVIL},
+            status="failed" if number == 0 else "success",
         )
+    run = tmp_path / "runs" / "1"
+    with edited(tmp_path / "runs" / "0" / "result.json") as record:
+        record["train_info"]["reason"] = EVIL
+    with edited(run / "result.json") as record:
+        record["data"] = {EVIL: EVIL}
+    with edited(run / "env.json") as record:
+        record[EVIL] = EVIL
+    for name in ("measure-initial.json", "measure-final.json"):
+        with edited(run / name) as record:
+            record["rows"][0]["role"] = record["rows"][0]["stack"] = EVIL
     return build_report([tmp_path / "runs"], tmp_path / "page.html")
 
 
@@ -36,12 +51,12 @@ def test_a_page_shows_hostile_names_as_text(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     seen = Page(text)
     assert not set(seen.tags) & {"img", "iframe", "object", "link", "base", "form", "embed"}
-    assert text.count("<script") == 1
+    assert len(seen.tags["script"]) == text.count("<script") == 1
+    assert EVIL in seen.words
     assert "<!--" not in text
     assert "alert" not in seen.script
-    assert not any(
-        name.startswith("on") for each in seen.tags.values() for attrs in each for name in attrs
-    )
+    every = {name for each in seen.tags.values() for attrs in each for name in attrs}
+    assert not any(name.startswith("on") for name in every)
     assert "&lt;script&gt;" in text
 
 
@@ -65,14 +80,7 @@ def is_formula(cell: str) -> bool:
 
 
 def test_numbers_stay_numbers(tmp_path: Path) -> None:
-    row = {
-        "=a": -1.5,
-        "b": "-1e-3",
-        "c": [-0.5, 0.25],
-        "d": None,
-        "e": "+1+cmd|' /C calc'!A0",
-        "f": "\t=1",
-        "g": "plain",
-    }
+    cells = (-1.5, "-1e-3", [-0.5, 0.25], None, "+1+cmd|' /C calc'!A0", "\t=1", "plain")
+    row = dict(zip(("=a", *"bcdefg"), cells, strict=True))
     text = write_csv(tmp_path / "x.csv", list(row), [row]).read_text(encoding="utf-8")
     assert text == "'=a,b,c,d,e,f,g\n-1.5,-1e-3,-0.5 0.25,,'+1+cmd|' /C calc'!A0,'\t=1,plain\n"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+TINY = "--model.hidden-size 16 --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
+"""Options of a model that trains in no time."""
 
 
 def words(*parts: str | Sequence[object]) -> list[str]:
@@ -18,3 +26,31 @@ def succeed(*parts: str | Sequence[object]) -> None:
 
     typed = words(*parts)
     assert main(typed) == 0, typed
+
+
+def python(*parts: str | Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a fresh Python with these words; ``options`` are those of `subprocess.run`."""
+    options = {"capture_output": True, "text": True, "check": False, **options}
+    return subprocess.run([sys.executable, *words(*parts)], **options)
+
+
+class Cli:
+    """The command in this process, and what it says."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(
+        self, *parts: str | Sequence[object], status: int | None = 0
+    ) -> pytest.CaptureResult[str]:
+        """Return what the command of these words says, which must end with ``status``
+        (None: 1 or 2)."""
+        from wellposed.cli import main
+
+        self._capsys.readouterr()
+        typed = words(*parts)
+        found = main(typed)
+        said = self._capsys.readouterr()
+        assert found in ((1, 2) if status is None else (status,)), (typed, said.err)
+        assert "Traceback" not in said.err, typed
+        return said
