@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from tests.support.refusal import bad_config, bad_shape
-from tests.support.tiny import IDS, MASK, SIZES, tiny
+from tests.support.tiny import IDS, MASK, SIZES, options, tiny
+from tests.support.words import words
 from transformers import DynamicCache
 
 from wellposed.errors import ConfigError
@@ -21,36 +22,14 @@ from wellposed.models import (
 from wellposed.nn import ATTENTIONS
 
 # Where a value cannot be seen in the logits of a fresh model, the test below says how it is seen.
-CHANGES = [
-    ("vocab_size", 14),
-    ("max_position_embeddings", 11),
-    ("hidden_size", 24),
-    ("num_hidden_layers", 3),
-    ("num_attention_heads", 2),
-    ("intermediate_size", 20),
-    ("activation", "relu"),
-    ("attention", "other-for-this-test"),
-    ("attention", "ball"),
-    ("feedforward", "maxmin"),
-    ("norm", "pre"),
-    ("norm", "none"),
-    ("residual", "rezero"),
-    ("residual", "convex"),
-    ("residual", "budget"),
-    ("num_hidden_layers", 0),
-    ("unit_embeddings", True),
-    ("qk_norm", True),
-    ("position", "sinusoidal"),
-    ("scale_embeddings", False),
-    ("dropout", 0.5),
-    ("attention_dropout", 0.5),
-    ("init", "other-for-this-test"),
-    ("pooling", "first"),
-    ("pooling", "max"),
-    ("is_causal", True),
-    ("layer_norm_eps", 0.5),
-    ("num_labels", 7),
-]
+CHANGES = words(
+    "vocab_size=14 max_position_embeddings=11 hidden_size=24 num_hidden_layers=3 num_hidden_layers=0"
+    " num_attention_heads=2 intermediate_size=20 activation=relu attention=other-for-this-test"
+    " attention=ball feedforward=maxmin norm=pre norm=none residual=rezero residual=convex"
+    " residual=budget unit_embeddings=True qk_norm=True position=sinusoidal scale_embeddings=False"
+    " dropout=0.5 attention_dropout=0.5 init=other-for-this-test pooling=first pooling=max"
+    " is_causal=True layer_norm_eps=0.5 num_labels=7"
+)
 
 
 def double_(module, config):
@@ -75,50 +54,31 @@ def classify(**changes):
     return model(input_ids=IDS, attention_mask=MASK).logits
 
 
-@pytest.mark.parametrize(("option", "value"), CHANGES)
-def test_every_option_changes_the_result(option, value):
-    plain, changed = classify(), classify(**{option: value})
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_option_changes_the_result(change):
+    plain, changed = classify(), classify(**options(change))
     assert plain.shape != changed.shape or (plain - changed).abs().max() > 1e-4
 
 
 def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
-    elsewhere = {
-        "tie_word_embeddings",  # test_saving
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "use_cache",  # test_generate
-        "num_decoder_layers",  # test_seq2seq, as the next four
-        "share_embeddings",
-        "cross_attention",
-        "decoder_start_token_id",
-        "position_scale",
-        "contractive",  # test_l2_options
-        "lipschitz_norm",  # test_l2_options
-        "contractive_bound",  # nn/test_l2_division_bound
-        "query_width",  # test_l2_options
-        "l2_init_scale",  # test_l2_options
-        "cosine_eps",  # test_l2_options
-        "ball_temperature",  # test_lipschitz
-        "ball_max_temperature",  # test_lipschitz
-        "budget",  # test_lipschitz
-    }
+    elsewhere = words(
+        "tie_word_embeddings pad_token_id bos_token_id eos_token_id use_cache"  # saving, generate
+        " num_decoder_layers share_embeddings cross_attention decoder_start_token_id"  # seq2seq
+        " position_scale contractive lipschitz_norm query_width l2_init_scale cosine_eps"
+        " contractive_bound ball_temperature ball_max_temperature budget"  # l2_options, certification
+    )
     own = {*WellposedConfig.__annotations__, *WellposedConfig.part_options()} - {
         "window_for_this_test"
     }
-    assert own == ({option for option, _ in CHANGES} - {"num_labels"}) | elsewhere
+    changed = {change.split("=")[0] for change in CHANGES}
+    assert own == (changed - {"num_labels"}) | {*elsewhere}
 
 
 def test_all_bad_values_are_in_one_message():
     with pytest.raises(ConfigError) as caught:
         WellposedConfig(
-            hidden_size=10,
-            num_attention_heads=3,
-            vocab_size=0,
-            dropout=1.0,
-            norm="per",
-            layer_norm_eps=0.0,
-            hiden_size=3,
+            **options("hidden_size=10 num_attention_heads=3 vocab_size=0 dropout=1.0 norm=per"),
+            **options("layer_norm_eps=0.0 hiden_size=3"),
         )
     message = str(caught.value)
     for part in (

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, refused
+from tests.support.tiny import options
 
 from wellposed.certification import certify
 from wellposed.errors import ConfigError
@@ -14,17 +15,14 @@ from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import CosineSelfAttention, L2SelfAttention
 from wellposed.training.config import ModelOptions
 
-SIZES = {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 12,
-}
+SIZES = options(
+    "hidden_size=16 num_attention_heads=2 num_hidden_layers=1 max_position_embeddings=12"
+)
 
 
-def attention(**options):
+def attention(**changes):
     torch.manual_seed(0)
-    return WellposedModel(WellposedConfig(**SIZES, **options)).layers[0].attention
+    return WellposedModel(WellposedConfig(**SIZES, **changes)).layers[0].attention
 
 
 def test_contractive_and_its_norm_reach_the_layer_and_hold():
@@ -100,55 +98,35 @@ def test_padding_changes_nothing_in_norm_2_whose_bound_depends_on_the_mask(is_ca
 
 
 def test_options_come_back_from_disk(tmp_path):
-    options = {
-        "contractive": 0.4,
-        "lipschitz_norm": "2",
-        "query_width": 2,
-        "l2_init_scale": 0.3,
-        "init": "kim2021",
-    }
+    given = options("contractive=0.4 query_width=2 l2_init_scale=0.3 init=kim2021")
+    given["lipschitz_norm"] = "2"
     model = WellposedForSequenceClassification(
-        WellposedConfig(**SIZES, attention="l2_contractive", **options)
+        WellposedConfig(**SIZES, attention="l2_contractive", **given)
     ).eval()
     model.save_pretrained(tmp_path)
     loaded = WellposedForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert {name: getattr(loaded.config, name) for name in options} == options
+    assert {name: getattr(loaded.config, name) for name in given} == given
     ids = torch.tensor([[3, 1, 4]])
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (
-            {"contractive": 0.5},
-            "contractive: received 0.5, which only attention 'l2_contractive' reads",
-        ),
-        ({"contractive": 0.5, "attention": "l2_tied"}, "contractive: received 0.5"),
-        ({"lipschitz_norm": "inf", "attention": "l2"}, "lipschitz_norm: received 'inf'"),
-        (
-            {"query_width": 2},
-            "query_width: received 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'",
-        ),
-        (
-            {"cosine_eps": 0.5, "attention": "l2_tied"},
-            "cosine_eps: received 0.5, which only attention 'cosine' reads",
-        ),
-        (
-            {"l2_init_scale": 0.5, "attention": "l2"},
-            "l2_init_scale: received 0.5, which only init 'kim2021' reads",
-        ),
-        (
-            {"l2_init_scale": 0.5, "init": "kim2021"},
-            "l2_init_scale: received 0.5, which only attention 'l2' or",
-        ),
-    ],
-)
-def test_an_option_that_nothing_reads_is_refused(options, part):
-    with pytest.raises(ConfigError) as caught:
-        WellposedConfig(**options)
-    assert part in str(caught.value)
-    assert "leave it" in str(caught.value)
+READ = "contractive: received 0.5, which only attention 'l2_contractive' reads"
+SCALE = "l2_init_scale: received 0.5, which only"
+UNREAD = [
+    ("contractive=0.5", READ),
+    ("contractive=0.5 attention=l2_tied", "contractive: received 0.5"),
+    ("lipschitz_norm=inf attention=l2", "lipschitz_norm: received 'inf'"),
+    ("query_width=2", "received 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'"),
+    ("cosine_eps=0.5 attention=l2_tied", "received 0.5, which only attention 'cosine' reads"),
+    ("l2_init_scale=0.5 attention=l2", f"{SCALE} init 'kim2021' reads"),
+    ("l2_init_scale=0.5 init=kim2021", f"{SCALE} attention 'l2' or"),
+]
+
+
+@pytest.mark.parametrize(("given", "part"), UNREAD)
+def test_an_option_that_nothing_reads_is_refused(given, part):
+    with refused(part, "leave it", kind=ConfigError):
+        WellposedConfig(**SIZES, **options(given))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from tests.support.tiny import options
 from transformers import AutoModelForSequenceClassification, BertConfig, GPT2Config
 
 import wellposed as wp
@@ -16,36 +17,17 @@ IDS = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(0))
 
 
 def gpt2():
-    sizes = {
-        "n_layer": 2,
-        "n_embd": 16,
-        "n_head": 2,
-        "vocab_size": 40,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = options("n_layer=2 n_embd=16 n_head=2 vocab_size=40 bos_token_id=0 eos_token_id=0")
     return transformers.GPT2LMHeadModel(GPT2Config(**sizes))
 
 
 def bert():
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
+    sizes = options("hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32")
     return transformers.BertForSequenceClassification(BertConfig(vocab_size=40, **sizes))
 
 
 def t5():
-    sizes = {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "decoder_start_token_id": 0,
-    }
+    sizes = options("d_model=16 d_kv=8 d_ff=32 num_layers=2 num_heads=2 decoder_start_token_id=0")
     config = transformers.T5Config(vocab_size=40, **sizes)
     return transformers.T5ForConditionalGeneration(config)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.tiny import SIZES, tiny
+from tests.support.tiny import SIZES, options, tiny
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -23,13 +23,7 @@ from wellposed.models import (
 )
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
-RICH = {
-    "norm": "pre",
-    "residual": "rezero",
-    "qk_norm": True,
-    "activation": "relu",
-    "pooling": "max",
-}
+RICH = options("norm=pre residual=rezero qk_norm=True activation=relu pooling=max")
 
 
 def perturbed(model):

@@ -6,6 +6,8 @@ import torch
 from tests.support.close import within
 from tests.support.refusal import bad_config, bad_shape
 from tests.support.slow_transformer import SlowTransformer, exact, padded
+from tests.support.tiny import options
+from tests.support.words import words
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM, DynamicCache
 
@@ -45,17 +47,19 @@ def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
     slow = SlowTransformer(model)
     for source_side, target_side in [("right", "right"), ("left", "left"), ("right", "left")]:
         ids, mask = padded(SOURCES, source_side, extra=2)
-        target, target_mask = padded(TARGETS, target_side, extra=1)
+        targets, target_mask = padded(TARGETS, target_side, extra=1)
         given = None if target_side == "right" else target_mask
         logits = model(
             input_ids=ids,
             attention_mask=mask,
-            decoder_input_ids=target,
+            decoder_input_ids=targets,
             decoder_attention_mask=given,
         ).logits
-        for row, row_mask, source, words in zip(logits, target_mask, SOURCES, TARGETS, strict=True):
+        for row, row_mask, source, target in zip(
+            logits, target_mask, SOURCES, TARGETS, strict=True
+        ):
             assert_close(
-                row[row_mask.bool()], slow_logits(slow, source, words), rtol=1e-10, atol=1e-10
+                row[row_mask.bool()], slow_logits(slow, source, target), rtol=1e-10, atol=1e-10
             )
 
 
@@ -214,15 +218,15 @@ def run(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_decoder_layers": 3}, {"num_decoder_layers": None}, {"share_embeddings": False},
-        {"cross_attention": "cosine"}, {"dropout": 0.5}, {"attention_dropout": 0.5}, {"scale_embeddings": False},
-        {"position": "sinusoidal"}, {"norm": "pre"}, {"residual": "rezero"}, {"qk_norm": True},
-    ],
-)  # fmt: skip
-def test_every_option_changes_the_result(changes):
-    assert (run()[1].logits - run(**changes)[1].logits).abs().max() > 1e-4
+    "change",
+    words(
+        "num_decoder_layers=3 num_decoder_layers=None share_embeddings=False norm=pre qk_norm=True"
+        " dropout=0.5 attention_dropout=0.5 scale_embeddings=False position=sinusoidal"
+        " residual=rezero cross_attention=cosine"
+    ),
+)
+def test_every_option_changes_the_result(change):
+    assert (run()[1].logits - run(**options(change))[1].logits).abs().max() > 1e-4
 
 
 def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():

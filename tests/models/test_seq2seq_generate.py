@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from tests.support.refusal import bad_config, bad_shape
+from tests.support.tiny import options
 from torch.testing import assert_close
 from transformers import BartConfig, BartForConditionalGeneration
 
@@ -15,6 +16,8 @@ SIZES = {
     "vocab_size": 11, "max_position_embeddings": 12, "hidden_size": 12, "num_hidden_layers": 1, "num_decoder_layers": 2,
     "num_attention_heads": 3, "intermediate_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+SCORED = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False}
+NEVER = {"early_stopping": "never", "do_sample": False}
 SOURCES = [[3, 1, 4, 1, 5], [9, 2], [6, 6, 7]]
 NEW, BEAMS, END = 6, 3, 2
 IDS = torch.tensor([row + [0] * (5 - len(row)) for row in SOURCES])
@@ -131,35 +134,25 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached):
 
 def test_the_two_penalties_rank_differently():
     model = build()
-    options = {
-        "num_beams": BEAMS,
-        "num_return_sequences": BEAMS,
-        "early_stopping": "never",
-        "do_sample": False,
-    }
+    how = {"num_beams": BEAMS, "num_return_sequences": BEAMS, **NEVER}
     assert not torch.equal(
-        generate(model, length_penalty=1.5, **options),
-        generate(model, gnmt_length_penalty=1.5, **options),
+        generate(model, length_penalty=1.5, **how),
+        generate(model, gnmt_length_penalty=1.5, **how),
     )
 
 
 def test_the_penalty_is_saved_with_the_model(tmp_path):
     model = build().float()
     model.generation_config.gnmt_length_penalty = 1.5
-    options = {
-        "num_beams": BEAMS,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "do_sample": False,
-    }
+    how = {"num_beams": BEAMS, **SCORED}
     model.save_pretrained(tmp_path)
     assert (
         json.loads((tmp_path / "generation_config.json").read_text())["gnmt_length_penalty"] == 1.5
     )
     loaded = WellposedForSeq2SeqLM.from_pretrained(tmp_path)
-    by_argument = generate(build().float(), gnmt_length_penalty=1.5, **options).sequences_scores
-    assert torch.equal(generate(loaded, **options).sequences_scores, by_argument)
-    overridden = generate(loaded, length_penalty=1.5, **options).sequences_scores
+    by_argument = generate(build().float(), gnmt_length_penalty=1.5, **how).sequences_scores
+    assert torch.equal(generate(loaded, **how).sequences_scores, by_argument)
+    overridden = generate(loaded, length_penalty=1.5, **how).sequences_scores
     assert not torch.equal(overridden, by_argument)
     assert generate(loaded, do_sample=False).shape[0] == 3
 
@@ -175,30 +168,17 @@ def test_penalties_that_cannot_be_meant_are_refused():
 
 
 def test_the_penalty_serves_models_of_transformers():
-    sizes = {
-        "d_model": 8,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 8,
-        "decoder_ffn_dim": 8,
-    }
-    heads = {
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "forced_eos_token_id": None,
-    }
+    sizes = options(
+        "d_model=8 encoder_layers=1 decoder_layers=1 encoder_ffn_dim=8 decoder_ffn_dim=8"
+    )
+    heads = options("encoder_attention_heads=2 decoder_attention_heads=2 forced_eos_token_id=None")
     torch.manual_seed(0)
     model = BartForConditionalGeneration(
         BartConfig(vocab_size=11, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **heads)
     ).eval()
-    options = {
-        "num_beams": 2,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "do_sample": False,
-    }
-    gnmt = generate(model, length_penalty=GNMTLengthPenalty(0.6), **options)
-    plain = generate(model, length_penalty=0.0, **options)
+    how = {"num_beams": 2, **SCORED}
+    gnmt = generate(model, length_penalty=GNMTLengthPenalty(0.6), **how)
+    plain = generate(model, length_penalty=0.0, **how)
     lengths = (plain.beam_indices >= 0).sum(1)
     if torch.equal(gnmt.sequences, plain.sequences):
         assert_close(gnmt.sequences_scores, plain.sequences_scores / ((5 + lengths) / 6) ** 0.6)

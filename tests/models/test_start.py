@@ -5,17 +5,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support.refusal import bad_config
+from tests.support.tiny import options
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
 from wellposed.models import start_model
 
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "vocab_size": 50,
-}
+SMALL = options(
+    "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32 vocab_size=50"
+)
+CLASSES = "sequence_classification"
 LABELS = {
     "num_labels": 3,
     "id2label": {0: "a", 1: "b", 2: "c"},
@@ -33,7 +31,7 @@ def body(tmp_path):
 
 
 def test_the_body_is_read_bit_for_bit_and_the_head_is_drawn(body):
-    start = start_model(body, "sequence_classification", LABELS)
+    start = start_model(body, CLASSES, LABELS)
     saved = load_file(body / "model.safetensors")
     state = start.model.state_dict()
     assert all(torch.equal(state[f"bert.{name}"], tensor) for name, tensor in saved.items())
@@ -44,7 +42,7 @@ def test_the_body_is_read_bit_for_bit_and_the_head_is_drawn(body):
 
 def test_another_head_that_was_saved_is_named_as_left_out(tmp_path):
     transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path)
-    start = start_model(tmp_path, "sequence_classification", LABELS)
+    start = start_model(tmp_path, CLASSES, LABELS)
     assert any(name.startswith("cls.predictions") for name in start.left_out)
     assert all("pooler" in name or "classifier" in name for name in start.new_weights)
 
@@ -52,7 +50,7 @@ def test_another_head_that_was_saved_is_named_as_left_out(tmp_path):
 def test_a_configuration_alone_gives_random_weights_with_the_vocabulary_of_the_data(body):
     wanted = {**LABELS, "vocab_size": 71, "pad_token_id": 0}
     for source, scratch in ((body / "config.json", False), (body, True)):
-        start = start_model(source, "sequence_classification", wanted, from_scratch=scratch)
+        start = start_model(source, CLASSES, wanted, from_scratch=scratch)
         assert start.model.get_input_embeddings().weight.shape == (71, 16)
         assert len(start.new_weights) == len(list(start.model.named_parameters()))
 
@@ -65,36 +63,21 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
     with pytest.raises(
         CheckpointError, match=r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"
     ):
-        start_model(body, "sequence_classification", LABELS)
+        start_model(body, CLASSES, LABELS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted", "error", "message"),
-    [
-        ("seq2seq_lm", {}, ConfigError, "a bert model has no head for seq2seq lm"),
-        (
-            "sequence_pair_classification",
-            {},
-            ConfigError,
-            "no head of kind 'sequence_pair_classification'",
-        ),
-        (
-            "sequence_classification",
-            {**LABELS, "vocab_size": 51},
-            ShapeError,
-            r"51 tokens .* embedding 50 rows",
-        ),
-        (
-            "sequence_classification",
-            {**LABELS, "max_position_embeddings": 25},
-            ConfigError,
-            "--max-length 24",
-        ),
-    ],
-)
+MISFITS = [
+    ("seq2seq_lm", {}, ConfigError, "a bert model has no head for seq2seq lm"),
+    ("sequence_pair_classification", {}, ConfigError, "no head of kind 'sequence_pair_class"),
+    (CLASSES, {"vocab_size": 51}, ShapeError, r"51 tokens .* embedding 50 rows"),
+    (CLASSES, {"max_position_embeddings": 25}, ConfigError, "--max-length 24"),
+]
+
+
+@pytest.mark.parametrize(("kind", "wanted", "error", "message"), MISFITS)
 def test_what_does_not_fit_is_refused(body, kind, wanted, error, message):
     with pytest.raises(error, match=message):
-        start_model(body, kind, wanted)
+        start_model(body, kind, {**LABELS, **wanted} if kind == CLASSES else wanted)
 
 
 def test_labels_that_differ_need_a_new_head(tmp_path):
@@ -103,8 +86,8 @@ def test_labels_that_differ_need_a_new_head(tmp_path):
     )
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
     with bad_config(match="labels no, yes and the data a, b, c; give --new-head"):
-        start_model(tmp_path, "sequence_classification", LABELS)
-    start = start_model(tmp_path, "sequence_classification", LABELS, new_head=True)
+        start_model(tmp_path, CLASSES, LABELS)
+    start = start_model(tmp_path, CLASSES, LABELS, new_head=True)
     assert set(start.new_weights) == {"classifier.weight", "classifier.bias"}
     same = {"num_labels": 2, "id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
-    assert start_model(tmp_path, "sequence_classification", same).new_weights == ()
+    assert start_model(tmp_path, CLASSES, same).new_weights == ()

@@ -4,7 +4,9 @@ import pytest
 import torch
 from tests.support.close import within
 from tests.support.refusal import bad_config, bad_shape
-from tests.support.transject import CONFIG, IDS, MASK, SIZES, awake, blocks
+from tests.support.tiny import options
+from tests.support.transject import CONFIG, IDS, MASK, SIZES, awake, blocks, slow_stack
+from tests.support.words import words
 from torch import nn
 from torch.testing import assert_close
 
@@ -27,27 +29,7 @@ def test_the_whole_model_against_the_formula_in_float64():
         table = model.embeddings.token.weight
         positions = wellposed.nn.SinusoidalPositions(12, 8).table.double()
         x = torch.stack([torch.cat((table[IDS[row, i]], positions[i])) for i in range(length)])
-        basis = model.stack.spectrum.basis.weight
-        energy = torch.stack(
-            [sum((x[i] @ basis[k]) ** 2 for i in range(length)) for k in range(16)]
-        )
-        sigma = energy / (energy.max() + 1e-6)
-        for layer in blocks(model):
-            r = torch.tanh(layer.residual.weight) / 3
-            branches = [
-                nn.functional.elu(
-                    x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T
-                )
-                for expert in layer.attention.experts
-            ]
-            gate = layer.attention.gate.weight[0]
-            scores = torch.stack([gate @ (x + r * branch).max(0).values for branch in branches])
-            weights = torch.exp(scores) / torch.exp(scores).sum()
-            x = x + r * sum(
-                weight * branch for weight, branch in zip(weights, branches, strict=True)
-            )
-            up, down = layer.feedforward.up_proj.weight, layer.feedforward.down_proj.weight
-            x = x + r * nn.functional.elu(nn.functional.elu(x @ up.T) @ down.T)
+        x = slow_stack(model.stack, x)
         assert_close(output.last_hidden_state[row, :length], x, rtol=1e-6, atol=1e-6)
 
 
@@ -136,25 +118,13 @@ def test_sines_go_on_beyond_the_positions_and_a_table_does_not():
 
 def test_every_bad_value_is_in_one_error():
     bad = [
-        {
-            "hidden_size": 15,
-            "num_hidden_layers": 0,
-            "num_experts": 0,
-            "spectrum": "gran",
-            "residual": "plain",
-        },
-        {"dropout": 1.0, "spectrum_eps": 0.0, "reconstruction_weight": -1.0, "pad_token_id": 300},
-        {
-            "num_expert": 2,
-            "num_attention_heads": 4,
-            "pooling": "min",
-            "gating": "fix",
-            "num_labels": 0,
-        },
-        {"intermediate_size": 64, "hidden_size": 0},
+        "hidden_size=15 num_hidden_layers=0 num_experts=0 spectrum=gran residual=plain",
+        "dropout=1.0 spectrum_eps=0.0 reconstruction_weight=-1.0 pad_token_id=300",
+        "num_expert=2 num_attention_heads=4 pooling=min gating=fix num_labels=0",
+        "intermediate_size=64 hidden_size=0",
     ]
     messages = []
-    for values in bad:
+    for values in map(options, bad):
         with bad_config(match=f"TransJectConfig: {len(values)} values are not usable") as caught:
             TransJectConfig(**values)
         messages.append(str(caught.value))
@@ -193,14 +163,14 @@ def test_what_cannot_be_done_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("spectrum", "random"), ("spectrum_norm", "trace"), ("spectrum_eps", 10.0), ("gating", "normalized"),
-        ("residual", "sigmoid"), ("position", "learned"), ("pooling", "max"), ("pooling", "first"), ("dropout", 0.5),
-        ("is_causal", True), ("num_experts", 3), ("num_hidden_layers", 4),
-    ],
-)  # fmt: skip
-def test_every_option_changes_the_logits(option, value):
+    "change",
+    words(
+        "spectrum=random spectrum_norm=trace spectrum_eps=10.0 gating=normalized residual=sigmoid"
+        " position=learned pooling=max pooling=first dropout=0.5 is_causal=True num_experts=3"
+        " num_hidden_layers=4"
+    ),
+)
+def test_every_option_changes_the_logits(change):
     def logits(config):
         torch.manual_seed(11)
         model = TransJectForSequenceClassification(config)
@@ -209,7 +179,7 @@ def test_every_option_changes_the_logits(option, value):
         torch.manual_seed(12)
         return model.train()(input_ids=IDS).logits.detach()
 
-    changed = logits(TransJectConfig(**{**SIZES, "num_experts": 2, option: value}))
+    changed = logits(TransJectConfig(**{**SIZES, "num_experts": 2, **options(change)}))
     assert float((changed - logits(CONFIG)).abs().max()) > 1e-6
 
 

@@ -4,6 +4,7 @@ nothing."""
 import pytest
 import torch
 from tests.support.refusal import bad_config
+from tests.support.tiny import options
 from tests.support.transject import IDS, SETTINGS, SIZES, awake
 from torch.testing import assert_close
 
@@ -34,13 +35,13 @@ def test_generation_with_a_cache_is_that_without(settings, how):
     config = TransJectConfig(**SIZES, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = awake(TransJectForCausalLM(config))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    options = {"max_new_tokens": 5, "do_sample": False, **how}
+    how = {"max_new_tokens": 5, "do_sample": False, **how}
     cached, whole = (
-        model.generate(IDS, attention_mask=mask, use_cache=use_cache, **options)
+        model.generate(IDS, attention_mask=mask, use_cache=use_cache, **how)
         for use_cache in (True, False)
     )
     assert torch.equal(cached, whole)
-    alone = model.generate(IDS[:1, 2:], **options)
+    alone = model.generate(IDS[:1, 2:], **how)
     assert torch.equal(cached[:1, 5 : alone.shape[1] + 2], alone[:, 3:])
 
 
@@ -60,12 +61,7 @@ def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings):
 def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
     torch.manual_seed(5)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
-    how = {
-        "do_sample": False,
-        "max_new_tokens": 3,
-        "min_new_tokens": 3,
-        "return_dict_in_generate": True,
-    }
+    how = options("do_sample=False max_new_tokens=3 min_new_tokens=3 return_dict_in_generate=True")
     first = model.generate(IDS[:1], **how)
     prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
     again = model.generate(prompt, past_key_values=first.past_key_values, **how)

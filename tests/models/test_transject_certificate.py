@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.tiny import options
 from tests.support.transject import IDS, MASK
 from torch.testing import assert_close
 
@@ -10,18 +11,11 @@ from wellposed.models import TransJectConfig, TransJectForSequenceClassification
 from wellposed.training.certified.accuracy import certified_accuracy
 
 
-def classifier(**options):
+def classifier(**changes):
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 12,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_labels": 3,
-        "spectrum_norm": "trace",
-    }
-    model = TransJectForSequenceClassification(
-        TransJectConfig(**{**sizes, "residual": "sigmoid", **options})
-    )
+    sizes = options("vocab_size=12 hidden_size=8 num_hidden_layers=2 num_labels=3")
+    how = {**sizes, "spectrum_norm": "trace", "residual": "sigmoid", **changes}
+    model = TransJectForSequenceClassification(TransJectConfig(**how))
     return model.double().eval()
 
 
@@ -33,17 +27,11 @@ def test_input_vectors_give_what_the_ids_give():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"spectrum_norm": "max"},
-        {"spectrum": "random"},
-        {"num_experts": 2, "gating": "normalized"},
-    ],
+    "changes", ["", "spectrum_norm=max", "spectrum=random", "num_experts=2 gating=normalized"]
 )
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_no_ascent_beats_the_certificate(options, norm):
-    model = classifier(**options)
+def test_no_ascent_beats_the_certificate(changes, norm):
+    model = classifier(**options(changes))
     total = certify(model, seq_len=5, norm=norm).total
     start = input_vectors(model, IDS[:1]).detach()
     step = torch.full_like(start, 1e-3).requires_grad_()

@@ -27,6 +27,7 @@ from wellposed.nn import (
 )
 
 D = 8
+CHANGES = [{"heads": 4}, {"temperature": 1.0}, {"unit_lipschitz": False}, {"bias": True}]
 OPTIONS = [
     {}, {"temperature": 0.5}, {"max_temperature": 3.0}, {"unit_lipschitz": False}, {"bias": True},
 ]  # fmt: skip
@@ -189,12 +190,7 @@ def test_every_option_of_the_attentions_changes_something():
 
     for kind in (BallAttention, BallCrossAttention):
         plain = out(kind)
-        for options in (
-            {"heads": 4},
-            {"temperature": 1.0},
-            {"unit_lipschitz": False},
-            {"bias": True},
-        ):
+        for options in CHANGES:
             assert not torch.allclose(out(kind, **options), plain)
     assert not torch.allclose(out(BallCrossAttention, memory_dim=5), out(BallCrossAttention))
     # The largest temperature does not move the start; it bounds what is learnt.

@@ -7,19 +7,14 @@ import pytest
 import torch
 from tests.support.close import within
 from tests.support.refusal import bad_config, bad_shape
+from tests.support.tiny import options
 
 from wellposed.certification import certify
 from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed.nn import RESIDUALS, ConvexResidual, InverseDAttention, unit_gelu
 from wellposed.nn.positions import rotate_by_position
 
-PARTS = {
-    "attention": "inverse_d",
-    "residual": "mean",
-    "norm": "none",
-    "activation": "unit_gelu",
-    "position": "none",
-}
+PARTS = options("attention=inverse_d residual=mean norm=none activation=unit_gelu position=none")
 
 
 def slow_rotation(vector, position):
@@ -96,11 +91,11 @@ def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball(
     assert totals[1] > 1 + 1 / 3
 
 
-@pytest.mark.parametrize("options", [{"attention_dropout": 0.1}, {"qk_norm": True}])
-def test_what_it_lacks_is_refused(options):
+@pytest.mark.parametrize("lacking", [{"attention_dropout": 0.1}, {"qk_norm": True}])
+def test_what_it_lacks_is_refused(lacking):
     with bad_config(match="attention 'inverse_d' with"):
         WellposedForCausalLM(
-            WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **options)
+            WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **lacking)
         )
 
 

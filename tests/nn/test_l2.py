@@ -7,6 +7,8 @@ import torch
 from tests.support.close import within
 from tests.support.layers import built, draw, stack_config
 from tests.support.refusal import bad_config, bad_shape
+from tests.support.tiny import options
+from tests.support.words import words
 
 from wellposed.nn import ATTENTIONS, L2SelfAttention, attention_mask
 
@@ -50,8 +52,8 @@ def reference(layer, x, allowed=None):
     )
 
 
-def build(**options):
-    return built(L2SelfAttention, D, H, **options)
+def build(**changes):
+    return built(L2SelfAttention, D, H, **changes)
 
 
 def tokens(batch=2, n=6, **how):
@@ -59,14 +61,8 @@ def tokens(batch=2, n=6, **how):
 
 
 FORMS = [
-    {},
-    {"values": "free"},
-    {"values": "plain"},
-    {"tied": False},
-    {"query_width": 2},
-    {"query_width": 2, "values": "free"},
-    {"query_width": 2, "tied": False},
-    {"bias": False},
+    *map(options, ["", *words("values=free values=plain tied=False query_width=2 bias=False")]),
+    *map(options, ["query_width=2 values=free", "query_width=2 tied=False"]),
 ]
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 3 + [False] * 3])
 
@@ -83,19 +79,19 @@ def allowed_pairs(padding, is_causal):
     return allowed
 
 
-@pytest.mark.parametrize("options", FORMS)
-def test_matches_reference(options):
-    layer, x = build(**options), tokens()
+@pytest.mark.parametrize("form", FORMS)
+def test_matches_reference(form):
+    layer, x = build(**form), tokens()
     within(layer(x), reference(layer, x), 1e-11)
     causal = torch.ones(6, 6).tril().bool()
     within(layer(x, is_causal=True), reference(layer, x, causal), 1e-11)
 
 
-@pytest.mark.parametrize("options", [{}, {"values": "free"}, {"tied": False}])
+@pytest.mark.parametrize("form", [{}, {"values": "free"}, {"tied": False}])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("finished", [False, True])
-def test_padding_matches_reference(options, is_causal, finished):
-    layer, x = build(**options), tokens()
+def test_padding_matches_reference(form, is_causal, finished):
+    layer, x = build(**form), tokens()
     mask = attention_mask(PADDING, is_causal, 6, 6, x.device) if finished else PADDING
     out = layer(x, key_padding_mask=mask, is_causal=is_causal)
     within(out, reference(layer, x, allowed_pairs(PADDING, is_causal)), 1e-11)
@@ -112,27 +108,23 @@ def test_a_fully_padded_sequence_is_finite_in_both_directions():
         within(out, reference(layer, x, allowed_pairs(mask, is_causal)), 1e-11)
 
 
-@pytest.mark.parametrize(
-    ("base", "changed"),
-    [
-        ({}, {"tied": False}),
-        ({}, {"values": "free"}),
-        ({}, {"values": "plain"}),
-        ({}, {"query_width": 2}),
-        ({}, {"bias": False}),
-        ({}, {"contractive": 0.5}),
-        ({}, {"dropout": 0.4}),
-        ({}, {"init_scale": 0.1}),
-        ({"contractive": 0.5}, {"contractive": 0.5, "norm": "inf"}),
-        ({"contractive": 0.5}, {"contractive": 0.5, "norm": 2}),
-        ({"contractive": 0.5}, {"contractive": 0.5, "max_tokens": 40}),
-    ],
+ARGUMENTS = (
+    "tied=False values=free values=plain query_width=2 bias=False contractive=0.5 dropout=0.4"
+    " init_scale=0.1"
 )
-def test_every_argument_changes_something(base, changed):
+OF_CONTRACTIONS = "norm=inf norm=2 max_tokens=40"
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [*(("", one) for one in words(ARGUMENTS))]
+    + [("contractive=0.5", one) for one in words(OF_CONTRACTIONS)],
+)
+def test_every_argument_changes_something(base, change):
     outputs = []
-    for options in (base, changed):
+    for given in (base, f"{base} {change}"):
         torch.manual_seed(0)
-        layer = L2SelfAttention(D, H, **options)
+        layer = L2SelfAttention(D, H, **options(given))
         for name, bias in layer.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.constant_(bias, 0.5)

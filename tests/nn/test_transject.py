@@ -8,6 +8,7 @@ import torch
 from tests.support.close import within
 from tests.support.layers import draw
 from tests.support.refusal import bad_config, bad_shape
+from tests.support.transject import slow_stack
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -53,34 +54,6 @@ def make(*, start=1.2, dtype=torch.float64, width=D, **options):
     return stack
 
 
-def slow(stack, x):
-    """One sample, (tokens, d), by the formulas."""
-    if hasattr(stack.spectrum, "basis"):
-        u0 = stack.spectrum.basis.weight.T
-        g = torch.diag(u0.T @ x.T @ x @ u0)
-        sigma = g / ((g.max() if stack.spectrum.normalization == "max" else g.sum()) + 1e-6)
-    else:
-        sigma = stack.spectrum.weight.tanh()
-    for layer in stack.layers:
-        r = torch.tanh(layer.residual.weight) / L
-        ways, logits = [], []
-        for expert in layer.attention.experts:
-            f = F.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)
-            ways.append(x + r * f)
-            if hasattr(layer.attention, "gate"):
-                logits.append(ways[-1].max(0).values @ layer.attention.gate.weight[0])
-        if hasattr(layer.attention, "logits"):
-            logits = list(layer.attention.logits)
-        elif layer.attention.gating == "normalized":
-            logits = [value / (x.square().sum() + 1e-6).sqrt() for value in logits]
-        gates = torch.stack(logits).softmax(0) if logits else torch.ones(1)
-        x = sum((gate * way for gate, way in zip(gates, ways, strict=True)), torch.zeros_like(x))
-        x = x + r * F.elu(
-            F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T
-        )
-    return x
-
-
 @kinds
 @pytest.mark.parametrize("length", [3, 11])
 def test_stack_is_the_formula_on_both_paths(kind, length):
@@ -88,7 +61,7 @@ def test_stack_is_the_formula_on_both_paths(kind, length):
     with_gradient = stack(x).last_hidden_state
     with torch.no_grad():
         without = stack(x).last_hidden_state
-        expected = torch.stack([slow(stack, sample) for sample in x])
+        expected = torch.stack([slow_stack(stack, sample) for sample in x])
     within(with_gradient, expected, 1e-12)
     within(without, expected, 1e-12)
 

@@ -1,5 +1,7 @@
 """Models of this package that are small enough to test, and a batch for them."""
 
+import ast
+
 import torch
 
 from wellposed.models import WellposedConfig
@@ -17,3 +19,16 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
 def tiny(kind, **changes):
     torch.manual_seed(0)
     return kind(WellposedConfig(**{**SIZES, **changes}))
+
+
+def options(text):
+    """Return the options that `"norm=pre dropout=0.5"` stands for."""
+    pairs = (word.split("=") for word in text.split())
+    return {name: _value(written) for name, written in pairs}
+
+
+def _value(written):
+    try:
+        return ast.literal_eval(written)
+    except (ValueError, SyntaxError):
+        return written

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch.nn import functional as F
 
 from wellposed.models import TransJectConfig, TransJectModel
 from wellposed.nn import TransJectBlock
@@ -41,3 +42,31 @@ def awake(model: Any, weight: float = 1.5) -> Any:
         for index, layer in enumerate(blocks(model)):
             layer.residual.weight.fill_(weight * (-1) ** index)
     return model.eval()
+
+
+def slow_stack(stack: Any, x: torch.Tensor) -> torch.Tensor:
+    """One sample, (tokens, d), by the formulas."""
+    if hasattr(stack.spectrum, "basis"):
+        u0 = stack.spectrum.basis.weight.T
+        g = torch.diag(u0.T @ x.T @ x @ u0)
+        sigma = g / ((g.max() if stack.spectrum.normalization == "max" else g.sum()) + 1e-6)
+    else:
+        sigma = stack.spectrum.weight.tanh()
+    for layer in stack.layers:
+        r = torch.tanh(layer.residual.weight) / len(stack.layers)
+        ways, logits = [], []
+        for expert in layer.attention.experts:
+            f = F.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)
+            ways.append(x + r * f)
+            if hasattr(layer.attention, "gate"):
+                logits.append(ways[-1].max(0).values @ layer.attention.gate.weight[0])
+        if hasattr(layer.attention, "logits"):
+            logits = list(layer.attention.logits)
+        elif layer.attention.gating == "normalized":
+            logits = [value / (x.square().sum() + 1e-6).sqrt() for value in logits]
+        gates = torch.stack(logits).softmax(0) if logits else torch.ones(1)
+        x = sum((gate * way for gate, way in zip(gates, ways, strict=True)), torch.zeros_like(x))
+        x = x + r * F.elu(
+            F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T
+        )
+    return x
