@@ -1,14 +1,12 @@
-"""Does what we publish install and work? Builds wheel and sdist, and installs them in empty
-environments.
+"""Does what we publish install and work? Builds the wheels and the sdist, and installs them in
+empty environments.
 
-    python tools/installs.py                                     # Python of this process: core,
-    each extra, all, sdist python tools/installs.py --python python3.12 --only core all
-    python tools/installs.py --python python3.13 --no-torch      # where torch for it cannot be had:
-    what needs none
+    python tools/installs.py                                     # core, each extra, studies, sdist
+    python tools/installs.py --python python3.12 --only core all
 
 Torch and what it needs are installed once per Python and lent to its environments, so that each
-extra meets a machine that has torch and nothing else. One line an environment: what was installed,
-what ran, seconds.
+extra meets a machine that has torch and nothing else. One line an environment: what was installed
+and what ran.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +66,10 @@ assert main([*words.split(), "--model.num-attention-heads", "2"]) == 0
 """
 REPORT = "import matplotlib, jinja2, wellposed.charts, wellposed.report"
 LIGHTNING = "import wellposed.integrations as adapters; adapters.LightningConditionCallback"
+STUDIES = """
+from wellposed.cli import main
+assert main(["reproduce", "kim2021/figure-2", "--scale", "toy", "--out", "made"]) == 0
+"""
 CHECKS = {
     "core": [CORE],
     "sdist": [CORE],
@@ -76,20 +78,8 @@ CHECKS = {
     "report": [CORE, REPORT],
     "lightning": [CORE, LIGHTNING],
     "all": [CORE, HF, TRAIN, REPORT, LIGHTNING],
+    "studies": [CORE, STUDIES],
 }
-WITHOUT_TORCH = """
-import importlib, sys
-from importlib.metadata import metadata
-import wellposed
-names = "errors registry presets options model_options text_table finite_json statistics config_record lazy cli"
-for name in names.split():
-    importlib.import_module(f"wellposed.{name}")
-assert "torch" not in sys.modules
-assert metadata("wellposed")["Version"] == wellposed.__version__
-assert set(metadata("wellposed").get_all("Provides-Extra")) >= {"hf", "train", "report", "lightning", "all"}
-from wellposed.cli import main
-assert main(["--version"]) == main(["--help"]) == 0
-"""
 START = """
 import sys, time
 import torch
@@ -135,22 +125,26 @@ def install(interpreter: Path, folder: Path, *what: str) -> None:
     ran([*pip, *pins, *what], folder)
 
 
-def built(folder: Path) -> tuple[Path, Path]:
-    """Build wheel and sdist from a copy of the sources and return both; the wheel comes from the
-    sdist."""
+def built(folder: Path) -> dict[str, Path]:
+    """Build the sdist, the wheel that comes from it, and the wheel of the studies."""
     builder = environment(sys.executable, folder / "builder")
     install(builder, folder, "build")
-    ran([builder, "-m", "build", "--outdir", folder / "dist", ROOT], folder)
-    [wheel], [sdist] = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
-    return wheel, sdist
+    made = {}
+    for name, source in {"wheel": ROOT, "studies": ROOT / "studies"}.items():
+        ran([builder, "-m", "build", "--outdir", folder / name, source], folder)
+        [made[name]] = (folder / name).glob("*.whl")
+    [made["sdist"]] = (folder / "wheel").glob("*.tar.gz")
+    return made
 
 
-def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> str:
+def tried(python: str, name: str, made: Mapping[str, Path], folder: Path, lends: Path) -> str:
     """Install one thing in an empty environment, use it, and return a line about it."""
     home = folder / name
     interpreter = environment(python, home, lends)
-    extra = "" if name in {"core", "sdist"} else f"[{name}]"
-    install(interpreter, folder, f"wellposed{extra} @ {artefact.as_uri()}")
+    extra = {"core": "", "sdist": "", "studies": "[train,report]"}.get(name, f"[{name}]")
+    ours = made["sdist" if name == "sdist" else "wheel"]
+    more = [str(made["studies"])] if name == "studies" else []
+    install(interpreter, folder, f"wellposed{extra} @ {ours.as_uri()}", *more)
     ran([interpreter, "-m", "pip", "check"], home)
     [package] = home.glob("lib/python*/site-packages/wellposed")
     ran([interpreter, "-m", "compileall", "-q", package], home)
@@ -165,46 +159,25 @@ def tried(python: str, name: str, artefact: Path, folder: Path, lends: Path) -> 
     return f"import adds {added:.3f} s, {count} packages beside torch's, {checks} checks ran"
 
 
-def tried_without_torch(python: str, wheel: Path, folder: Path) -> str:
-    """Install the wheel alone, compile every file, import what needs no torch, and return a line
-    about it."""
-    home = folder / "alone"
-    interpreter = environment(python, home)
-    install(interpreter, folder, "--no-deps", str(wheel))
-    [package] = home.glob("lib/python*/site-packages/wellposed")
-    ran([interpreter, "-W", "error", "-m", "compileall", "-q", "-f", package], home)
-    ran([interpreter, "-W", "error", "-c", WITHOUT_TORCH], home)
-    ran([home / "bin" / "wellposed", "--version"], home)
-    return (
-        f"without torch: {len(list(package.rglob('*.py')))} files compile, what needs no torch is"
-        " imported"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try every environment, write a line for each, and return 0 if all worked, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument("--no-torch", action="store_true", help="only what needs no torch")
     chosen = parser.parse_args(arguments)
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wheel, sdist = built(folder)
-        sys.stdout.write(f"built {wheel.name} ({wheel.stat().st_size // 1024} KiB), {sdist.name}\n")
+        made = built(folder)
+        sys.stdout.write(f"built {', '.join(path.name for path in made.values())}\n")
         for position, python in enumerate(chosen.python):
             place = folder / str(position)
             place.mkdir()
-            if chosen.no_torch:
-                sys.stdout.write(f"{python}: {tried_without_torch(python, wheel, place)}\n")
-                continue
             torch = environment(python, place / "torch")
             install(torch, place, TORCH)
             for extra in chosen.only:
-                artefact = sdist if extra == "sdist" else wheel
                 try:
-                    line = tried(python, extra, artefact, place, place / "torch")
+                    line = tried(python, extra, made, place, place / "torch")
                 except InstallError as error:
                     failed += 1
                     line = f"FAILED: {error}"
