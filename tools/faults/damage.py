@@ -165,8 +165,10 @@ def _unfinish(folder: Path) -> None:
 def _answer(words: list[str], folder: Path, toys: Toys) -> Answer:
     """Run a command; its text is without times and bytes, and ends in a digest of its weights."""
     said = run(words, toys.root / "damage.log")
+    if said.status != 0:
+        return said
     weights = folder / "final" / "model.safetensors"
-    trained = words[0] == "train" and said.status == 0 and weights.is_file()
+    trained = words[0] == "train" and weights.is_file()
     text = re.sub(r"^.*(bytes|seconds|tokens/s| s\b).*$", "", said.said, flags=re.MULTILINE)
     digest = sha256(weights.read_bytes()).hexdigest() if trained else "none"
     return Answer(said.status, f"{text}\nweights: {digest}")
@@ -180,8 +182,8 @@ def _judged(file: str, guarded: bool, before: Answer, after: Answer) -> str | No
     (text, _, weights), (text_before, _, weights_before) = (
         answer.said.rpartition("\nweights: ") for answer in (after, before)
     )
-    same = weights == weights_before and (weights != "none" or named or text == text_before)
-    return None if same or not guarded else "wrong"
+    same = weights == weights_before and (weights != "none" or text == text_before)
+    return None if same or named or not guarded else "wrong"
 
 
 def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
