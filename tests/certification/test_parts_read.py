@@ -13,6 +13,7 @@ from tests.support import hugging_face as hf
 from tests.support.sample import awake
 from torch import Tensor, nn
 from transformers import Phi3Config, Phi3Model
+from transformers.integrations import sdpa_attention
 from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
@@ -254,12 +255,21 @@ def test_a_pruned_phi3_is_told_what_its_call_cuts() -> None:
     assert "qkv_proj makes 8 numbers of a token" in row.reason
 
 
-@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "repeat_kv"])
-def test_a_replaced_function_of_transformers_is_noticed(name: str, monkeypatch) -> None:
-    original = getattr(modeling_llama, name)
-    layer = awake(modeling_llama.LlamaModel(hf.llama_config(8))).layers[0]
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (modeling_llama, "repeat_kv"),
+        (sdpa_attention, "repeat_kv"),
+    ],
+)
+def test_a_replaced_function_of_transformers_is_noticed(place, name, monkeypatch) -> None:
+    original = getattr(place, name)
+    model = awake(modeling_llama.LlamaModel(hf.llama_config(8)))
+    model.set_attn_implementation("sdpa")
+    layer = model.layers[0]
     assert math.isfinite(certify(layer, seq_len=4, cross_check=False).total)
-    monkeypatch.setattr(modeling_llama, name, functools.wraps(original)(lambda *x: original(*x)))
+    monkeypatch.setattr(place, name, functools.wraps(original)(lambda *x: original(*x)))
     (row,) = certify(layer, seq_len=4, cross_check=False).uncertified
     assert f"transformers runs {name}" in row.reason
 

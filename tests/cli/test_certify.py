@@ -159,6 +159,10 @@ def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
 ) -> None:
     words = typed("certify", [plain_folder], "--examples 8 --attack-steps 2 --out", [tmp_path])
     succeed(words)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("of no use: L = inf")
+    assert not any("certified accuracy" in line or "in words" in line for line in others)
+    succeed([*words, "--radii", "0,0.1"])
     captured = capsys.readouterr()
     assert (
         "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"

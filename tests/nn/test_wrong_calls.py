@@ -180,3 +180,8 @@ def test_numpy_sizes_are_sizes():
         ).contractive
         == 0.5
     )
+
+
+def test_a_constructor_without_its_sizes_is_told_what_it_takes() -> None:
+    with pytest.raises(ConfigError, match=r"L2SelfAttention: missing .*'num_heads'; it takes"):
+        wn.L2SelfAttention(8)

@@ -248,7 +248,7 @@ class HeadNorm:
         """Read a LayerNorm over the head dimension, and no other norm."""
         form = (nn.LayerNorm, (head_dim,))
         shape = getattr(module, "normalized_shape", ())
-        if module is None or (type(module), shape) != form or module.eps <= 0:
+        if module is None or (type(module), shape) != form or not module.eps > 0:
             raise Refused(
                 f"its norms of queries and keys are not both LayerNorm({head_dim}) with eps > 0, for"
                 f" which alone a bound is proved: one is {module}"

@@ -260,9 +260,9 @@ def norm_bound(
 ) -> LayerBound:
     """Bound LayerNorm (``centred``) or RMSNorm of each token; out of the whole space comes a
     ball."""
-    if eps < 0:
+    if not eps >= 0:
         return site.refuse(
-            f"eps={eps:g} is negative, so the norm has a pole; build it with eps > 0"
+            f"eps={eps:g} is not a number above 0, so the norm has a pole; build it with eps > 0"
         )
     gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())

@@ -241,6 +241,9 @@ def _refuse_other_attention(module: Any) -> None:
         )
     run = source.ALL_ATTENTION_FUNCTIONS.get_interface(kind, source.eager_attention_forward)
     functions = [(f"{kind} attention", run, homes[kind])]
+    called = sys.modules[homes[kind][0]]
+    if hasattr(called, "repeat_kv"):
+        functions.append(("repeat_kv", called.repeat_kv, (called.__name__, "repeat_kv")))
     helpers = {"apply_chunking_to_forward": "transformers.pytorch_utils"}
     helpers |= dict.fromkeys(("apply_rotary_pos_emb", "rotate_half", "repeat_kv"), source.__name__)
     functions += [

@@ -80,8 +80,8 @@ def run(words: Sequence[str]) -> int:
         min_tokens=options.min_tokens,
     )
     certificate = ask(radius=options.radius)
-    # Where a total has a reason it is of no use, and nothing that costs time is worth it.
-    useless = bool(certificate.reason)
+    # Of a total of no use nothing that costs time is worth it.
+    useless = bool(certificate.reason) or math.isinf(certificate.total)
     if useless:
         skipped = "" if radii else "; no attack and no words (--radii asks for them)"
         print(f"of no use: L = {certificate.total:.3g}, see why below{skipped}")

@@ -61,7 +61,10 @@ def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[...
         for name in kwargs:
             if name not in names and not takes_all:
                 raise unknown_name(f"keyword of {where}", name, names)
-        given = signature.bind(self, *args, **kwargs).arguments
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise ConfigError(f"{where}: {error}; it takes {', '.join(names)}") from error
         values = {name: _as_plain(value) for name, value in given.items() if name in hints()}
         problems = [
             "; ".join((f"{name}: received {value!r}; expected {expected}", *_advice(hints()[name])))
