@@ -39,6 +39,7 @@ OTHER_NORMS = (
     nn.RMSNorm(4),
     nn.LayerNorm((6, 4)),
     nn.LayerNorm(4, eps=0.0),
+    nn.LayerNorm(4, eps=math.nan),
     None,
 )
 

@@ -262,7 +262,7 @@ def norm_bound(
     ball."""
     if not eps >= 0:
         return site.refuse(
-            f"eps={eps:g} is not a number above 0, so the norm has a pole; build it with eps > 0"
+            f"eps={eps:g} is negative or no number, so the norm has a pole; build it with eps > 0"
         )
     gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
