@@ -93,14 +93,8 @@ def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     smallest = radii.radius(logits, batch["labels"])[0].item()
     one = [{name: part[:1] for name, part in batch.items()}]
-    curve = certified_accuracy(
-        model,
-        one,
-        radii,
-        radii=[0.0, 0.98 * smallest, 1.02 * smallest],
-        attack_steps=25,
-        restarts=2,
-    )
+    sizes = [0.0, 0.98 * smallest, 1.02 * smallest]
+    curve = certified_accuracy(model, one, radii, radii=sizes, attack_steps=25, restarts=2)
     assert curve.certified == curve.attacked == [1.0, 1.0, 0.0]
 
 
@@ -208,11 +202,8 @@ def test_bad_data_is_refused() -> None:
 
 def test_sizes_and_default_radii() -> None:
     delta = torch.tensor([[[3.0, 4.0], [0.0, -12.0]]], dtype=torch.float64)
-    assert [float(perturbation_size(delta, norm)) for norm in ("tok", 2, "inf")] == [
-        12.0,
-        13.0,
-        12.0,
-    ]
+    sizes = [float(perturbation_size(delta, norm)) for norm in ("tok", 2, "inf")]
+    assert sizes == [12.0, 13.0, 12.0]
     assert default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]
 
 
@@ -222,14 +213,10 @@ def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was() -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.9
-    expected = certified_accuracy(
-        model, batches, certificate, radii=[0.0, 0.01, 0.5], attack_steps=4
-    )
+    asked: Any = {"radii": [0.0, 0.01, 0.5], "attack_steps": 4}
+    expected = certified_accuracy(model, batches, certificate, **asked)
     model.train()
-    assert (
-        certified_accuracy(model, batches, certificate, radii=[0.0, 0.01, 0.5], attack_steps=4)
-        == expected
-    )
+    assert certified_accuracy(model, batches, certificate, **asked) == expected
     assert model.training
     assert next(model.parameters()).dtype == torch.float32
 
@@ -308,9 +295,8 @@ def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:
     for seed in range(3):
         model, batch = language_model(seed, 2), texts()
         with torch.no_grad():
-            model.model.embeddings.token.weight.mul_(
-                10.0 ** (seed - 1)
-            )  # unit embeddings divide it out
+            # Unit embeddings divide it out.
+            model.model.embeddings.token.weight.mul_(10.0 ** (seed - 1))
             model.lm_head.weight.mul_(10.0 ** (3 * (seed - 1)))
         certificate = certify(model, seq_len=TOKENS)
         vectors = input_vectors(model, batch["input_ids"][1:2]).detach()

@@ -42,17 +42,17 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a comparison of a variant with a certificate and one with a bound on a
     ball only."""
     folder = tmp_path_factory.mktemp("compared")
-    data = str(write_texts(folder / "data") / "train.tsv")
-    words = [
-        *typed("compare text_classification --data"),
-        data,
-        *typed("--max-length 6"),
-        *SHORT,
-        *typed("--seeds 2"),
-    ]
-    words += ["--variants", "rezero,lipschitz", "--certify", "4", "--out", str(folder / "out")]
-    assert main(words) == 0
+    write_texts(folder / "data")
+    assert main(texts(folder / "out", "compare", "--seeds", "2", "--certify", "4")) == 0
     return folder / "out"
+
+
+def texts(out: Path, *words: str) -> list[str]:
+    """Return a command on the texts beside ``out``."""
+    data = str(out.parent / "data" / "train.tsv")
+    variants = ["--variants", "rezero,lipschitz"] if words[0] == "compare" else []
+    given = [words[0], "text_classification", "--data", data, "--max-length", "6", *SHORT]
+    return [*given, *variants, *words[1:], "--out", str(out)]
 
 
 def found(folder: Path) -> dict[str, object]:
@@ -132,16 +132,8 @@ def test_pairs_are_certified_with_both_texts_moving(
 def test_a_run_is_not_certified_twice(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = compared / "rezero" / "seed-0" / NAME
     before = file.stat().st_mtime_ns
-    data = str(compared.parent / "data" / "train.tsv")
-    words = [
-        *typed("compare text_classification --data"),
-        data,
-        *typed("--max-length 6"),
-        *SHORT,
-        *typed("--seeds 2"),
-    ]
-    words += typed(f"--variants rezero,lipschitz --certify 4 --out {compared} --resume auto")
-    assert main(words) == 0
+    words = ["--seeds", "2", "--certify", "4", "--resume", "auto"]
+    assert main(texts(compared, "compare", *words)) == 0
     assert file.stat().st_mtime_ns == before
     capsys.readouterr()
 
@@ -321,14 +313,7 @@ def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit()
 def test_a_margin_is_trained_and_refused_where_nothing_has_one(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = str(compared.parent / "data" / "train.tsv")
-    words = [
-        *typed("train text_classification --data"),
-        data,
-        *typed("--max-length 6"),
-        *SHORT,
-        *typed("--variant lipschitz"),
-    ]
+    words = [*texts(compared, "train", "--variant", "lipschitz")[:-2]]
     first_losses = []
     for number, margin in enumerate((["0"], ["0.5"], ["0.5", "--margin-loss", "certified"])):
         out = tmp_path / f"run-{number}"
@@ -340,13 +325,8 @@ def test_a_margin_is_trained_and_refused_where_nothing_has_one(
     assert first_losses[2] == first_losses[1]
     hinge = ["--margin-radius", "0.5", "--margin-loss", "hinge", "--out", str(tmp_path / "hinge")]
     assert main([*words, *hinge]) == 0
-    texts = [
-        *typed("train char_lm --limit-chars 20000"),
-        *SHORT,
-        *typed("--variant lipschitz"),
-        *hinge[:4],
-    ]
-    assert main([*texts, "--out", str(tmp_path / "lm")]) == 0
+    lm = typed("train char_lm --limit-chars 20000 --variant lipschitz")
+    assert main([*lm, *SHORT, *hinge[:4], "--out", str(tmp_path / "lm")]) == 0
     pairs = tmp_path / "train.tsv"
     pairs.write_text("de\ten\n" + "ein Hund\ta dog\n" * 40)
     words = [*typed(f"train translation --data {pairs} --src de --tgt en --vocab-size 300"), *SHORT]

@@ -11,10 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.support import stub_task as stub
+from tests.support.runs import rows, same
 
 from wellposed.errors import ConfigError, DataError, WellposedError
-from wellposed.training import read_metrics
 from wellposed.training.loop.batches import MicroBatches, check_target_count, token_count
+
+
+def stream(**options: Any) -> MicroBatches:
+    return MicroBatches(stub.StubTask(), 4, **{"seed": 0, **options})
 
 
 def ids(batches: list[dict[str, torch.Tensor]]) -> list[list[list[int]]]:
@@ -23,32 +27,28 @@ def ids(batches: list[dict[str, torch.Tensor]]) -> list[list[list[int]]]:
 
 def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task() -> None:
     task = stub.StubTask()
-    stream = ids(MicroBatches(task, 4, seed=3).take(14))
+    found = ids(stream(seed=3).take(14))
     data = task.dataset("train")
     expected = [
         task.collate([data[i] for i in members])["input_ids"].tolist()
         for epoch in range(3)
         for members in task.batches("train", 4, seed=3, epoch=epoch)
     ]
-    assert stream == expected[:14]
-    assert stream != ids(MicroBatches(task, 4, seed=4).take(14))
+    assert found == expected[:14]
+    assert found != ids(stream(seed=4).take(14))
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 13])
 def test_a_stream_resumes_from_its_position(taken: int) -> None:
-    whole = ids(MicroBatches(stub.StubTask(), 4, seed=0).take(20))
-    first = MicroBatches(stub.StubTask(), 4, seed=0)
+    whole, first = ids(stream().take(20)), stream()
     first.take(taken)
-    second = MicroBatches(stub.StubTask(), 4, seed=0, epoch=first.epoch, index=first.index)
+    second = stream(epoch=first.epoch, index=first.index)
     assert ids(second.take(20 - taken)) == whole[taken:]
 
 
 def test_processes_share_one_stream() -> None:
-    whole = ids(MicroBatches(stub.StubTask(), 4, seed=0).take(12))
-    parts = [
-        ids(MicroBatches(stub.StubTask(), 4, seed=0, rank=rank, world=3).take(4))
-        for rank in range(3)
-    ]
+    whole = ids(stream().take(12))
+    parts = [ids(stream(rank=rank, world=3).take(4)) for rank in range(3)]
     assert [batch for step in zip(*parts, strict=True) for batch in step] == whole
 
 
@@ -78,18 +78,12 @@ def test_a_split_without_batches_is_an_error() -> None:
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 3)])
 def test_workers_give_the_same_batches_at_the_same_positions(rank: int, world: int) -> None:
     before = torch.get_rng_state()
-    kinds = [
-        MicroBatches(
-            stub.StubTask(), 4, seed=3, epoch=1, index=2, rank=rank, world=world, workers=workers
-        )
-        for workers in (0, 2)
-    ]
+    at = {"seed": 3, "epoch": 1, "index": 2, "rank": rank, "world": world}
+    kinds = [stream(**at, workers=workers) for workers in (0, 2)]
     for count in (1, 3, 0, 9):
-        one, other = (stream.take(count) for stream in kinds)
-        for left, right in zip(one, other, strict=True):
-            assert left.keys() == right.keys()
-            assert all(torch.equal(left[name], right[name]) for name in left)
-        assert len({(stream.epoch, stream.index) for stream in kinds}) == 1
+        one, other = (each.take(count) for each in kinds)
+        assert all(same(left, right) for left, right in zip(one, other, strict=True))
+        assert len({(each.epoch, each.index) for each in kinds}) == 1
     kinds[1].close()
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -101,15 +95,10 @@ def test_a_run_has_the_same_weights_with_and_without_workers_and_may_change_thei
     stub.run(stub.make_config(dropout=0.1, log_every=1, steps=3, num_workers=1), tmp_path / "some")
     longer = stub.make_config(dropout=0.1, log_every=1, steps=6, num_workers=2)
     stub.run(longer, tmp_path / "some", resume="auto", longer=True)
-    weights = [
-        (tmp_path / name / "checkpoint-6" / "model.safetensors").read_bytes()
-        for name in ("none", "some")
-    ]
-    assert weights[0] == weights[1]
-    losses = [
-        [(row["step"], row["loss"]) for row in read_metrics(tmp_path / name)]
-        for name in ("none", "some")
-    ]
+    folders = [tmp_path / name for name in ("none", "some")]
+    weights = [out / "checkpoint-6" / "model.safetensors" for out in folders]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    losses = [[(row["step"], row["loss"]) for row in rows(out)] for out in folders]
     assert set(losses[0]) <= set(losses[1])
 
 

@@ -9,30 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import jsonschema
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support import stub_task as stub
+from tests.support.runs import final, rows, same, stop_at
 
 from wellposed.errors import CheckpointError, ConfigError
-from wellposed.training import read_metrics, result_schema
 from wellposed.training.config import ConstrainOptions
 from wellposed.training.folder.averaging import WeightHistory, mean_tensors
-from wellposed.training.folder.tensors import decode
 from wellposed.training.loop import finish
 from wellposed.training.loop.state import Evaluation, TrainerState
-
-
-def final(out: Path) -> dict[str, torch.Tensor]:
-    return decode((out / "final" / "model.safetensors").read_bytes())[0]
-
-
-def checkpoints(out: Path) -> dict[int, dict[str, torch.Tensor]]:
-    folders = sorted(out.glob("checkpoint-*"))
-    return {
-        int(f.name.split("-")[1]): decode((f / "model.safetensors").read_bytes())[0]
-        for f in folders
-    }
 
 
 def test_the_mean_is_that_of_float64() -> None:
@@ -104,20 +91,19 @@ def test_a_run_ends_with_the_better_weights(tmp_path: Path) -> None:
         learning_rate=0.3, keep_checkpoints=9, average_checkpoints=2, steps=20
     )
     result = stub.run(config, tmp_path / "run").result
-    jsonschema.validate(result, result_schema())
     weights = result["weights"]
-    kept = checkpoints(tmp_path / "run")
+
+    def kept(step: int) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
+
     assert weights["averaged_steps"] == [16, 20]
-    expected = (
-        mean_tensors([kept[16], kept[20]])
-        if weights["used"] == "average"
-        else kept[weights["best_step"]]
-    )
-    assert all(torch.equal(final(tmp_path / "run")[name], expected[name]) for name in expected)
+    is_mean = weights["used"] == "average"
+    expected = mean_tensors([kept(16), kept(20)]) if is_mean else kept(weights["best_step"])
+    assert same(final(tmp_path / "run"), expected)
     assert result["results"]["stub"]["nats,valid"] == pytest.approx(
         min(weights["best"], weights["average"]), rel=1e-6
     )
-    assert (weights["used"] == "average") is (weights["average"] < weights["best"])
+    assert is_mean is (weights["average"] < weights["best"])
     assert not (tmp_path / "run" / "averaging").exists()
 
 
@@ -126,19 +112,12 @@ def test_averaging_survives_an_interruption(
 ) -> None:
     config = stub.make_config(learning_rate=0.3, dropout=0.2, average_checkpoints=3)
     stub.run(config, tmp_path / "straight")
-    asked = iter(range(1000))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "wellposed.training.loop.processes.StopRequest.requested",
-            property(lambda _: next(asked) >= 9, lambda *_: None),
-            raising=False,
-        )
+        stop_at(patch, 10)
         assert stub.run(config, tmp_path / "run").status == "cancelled"
-    assert stub.run(config, tmp_path / "run", resume="auto").result["weights"][
-        "averaged_steps"
-    ] == [4, 8, 12]
-    pairs = final(tmp_path / "run"), final(tmp_path / "straight")
-    assert all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0])
+    weights = stub.run(config, tmp_path / "run", resume="auto").result["weights"]
+    assert weights["averaged_steps"] == [4, 8, 12]
+    assert same(final(tmp_path / "run"), final(tmp_path / "straight"))
 
 
 def test_the_mean_of_orthogonal_weights_is_refused(tmp_path: Path) -> None:
@@ -177,7 +156,6 @@ def writing_task(calls: list[Any]) -> Any:
 def test_generated_text_is_scored_once_with_the_final_weights(tmp_path: Path) -> None:
     calls: list[Any] = []
     result = stub.run(stub.make_config(), tmp_path / "run", task=writing_task(calls)).result
-    jsonschema.validate(result, result_schema())
     assert [call[:3] for call in calls] == [("valid", 4, None), ("test", 4, None)]
     assert all(torch.equal(call[3], final(tmp_path / "run")["embedding.weight"]) for call in calls)
     assert result["headline"] == "bleu"
@@ -186,6 +164,4 @@ def test_generated_text_is_scored_once_with_the_final_weights(tmp_path: Path) ->
     assert (values["bleu,valid"], values["bleu,test"]) == (1.0, 2.0)
     assert {"nats,valid", "nats,test", "loss,valid", "loss,test"} < set(values)
     assert result["generation"] == {"signatures": {"bleu": "hand-made"}}
-    assert [row["bleu"] for row in read_metrics(tmp_path / "run") if row["split"] == "test"] == [
-        2.0
-    ]
+    assert [row["bleu"] for row in rows(tmp_path / "run", "test")] == [2.0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,22 +53,29 @@ def test_an_unknown_device(device: str) -> None:
         TrainOptions(device=device)
 
 
-def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(
-        ConfigError, match=r"train.device = 'cuda:64' is not on this machine, which has: cpu"
-    ):
-        build_accelerator(TrainOptions(device="cuda:64"))
-
-
-def test_several_processes_choose_no_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one GPU each"):
-        build_accelerator(TrainOptions(device="cuda:0"))
-
-
-def test_half_precision_wants_cuda() -> None:
-    with pytest.raises(ConfigError, match="only CUDA devices train in it; give --precision bf16"):
-        build_accelerator(TrainOptions(device="cpu", precision="fp16"))
+@pytest.mark.parametrize(
+    ("options", "world", "says"),
+    [
+        (
+            {"device": "cuda:64"},
+            "1",
+            r"train.device = 'cuda:64' is not on this machine, which has: cpu",
+        ),
+        ({"device": "cuda:0"}, "2", "one GPU each"),
+        (
+            {"device": "cpu", "precision": "fp16"},
+            "1",
+            "only CUDA devices train in it; give --precision bf16",
+        ),
+    ],
+)
+def test_a_device_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, options: Any, world: str, says: str
+) -> None:
+    if world != "1":
+        monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ConfigError, match=says):
+        build_accelerator(TrainOptions(**options))
 
 
 def test_checkpointing_changes_no_number(tmp_path: Path) -> None:
@@ -107,6 +115,20 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            TrainOptions(gradient_accumulation=2),
+            "batch_size = 32, gradient_accumulation = 2.*"
+            "--batch-size 16 --gradient-accumulation 4, or give --gradient-checkpointing",
+        ),
+        (
+            TrainOptions(batch_size=15, gradient_checkpointing=True),
+            "--batch-size 5 --gradient-accumulation 3; complete",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -114,26 +136,13 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_the_end_of_memory_is_one_line(tmp_path: Path, error: Exception) -> None:
-    options, expected = (
-        TrainOptions(gradient_accumulation=2),
-        "batch_size = 32, gradient_accumulation = 2",
-    )
-    with (
-        pytest.raises(WellposedError, match=expected) as caught,
-        one_line_failures(tmp_path, options, Accelerator()),
-    ):
+def test_the_end_of_memory_is_one_line(
+    tmp_path: Path, error: Exception, options: TrainOptions, says: str
+) -> None:
+    failing = one_line_failures(tmp_path, options, Accelerator())
+    with pytest.raises(WellposedError, match=says) as caught, failing:
         raise error
-    message = str(caught.value)
-    assert "--batch-size 16 --gradient-accumulation 4, or give --gradient-checkpointing" in message
-    assert "\n" not in message
-    saving = TrainOptions(batch_size=15, gradient_checkpointing=True)
-    expected = "--batch-size 5 --gradient-accumulation 3; complete"
-    with (
-        pytest.raises(WellposedError, match=expected),
-        one_line_failures(tmp_path, saving, Accelerator()),
-    ):
-        raise error
+    assert "\n" not in str(caught.value)
 
 
 def test_fp16_scales_its_loss_and_leaves_no_step_out(

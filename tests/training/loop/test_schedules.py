@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
+from tests.support.runs import final, same
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import build_task
@@ -99,12 +99,9 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(
     assert (result.status, result.result["train_info"]["steps"]) == ("success", 12)
     assert read_config(out) == whole
     assert logged(out) == logged(tmp_path / "whole")
-    weights = [
-        load_file(folder / "checkpoint-12" / "model.safetensors")
-        for folder in (out, tmp_path / "whole")
-    ]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name])
+    assert same(final(out), final(tmp_path / "whole"))
+    checkpoints = [folder / "checkpoint-12" for folder in (out, tmp_path / "whole")]
+    assert same(*(load_file(each / "model.safetensors") for each in checkpoints))
     assert stub.run(whole, out, resume="auto", longer=True).result == result.result
 
 

@@ -25,20 +25,15 @@ def accelerator() -> Accelerator:
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.reshape(-1) for part in found])
 
 
 def concatenated(batches: list[Batch]) -> Batch:
     """Return one batch that holds the sequences of all, padded to the longest."""
-    longest = max(batch["input_ids"].shape[1] for batch in batches)
     values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
-        name: torch.cat(
-            [
-                nn.functional.pad(b[name], (0, longest - b[name].shape[1]), value=fill)
-                for b in batches
-            ]
-        )
+        name: nn.utils.rnn.pad_sequence([row for b in batches for row in b[name]], True, fill)
         for name, fill in values.items()
     }
 
@@ -90,21 +85,11 @@ def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
     mean = (5 * (1 + 2 + 3 + 4) + 3 * 5) / 23
     model.zero_grad(set_to_none=True)
     (mean * weight.square().sum()).backward()
-    expected = without + torch.cat(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-            for p in model.parameters()
-        ]
-    )
+    expected = without + gradients(model)
     model.zero_grad(set_to_none=True)
+    options = TrainOptions(max_grad_norm=0.0)
     numbers = compute_gradients(
-        accelerator,
-        model,
-        task,
-        batches,
-        TrainOptions(max_grad_norm=0.0),
-        penalty=penalty,
-        check_targets=True,
+        accelerator, model, task, batches, options, penalty=penalty, check_targets=True
     )
     torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-13)
     # The penalty is reported in float32.
@@ -179,26 +164,18 @@ def test_its_gradient_does_not_depend_on_how_a_batch_is_cut() -> None:
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
     options = TrainOptions(max_grad_norm=0.0)
 
-    def gradient() -> Tensor:
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        return torch.cat([part.reshape(-1) for part in found])
-
     compute_gradients(accelerator, model.inner, task, batches, options)
-    plain = gradient()
+    plain = gradients(model)
     model.zero_grad()
     numbers = compute_gradients(accelerator, model, task, batches, options)
-    added = gradient() - plain
+    added = gradients(model) - plain
     lengths = [int(length) for batch in batches for length in batch["attention_mask"].sum(1)]
     assert len(lengths) == 23
-    expected = (
-        STRENGTH
-        * sum(length**2 for length in lengths)
-        / 23
-        * model.inner.blocks[0].inner.weight.square().sum()
-    )
+    mean = STRENGTH * sum(length**2 for length in lengths) / 23
+    expected = mean * model.inner.blocks[0].inner.weight.square().sum()
     model.zero_grad()
     expected.backward()
-    torch.testing.assert_close(added, gradient(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(added, gradients(model), rtol=1e-11, atol=1e-12)
     assert numbers.auxiliary == pytest.approx(float(expected.detach()), rel=1e-5)
     assert compute_gradients(accelerator, model.inner, task, batches, options).auxiliary is None
 
