@@ -164,18 +164,24 @@ def precisions() -> list[str]:
     return [torch.backends.fp32_precision, *(backend.fp32_precision for backend in matmul)]
 
 
-@pytest.fixture(params=[*SETTINGS, "autocast"])
-def setting(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture
+def inheriting() -> Iterator[None]:
+    """Backends that follow the global setting; everything is as before afterwards."""
     kept = precisions()
     for backend in matmul:
         backend.fp32_precision = "none"
+    yield
+    torch.backends.fp32_precision = kept[0]
+    for backend, value in zip(matmul, kept[1:], strict=True):
+        backend.fp32_precision = value
+
+
+@pytest.fixture(params=[*SETTINGS, "autocast"])
+def setting(request: pytest.FixtureRequest, inheriting: None) -> Iterator[str]:
     if request.param != "autocast":
         SETTINGS[request.param]()
     with torch.autocast("cpu", torch.bfloat16, enabled=request.param == "autocast"):
         yield request.param
-    torch.backends.fp32_precision = kept[0]
-    for backend, value in zip(matmul, kept[1:], strict=True):
-        backend.fp32_precision = value
 
 
 def product_error() -> float:
@@ -200,20 +206,12 @@ def test_full_precision_covers_every_setting_and_gives_it_back(setting: str):
         assert seen > 1e-3, "a guard that is not there would be noticed"
 
 
-def test_full_precision_leaves_inherited_settings_inheriting():
-    kept = precisions()
-    for backend in matmul:
-        backend.fp32_precision = "none"
-    try:
-        torch.backends.fp32_precision = "tf32"
-        with full_precision():
-            assert precisions()[1:] == ["ieee", "ieee"]
-        torch.backends.fp32_precision = "ieee"
-        assert precisions() == ["ieee", "ieee", "ieee"]
-    finally:
-        torch.backends.fp32_precision = kept[0]
-        for backend, value in zip(matmul, kept[1:], strict=True):
-            backend.fp32_precision = value
+def test_full_precision_leaves_inherited_settings_inheriting(inheriting: None):
+    torch.backends.fp32_precision = "tf32"
+    with full_precision():
+        assert precisions()[1:] == ["ieee", "ieee"]
+    torch.backends.fp32_precision = "ieee"
+    assert precisions() == ["ieee", "ieee", "ieee"]
 
 
 def certified(weight: Tensor, heads: Tensor, mixing: Tensor) -> dict[str, Tensor]:
@@ -265,12 +263,10 @@ def test_products_that_cancel_are_bounded_with_their_rounding(norm: Norm):
         mixing = (basis[:, :, :4] @ torch.randn(2, 4, 8, generator=generator).double()).mT.float()
         output = (basis[:, :, 4:] @ torch.randn(2, 4, 8, generator=generator).double()).float()
         heads = torch.randn(2, 8, 8, generator=generator)
-        exact = l2_attention_bound(
-            heads, mixing, output, l2_constants(4), norm=norm, method="svd"
-        ).value
-        quick = l2_attention_bound(
-            heads, mixing, output, l2_constants(4), norm=norm, method="gram"
-        ).value
+        exact, quick = (
+            l2_attention_bound(heads, mixing, output, l2_constants(4), norm=norm, method=how).value
+            for how in ("svd", "gram")
+        )
         assert quick >= exact * (1 - 3e-6)
 
 
@@ -281,10 +277,8 @@ def test_batches_and_zeros(method):
     bound = certified_spectral_norm(batch, method=method)
     assert bound.shape == (2, 3)
     assert float(bound[1, 2]) <= 1e-150
-    each = torch.stack(
-        [certified_spectral_norm(m, method=method) for m in batch.flatten(0, 1)]
-    ).view(2, 3)
-    assert torch.allclose(bound, each, rtol=1e-12)
+    each = [certified_spectral_norm(matrix, method=method) for matrix in batch.flatten(0, 1)]
+    assert torch.allclose(bound, torch.stack(each).view(2, 3), rtol=1e-12)
     assert certified_spectral_norm(torch.zeros(0, 4), method=method) == 0
 
 

@@ -51,9 +51,8 @@ def spectra() -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_all_singular_values(rows: int, cols: int, dtype: torch.dtype) -> None:
     weight = torch.randn(rows, cols).to(dtype)
-    gram = (
-        weight.double() @ weight.double().T if rows <= cols else weight.double().T @ weight.double()
-    )
+    wide = weight.double() if rows <= cols else weight.double().T
+    gram = wide @ wide.T
     expected = np.sqrt(np.maximum(np.linalg.eigvalsh(gram.numpy()), 0))[::-1]
     found = singular_values(weight)
     assert found.dtype == torch.float64
@@ -70,9 +69,8 @@ def test_lanczos_is_a_lower_estimate_within_its_tolerance(name: str, dtype: torc
     found = lanczos_singular_value(weight)
     rounding = 100 * torch.finfo(dtype).eps
     assert found.value <= true * (1 + rounding)
-    assert (
-        1 - found.value / true <= 1.5e-3
-    )  # tolerance 1e-3; its own estimate of the error is one of order
+    # The tolerance is 1e-3; its own estimate of the error is one of order.
+    assert 1 - found.value / true <= 1.5e-3
     assert found.error < 1e-3
     assert found.steps < 80
 
@@ -184,10 +182,7 @@ NAMED: dict[str, Tensor] = {
 
 
 def with_named(name: str, rows: int = SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(len(name))
-    left = torch.linalg.qr(torch.randn(rows, SIZE, generator=generator, dtype=torch.float64))[0]
-    right = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64))[0]
-    return (left * NAMED[name]) @ right.T
+    return with_spectrum(NAMED[name], rows, SIZE, seed=len(name))
 
 
 def krylov(weight: Tensor, steps: int) -> Tensor:
@@ -202,9 +197,8 @@ def krylov(weight: Tensor, steps: int) -> Tensor:
 def estimate(weight: Tensor, steps: int) -> tuple[float, float]:
     """The largest Ritz value, and: the less of its growth since half the steps, and of r^2 / gap or
     r."""
-    left, values, right = torch.linalg.svd(
-        weight @ (basis := krylov(weight, steps)), full_matrices=False
-    )
+    basis = krylov(weight, steps)
+    left, values, right = torch.linalg.svd(weight @ basis, full_matrices=False)
     value = float(values[0])
     residual = float((weight.T @ left[:, 0] - value * (basis @ right[0])).norm()) / value
     gap = 1 - float(values[1]) / value
@@ -241,9 +235,8 @@ def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(
 def test_the_scale_is_taken_out_where_squares_would_leave_float32(exponent: int) -> None:
     weight = with_named("flat top")
     scaled = lanczos_singular_value(weight * 10.0**exponent)
-    assert scaled.value == pytest.approx(
-        lanczos_singular_value(weight).value * 10.0**exponent, rel=1e-9
-    )
+    expected = lanczos_singular_value(weight).value * 10.0**exponent
+    assert scaled.value == pytest.approx(expected, rel=1e-9)
     assert lanczos_singular_value(torch.zeros(3, 4)) == (0.0, 0.0, 0)
 
 
