@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.tokenizer_folders import bert_words
@@ -99,11 +98,8 @@ def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
     shared_data: Path, tmp_path: Path
 ) -> None:
     bert_words(["What", "is", "the", "How", "I"]).save_pretrained(tmp_path)
-    columns = {
-        "text_column": "sentence1,sentence2",
-        "label_column": "is_duplicate",
-        "tokenizer": f"hf:{tmp_path}",
-    }
+    columns = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate"}
+    columns["tokenizer"] = f"hf:{tmp_path}"
     data = str(shared_data / "minbert" / "quora-train-15k.csv.gz")
     task = build_task("text_classification", {"data": data, "max_length": 64, **columns})
     assert sum(sizes(task)) == 15212
@@ -111,12 +107,8 @@ def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
     described = task.description()
     assert "text 'sentence1' + 'sentence2' as a pair" in described["files"]["train"]["columns"]
     example = task.dataset("train")[0]
-    ends = [
-        place
-        for place, token in enumerate(example["input_ids"])
-        if token == task.tokenizer.sep_token_id
-    ]
-    first, second = ends
+    ids, end = example["input_ids"], task.tokenizer.sep_token_id
+    first, second = (place for place, token in enumerate(ids) if token == end)
     assert example["token_type_ids"] == [0] * (first + 1) + [1] * (second - first)
 
 
@@ -149,11 +141,7 @@ def test_cifar_in_colour(shared_data: Path) -> None:
 
 
 def test_ag_news_as_pairs(shared_data: Path) -> None:
-    options: dict[str, Any] = {
-        "data": str(shared_data / "ag_news"),
-        "num_train": 2000,
-        "max_length": 256,
-    }
+    options = {"data": str(shared_data / "ag_news"), "num_train": 2000, "max_length": 256}
     task = build_task("retrieval", options)
     assert sizes(task) == [2000, 1000, 3800]
     described = task.description()

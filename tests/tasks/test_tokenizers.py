@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import bad_config
+from tests.support.tokenizer_folders import bert_words
 
 from wellposed.tasks.text import build_encoder
 from wellposed.tasks.text.tokenizers import (
@@ -89,11 +90,8 @@ def test_split_words_is_the_whitespace_split_of_the_tokenizer(text: str) -> None
 def test_unknown_characters_and_words_are_counted() -> None:
     encoded = CharacterEncoder("abc").encode(["abxx", "cyx"])
     assert dict(encoded.unknown) == {"x": 3, "y": 1}
-    assert encoded.unknown_description() == {
-        "count": 4,
-        "distinct": 2,
-        "most_frequent": {"x": 3, "y": 1},
-    }
+    described = {"count": 4, "distinct": 2, "most_frequent": {"x": 3, "y": 1}}
+    assert encoded.unknown_description() == described
     assert encoded.ids.flat.tolist() == [2, 3, UNK_ID, UNK_ID, 4, UNK_ID, UNK_ID]
     words = WordEncoder(["a", "b"]).encode(["a c b", "c d"])
     assert dict(words.unknown) == {"c": 2, "d": 1}
@@ -119,19 +117,7 @@ def test_drop_characters_are_white_space_for_bulk_and_tokenizer() -> None:
 @pytest.fixture
 def bracketed(tmp_path: Path) -> Path:
     """Return a saved tokenizer that puts [CLS] before and [SEP] after every text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three"]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]"
-    )
-    tokenizer.save_pretrained(tmp_path)
+    bert_words(["one", "two", "three"]).save_pretrained(tmp_path)
     return tmp_path
 
 
