@@ -140,11 +140,9 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
     rates = [(run.config.variant, run.config.train.learning_rate) for run in planned]
     three = [("post_ln", 1e-3), ("post_ln", 3e-3), ("post_ln", 9e-3)]
     three += [("transject", 3e-2), ("transject", 1e-1), ("transject", 3e-1)]
-    assert rates == [
-        *three,
-        ("post_ln", 3e-2),
-        ("transject", 1e-2),
-    ], "both best rates were at an end"
+    assert rates == [*three, ("post_ln", 3e-2), ("transject", 1e-2)], (
+        "both best rates were at an end"
+    )
     assert {run.config.train.seed for run in planned} == {trained_models.TUNING_SEED}
     assert len({run.folder for run in planned}) == 8
     assert trained_models.tuned_study(request, tuned, None, tuple(best)) == tuned

@@ -164,11 +164,7 @@ def characters(request: Request) -> Reproduction:
             f"every model tries {len(sizes.factors)} learning rates with the first seed and"
             f" keeps the best on valid; temperatures let every model's logits reach {REACH:g}",
         ),
-        criterion=Criterion(
-            "",
-            sizes.seeds,
-            UNCERTAINTY,
-        ),
+        criterion=Criterion("", sizes.seeds, UNCERTAINTY),
     )
 
 
@@ -214,11 +210,7 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
 
     from wellposed.tasks import build_task
 
-    options = {
-        "data": str(request.data),
-        "seq_len": sizes.seq_len,
-        "limit_chars": sizes.limit,
-    }
+    options = {"data": str(request.data), "seq_len": sizes.seq_len, "limit_chars": sizes.limit}
     task = build_task("char_lm", options)
     dataset = task.dataset("test")
     texts = [
@@ -252,10 +244,7 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
                 None
                 if run.failure
                 else next_characters(
-                    run.model.eval(),
-                    whole.split(32),
-                    SHARES,
-                    printed=label in THEIRS,
+                    run.model.eval(), whole.split(32), SHARES, printed=label in THEIRS
                 )
             )
             for run in tuned.runs

@@ -137,11 +137,7 @@ def order(request: Request) -> Reproduction:
             f"the first {sizes.examples} examples of test; the attack is projected gradient"
             " descent in eval mode",
         ),
-        criterion=Criterion(
-            "",
-            sizes.seeds,
-            UNCERTAINTY,
-        ),
+        criterion=Criterion("", sizes.seeds, UNCERTAINTY),
     )
 
 

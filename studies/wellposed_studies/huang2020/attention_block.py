@@ -93,11 +93,7 @@ def theorem_3_1(request: Request) -> Reproduction:
             [each for (setting, _), each in found.items() if setting in MEETING],
             [each for (setting, _), each in found.items() if setting in MISSING],
         ),
-        criterion=Criterion(
-            "",
-            seeds,
-            UNCERTAINTY,
-        ),
+        criterion=Criterion("", seeds, UNCERTAINTY),
     )
 
 

@@ -122,11 +122,7 @@ def table_1(request: Request) -> Reproduction:
             " below it"
         ),
         holds=agreed([judge_table_1(where(ours, seed=seed)) for seed in seeds]),
-        criterion=Criterion(
-            "",
-            len(seeds),
-            AGREED,
-        ),
+        criterion=Criterion("", len(seeds), AGREED),
     )
 
 

@@ -77,11 +77,7 @@ def updates(request: Request) -> Reproduction:
             f" {_said(rows, T_FIXUP, depths, 'change_with_biases')}"
         ),
         holds=judge_updates(flat, grows),
-        criterion=Criterion(
-            "",
-            seeds,
-            UNCERTAINTY,
-        ),
+        criterion=Criterion("", seeds, UNCERTAINTY),
     )
 
 

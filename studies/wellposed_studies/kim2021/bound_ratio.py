@@ -73,11 +73,7 @@ def bound_ratio(request: Request) -> Reproduction:
         panels,
         got=f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}",
         holds=judge_ratio([row["ratio"] for row in rows]),
-        criterion=Criterion(
-            "",
-            seeds,
-            AGREED,
-        ),
+        criterion=Criterion("", seeds, AGREED),
     )
 
 

@@ -63,6 +63,8 @@ def figure_4(request: Request) -> Reproduction:
 
     Claim: L2 costs hardly any performance, tying queries and keys a little, the contraction
     more, which depth makes up for
+
+    Test: {_COSTS_TEST}
     """
     kinds = ("lstm", "dot_product", "l2", "l2_tied", *CONTRACTIVE)
     sizes = tuned(request)
@@ -77,8 +79,7 @@ def figure_4(request: Request) -> Reproduction:
         f" characters {pairs:.3f}"
     )
     holds = judge_costs(found, pairs) if _settled(runs, _JUDGED) else None
-    criterion = Criterion(_COSTS_TEST, sizes.seeds, UNCERTAINTY)
-    return _curves(runs, sizes, got, holds, criterion, TABLE_2)
+    return _curves(runs, sizes, got, holds, UNCERTAINTY, TABLE_2)
 
 
 @recipe(
@@ -88,6 +89,8 @@ def figure_9(request: Request) -> Reproduction:
     """Tied L2 attention with the parameters of the untied one (runs shared with figure 4).
 
     Claim: twice the columns of W_Q do not help: the loss by tying is not one of parameters
+
+    Test: twice the columns change the best NLL by at most {_SMALL:g}; {_UNJUDGED}
     """
     kinds = ("l2", "l2_tied", "l2_tied_wide")
     sizes = tuned(request)
@@ -101,8 +104,7 @@ def figure_9(request: Request) -> Reproduction:
         f" the columns gain {gain}; pairs of characters {pairs:.3f}"
     )
     holds = judge_columns(found, pairs) if _settled(runs, kinds) else None
-    test = f"twice the columns change the best NLL by at most {_SMALL:g}; {_UNJUDGED}"
-    return _curves(runs, sizes, got, holds, Criterion(test, sizes.seeds, UNCERTAINTY), TABLE_2)
+    return _curves(runs, sizes, got, holds, UNCERTAINTY, TABLE_2)
 
 
 @recipe(
@@ -113,6 +115,8 @@ def figure_11(request: Request) -> Reproduction:
 
     Claim: dot product fails to train beyond 10 layers; tied and contractive L2 train stably up
     to 18
+
+    Test: {_DEPTH_TEST}
     """
     sizes = fixed(request)
     runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
@@ -123,8 +127,7 @@ def figure_11(request: Request) -> Reproduction:
         f" tried: {'; '.join(trains)}"
     )
     holds = judge_depths(learned, max(sizes.depths))
-    criterion = Criterion(_DEPTH_TEST, sizes.seeds, AGREED)
-    return _curves(runs, sizes, got, holds, criterion, TABLE_3, split="train")
+    return _curves(runs, sizes, got, holds, AGREED, TABLE_3, split="train")
 
 
 @recipe("kim2021/table-2", measured={"mini": 4.3, "medium": 195}, power=_COSTS, **READS)
@@ -132,11 +135,13 @@ def table_2(request: Request) -> Reproduction:
     """Best test NLL by attention and depth (the runs of figure 4).
 
     Claim: dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers)
+
+    Test: {_COSTS_TEST}
     """
     sizes = tuned(request)
     runs = train_models(request, "figure-4", (*_JUDGED, "l2_contractive"), sizes)
     holds = judge_costs(by_depth(runs), pair_entropy(runs[0])) if _settled(runs, _JUDGED) else None
-    return _table(runs, sizes, TABLE_2, holds, Criterion(_COSTS_TEST, sizes.seeds, UNCERTAINTY))
+    return _table(runs, sizes, TABLE_2, holds, UNCERTAINTY)
 
 
 @recipe("kim2021/table-3", measured={"mini": 14}, estimated={"medium": 270}, power=_DEPTHS, **READS)
@@ -145,11 +150,13 @@ def table_3(request: Request) -> Reproduction:
 
     Claim: dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2
     1.029 (16)
+
+    Test: {_DEPTH_TEST}
     """
     sizes = fixed(request)
     runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
     holds = judge_depths(depths_learned(runs), max(sizes.depths))
-    return _table(runs, sizes, TABLE_3, holds, Criterion(_DEPTH_TEST, sizes.seeds, AGREED))
+    return _table(runs, sizes, TABLE_3, holds, AGREED)
 
 
 def depths_learned(runs: Sequence[FinishedRun]) -> dict[str, list[int]]:
@@ -239,20 +246,13 @@ def _curves(
     sizes: Sizes,
     got: str,
     holds: bool | None,
-    criterion: Criterion,
+    uncertainty: str,
     printed: Printed,
     *,
     split: str = "valid",
 ) -> Reproduction:
     rows = [
-        {
-            "attention": LABELS[run.variant],
-            "layers": run.depth,
-            "seed": run.seed,
-            "step": step,
-            "split": name,
-            "nll": loss,
-        }
+        {**_of(run), "step": step, "split": name, "nll": loss}
         for run in runs
         for step, name, loss in run.losses()
     ]
@@ -260,7 +260,12 @@ def _curves(
         _curve_panel([run for run in runs if run.variant == kind], kind, split, printed)
         for kind in dict.fromkeys(run.variant for run in runs)
     ]
+    criterion = Criterion("", sizes.seeds, uncertainty)
     return Reproduction(rows, panels, got, holds, _notes(sizes), criterion)
+
+
+def _of(run: FinishedRun) -> dict[str, object]:
+    return {"attention": LABELS[run.variant], "layers": run.depth, "seed": run.seed}
 
 
 def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Printed) -> Panel:
@@ -283,14 +288,12 @@ def _table(
     sizes: Sizes,
     printed: Printed,
     holds: bool | None,
-    criterion: Criterion,
+    uncertainty: str,
 ) -> Reproduction:
     found, entropy, series = by_depth(runs), character_entropy(runs[0]), []
     rows = [
         {
-            "attention": LABELS[run.variant],
-            "layers": run.depth,
-            "seed": run.seed,
+            **_of(run),
             "test_nll": nll(run),
             "valid_nll": nll(run, "valid"),
             "test_nll_paper": printed.get(run.variant, {}).get(run.depth),
@@ -310,6 +313,7 @@ def _table(
         f" {pair_entropy(runs[0]):.3f}"
     )
     panel = Panel("test NLL by depth", "layers", "nats per character", series)
+    criterion = Criterion("", sizes.seeds, uncertainty)
     return Reproduction(rows, [panel], got, holds, _notes(sizes), criterion)
 
 

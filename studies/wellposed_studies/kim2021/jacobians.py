@@ -92,10 +92,7 @@ def figure_2(request: Request) -> Reproduction:
             f" {slopes['upper']:.2f}, lower {slopes['lower']:.2f}"
         ),
         holds=judge_figure_2(rows, slopes),
-        criterion=Criterion(
-            "",
-            uncertainty=_ATTAINED,
-        ),
+        criterion=Criterion("", uncertainty=_ATTAINED),
     )
 
 
@@ -238,10 +235,7 @@ def figure_7(request: Request) -> Reproduction:
             f" {rows[-1]['upper']:.1f} there"
         ),
         holds=judge_figure_7(rows),
-        criterion=Criterion(
-            "",
-            uncertainty=_ATTAINED,
-        ),
+        criterion=Criterion("", uncertainty=_ATTAINED),
     )
 
 
@@ -350,11 +344,7 @@ def figure_8(request: Request) -> Reproduction:
             " certificate"
         ),
         holds=agreed(by_seed),
-        criterion=Criterion(
-            "",
-            len(by_seed),
-            f"{AGREED}; the norms are attained values",
-        ),
+        criterion=Criterion("", len(by_seed), f"{AGREED}; the norms are attained values"),
         notes=(
             f"{tokens} tokens; ascent alone is the paper's experiment (Adam on the input, which it"
             f" shows for dot product only); in the other curves each round of {steps} steps also"

@@ -62,10 +62,7 @@ def table_1(request: Request) -> Reproduction:
         + f"; largest {worst['over_dot_product']:.2f} ({worst['attention']}, {worst['layers']}"
         " layers)",
         holds=judge_table_1(rows),
-        criterion=Criterion(
-            "",
-            uncertainty=f"medians of {repeats} interleaved steps",
-        ),
+        criterion=Criterion("", uncertainty=f"medians of {repeats} interleaved steps"),
         notes=(
             (
                 f"median of {repeats} interleaved steps of batch {batch} on {timing_device()}; an"

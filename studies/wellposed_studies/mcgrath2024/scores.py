@@ -188,15 +188,13 @@ def figure_1(request: Request) -> Reproduction:
 
     Claim: over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key
     or the query alone
+
+    Test: some strength of key or query alone is significantly better than the baseline; every one
+    of them worse is against the claim
     """
     cells = _cells(request, GRAM)
-    test = (
-        "some strength of key or query alone is significantly better than the baseline; every one"
-        " of them worse is against the claim"
-    )
-    holds = judge_alone(_tests_alone(cells))
-    rows = [cell.row() for cell in cells]
-    return _made(request, cells, rows, _sweep(cells), about_scores(cells), holds, test, _PAIRED)
+    rows, holds = [cell.row() for cell in cells], judge_alone(_tests_alone(cells))
+    return _made(request, cells, rows, _sweep(cells), about_scores(cells), holds, _PAIRED)
 
 
 @recipe(
@@ -211,33 +209,31 @@ def table_1(request: Request) -> Reproduction:
 
     Claim: overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of
     one run each
+
+    Test: key and query alone are significantly better than the baseline and both together
+    significantly worse; one of them significantly the other way is against the claim
     """
     cells = _cells(request, GRAM)
     best = {group: found for group in PAPER_TABLE if (found := best_of(cells, group))}
     tested = {group: found.against for group, found in best.items() if found.against}
-    test = (
-        "key and query alone are significantly better than the baseline and both together"
-        " significantly worse; one of them significantly the other way is against the claim"
-    )
     rows: list[Row] = []
     for group, printed in PAPER_TABLE.items():
         rows.append({"row": group, "source": "paper", **dict(zip(COLUMNS, printed, strict=True))})
         if group in best:
             found = best[group]
             rows.append({"row": group, "source": "ours", "cell": found.name, **found.columns()})
-    panels = []
+    panels, names = [], list(PAPER_TABLE)
+    at = [names.index(group) for group in best]
     for place, (column, heading) in enumerate(zip(COLUMNS, HEADINGS, strict=True)):
         paper = [printed[place] for printed in PAPER_TABLE.values()]
-        at = [list(PAPER_TABLE).index(group) for group in best]
         means, errors = zip(*(found.mean(column) for found in best.values()), strict=True)
         series = [
             Series("paper says", range(len(paper)), paper, "dots"),
             Series("we got", at, means, "dots", errors=[error or 0.0 for error in errors]),
         ]
-        names = list(PAPER_TABLE)
         panels.append(Panel(heading, "penalty", heading, series, legend=place == 0, names=names))
     holds = judge_table_1(tested)
-    return _made(request, cells, rows, panels, about_scores(cells), holds, test, _PAIRED)
+    return _made(request, cells, rows, panels, about_scores(cells), holds, _PAIRED)
 
 
 @recipe(
@@ -253,16 +249,15 @@ def figure_3(request: Request) -> Reproduction:
 
     Claim: every weight ends below its initial error, the key in every layer; the affinity does
     not
+
+    Test: {DRIFT_TEST}; not judged on a model from scratch, whose random weights begin close to
+    orthogonal
     """
     cells = _cells(request, ())
     rows = list(error_rows(cells))
-    test = (
-        f"{DRIFT_TEST}; not judged on a model from scratch, whose random weights begin close to"
-        " orthogonal"
-    )
     pretrained = request.scale == "paper" or request.encoder is not None
     holds = judge_drift(rows) if pretrained else None
-    return _made(request, cells, rows, _drift(rows), about_drift(cells), holds, test, UNCERTAINTY)
+    return _made(request, cells, rows, _drift(rows), about_drift(cells), holds, UNCERTAINTY)
 
 
 @recipe(
@@ -277,6 +272,10 @@ def pretrained(request: Request) -> Reproduction:
 
     Claim: every weight ends below its initial err_orth; key or query alone gain; QR more than
     halves the accuracy
+
+    Test: three parts, one contradicted is enough against the claim: (1) {DRIFT_TEST}; (2) key or
+    query at 1e-2 is significantly better than the baseline, both worse is against it; (3) with the
+    QR loss at 1e-6 the overall score is below half of the baseline's
     """
     if request.encoder is None:
         raise ConfigError(
@@ -292,15 +291,10 @@ def pretrained(request: Request) -> Reproduction:
     }
     words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
     said = "; ".join(f"{part}: {words[verdict]}" for part, verdict in parts.items())
-    test = (
-        f"three parts, one contradicted is enough against the claim: (1) {DRIFT_TEST}; (2) key or"
-        " query at 1e-2 is significantly better than the baseline, both worse is against it; (3)"
-        " with the QR loss at 1e-6 the overall score is below half of the baseline's"
-    )
     got = " ".join([f"{said}.", about_scores(cells), about_drift(cells), about_qr(cells)])
     rows, uncertainty = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2)"
     holds = every(parts.values())
-    return _made(request, cells, rows, _drift(drift), got, holds, test, f"{uncertainty} {_PAIRED}")
+    return _made(request, cells, rows, _drift(drift), got, holds, f"{uncertainty} {_PAIRED}")
 
 
 @recipe(
@@ -315,15 +309,14 @@ def qr(request: Request) -> Reproduction:
     """The QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data).
 
     Claim: a failure: accuracy is more than halved even at 1e-6, and it is too slow
+
+    Test: with either method the overall score at the least strength is below half of the
+    baseline's of the same seed
     """
     cells = _cells(request, QR)
     holds = judge_shares([qr_shares(cells, method) for method in QR_METHODS])
-    test = (
-        "with either method the overall score at the least strength is below half of the baseline's"
-        " of the same seed"
-    )
     rows = [cell.row() for cell in cells]
-    return _made(request, cells, rows, _sweep(cells), about_qr(cells), holds, test, UNCERTAINTY)
+    return _made(request, cells, rows, _sweep(cells), about_qr(cells), holds, UNCERTAINTY)
 
 
 def _made(
@@ -333,7 +326,6 @@ def _made(
     panels: Sequence[Panel],
     got: str,
     holds: bool | None,
-    test: str,
     uncertainty: str,
 ) -> Reproduction:
     differs = (
@@ -346,7 +338,7 @@ def _made(
         f"{cell.name} seed {run.seed}: {run.failure}" for cell in cells for run in cell.failed
     ]
     notes = (*failed, *(() if request.scale == "paper" else (differs,)))
-    criterion = Criterion(test, sizes_of(request).seeds, uncertainty)
+    criterion = Criterion("", sizes_of(request).seeds, uncertainty)
     return Reproduction(rows, panels, got or NOTHING, holds, notes, criterion)
 
 

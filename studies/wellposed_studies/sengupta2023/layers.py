@@ -138,15 +138,8 @@ def figure_3a(request: Request) -> Reproduction:
         panels,
         got="; ".join(texts),
         holds=every(verdicts),
-        notes=(
-            NEIGHBOURS_NOTE,
-            SCALE_NOTE,
-        ),
-        criterion=Criterion(
-            "",
-            imdb_seeds(request),
-            UNCERTAINTY,
-        ),
+        notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
+        criterion=Criterion("", imdb_seeds(request), UNCERTAINTY),
     )
 
 
@@ -329,11 +322,7 @@ def figure_5(request: Request) -> Reproduction:
         panels,
         got=f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers",
         holds=judge_figure_5(weights),
-        criterion=Criterion(
-            "",
-            imdb_seeds(request),
-            AGREED,
-        ),
+        criterion=Criterion("", imdb_seeds(request), AGREED),
     )
 
 
@@ -399,11 +388,7 @@ def figure_7(request: Request) -> Reproduction:
             " being even"
         ),
         holds=judge_figure_7(means, even),
-        criterion=Criterion(
-            "",
-            imdb_seeds(request),
-            AGREED,
-        ),
+        criterion=Criterion("", imdb_seeds(request), AGREED),
     )
 
 

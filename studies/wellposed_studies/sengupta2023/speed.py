@@ -95,10 +95,7 @@ def table_4(request: Request) -> Reproduction:
         holds=judge_table_4(
             [row["speedup"] for row in where(rows, attention=_PAPERS, model="TransJect")]
         ),
-        criterion=Criterion(
-            "",
-            uncertainty=f"medians of {repeats} interleaved passes",
-        ),
+        criterion=Criterion("", uncertainty=f"medians of {repeats} interleaved passes"),
         notes=(
             (
                 f"median of {repeats} interleaved passes without gradient, batch 1, float32, on"

@@ -95,15 +95,8 @@ def figure_6(request: Request) -> Reproduction:
             f" {', '.join(texts)}"
         ),
         holds=judge_figure_6(change),
-        notes=(
-            NEIGHBOURS_NOTE,
-            SCALE_NOTE,
-        ),
-        criterion=Criterion(
-            "",
-            study.sizes.seeds,
-            UNCERTAINTY,
-        ),
+        notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
+        criterion=Criterion("", study.sizes.seeds, UNCERTAINTY),
     )
 
 

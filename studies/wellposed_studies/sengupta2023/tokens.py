@@ -86,11 +86,7 @@ def figure_1(request: Request) -> Reproduction:
             ),
             SCALE_NOTE,
         ),
-        criterion=Criterion(
-            "",
-            imdb_seeds(request),
-            UNCERTAINTY,
-        ),
+        criterion=Criterion("", imdb_seeds(request), UNCERTAINTY),
     )
 
 
@@ -148,11 +144,7 @@ def figure_4(request: Request) -> Reproduction:
             "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
             f" marked: {', '.join(CHOSEN)}",
         ),
-        criterion=Criterion(
-            "",
-            imdb_seeds(request),
-            UNCERTAINTY,
-        ),
+        criterion=Criterion("", imdb_seeds(request), UNCERTAINTY),
     )
 
 
@@ -176,12 +168,7 @@ def _states(request: Request, *, scaled: bool = False) -> list[tuple[str, int, A
     if batch["input_ids"].shape[1] != len(words):
         words = list(task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]))
     return [
-        (
-            study.model_name(run.variant),
-            run.seed,
-            hidden_states(run.model.base_model, batch),
-            words,
-        )
+        (study.model_name(run.variant), run.seed, hidden_states(run.model.base_model, batch), words)
         for run in runs
     ]
 

@@ -191,13 +191,7 @@ def arena_study(request: Request, name: str) -> Study:
     sizes = request.pick(
         toy=Sizes(2, layers=1, eval_batches=1, options=options, **_TOY),
         mini=Sizes(
-            200,
-            width=32,
-            batch_size=16,
-            learning_rate=3e-3,
-            options=cosine,
-            warmup=20,
-            **_MINI,
+            200, width=32, batch_size=16, learning_rate=3e-3, options=cosine, warmup=20, **_MINI
         ),
         medium=Sizes(
             1500,

@@ -107,8 +107,7 @@ def theorem_2_1(request: Request) -> Reproduction:
         ),
         holds=judge_theorem(rows),
         criterion=Criterion(
-            "",
-            uncertainty="changes are attained values: more effort can only raise them",
+            "", uncertainty="changes are attained values: more effort can only raise them"
         ),
     )
 
