@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed.charts import Row, Series, Style, where
 from wellposed.compare.runs import PlannedRun, train_planned
 from wellposed.recipes.recipe import Request
-from wellposed.statistics import mean_and_standard_error
+from wellposed.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
 from wellposed_studies.verdicts import levelled_off
 
@@ -244,6 +244,36 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
         return statistics.fmean(values), math.nan
     mean, error = mean_and_standard_error(values)
     return mean, math.nan if error is None else error
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the slope of ln value in ln size by least squares, over the values that are finite.
+
+    >>> round(exponent([1, 2, 4, 8], [3.0, 6.0, 12.0, float("inf")]), 6)
+    1.0
+    """
+    pairs = zip(sizes, values, strict=True)
+    points = [(math.log(size), math.log(value)) for size, value in pairs if math.isfinite(value)]
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """Return differences, seed by seed."""
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedResults:
+    """Return a metric of every seed, or why it has none."""
+    found = [(run, run.metrics.get(metric)) for run in runs]
+    return SeedResults(
+        label,
+        {run.seed: value for run, value in found if value is not None},
+        {
+            run.seed: Failure("failed", run.failure or f"no {metric}")
+            for run, value in found
+            if value is None
+        },
+    )
 
 
 def mean_series(

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from wellposed.charts import Row
 from wellposed.compare.runs import PlannedRun
+from wellposed.training.config import RunConfig
 from wellposed_studies.study import FACTORS, FinishedRun
 
 Found = TypeVar("Found")
@@ -43,6 +45,10 @@ class Tuned:
     def settled(self) -> bool:
         """Whether no seed failed and the loss on *valid* of every one had levelled off."""
         return all(run.settled for run in self.runs)
+
+    def each(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
+        """Return what is measured of every run, None where training diverged."""
+        return [None if run.failure else measure(run) for run in self.runs]
 
     def rows(
         self,
@@ -90,9 +96,22 @@ def by_accuracy(run: FinishedRun) -> float:
     return run.metric(CHOSEN_BY)
 
 
+Plan = Callable[[float, int], PlannedRun]
+"""The run of a rate and a seed."""
+
+
+def at_rates(folder: Path, label: str, config: Callable[[float, int], RunConfig]) -> Plan:
+    """Return the plan of a model whose folders and labels say rate and seed."""
+    return lambda rate, seed: PlannedRun(
+        folder.with_name(f"{folder.name}-rate{rate:g}-seed{seed}"),
+        f"{label}, rate {rate:g}, seed {seed}",
+        config(rate, seed),
+    )
+
+
 def tune(
     train: Train,
-    plan: Callable[[float, int], PlannedRun],
+    plan: Plan,
     rates: Sequence[float],
     seeds: int,
     *,

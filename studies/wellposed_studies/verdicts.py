@@ -76,6 +76,16 @@ def every(parts: Iterable[bool | None]) -> bool | None:
     return None if None in found else True
 
 
+def some(parts: Iterable[bool | None]) -> bool | None:
+    """Return whether some part of a claim holds; None where none does and one cannot be said.
+
+    >>> some([False, True]), some([None, False]), some([False])
+    (True, None, False)
+    """
+    found = list(parts)
+    return True if True in found else None if None in found else False
+
+
 def agreed(of_seeds: Sequence[bool]) -> bool | None:
     """Return what every seed says; None where they differ.
 

@@ -3,20 +3,17 @@ without blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from wellposed.charts import Row, where
-from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import LIPSCHITZ_TEMPERATURE
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.tasks import Task, build_task
-from wellposed.training.certified.record import CertifiedRun
-from wellposed.training.certified.run import certify_runs
 from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.accuracy_verdict import RADII, TEST, Evidence, judge_accuracy
-from wellposed_studies.frontier.curves import curves_panel
+from wellposed_studies.frontier.curves import Curves, curves_panel, points_of
 from wellposed_studies.frontier.strong_attack import (
     Attack,
     Attacked,
@@ -30,10 +27,11 @@ from wellposed_studies.study import (
     Sizes,
     folder_name,
     mean_and_error,
-    plus_minus,
+    minus,
+    said,
     train_grid,
 )
-from wellposed_studies.tuning import CHOSEN_BY, Tuned, rates_about, tune
+from wellposed_studies.tuning import CHOSEN_BY, at_rates, rates_about, tune
 from wellposed_studies.verdicts import LEVELLED_OFF, Power
 
 PLAIN_RATE, CERTIFIED_RATE = 1e-2, 2e-2
@@ -114,27 +112,6 @@ def sizes_of(request: Request) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one model came to on one corpus."""
-
-    label: str
-    tuned: Tuned
-    certified: Sequence[CertifiedRun | None]
-    """Of each run of ``tuned``; None where training diverged."""
-
-    def column(self, metric: str) -> list[float]:
-        """Return a metric of every seed; nan where training diverged."""
-        return [run.metric(metric) for run in self.tuned.runs]
-
-    def held(self, radius: float) -> list[float]:
-        """Return the certified accuracy of every seed at ``radius``; 0 where training diverged."""
-        return [
-            0.0 if c is None else dict(zip(c.shares, c.certified, strict=True))[radius]
-            for c in self.certified
-        ]
-
-
-@dataclass(frozen=True)
 class Study:
     """One corpus, and what is trained on it."""
 
@@ -144,45 +121,25 @@ class Study:
     scale: Scale
     task: Task
 
-    def plan(self, label: str, rate: float, seed: int) -> PlannedRun:
-        """Return the run of a model at a learning rate."""
-        folder = (
-            self.request.runs("frontier-accuracy")
-            / self.corpus
-            / f"{folder_name(label)}-rate{rate:g}-seed{seed}"
-        )
-        config = MODELS[label].config(self.base)
-        train = replace(config.train, learning_rate=rate, seed=seed)
-        return PlannedRun(
-            folder,
-            f"{self.corpus}, {label}, rate {rate:g}, seed {seed}",
-            replace(config, train=train),
-        )
-
-    def train(self, planned: list[PlannedRun]) -> list[FinishedRun]:
-        """Train every run, or load it where it is finished."""
-        return train_grid(
-            self.request, planned, task=self.task, test_batches=self.scale.test_batches
-        )
-
-    def measure(self, label: str, known: Mapping[str, Measured]) -> Measured:
+    def measure(self, label: str, known: Mapping[str, Curves]) -> Curves:
         """Tune, train and certify one model."""
-        model = MODELS[label]
-        rates = rates_about(model.usual_rate, self.scale.sizes.factors)
+        model, sizes, request = MODELS[label], self.scale.sizes, self.request
+        rates = rates_about(model.usual_rate, sizes.factors)
         rates = [known[model.rate_of].tuned.rate] if model.rate_of else rates
-        tuned = tune(self.train, partial(self.plan, label), rates, self.scale.sizes.seeds)
-        found = iter(
-            certify_runs(
-                [run.folder for run in tuned.runs if not run.failure],
-                self.task,
-                examples=self.scale.sizes.examples,
-                announce=self.request.announce,
-                attack_steps=self.scale.curve_steps,
-            )
-        )
-        return Measured(label, tuned, [None if run.failure else next(found) for run in tuned.runs])
+        folder = request.runs("frontier-accuracy") / self.corpus / folder_name(label)
+        of_model = model.config(self.base)
 
-    def evidence(self, models: Mapping[str, Measured]) -> Evidence:
+        def config(rate: float, seed: int) -> RunConfig:
+            return replace(of_model, train=replace(of_model.train, learning_rate=rate, seed=seed))
+
+        how = {"task": self.task, "test_batches": self.scale.test_batches}
+        train = partial(train_grid, request, **how)
+        plan = at_rates(folder, f"{self.corpus}, {label}", config)
+        tuned = tune(train, plan, rates, sizes.seeds)
+        how = {"examples": sizes.examples, "attack_steps": self.scale.curve_steps}
+        return Curves.of(self.corpus, label, tuned, self.task, announce=request.announce, **how)
+
+    def evidence(self, models: Mapping[str, Curves]) -> Evidence:
         """Certify the judged model on many examples, attack those it certifies, and put it beside
         the plain ones."""
         judged, scale, radius = models[JUDGED], self.scale, RADII[self.corpus]
@@ -237,30 +194,27 @@ def accuracy(request: Request) -> Reproduction:
     the radius
     """
     scale = scale_of(request)
-    texts, sizes = find_texts(request), scale.sizes
-    rows, found, said = [], [], []
-    for corpus, data in texts.items():
+    corpora, sizes = find_texts(request), scale.sizes
+    rows, found, texts = [], [], []
+    for corpus, data in corpora.items():
         base = text_run(corpus, data, sizes, 0)
         study = Study(request, corpus, base, scale, build_task(base.task, base.task_options))
-        models: dict[str, Measured] = {}
+        models: dict[str, Curves] = {}
         for label in MODELS:
             models[label] = study.measure(label, models)
         evidence = study.evidence(models)
         found.append(evidence)
-        rows += [row for measured in models.values() for row in _rows(corpus, measured)] + [
-            _evidence_row(evidence)
-        ]
-        said += [
-            *(_said(corpus, models[label]) for label in (JUDGED, CONTROL, *PLAIN)),
-            _said_of_evidence(evidence),
-        ]
+        rows += [row for curves in models.values() for row in _rows(curves)]
+        rows.append(_evidence_row(evidence))
+        texts += [_said(models[label]) for label in (JUDGED, CONTROL, *PLAIN)]
+        texts.append(_said_of_evidence(evidence))
     curves = [row for row in rows if "radius" in row]
-    missing = [name for name in CORPORA if name not in texts]
+    missing = [name for name in CORPORA if name not in corpora]
     return Reproduction(
         rows,
-        [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in texts],
+        [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in corpora],
         got=(
-            f"{'; '.join(said)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
+            f"{'; '.join(texts)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
             f" width {sizes.width}, {sizes.layers} blocks"
         ),
         holds=judge_accuracy(found),
@@ -284,17 +238,18 @@ def accuracy(request: Request) -> Reproduction:
     )
 
 
-def _rows(corpus: str, found: Measured) -> list[Row]:
-    curves = zip(found.tuned.runs, found.certified, strict=True)
-    return [
-        *(_row(corpus, found, run) for run in found.tuned.trials if run not in found.tuned.runs),
-        *(row for run, curve in curves for row in _curve_rows(_row(corpus, found, run), curve)),
-    ]
+def _rows(found: Curves) -> list[Row]:
+    tuned = found.tuned
+    rows: list[Row] = [_row(found, run) for run in tuned.trials if run not in tuned.runs]
+    for run, curve in zip(tuned.runs, found.certified, strict=True):
+        points = [{"total": curve.total, **point} for point in points_of(curve)] if curve else [{}]
+        rows += [{**_row(found, run), **point} for point in points]
+    return rows
 
 
-def _row(corpus: str, found: Measured, run: FinishedRun) -> dict[str, object]:
+def _row(found: Curves, run: FinishedRun) -> Row:
     return {
-        "corpus": corpus,
+        "corpus": found.task,
         "model": found.label,
         "seed": run.seed,
         "rate": run.rate,
@@ -303,22 +258,6 @@ def _row(corpus: str, found: Measured, run: FinishedRun) -> dict[str, object]:
         "clean_test": run.metric(ACCURACY),
         "error": run.failure,
     }
-
-
-def _curve_rows(run: Row, curve: CertifiedRun | None) -> list[Row]:
-    if curve is None:
-        return [run]
-    points = zip(curve.shares, curve.certified, curve.attacked, strict=True)
-    return [
-        {
-            **run,
-            "total": curve.total,
-            "radius": radius,
-            "certified": certified,
-            "attacked": attacked,
-        }
-        for radius, certified, attacked in points
-    ]
 
 
 def _evidence_row(found: Evidence) -> Row:
@@ -333,25 +272,21 @@ def _evidence_row(found: Evidence) -> Row:
     }
 
 
-def _said(corpus: str, found: Measured) -> str:
-    radius = RADII[corpus]
-    clean, held = mean_and_error(found.column(ACCURACY)), mean_and_error(found.held(radius))
+def _said(found: Curves) -> str:
+    radius = RADII[found.task]
     return (
-        f"{corpus}, {found.label} (rate {found.tuned.rate:g}): {plus_minus(clean, 3)} clean,"
-        f" {plus_minus(held, 3)} certified at {radius:g}"
+        f"{found.task}, {found.label} (rate {found.tuned.rate:g}):"
+        f" {said(found.column(ACCURACY), 3)} clean, {said(found.at(radius), 3)} certified at"
+        f" {radius:g}"
     )
 
 
 def _said_of_evidence(found: Evidence) -> str:
-    difference = [
-        mine - plain
-        for mine, plain in zip(found.accuracy, found.plain[found.better_plain], strict=True)
-    ]
+    difference = minus(found.accuracy, found.plain[found.better_plain])
     settled = "" if found.settled else ", not every training had levelled off"
     return (
         f"{found.corpus}: {JUDGED} minus {found.better_plain}"
-        f" {plus_minus(mean_and_error(difference), 3)},"
-        f" {plus_minus(mean_and_error(found.certified), 3)} of {found.examples} certified at"
+        f" {said(difference, 3)}, {said(found.certified, 3)} of {found.examples} certified at"
         f" {RADII[found.corpus]:g}, {found.fallen} of {found.attacked} attacked certified examples"
         f" fell{settled}"
     )

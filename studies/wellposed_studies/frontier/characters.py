@@ -10,15 +10,22 @@ from functools import partial
 from statistics import fmean
 
 from wellposed.charts import Panel, Row, Series
-from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.training.config import ConstrainOptions, RunConfig
 from wellposed_studies.frontier.characters_bounds import NextCharacters, next_characters
-from wellposed_studies.study import FinishedRun, Sizes, run_config, said, train_grid
-from wellposed_studies.tuning import Tuned, rates_about, tune
-from wellposed_studies.verdicts import UNCERTAINTY, Power, every, within
+from wellposed_studies.study import (
+    FinishedRun,
+    Sizes,
+    folder_name,
+    minus,
+    run_config,
+    said,
+    train_grid,
+)
+from wellposed_studies.tuning import Tuned, at_rates, rates_about, tune
+from wellposed_studies.verdicts import UNCERTAINTY, Power, every, some, within
 
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 POINTS = 0.05
@@ -170,24 +177,19 @@ def characters(request: Request) -> Reproduction:
 
 def judge(rivals: Iterable[Iterable[Rivalry]]) -> bool | None:
     """Return whether each of theirs is beaten by some model of ours."""
-    return every(_some(_beats(rivalry) for rivalry in mine) for mine in rivals)
+    return every(some(_beats(rivalry) for rivalry in mine) for mine in rivals)
 
 
 def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
     """Compare two models, seed by seed; a seed whose training diverged has accuracy 0."""
-    pairs = list(zip(mine.found, theirs.found, strict=True))
+    failed = NextCharacters(0.0, math.inf, None, (0.0,) * len(SHARES))
+    ours, others = ([found or failed for found in model.found] for model in (mine, theirs))
     bounds = [
         max((found.sound for found in model.ended), default=math.inf) for model in (mine, theirs)
     ]
-    accuracies = [
-        (ours.accuracy if ours else 0.0) - (other.accuracy if other else 0.0)
-        for ours, other in pairs
-    ]
+    accuracies = minus([each.accuracy for each in ours], [each.accuracy for each in others])
     certified = [
-        [
-            (ours.certified[place] if ours else 0.0) - (other.certified[place] if other else 0.0)
-            for ours, other in pairs
-        ]
+        minus([each.certified[place] for each in ours], [each.certified[place] for each in others])
         for place in range(1, len(SHARES))
     ]
     return Rivalry(accuracies if bounds[0] <= bounds[1] else [], certified)
@@ -197,12 +199,7 @@ def _beats(found: Rivalry) -> bool | None:
     differing = [gains for gains in found.certified if any(gains)]
     surer = every(within(gains, low=0.0) for gains in differing) if differing else False
     better = within(found.accuracy, low=POINTS) if found.accuracy else False
-    return _some([surer, better])
-
-
-def _some(parts: Iterable[bool | None]) -> bool | None:
-    found = list(parts)
-    return True if True in found else None if None in found else False
+    return some([surer, better])
 
 
 def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
@@ -221,47 +218,24 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
         f"lipschitz:{budget}": partial(lipschitz, budget=budget)
         for budget in sizes.options["budgets"]
     }
+    shape = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
     for label, model in {**THEIRS, **ours}.items():
 
-        def plan(
-            rate: float, seed: int, label: str = label, model: Callable[..., RunConfig] = model
-        ) -> PlannedRun:
-            name = label.replace(", ", "-").replace(":", "-")
-            folder = request.runs("frontier-characters") / f"{name}-rate{rate:g}-seed{seed}"
-            return PlannedRun(
-                folder,
-                f"{label}, rate {rate:g}, seed {seed}",
-                model(_base(options, sizes, rate, seed)),
-            )
+        def config(rate: float, seed: int, model: Callable[..., RunConfig] = model) -> RunConfig:
+            at_rate = replace(sizes, learning_rate=rate)
+            return model(run_config("char_lm", options, at_rate, seed=seed, model=shape))
 
-        rates = rates_about(1e-2, sizes.factors)
         tuned = tune(
-            partial(train_grid, request, task=task), plan, rates, sizes.seeds, score=_score
+            partial(train_grid, request, task=task),
+            at_rates(request.runs("frontier-characters") / folder_name(label), label, config),
+            rates_about(1e-2, sizes.factors),
+            sizes.seeds,
+            score=lambda run: -run.metric("nats_per_char,valid"),
         )
         request.announce(f"bounds of {label}")
-        found = [
-            (
-                None
-                if run.failure
-                else next_characters(
-                    run.model.eval(), whole.split(32), SHARES, printed=label in THEIRS
-                )
-            )
-            for run in tuned.runs
-        ]
+        how = {"batches": whole.split(32), "shares": SHARES, "printed": label in THEIRS}
+        found = tuned.each(lambda run, how=how: next_characters(run.model.eval(), **how))
         yield Measured(label, tuned, found)
-
-
-def _score(run: FinishedRun) -> float:
-    return -run.metric("nats_per_char,valid")
-
-
-def _base(
-    options: Mapping[str, str | int | None], sizes: Sizes, rate: float, seed: int
-) -> RunConfig:
-    model = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
-    sizes = replace(sizes, learning_rate=rate)
-    return run_config("char_lm", options, sizes, seed=seed, model=model)
 
 
 def _rows(model: Measured) -> list[Row]:

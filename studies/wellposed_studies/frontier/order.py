@@ -4,20 +4,28 @@ control without blocks."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from wellposed.charts import Row
-from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.training.certified.record import CertifiedRun
-from wellposed_studies.frontier.curves import curves_panel
+from wellposed.training.config import RunConfig
+from wellposed_studies.frontier.curves import Curves, curves_panel, points_of
 from wellposed_studies.frontier.texts import Model
-from wellposed_studies.study import FinishedRun, Sizes, folder_name, run_config, said, train_grid
-from wellposed_studies.tuning import Tuned, rates_about, tune
-from wellposed_studies.verdicts import UNCERTAINTY, Power, within
+from wellposed_studies.study import (
+    FinishedRun,
+    Sizes,
+    folder_name,
+    minus,
+    run_config,
+    said,
+    train_grid,
+)
+from wellposed_studies.tuning import at_rates, rates_about, tune
+from wellposed_studies.verdicts import UNCERTAINTY, Power, some, within
 
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "order": ("marked", {"question": "order"}),
@@ -51,29 +59,6 @@ SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2)
 ATTACK_STEPS = 10
 POINTS, ENOUGH = 0.10, 2
 """Certified accuracy to gain over the control, and on how many tasks."""
-
-
-@dataclass(frozen=True)
-class Curves:
-    """One model on one task: its runs at the rate it kept, and what each is certified for."""
-
-    task: str
-    label: str
-    tuned: Tuned
-    certified: Sequence[CertifiedRun | None]
-    """None where training diverged."""
-
-    def at(self, radius: float) -> list[float]:
-        """Return certified accuracy at a radius of `SHARES`, seed by seed; 0 where training
-        diverged."""
-        place = SHARES.index(radius)
-        return [run.certified[place] if run else 0.0 for run in self.certified]
-
-    def half_radius(self) -> float | None:
-        """Return the first radius at which at most half of the clean accuracy is certified, in the
-        mean over seeds."""
-        half = fmean(self.at(0.0)) / 2
-        return next((radius for radius in SHARES if fmean(self.at(radius)) <= half), None)
 
 
 def sizes_of(request: Request) -> Sizes:
@@ -147,7 +132,7 @@ def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
     verdicts = []
     for models in tasks:
         found = [within(gains, low=POINTS) for gains in models]
-        verdicts.append(True if True in found else None if None in found else False)
+        verdicts.append(some(found))
     if verdicts.count(True) >= ENOUGH:
         return True
     return None if len(verdicts) - verdicts.count(False) >= ENOUGH else False
@@ -165,20 +150,13 @@ def gains_over_control(curves: Sequence[Curves]) -> dict[str, list[float]]:
     gains = {}
     for found in curves:
         if found.label in CERTIFIED and controls:
-            against = [
-                [
-                    mine - theirs
-                    for mine, theirs in zip(found.at(radius), control.at(radius), strict=True)
-                ]
-                for control, radius in controls
-            ]
+            against = [minus(found.at(radius), control.at(radius)) for control, radius in controls]
             gains[found.label] = min(against, key=fmean)
     return gains
 
 
 def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
     from wellposed.tasks import build_task
-    from wellposed.training.certified.run import certify_runs
 
     kind, options = TASKS[name]
     if sizes.limit is not None:
@@ -186,55 +164,28 @@ def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
     task = build_task(kind, options)
     for label in sizes.options.get("models", MODELS):
 
-        def plan(rate: float, seed: int, label: str = label) -> PlannedRun:
-            stem = f"{folder_name(label)}-rate{rate:g}-seed{seed}"
-            folder = request.runs("frontier-order") / folder_name(name) / stem
-            base = run_config(
-                kind,
-                options,
-                replace(sizes, learning_rate=rate),
-                seed=seed,
-                model={"pooling": "first" if MODELS[label].blocks else "mean"},
-            )
-            return PlannedRun(
-                folder, f"{name}, {label}, rate {rate:g}, seed {seed}", MODELS[label].config(base)
-            )
+        def config(rate: float, seed: int, model: Model = MODELS[label]) -> RunConfig:
+            pooling = {"pooling": "first" if model.blocks else "mean"}
+            at_rate = replace(sizes, learning_rate=rate)
+            return model.config(run_config(kind, options, at_rate, seed=seed, model=pooling))
 
-        tuned = tune(
+        folder = request.runs("frontier-order") / folder_name(name) / folder_name(label)
+        train, plan = (
             partial(train_grid, request, task=task),
-            plan,
-            rates_about(1e-3, sizes.factors),
-            sizes.seeds,
+            at_rates(folder, f"{name}, {label}", config),
         )
-        options_of_attack = {
-            "examples": sizes.examples,
-            "attack_steps": ATTACK_STEPS,
-            "shares": SHARES,
-        }
-        certified = [
-            (
-                None
-                if run.failure
-                else certify_runs(
-                    [run.folder], task, announce=request.announce, **options_of_attack
-                )[0]
-            )
-            for run in tuned.runs
-        ]
-        yield Curves(name, label, tuned, certified)
+        tuned = tune(train, plan, rates_about(1e-3, sizes.factors), sizes.seeds)
+        how = {"examples": sizes.examples, "attack_steps": ATTACK_STEPS, "shares": SHARES}
+        yield Curves.of(name, label, tuned, task, announce=request.announce, **how)
 
 
 def _rows(curves: Curves) -> list[Row]:
     def described(run: FinishedRun, found: CertifiedRun) -> tuple[Row, list[Row]]:
-        points = zip(found.shares, found.certified, found.attacked, strict=True)
         whole: Row = {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
-        return whole, [
-            {"radius": r, "certified": sure, "attacked": seen} for r, sure, seen in points
-        ]
+        return whole, points_of(found)
 
-    return curves.tuned.rows(
-        {"task": curves.task, "model": curves.label}, curves.certified, described
-    )
+    of = {"task": curves.task, "model": curves.label}
+    return curves.tuned.rows(of, curves.certified, described)
 
 
 def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:

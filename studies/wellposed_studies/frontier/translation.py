@@ -19,7 +19,7 @@ from wellposed.charts import Panel, Row, Series
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
+from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig, TrainOptions
 from wellposed_studies.frontier.doubling import Trained, at_plateau, double_until_plateau
@@ -29,8 +29,10 @@ from wellposed_studies.study import (
     Sizes,
     curves,
     mean_and_error,
-    plus_minus,
+    minus,
     run_config,
+    said,
+    seed_results,
     train_grid,
 )
 from wellposed_studies.tuning import Tuned, rates_about, tune
@@ -165,19 +167,15 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
     >>> gains_over_norms({"post_ln": [20.0, 21.0], "pre_ln": [22.0, 23.0], "t_fixup": [22.5, 22.5]})
     [0.5, -0.5]
     """
-    better = max((bleu[name] for name in NORMALISED), key=fmean)
-    return [mine - theirs for mine, theirs in zip(bleu[JUDGED], better, strict=True)]
+    return minus(bleu[JUDGED], max((bleu[name] for name in NORMALISED), key=fmean))
 
 
 def about_length(runs: Trained) -> str:
     """Return what the three Transformers have after so many steps, and the difference that is
     judged."""
     told = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
-    gains = mean_and_error(gains_over_norms(_bleu_by_model(runs)))
-    return (
-        f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm"
-        f" {plus_minus(gains)}"
-    )
+    gains = said(gains_over_norms(_bleu_by_model(runs)))
+    return f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm {gains}"
 
 
 def about_constraints(runs: Trained) -> list[str]:
@@ -303,11 +301,7 @@ def _column(runs: Sequence[FinishedRun]) -> list[float]:
 
 
 def _by_seed(name: str, runs: Sequence[FinishedRun]) -> SeedResults:
-    return SeedResults(
-        LABELS[name],
-        {run.seed: run.metric(BLEU) for run in runs if not run.failure},
-        {run.seed: Failure("failed", run.failure) for run in runs if run.failure},
-    )
+    return seed_results(LABELS[name], runs, BLEU)
 
 
 def _bleu_by_model(runs: Trained) -> dict[str, list[float]]:
@@ -319,7 +313,7 @@ def _steps(runs: Trained) -> int:
 
 
 def _said(runs: Sequence[FinishedRun]) -> str:
-    return plus_minus(mean_and_error(_column(runs)))
+    return said(_column(runs))
 
 
 def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.initialize import step_change
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.huang2020.exponents import exponent
-from wellposed_studies.study import mean_and_error, plus_minus
+from wellposed_studies.study import exponent, mean_and_error, said
 from wellposed_studies.verdicts import UNCERTAINTY, every, within
 
 TOKENS = 16
@@ -73,19 +72,15 @@ def theorem_3_1(request: Request) -> Reproduction:
         max(abs(row[column] / row["change_over_rate"] - 1) for row in scalar)
         for column in ("closed_form", "closed_form_as_printed")
     )
-    said = "; ".join(
-        f"{setting}: "
-        + ", ".join(
-            f"{plus_minus(mean_and_error(found[setting, width]))} at d = {width}"
-            for width in widths
-        )
-        for setting in SETTINGS
-    )
+    texts = []
+    for setting in SETTINGS:
+        of_widths = [f"{said(found[setting, width])} at d = {width}" for width in widths]
+        texts.append(f"{setting}: {', '.join(of_widths)}")
     return Reproduction(
         rows,
         [_panel(rows, width, blocks) for width in widths],
         got=(
-            f"exponent of L in |change of G| / rate, {said}; at d = 1 the closed form of the proof"
+            f"exponent of L in |change of G| / rate, {'; '.join(texts)}; at d = 1 the closed form of the proof"
             f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
             f" {printed:.1g} with the 1 that is printed"
         ),

@@ -12,14 +12,13 @@ import torch
 
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.initialize import step_change
-from wellposed.models import build_model
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.huang2020.exponents import exponent
-from wellposed_studies.study import mean_and_error, plus_minus
+from wellposed_studies.huang2020.random_models import random_model
+from wellposed_studies.study import exponent, mean_and_error, said
 from wellposed_studies.verdicts import UNCERTAINTY, every, within
 
 T_FIXUP, XAVIER = "T-Fixup", "Xavier, no LayerNorm"
-MODELS: Mapping[str, Mapping[str, str]] = {
+MODELS: Mapping[str, Mapping[str, Any]] = {
     T_FIXUP: {"init": "t_fixup", "norm": "none"},
     XAVIER: {"init": "xavier", "norm": "none"},
     "post-LN": {"init": "xavier", "norm": "post"},
@@ -64,14 +63,12 @@ def updates(request: Request) -> Reproduction:
         rows += [row for seed in range(seeds) for row in _measure(label, depth, width, seed)]
     flat = {stack: _exponents(rows, T_FIXUP, stack, seeds) for stack in (ENCODER, WHOLE)}
     grows = {stack: _exponents(rows, XAVIER, stack, seeds) for stack in (ENCODER, WHOLE)}
-    said = ", ".join(
-        f"{stack} {plus_minus(mean_and_error(slopes))}" for stack, slopes in flat.items()
-    )
+    powers = ", ".join(f"{stack} {said(slopes)}" for stack, slopes in flat.items())
     return Reproduction(
         rows,
         [_panel(rows, stack, depths) for stack in (ENCODER, WHOLE)],
         got=(
-            f"|change of f| / rate goes with T-Fixup as N to the power of {said}; of the"
+            f"|change of f| / rate goes with T-Fixup as N to the power of {powers}; of the"
             f" encoder-decoder at {', '.join(map(str, depths))} layers:"
             f" {'; '.join(_said(rows, label, depths) for label in MODELS)}; with biases stepped too"
             f" {_said(rows, T_FIXUP, depths, 'change_with_biases')}"
@@ -91,23 +88,7 @@ def judge_updates(
 
 
 def _measure(label: str, depth: int, width: int, seed: int) -> list[dict[str, Any]]:
-    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
-    sizes = {
-        "hidden_size": width,
-        "num_attention_heads": 4,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": depth,
-    }
-    options = {
-        "vocab_size": 100,
-        "max_position_embeddings": 32,
-        "activation": "relu",
-        **MODELS[label],
-    }
-    torch.manual_seed(seed)
-    model: Any = (
-        build_model("wellposed", "seq2seq_lm", **sizes, **options, **special).double().eval()
-    )
+    model = random_model(depth, width, seed, **MODELS[label]).eval()
     tokens = torch.randint(4, 100, (2, 8))
     parts = {
         ENCODER: (model.model.encoder, tokens),

@@ -22,7 +22,7 @@ from wellposed_studies.kim2021.language_models import (
     tuned,
 )
 from wellposed_studies.kim2021.printed import TABLE_2, TABLE_3
-from wellposed_studies.study import FinishedRun, Sizes, depths_trained, listing, said
+from wellposed_studies.study import FinishedRun, Sizes, depths_trained, listing, minus, said
 from wellposed_studies.verdicts import AGREED, LEVELLED_OFF, UNCERTAINTY, Power, every, within
 
 _LEARNED = 0.95
@@ -98,7 +98,7 @@ def figure_9(request: Request) -> Reproduction:
     counts = {run.variant: run.info["parameters"] for run in reversed(runs)}
     parameters = listing(f"{LABELS[kind]} {counts[kind]}" for kind in kinds)
     found, pairs = by_depth(runs), pair_entropy(runs[0])
-    gain = _said(_minus(best(found["l2_tied"]), best(found["l2_tied_wide"])))
+    gain = _said(minus(best(found["l2_tied"]), best(found["l2_tied_wide"])))
     got = (
         f"best test NLL: {_best_of_each(found)}; parameters at the least depth: {parameters}; twice"
         f" the columns gain {gain}; pairs of characters {pairs:.3f}"
@@ -209,11 +209,11 @@ def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
     least, greatest = by_layers[min(by_layers)], by_layers[max(by_layers)]
     return every(
         (
-            within(_minus(l2, plain), -_SMALL, _SMALL),
-            within(_minus(tied, l2), -_SMALL, _TYING),
-            within(_minus(least, found["l2_tied"][min(by_layers)]), low=0),
-            within(_minus(least, greatest), low=_GAIN),
-            within(_minus(contractive, tied), high=_SMALL),
+            within(minus(l2, plain), -_SMALL, _SMALL),
+            within(minus(tied, l2), -_SMALL, _TYING),
+            within(minus(least, found["l2_tied"][min(by_layers)]), low=0),
+            within(minus(least, greatest), low=_GAIN),
+            within(minus(contractive, tied), high=_SMALL),
         )
     )
 
@@ -222,11 +222,7 @@ def judge_columns(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
     """Say whether twice the columns change little; None where attention is not used."""
     if not _uses_attention(found, ("l2_tied", "l2_tied_wide"), pairs):
         return None
-    return within(_minus(best(found["l2_tied"]), best(found["l2_tied_wide"])), -_SMALL, _SMALL)
-
-
-def _minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(left, right, strict=True)]
+    return within(minus(best(found["l2_tied"]), best(found["l2_tied_wide"])), -_SMALL, _SMALL)
 
 
 def _best_of_each(found: Mapping[str, ByDepth]) -> str:

@@ -41,7 +41,7 @@ from wellposed_studies.sengupta2023.trained import (
     text_study,
     train_study,
 )
-from wellposed_studies.study import said
+from wellposed_studies.study import minus, said
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, Power, every, within
 
 NEIGHBOURS_NOTE = (
@@ -280,7 +280,7 @@ def figure_3b(request: Request) -> Reproduction:
 
 def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:
     """Say whether experts have the lower entropy, seed by seed."""
-    return within([expert - head for expert, head in zip(experts, heads, strict=True)], high=0)
+    return within(minus(experts, heads), high=0)
 
 
 @recipe(

@@ -4,8 +4,6 @@ fused attention."""
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from wellposed.charts import Panel, Row, lines, where
 from wellposed.linalg import polar
 from wellposed.models import build_model
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.study import exponent
 from wellposed_studies.timing import median_seconds, timing_device
 
 PAPER = {
@@ -115,7 +114,10 @@ def _said(rows: Sequence[Row], attention: str) -> str:
     gains = ", ".join(
         f"{row['speedup']:.1f}x at {row['tokens']}" for row in where(mine, model="TransJect")
     )
-    slope, plain = (_slope(where(mine, model=name)) for name in ("TransJect", "Transformer"))
+    slope, plain = (
+        exponent([row["tokens"] for row in of], [row["seconds"] for row in of])
+        for of in (where(mine, model=name) for name in ("TransJect", "Transformer"))
+    )
     return f"{attention} attention {gains}, slope in log-log {slope:.2f} against {plain:.2f}"
 
 
@@ -152,9 +154,3 @@ def build_models(width: int, layers: int, experts: int, positions: int) -> dict[
             if name.endswith("_proj.weight"):
                 parameter.copy_(polar(parameter))
     return models
-
-
-def _slope(rows: Sequence[Row]) -> float:
-    """Return the least-squares slope of seconds over tokens in log-log."""
-    x, y = ([math.log(row[name]) for row in rows] for name in ("tokens", "seconds"))
-    return statistics.linear_regression(x, y).slope

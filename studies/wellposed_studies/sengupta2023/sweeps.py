@@ -22,7 +22,7 @@ from wellposed_studies.sengupta2023.trained import (
     train_study,
     tuned_study,
 )
-from wellposed_studies.study import mean_and_error, plus_minus
+from wellposed_studies.study import mean_and_error, minus, said
 from wellposed_studies.verdicts import UNCERTAINTY, every, inside, within
 
 _SWEPT = (
@@ -204,8 +204,8 @@ class Ablation:
     def words(self) -> str:
         """Return the change in words beside that which the paper prints."""
         verdict = {True: "a loss", False: "no loss", None: "cannot be said"}[self.loses]
-        change = plus_minus(mean_and_error(self.changes))
-        return f"; {self.model} ({self.split}) {change} points, paper {self.printed:g}: {verdict}"
+        points = f"{said(self.changes)} points, paper {self.printed:g}"
+        return f"; {self.model} ({self.split}) {points}: {verdict}"
 
 
 def ablations(request: Request, study: Study) -> list[Ablation]:
@@ -224,7 +224,6 @@ def ablations(request: Request, study: Study) -> list[Ablation]:
         scores, before = (
             [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, whole)
         )
-        changes = [score - old for score, old in zip(scores, before, strict=True)]
         label = f"{LABELS[variant]}, one {option[:-1]}"
-        found.append(Ablation(label, split, printed, scores, changes))
+        found.append(Ablation(label, split, printed, scores, minus(scores, before)))
     return found

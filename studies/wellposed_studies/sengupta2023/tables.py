@@ -33,7 +33,7 @@ from wellposed_studies.sengupta2023.trained import (
     train_study,
     words_study,
 )
-from wellposed_studies.study import FinishedRun, mean_and_error
+from wellposed_studies.study import FinishedRun, mean_and_error, minus
 from wellposed_studies.verdicts import LEVELLED_OFF, Power, every
 
 _PLAIN = ("post_ln", "rezero", "orthogonal")
@@ -275,8 +275,7 @@ def _compare(
             )
             test[variant] = values
             mean, error = mean_and_error(values)
-            gains = [a - b for a, b in zip(values, test["post_ln"], strict=True)]
-            gain, gain_error = mean_and_error(gains)
+            gain, gain_error = mean_and_error(minus(values, test["post_ln"]))
             rows.append(
                 {
                     "task": study.name,

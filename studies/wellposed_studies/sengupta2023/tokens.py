@@ -15,7 +15,7 @@ from wellposed.errors import DataError
 from wellposed.measurement import hidden_states, isomap, token_distances
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.trained import LABELS, SCALE_NOTE, text_study, train_study
-from wellposed_studies.study import said
+from wellposed_studies.study import minus, said
 from wellposed_studies.verdicts import UNCERTAINTY, Power, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
@@ -150,7 +150,7 @@ def figure_4(request: Request) -> Reproduction:
 
 def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
     """Say whether TransJect keeps the distances better, seed by seed."""
-    return within([ours - plain for ours, plain in zip(transject, transformer, strict=True)], low=0)
+    return within(minus(transject, transformer), low=0)
 
 
 def _states(request: Request, *, scaled: bool = False) -> list[tuple[str, int, Any, list[str]]]:

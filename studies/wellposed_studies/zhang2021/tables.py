@@ -12,10 +12,10 @@ from typing import Any
 from wellposed.charts import Panel, Row, where
 from wellposed.compare.compare import compare
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed.statistics import Failure, SeedResults, compare_seeds, holm_correction
+from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.training.config import RunConfig
 from wellposed_studies.sentences import READS, random_walk, small_corpus, splits
-from wellposed_studies.study import FinishedRun, Sizes, mean_series, run_config, said
+from wellposed_studies.study import FinishedRun, Sizes, mean_series, run_config, said, seed_results
 from wellposed_studies.verdicts import Power, every
 from wellposed_studies.zhang2021.printed import (
     FORM_NOTE,
@@ -39,6 +39,11 @@ from wellposed_studies.zhang2021.printed import (
 
 III = (OC3, OC3_PRINTED)
 """Both forms of VAR-III."""
+TEST = (
+    "on every corpus some variant, at its best strength on valid, is significantly better than the"
+    " Transformer; one on which the significant differences are all for the worse is against the"
+    " claim, and a generated corpus cannot say"
+)
 EMBEDDINGS_NOTE = (
     "embedding average, vector extrema and greedy matching need --vectors, and the cosine of"
     " sentences, which replaces SkipThought, needs --encoder; columns without them are empty"
@@ -236,11 +241,7 @@ def _reproduce(
         got="; ".join(texts),
         holds=None if request.data is None else every(verdicts),
         criterion=Criterion(
-            "on every corpus some variant, at its best strength on valid, is significantly better"
-            " than the Transformer; one on which the significant differences are all for the worse"
-            " is against the claim, and a generated corpus cannot say",
-            seeds_of(request),
-            "paired t-tests over seeds, Holm-corrected, at 5 %",
+            TEST, seeds_of(request), "paired t-tests over seeds, Holm-corrected, at 5 %"
         ),
         notes=tuple(filter(None, (of_paper, recomputed, FORM_NOTE, *notes, *NOTES))),
     )
@@ -294,13 +295,7 @@ def compare_variants(
 
 
 def _by_seed(study: Study, runs: Sequence[FinishedRun]) -> SeedResults:
-    name = study.metrics[0]
-    found = {run.seed: run.metrics.get(f"{name},test") for run in runs}
-    return SeedResults(
-        LABELS[_split_name(runs[0])[0]],
-        {seed: value for seed, value in found.items() if value is not None},
-        {seed: Failure("failed", f"no {name}") for seed, value in found.items() if value is None},
-    )
+    return seed_results(LABELS[_split_name(runs[0])[0]], runs, f"{study.metrics[0]},test")
 
 
 def _mean(results: SeedResults) -> str:
