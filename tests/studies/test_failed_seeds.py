@@ -7,10 +7,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from tests.studies.test_runs import BASE
+from tests.support.finished_runs import finished
+
 from wellposed.compare.compare import compare
 from wellposed.recipes.reproduce import Request
 from wellposed.report import aggregate, build_report
-from wellposed.training import ModelOptions, RunConfig, TrainOptions
+from wellposed.training import RunConfig
 from wellposed_studies.huang2020.depth import summarise, train_depths
 from wellposed_studies.study import FinishedRun, Sizes
 from wellposed_studies.zhang2021 import tables
@@ -34,20 +37,7 @@ def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
 def test_a_real_comparison_whose_baseline_diverges_says_so_everywhere(tmp_path: Path) -> None:
     """With a learning rate of 1e30 both variants diverge; rezero is then trained again with
     1e-3."""
-    base = RunConfig(
-        task="listops",
-        task_options={
-            "min_length": 5,
-            "max_length": 12,
-            "num_train": 32,
-            "num_valid": 8,
-            "num_test": 8,
-        },
-        model=ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2),
-        train=TrainOptions(
-            steps=4, batch_size=4, eval_every=4, checkpoint_every=4, learning_rate=1e30
-        ),
-    )
+    base = replace(BASE, train=replace(BASE.train, learning_rate=1e30))
     failing = compare(base, ["post_ln", "rezero"], seeds=2, out=tmp_path / "bad", progress=False)
     assert len(failing.failed) == 4
     found = aggregate(failing.folders)
@@ -66,12 +56,12 @@ def test_a_real_comparison_whose_baseline_diverges_says_so_everywhere(tmp_path: 
 def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[FinishedRun]:
     """Runs with these BLEU scores by variant and seed; None is a run that failed."""
     return [
-        FinishedRun(
-            RunConfig(
-                "translation", variant=variant.replace("_at_", ":"), train=TrainOptions(seed=seed)
-            ),
-            folder,
+        finished(
+            "translation",
+            variant.replace("_at_", ":"),
             {} if value is None else {"bleu,test": value, "perplexity,valid": 9.0},
+            seed=seed,
+            folder=folder,
         )
         for variant, values in scores.items()
         for seed, value in enumerate(values)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.finished_runs import written
 
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
@@ -186,10 +187,10 @@ def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
         assert bool(row["printed_bound"]) == row["model"].startswith("Newhouse")
         if row["model"].startswith("lipschitz"):
             assert float(row["sound_bound"]) <= float(row["model"].split(":")[1]) * (1 + 1e-6)
-    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    finished = written(tmp_path)
     assert len(finished) == 4
     reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished
+    assert written(tmp_path) == finished
 
 
 def test_the_text_is_asked_for(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from tests.support.finished_runs import written
 
 from wellposed.recipes.reproduce import reproduce
 from wellposed.training.certified.record import CertifiedRun
@@ -75,6 +76,6 @@ def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     assert {row["model"] for row in rows} == {"pre_ln", "lipschitz, T = 30", "no blocks, T = 30"}
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
     assert (tmp_path / "frontier-order.svg").is_file()
-    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    finished = written(tmp_path)
     reproduce("frontier/order", scale="toy", out=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == finished
+    assert written(tmp_path) == finished

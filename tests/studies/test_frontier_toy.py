@@ -31,9 +31,8 @@ def test_every_study_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
     assert all(file.stat().st_size > 0 for file in done.files)
     rows = done.result.rows
     if name == "frontier/accuracy":
-        assert {"post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10"} <= {
-            row["model"] for row in rows
-        }
+        models = {row["model"] for row in rows}
+        assert {"post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10"} <= models
         assert {row["radius"] for row in rows if "radius" in row} == set(TOKEN_SHARES)
         assert all(row["certified"] <= row["attacked"] for row in rows if "radius" in row)
         totals = [

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.studies.test_frontier_accuracy import evidence
+from tests.studies.test_verdicts import GOOD, PAPERS
+from tests.support.finished_runs import finished
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import RECIPES, Reproduction, recipe_names
 from wellposed.statistics import PairedComparison, paired_comparison
-from wellposed.training.config import RunConfig, TrainOptions
+from wellposed.training.config import RunConfig
 from wellposed_studies.frontier import accuracy_verdict, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
 from wellposed_studies.frontier import translation as small_translation
@@ -24,7 +25,6 @@ from wellposed_studies.kim2021 import bound_ratio, costs, inverses, jacobians, s
 from wellposed_studies.mcgrath2024 import scores as mcgrath
 from wellposed_studies.sengupta2023 import layers, parameters, speed, sweeps, tables, tokens
 from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
-from wellposed_studies.study import FinishedRun
 from wellposed_studies.verdicts import every
 from wellposed_studies.zhang2021 import affinity_rows
 from wellposed_studies.zhang2021 import tables as bleu
@@ -52,14 +52,9 @@ def seeds(value: float, spread: Sequence[float] = NEAR) -> list[float]:
     return [value + offset for offset in spread]
 
 
-def two_bounds(ratio: float, checked: float = 1.0) -> list[dict[str, float]]:
-    row = {
-        "upper": 1.0,
-        "lower": ratio,
-        "lower_over_upper": ratio,
-        "checked_by_autograd": checked * ratio,
-    }
-    return [row, row]
+def two_bounds(ratio: float) -> list[dict[str, float]]:
+    row = dict.fromkeys(("lower", "lower_over_upper", "checked_by_autograd"), ratio)
+    return [{**row, "upper": 1.0}] * 2
 
 
 def lower_bounds(growth: Callable[[float], float], upper: float = 1e3) -> list[dict[str, float]]:
@@ -85,14 +80,8 @@ def by_stack(value: float, spread: Sequence[float] = NEAR) -> dict[str, list[flo
 
 
 def opposite(measured: float) -> list[dict[str, Any]]:
-    return [
-        {
-            "keys": "two opposite",
-            "adversarial": measured,
-            "tight": 1.0,
-            "measured_over_tight": measured,
-        }
-    ]
+    of = dict.fromkeys(("adversarial", "measured_over_tight"), measured)
+    return [{"keys": "two opposite", "tight": 1.0, **of}]
 
 
 STEEP = {"upper": 1.0, "lower": 0.9}
@@ -119,15 +108,8 @@ TRAINS, STALLS = (
 
 def by_kind(**nll: float) -> dict[str, dict[int, list[float]]]:
     """NLL of one and three layers; only the contractive one gains by depth."""
-    good = {
-        "dot_product": 1.0,
-        "l2": 1.01,
-        "l2_tied": 1.05,
-        "l2_contractive_kim2021": 1.1,
-        "l2_tied_wide": 1.04,
-    }
-    found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (good | nll).items()}
-    found["l2_contractive_kim2021"][3] = tight(1.06)
+    found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (GOOD | nll).items()}
+    found[PAPERS][3] = tight(1.06)
     return found
 
 
@@ -137,6 +119,10 @@ def tight(value: float) -> list[float]:
 
 def against_plain(gain: float) -> PairedComparison:
     return paired_comparison(seeds(0.5 + gain), [0.5, 0.505, 0.495])
+
+
+def by_place(*gains: float) -> dict[str, PairedComparison]:
+    return dict(zip(mcgrath.PLACES, map(against_plain, gains), strict=True))
 
 
 def drift(key: float) -> list[dict[str, Any]]:
@@ -152,11 +138,7 @@ def translated(gain: float) -> list[Any]:
     """A study and its runs: BLEU of the Transformer and of VAR-III, which gains."""
     variants = {bleu.TRANSFORMER: 20.0, f"{bleu.OC3}:1e-06": 20.0 + gain}
     runs = [
-        FinishedRun(
-            RunConfig("translation", variant=variant, train=TrainOptions(seed=seed)),
-            Path("nowhere"),
-            {"bleu,test": value, "perplexity,valid": 9.0},
-        )
+        finished("translation", variant, {"bleu,test": value, "perplexity,valid": 9.0}, seed=seed)
         for variant, mean in variants.items()
         for seed, value in enumerate([mean, 1.01 * mean, 0.98 * mean])
     ]
@@ -170,21 +152,6 @@ def scores(transject: float) -> list[Any]:
     }
     test["transject"][1] += 0.05
     return [tables.Scores(test, level=True), "transject"]
-
-
-def evidence(fallen: int) -> list[Any]:
-    plain = {"post_ln": [0.79, 0.80, 0.795], "rezero": [0.75, 0.76, 0.75]}
-    known = accuracy_verdict.Evidence(
-        "imdb",
-        (0.80, 0.81, 0.805),
-        plain,
-        (0.7, 0.71, 0.7),
-        4000,
-        attacked=50,
-        fallen=fallen,
-        settled=True,
-    )
-    return [[known, dataclasses.replace(known, corpus="ag_news")]]
 
 
 def rival(gain: float) -> list[Any]:
@@ -253,21 +220,7 @@ VERDICTS: Mapping[str, Fed] = {
         mcgrath.judge_alone, ([against_plain(0.2)],), ([against_plain(-0.2)],)
     ),
     "mcgrath2024/table-1": Fed(
-        mcgrath.judge_table_1,
-        (
-            {
-                "key": against_plain(0.2),
-                "query": against_plain(0.2),
-                "key+query": against_plain(-0.2),
-            },
-        ),
-        (
-            {
-                "key": against_plain(0.2),
-                "query": against_plain(0.2),
-                "key+query": against_plain(0.2),
-            },
-        ),
+        mcgrath.judge_table_1, (by_place(0.2, 0.2, -0.2),), (by_place(0.2, 0.2, 0.2),)
     ),
     "mcgrath2024/figure-3": Fed(mcgrath.judge_drift, (drift(0.9),), (drift(1.1),)),
     "mcgrath2024/pretrained": Fed(every, ([True, True, True],), ([True, None, False],)),
@@ -303,7 +256,11 @@ VERDICTS: Mapping[str, Fed] = {
     "zhang2021/table-2": BLEU,
     "zhang2021/table-3": BLEU,
     "zhang2021/table-4": BLEU,
-    "frontier/accuracy": Fed(accuracy_verdict.judge_accuracy, evidence(0), evidence(1)),
+    "frontier/accuracy": Fed(
+        accuracy_verdict.judge_accuracy,
+        ([evidence("imdb"), evidence()],),
+        ([evidence("imdb"), evidence(fallen=1)],),
+    ),
     "frontier/depth": Fed(
         deep_frontier.judge_depth, ([2, 8], (2, 8), 0.9), ([2, 8], (2, 8), math.inf)
     ),
@@ -337,6 +294,15 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name: str) -> None:
 )
 def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge: Judge, result: Any) -> None:
     assert judge(*result) is None
+
+
+def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes() -> None:
+    assert set(VERDICTS) == set(RECIPES)
+    assert len(VERDICTS) == 46
+    for name in RECIPES:
+        recipe = RECIPES.get(name)
+        assert recipe.says
+        assert recipe.minutes["mini"] > 0
 
 
 def test_a_verdict_without_its_test_is_refused() -> None:

@@ -60,21 +60,12 @@ def make(
 
 def run_all(tmp_path: Path, *words: str) -> tuple[int, Path]:
     page = tmp_path / "docs" / "page.md"
-    return (
-        main(
-            [
-                "reproduce",
-                "all",
-                "--out",
-                str(tmp_path / "out"),
-                "--page",
-                str(page),
-                "--quiet",
-                *words,
-            ]
-        ),
-        page,
-    )
+    given = ["--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]
+    return main(["reproduce", "all", *given]), page
+
+
+def section(text: str, name: str) -> str:
+    return text.partition(f"## {name} ")[2].partition("\n## ")[0]
 
 
 @pytest.mark.slow
@@ -91,30 +82,23 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(
     text = page.read_text()
     assert text == reproduction_page(tmp_path / "out")
     assert text.count("\n## ") == len(list(RECIPES))
-    assert (
-        f"{len(list(RECIPES))} of {len(list(RECIPES))} artefacts: 1 confirmed, 1 contradicted"
-        in text
-    )
-    section = text.partition("## kim2021/figure-2 (mini)")[2].partition("\n## ")[0]
+    count = len(list(RECIPES))
+    assert f"{count} of {count} artefacts: 1 confirmed, 1 contradicted" in text
+    assert "## kim2021/figure-2 (mini)" in text
+    of_figure_2 = section(text, "kim2021/figure-2")
     for row in (
         f"| paper | {RECIPES.get('kim2021/figure-2').says} |", "| ours | got mini |", "| verdict | confirmed |",
         "| test | a \\| b |", "| seeds | 3 |", "| uncertainty | two errors |", "| minutes | 0.0 |",
         "| command | `wellposed reproduce kim2021/figure-2 --scale mini` |",
         f", torch {torch.__version__.partition('+')[0]}",
     ):  # fmt: skip
-        assert row in section
+        assert row in of_figure_2
     summary = RECIPES.get("kim2021/figure-2").summary
     assert (
         f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
     )
-    assert (
-        "| verdict | contradicted |"
-        in text.partition("## kim2021/figure-7 ")[2].partition("\n## ")[0]
-    )
-    assert (
-        "| verdict | not comparable at this scale |"
-        in text.partition("## kim2021/figure-3 ")[2].partition("\n## ")[0]
-    )
+    assert "| verdict | contradicted |" in section(text, "kim2021/figure-7")
+    assert "| verdict | not comparable at this scale |" in section(text, "kim2021/figure-3")
     assert run_all(tmp_path, "--strict")[0] == 1
 
 
@@ -150,14 +134,11 @@ def test_what_is_finished_at_a_larger_scale_is_kept(
     assert ran == []
     text = page.read_text()
     assert "## kim2021/figure-2 (medium)" in text
-    section = text.partition("## kim2021/figure-4 (medium)")[2].partition("\n## ")[0]
-    assert "| could be seen | a difference of" in section
-    assert "| levelled off | nothing is judged before every training has levelled off" in section
-    assert (
-        "| levelled off | not asked |"
-        in text.partition("## kim2021/figure-11 (medium)")[2].partition("\n## ")[0]
-    )
-    assert "could be seen" not in text.partition("## kim2021/figure-2 ")[2].partition("\n## ")[0]
+    told = section(text, "kim2021/figure-4")
+    assert "| could be seen | a difference of" in told
+    assert "| levelled off | nothing is judged before every training has levelled off" in told
+    assert "| levelled off | not asked |" in section(text, "kim2021/figure-11")
+    assert "could be seen" not in section(text, "kim2021/figure-2")
 
 
 @pytest.mark.slow

@@ -15,15 +15,10 @@ from wellposed.recipes.reproduce import Request
 from wellposed.training import ModelOptions, RunConfig, RunResult, TrainOptions
 from wellposed_studies.study import FinishedRun, curves, mean_and_error, train_grid
 
+SIZES = {"num_train": 32, "num_valid": 8, "num_test": 12}
 BASE = RunConfig(
     task="listops",
-    task_options={
-        "min_length": 5,
-        "max_length": 12,
-        "num_train": 32,
-        "num_valid": 8,
-        "num_test": 12,
-    },
+    task_options={"min_length": 5, "max_length": 12, **SIZES},
     model=ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2),
     train=TrainOptions(steps=2, batch_size=4, eval_every=2, checkpoint_every=2, log_every=1),
 )
@@ -50,11 +45,8 @@ def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path: Path) ->
     ]
     assert diverged.metrics == {}
     assert diverged.metric("loss,test", math.inf) == math.inf
-    assert (
-        diverged.failure
-        == json.loads((diverged.folder / "result.json").read_text())["train_info"]["reason"]
-        != ""
-    )
+    found = json.loads((diverged.folder / "result.json").read_text())
+    assert diverged.failure == found["train_info"]["reason"] != ""
     before = (first.folder / "result.json").stat().st_mtime_ns
     assert train_grid(request, planned[:1]) == [first]
     assert (first.folder / "result.json").stat().st_mtime_ns == before
@@ -64,12 +56,10 @@ def test_the_test_split_is_cut_short_only_where_asked(tmp_path: Path) -> None:
     request = Request("toy", tmp_path)
     counts = {}
     for batches in (1, None):
-        (run,) = train_grid(
-            request, [PlannedRun(tmp_path / f"{batches}", "", BASE)], test_batches=batches
-        )
-        counts[batches] = json.loads((run.folder / "result.json").read_text())["n-samples"][
-            "listops"
-        ]
+        planned = [PlannedRun(tmp_path / f"{batches}", "", BASE)]
+        (run,) = train_grid(request, planned, test_batches=batches)
+        found = json.loads((run.folder / "result.json").read_text())
+        counts[batches] = found["n-samples"]["listops"]
     assert counts == {1: {"valid": 8, "test": 4}, None: {"valid": 8, "test": 12}}
 
 

@@ -8,9 +8,11 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.support.finished_runs import written
 from tests.support.recipes import check_reproduced
 
 from wellposed.charts import draw
@@ -32,9 +34,7 @@ from wellposed_studies.sengupta2023.trained import (
 from wellposed_studies.study import FinishedRun, PlannedRun
 
 WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
-NAMES = [f"table-{number}" for number in range(1, 6)] + [
-    "figure-1", "figure-3a", "figure-3b", "figure-4", "figure-5", "figure-6", "figure-7",
-]  # fmt: skip
+NAMES = [name for name in RECIPES if name.startswith("sengupta2023/")]
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +56,11 @@ def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reproduce")
 
 
-def test_every_table_and_figure_is_registered_with_its_claim_and_minutes() -> None:
-    mine = {
-        name.removeprefix("sengupta2023/") for name in RECIPES if name.startswith("sengupta2023/")
-    }
-    assert mine == set(NAMES)
-    for name in NAMES:
-        recipe = RECIPES.get(f"sengupta2023/{name}")
-        assert recipe.says
-        assert recipe.minutes["mini"] > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_leaves_table_figure_and_claim(name: str, data: str, shared_out: Path) -> None:
-    texts = None if name in ("table-3", "table-4", "table-5") else data
-    check_reproduced(reproduce(f"sengupta2023/{name}", scale="toy", out=shared_out, data=texts))
+    texts = None if name.endswith(("table-3", "table-4", "table-5")) else data
+    check_reproduced(reproduce(name, scale="toy", out=shared_out, data=texts))
 
 
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
@@ -228,11 +217,12 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), "attention_mask": mask}]
 
 
+def classifier(architecture: str, **options: Any) -> Any:
+    return build_model(architecture, "sequence_classification", vocab_size=13, **options).eval()
+
+
 def test_layers_hold_the_ratios_of_token_distances() -> None:
-    model = build_model(
-        "wellposed", "sequence_classification", vocab_size=13, hidden_size=8, num_attention_heads=2
-    )
-    model = model.double().eval()
+    model = classifier("wellposed", hidden_size=8, num_attention_heads=2).double()
     found = states.measure_layers(model, batches())
     with torch.no_grad():
         hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
@@ -253,14 +243,10 @@ def test_layers_hold_the_ratios_of_token_distances() -> None:
 
 
 def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
-    plain = build_model(
-        "wellposed", "sequence_classification", vocab_size=13, hidden_size=16, num_attention_heads=2
-    )
-    parts = states.part_entropies(plain.eval(), batches())
+    plain = classifier("wellposed", hidden_size=16, num_attention_heads=2)
+    parts = states.part_entropies(plain, batches())
     assert [len(row) for row in parts] == [2, 2]
-    model = build_model(
-        "transject", "sequence_classification", vocab_size=13, hidden_size=16, num_experts=3
-    ).eval()
+    model = classifier("transject", hidden_size=16, num_experts=3)
     assert [len(row) for row in states.part_entropies(model, batches())] == [3, 3]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     weights = states.gate_weights(model, batches())
@@ -273,16 +259,14 @@ def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
 
 
 def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     request = Request("toy", tmp_path, data)
     study = text_study(request, "imdb")
     _, (first,) = train_study(request, study, variants=("post_ln",), seeds=[0])
-    before = (first.folder / "result.json").stat().st_mtime_ns
+    before = written(tmp_path)
     _, (again,) = train_study(request, study, variants=("post_ln",), seeds=[0])
     assert isinstance(again, FinishedRun)
     assert again.metrics == first.metrics
-    assert (first.folder / "result.json").stat().st_mtime_ns == before
+    assert written(tmp_path) == before
     wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, steps=6))
     _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.finished_runs import finished
 from tests.support.recipes import check_reproduced
 
 from wellposed.compare.named import NAMED
 from wellposed.errors import ConfigError
 from wellposed.recipes.reproduce import RECIPES, Request, Scale, reproduce
-from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed.training.config import RunConfig
 from wellposed.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
 from wellposed_studies.huang2020.depth import summarise, train_depths
@@ -65,18 +66,11 @@ def test_vectors_and_encoder_reach_the_dialogues(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tables, "compare", stop)
+    given = {"vectors": "glove.txt", "encoder": "some/encoder"}
     with pytest.raises(KeyboardInterrupt):
-        reproduce(
-            "zhang2021/table-4",
-            scale="toy",
-            out=tmp_path,
-            vectors="glove.txt",
-            encoder="some/encoder",
-        )
-    assert (seen[0].task_options["vectors"], seen[0].task_options["sentence_encoder"]) == (
-        "glove.txt",
-        "some/encoder",
-    )
+        reproduce("zhang2021/table-4", scale="toy", out=tmp_path, **given)
+    options = seen[0].task_options
+    assert (options["vectors"], options["sentence_encoder"]) == tuple(given.values())
     with pytest.raises(
         ConfigError, match=r"zhang2021/table-1: reads no vectors.*these do: zhang2021/table-4"
     ):
@@ -92,17 +86,13 @@ def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_time
     alpha, eps = 1 / math.sqrt(2), 1e-4
     delta = eps * keys[0] / 5
     changed = float(theorem.row_change(torch.zeros(2, dtype=torch.float64), delta, keys, alpha))
-    assert changed == pytest.approx(
-        math.sqrt(2) * abs(1 / (1 + math.exp(-2 * alpha * eps * 5)) - 0.5), rel=1e-9
-    )
+    by_hand = math.sqrt(2) * abs(1 / (1 + math.exp(-2 * alpha * eps * 5)) - 0.5)
+    assert changed == pytest.approx(by_hand, rel=1e-9)
     # |K| = 5 sqrt 2: tight = alpha 5 sqrt 2 eps / 2, printed four times that.
-    assert theorem.tight_bound(keys, alpha, eps) == pytest.approx(
-        alpha * 5 * math.sqrt(2) * eps / 2, rel=1e-12
-    )
-    assert theorem.printed_bound(keys, alpha, eps) == pytest.approx(
-        4 * theorem.tight_bound(keys, alpha, eps)
-    )
-    assert changed / theorem.tight_bound(keys, alpha, eps) == pytest.approx(1, abs=1e-6)
+    tight = theorem.tight_bound(keys, alpha, eps)
+    assert tight == pytest.approx(alpha * 5 * math.sqrt(2) * eps / 2, rel=1e-12)
+    assert theorem.printed_bound(keys, alpha, eps) == pytest.approx(4 * tight)
+    assert changed / tight == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("eps", [1e-2, 1.0, 30.0])
@@ -163,15 +153,10 @@ def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path: Path) -
         for i in range(60)
     ]
     (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
+    table, out, data = "zhang2021/table-2", tmp_path / "out", str(tmp_path)
     with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
-        reproduce("zhang2021/table-2", scale="toy", out=tmp_path / "out", data=str(tmp_path))
-    done = reproduce(
-        "zhang2021/table-2",
-        scale="toy",
-        out=tmp_path / "out",
-        data=str(tmp_path),
-        languages="en,fr",
-    )
+        reproduce(table, scale="toy", out=out, data=data)
+    done = reproduce(table, scale="toy", out=out, data=data, languages="en,fr")
     command = json.loads(done.files[-1].read_text())["command"]
     assert (
         command == "wellposed reproduce zhang2021/table-2 --scale toy --data DATA --languages en,fr"
@@ -199,10 +184,9 @@ def test_languages_that_cannot_be_used_are_refused(
 
 def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Path) -> None:
     def run(variant: str, depth: int, seed: int, valid: float | None) -> FinishedRun:
-        model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
-        config = RunConfig("translation", variant=variant, model=model, train=train)
-        return FinishedRun(
-            config, tmp_path, {} if valid is None else {"loss,valid": valid}, {"loss": 2.0}
+        loss, of = {} if valid is None else {"loss,valid": valid}, {"depth": depth, "seed": seed}
+        return finished(
+            "translation", variant, loss, **of, reference={"loss": 2.0}, folder=tmp_path
         )
 
     losses = {

@@ -1,0 +1,30 @@
+"""Finished runs of studies, made up rather than trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.study import FinishedRun
+
+
+def finished(
+    task: str,
+    variant: str,
+    metrics: Mapping[str, float],
+    *,
+    depth: int = 1,
+    seed: int = 0,
+    reference: Mapping[str, float] | None = None,
+    folder: Path = Path("nowhere") / "gamma0.5",
+) -> FinishedRun:
+    """Return a run of a variant with these metrics; without any it diverged."""
+    model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
+    config = RunConfig(task, variant=variant, model=model, train=train)
+    return FinishedRun(config, folder, metrics, reference or {}, {"parameters": 7, "seconds": 1.0})
+
+
+def written(folder: Path) -> dict[Path, int]:
+    """Return when each result below a folder was written: the same where nothing trained again."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
