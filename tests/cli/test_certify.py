@@ -5,113 +5,69 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 from pathlib import Path
 
 import pytest
-from tests.support.words import succeed
+from tests.support.films import write_films
+from tests.support.words import Cli, succeed
 from tests.support.words import words as typed
 from transformers import BartConfig, BartModel
 
-from wellposed.cli import main
-
-TINY = [
-    "--model.hidden-size",
-    "8",
-    "--model.num-hidden-layers",
-    "1",
-    "--model.num-attention-heads",
-    "2",
-]
-SHORT = typed("--steps 6 --eval-every 6 --checkpoint-every 6 --batch-size 8 --quiet", [*TINY])
-
-
-def write_texts(path: Path, good: str = "good") -> None:
-    rng = random.Random(0)
-    rows = [
-        (label, f"a {word} film {rng.choice('xyz')}")
-        for label, word in (("pos", good), ("neg", "bad"))
-    ] * 40
-    path.write_text(
-        "label\ttext\n" + "".join(f"{label}\t{text}\n" for label, text in rows), encoding="utf-8"
-    )
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run of a contractive classifier without LayerNorm, whose certificate says
-    something."""
-    folder = tmp_path_factory.mktemp("certify")
-    write_texts(folder / "train.tsv")
-    words = typed(
-        "train text_classification --data", [folder / "train.tsv"], "--max-length 6", [*SHORT]
-    )
-    words += ["--variant", "l2_contractive", "--model.norm", "none", "--out", str(folder / "run")]
-    succeed(words)
-    return folder / "run"
+SHORT = typed(
+    "--max-length 6 --steps 6 --eval-every 6 --checkpoint-every 6 --batch-size 8",
+    "--quiet --model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2",
+)
 
 
 def test_a_classifier_run_gives_table_curve_and_files(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    capsys.readouterr()
-    words = typed("certify", [run_folder], "--examples 8 --attack-steps 3 --out", [tmp_path])
-    succeed([*words, "--require"])
-    text = capsys.readouterr().out
+    words = typed("certify", [small_run], "--examples 8 --attack-steps 3 --out", [tmp_path])
+    text = cli([*words, "--require"]).out
     assert "total, norm tok" in text
     assert "certified accuracy on test of text_classification" in text
     assert "for scale: embedded tokens have 2-norm" in text
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["label"] == "certified"
     assert certificate["tokens"] == 6
-    with (tmp_path / "certified_accuracy.csv").open() as file:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    rows = _rows(tmp_path)
     assert all(row["attacked"] >= row["certified"] for row in rows)
     assert rows[1]["radius"] > 0
     assert (tmp_path / "certified_accuracy.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_norm_length_and_radii_are_those_asked_for(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["certify", str(run_folder), "--norm", "2", "--seq-len", "4", "--radii", "0,0.5"]
-    succeed([*words, "--examples", "0"])
-    text = capsys.readouterr().out
+def test_norm_length_and_radii_are_those_asked_for(small_run: Path, cli: Cli) -> None:
+    words = ["certify", str(small_run), "--norm", "2", "--seq-len", "4", "--radii", "0,0.5"]
+    text = cli([*words, "--examples", "0"]).out
     assert "total, norm 2" in text
     assert "<= 4 tokens" in text
     assert "certified accuracy" not in text
-    succeed(["certify", str(run_folder), "--radii", "0,0.5", "--examples", "4", "--split", "valid"])
-    assert "       0.5  " in capsys.readouterr().out
+    said = cli("certify", [small_run], "--radii 0,0.5 --examples 4 --split valid").out
+    assert "       0.5  " in said
 
 
-def test_a_layer_without_a_bound_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_layer_without_a_bound_is_named(tmp_path: Path, cli: Cli) -> None:
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     config = WellposedConfig(
         hidden_size=8, num_attention_heads=2, num_hidden_layers=1, norm="none", vocab_size=9
     )
     WellposedForCausalLM(config).save_pretrained(tmp_path / "model")
-    succeed(["certify", str(tmp_path / "model"), "--seq-len", "8"])
-    captured = capsys.readouterr()
+    words = typed("certify", [tmp_path / "model"], "--seq-len 8")
+    captured = cli(words)
     assert "uncertified" in captured.out
     assert "model.layers.0.attention" in captured.err
     assert "--radius" in captured.err
-    assert main(["certify", str(tmp_path / "model"), "--seq-len", "8", "--require"]) == 1
-    succeed(["certify", str(tmp_path / "model"), "--seq-len", "8", "--radius", "9", "--require"])
-    assert "mask causal, tokens with |x_i| <= 9" in capsys.readouterr().out
+    cli(words, "--require", status=1)
+    assert "mask causal, tokens with |x_i| <= 9" in cli(words, "--radius 9 --require").out
 
 
 def test_a_total_of_no_use_says_so_first_and_costs_no_attack(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    words = ["train", "text_classification", "--data", str(run_folder.parent / "train.tsv")]
-    words += ["--max-length", "6", *SHORT, "--variant", "l2_tied", "--out", str(tmp_path / "run")]
-    succeed(words)
-    capsys.readouterr()
-    succeed(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
-    text = capsys.readouterr().out
+    words = typed("train text_classification --data", [small_run.parent / "train.tsv"], SHORT)
+    succeed(words, "--variant l2_tied --out", [tmp_path / "run"])
+    text = cli(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")]).out
     first = text.splitlines()[0]
     assert first.startswith("of no use: L = ")
     assert len(first) <= 100
@@ -120,33 +76,26 @@ def test_a_total_of_no_use_says_so_first_and_costs_no_attack(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["certificate.json"]
 
 
-def test_lengths_of_the_data_are_checked(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lengths_of_the_data_are_checked(small_run: Path, cli: Cli) -> None:
     """Every text has 4 tokens."""
-    words = ["certify", str(run_folder), "--norm", "2", "--examples", "8", "--attack-steps", "2"]
-    succeed([*words, "--min-tokens", "4"])
-    assert "4 to 6 tokens" in capsys.readouterr().out
-    assert main([*words, "--min-tokens", "5"]) == 1
-    captured = capsys.readouterr()
+    words = ["certify", str(small_run), "--norm", "2", "--examples", "8", "--attack-steps", "2"]
+    assert "4 to 6 tokens" in cli([*words, "--min-tokens", "4"]).out
+    captured = cli([*words, "--min-tokens", "5"], status=1)
     assert "at least 5 real tokens, received 4 (4 of 4 inputs are shorter)" in captured.err
     assert "certified accuracy on" not in captured.out
-    assert main([*words, "--seq-len", "3"]) == 1
-    assert "at most 3 tokens, received 4 (4 of 4 inputs are longer)" in capsys.readouterr().err
-    succeed(words)
-    assert "<= 6 tokens" in capsys.readouterr().out
+    said = cli([*words, "--seq-len", "3"], status=1).err
+    assert "at most 3 tokens, received 4 (4 of 4 inputs are longer)" in said
+    assert "<= 6 tokens" in cli(words).out
 
 
 @pytest.fixture(scope="module")
-def plain_folder(run_folder: Path) -> Path:
+def plain_folder(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run of a classifier with dot-product attention, which has a bound on a ball
     only."""
-    words = typed(
-        "train text_classification --data", [run_folder.parent / "train.tsv"], "--max-length 6"
-    )
-    words += [*SHORT, "--model.norm", "none", "--out", str(run_folder.parent / "plain")]
-    succeed(words)
-    return run_folder.parent / "plain"
+    out = tmp_path_factory.mktemp("plain") / "run"
+    words = typed("train text_classification --data", [small_run.parent / "train.tsv"], SHORT)
+    succeed(words, "--model.norm none --out", [out])
+    return out
 
 
 def _rows(folder: Path) -> list[dict[str, float]]:
@@ -155,15 +104,13 @@ def _rows(folder: Path) -> list[dict[str, float]]:
 
 
 def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
-    plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
     words = typed("certify", [plain_folder], "--examples 8 --attack-steps 2 --out", [tmp_path])
-    succeed(words)
-    first, *others = capsys.readouterr().out.splitlines()
+    first, *others = cli(words).out.splitlines()
     assert first.startswith("of no use: L = inf")
     assert not any("certified accuracy" in line or "in words" in line for line in others)
-    succeed([*words, "--radii", "0,0.1"])
-    captured = capsys.readouterr()
+    captured = cli([*words, "--radii", "0,0.1"])
     assert (
         "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
         in captured.out
@@ -174,17 +121,14 @@ def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     assert all(row["certified"] == 0 for row in rows[1:])
 
 
-def test_no_ball_is_suggested_where_none_helps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_ball_is_suggested_where_none_helps(tmp_path: Path, cli: Cli) -> None:
     config = BartConfig(
         d_model=8, vocab_size=11, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
     )  # fmt: skip
     BartModel(config).save_pretrained(tmp_path / "bart")
-    succeed(["certify", str(tmp_path / "bart"), "--seq-len", "4"])
-    said = capsys.readouterr().err
+    said = cli(["certify", str(tmp_path / "bart"), "--seq-len", "4"]).err
     assert "nor is there one on a ball" in said
     assert "two sequences" in said
     assert "--radius" not in said
@@ -192,31 +136,27 @@ def test_no_ball_is_suggested_where_none_helps(
 
 @pytest.mark.parametrize("norm", ["tok", "2", "inf"])
 def test_on_a_ball_radii_stay_inside(
-    plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], norm: str
+    plain_folder: Path, tmp_path: Path, cli: Cli, norm: str
 ) -> None:
     words = ["certify", str(plain_folder), "--examples", "8", "--attack-steps", "2", "--norm", norm]
-    succeed([*words, "--radius", "9", "--radii", "0,1e-9,9", "--out", str(tmp_path)])
-    text = capsys.readouterr().out
+    text = cli([*words, "--radius", "9", "--radii", "0,1e-9,9", "--out", str(tmp_path)]).out
     assert "mask full, tokens with |x_i| <= 9" in text  # a classifier sees both sides
     assert "no radius reaches out of the ball |x_i| <= 9" in text
     assert json.loads((tmp_path / "certificate.json").read_text())["ball"] == 9.0
     rows = _rows(tmp_path)
     assert rows[1]["certified"] == rows[0]["certified"] > 0
     assert rows[2]["certified"] == 0.0
-    succeed([*words, "--radius", "1e-6", "--radii", "0,1e-9", "--out", str(tmp_path)])
-    assert "4 of 4 inputs lie outside the ball" in capsys.readouterr().out
+    said = cli([*words, "--radius", "1e-6", "--radii", "0,1e-9", "--out", str(tmp_path)]).out
+    assert "4 of 4 inputs lie outside the ball" in said
     assert _rows(tmp_path)[1]["certified"] == 0.0
 
 
-def test_bad_usage_is_one_message(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["certify", str(run_folder), "--radii", "a,b"]) == 2
-    assert "comma-separated numbers" in capsys.readouterr().err
-    assert main(["certify", str(run_folder / "final"), "--data", "x.tsv"]) == 2
-    assert "is not a run folder" in capsys.readouterr().err
-    write_texts(tmp_path / "train.tsv", good="superb")
-    assert main(["certify", str(run_folder), "--data", str(tmp_path / "train.tsv")]) == 2
-    assert "vocabulary" in capsys.readouterr().err
-    assert main(["certify", str(tmp_path / "nowhere"), "--norm", "inf"]) == 1
-    assert "no such folder" in capsys.readouterr().err
+def test_bad_usage_is_one_message(small_run: Path, tmp_path: Path, cli: Cli) -> None:
+    films = write_films(tmp_path / "train.tsv", good="superb")
+    for words, status, says in (
+        ([small_run, "--radii", "a,b"], 2, "comma-separated numbers"),
+        ([small_run / "final", "--data", "x.tsv"], 2, "is not a run folder"),
+        ([small_run, "--data", films], 2, "vocabulary"),
+        ([tmp_path / "nowhere", "--norm", "inf"], 1, "no such folder"),
+    ):
+        assert says in cli("certify", words, status=status).err

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import transformers
 from tests.support.bert import make_checkpoint, make_table
-from tests.support.words import succeed
+from tests.support.words import Cli, succeed
 from tests.support.words import words as typed
 
-from wellposed.cli import main
 from wellposed.training import RunConfig, TrainOptions, train
 from wellposed.training.loop.schedules import counted_in_steps
 
@@ -59,15 +58,17 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(
 
 
 def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
-    checkpoint: Path, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, table: Path, tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "run"
     succeed(_words(table, checkpoint, out, "--steps", "3"))
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     assert "epochs" not in (out / "config.toml").read_text()
     succeed(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto"))
-    assert main(_words(table, checkpoint, tmp_path / "both", "--steps", "3", "--epochs", "2")) == 2
-    assert "--steps 3 and --epochs 2 both say how long to train" in capsys.readouterr().err
+    said = cli(
+        _words(table, checkpoint, tmp_path / "both", "--steps", "3", "--epochs", "2"), status=2
+    ).err
+    assert "--steps 3 and --epochs 2 both say how long to train" in said
 
 
 def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
@@ -80,13 +81,12 @@ def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
 
 
 def test_an_architecture_of_ours_beside_it_is_refused(
-    checkpoint: Path, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, table: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    assert main(_words(table, checkpoint, tmp_path / "run", "--model.hidden-size", "64")) != 0
-    assert (
-        "brings its own architecture; received besides: model.hidden_size = 64"
-        in capsys.readouterr().err
-    )
+    said = cli(
+        _words(table, checkpoint, tmp_path / "run", "--model.hidden-size", "64"), status=None
+    ).err
+    assert "brings its own architecture; received besides: model.hidden_size = 64" in said
 
 
 def test_epochs_are_counted_in_steps_of_the_data() -> None:

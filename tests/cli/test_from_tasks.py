@@ -13,10 +13,9 @@ import pytest
 import torch
 import transformers
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
-from tests.support.words import succeed
+from tests.support.words import Cli, succeed
 from tests.support.words import words as typed
 
-from wellposed.cli import main
 from wellposed.tasks import build_task
 
 LINES = [
@@ -43,9 +42,7 @@ def gpt2_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path: Path, cli: Cli) -> None:
     source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
     words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
@@ -60,9 +57,8 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
     assert type(model).__name__ == "GPT2LMHeadModel"
-    capsys.readouterr()
-    succeed("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0")
-    assert capsys.readouterr().out.startswith("the red")
+    said = cli("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0").out
+    assert said.startswith("the red")
 
 
 WORDS = [f"w{number}" for number in range(12)]
@@ -110,7 +106,7 @@ def encoder_folder(folder: Path, family: str) -> Path:
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, table, run = (
         encoder_folder(tmp_path / family, family),
@@ -130,15 +126,13 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
         return forward(self, *args, **inputs)
 
     monkeypatch.setattr(kind[family], "forward", watched)
-    words = ["train", "text_classification", "--from", str(source), "--data", str(table)]
-    words += [
-        "--text-column",
-        "sentence1,sentence2",
-        "--label-column",
-        "is_duplicate",
-        "--max-length",
-        "12",
-    ]
+    words = typed(
+        "train text_classification --from",
+        [source],
+        "--data",
+        [table],
+        "--text-column sentence1,sentence2 --label-column is_duplicate --max-length 12",
+    )
     succeed([*words, "--epochs", "1", "--out", str(run), "--quiet"])
     described = json.loads((run / "result.json").read_text())
     assert "text 'sentence1' + 'sentence2' as a pair" in json.dumps(described)
@@ -148,18 +142,16 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
     seen.clear()
     lines = tmp_path / "lines.txt"
     lines.write_text(f"w0 w1\tw0 w2\nw1\tw0{' w3' * 30}\n")
-    capsys.readouterr()
-    succeed(["predict", str(run), "--input", str(lines)])
-    said = capsys.readouterr()
+    said = cli(["predict", str(run), "--input", str(lines)])
     assert [line.split("\t")[0] in ("no", "yes") for line in said.out.splitlines()] == [True, True]
     assert "1 lines of more than 12 tokens were cut to their start: 2" in said.err
     assert seen == [wanted]
-    assert main(["predict", str(run), "--text", "only one"]) == 1
-    assert "line 1: 1 texts, expected two with a tab between" in capsys.readouterr().err
+    said = cli(["predict", str(run), "--text", "only one"], status=1).err
+    assert "line 1: 1 texts, expected two with a tab between" in said
 
 
 def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     source, table, run = (
         encoder_folder(tmp_path / "bert", "bert"),
@@ -191,8 +183,7 @@ def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task
     capsys.readouterr()
     for example, probabilities in zip(examples, logits.softmax(-1), strict=True):
         first, second, _ = rows[encoded.index(example["input_ids"])]
-        succeed(["predict", str(run), "--text", f"{first}\t{second}"])
-        label, probability = capsys.readouterr().out.split()
+        label, probability = cli(["predict", str(run), "--text", f"{first}\t{second}"]).out.split()
         assert label == model.config.id2label[int(probabilities.argmax())]
         assert float(probability) == pytest.approx(float(probabilities.max()), abs=1e-4)
 
@@ -250,33 +241,27 @@ def pairs_table(path: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["t5", "bart", "marian"])
 def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, family: str, cli: Cli
 ) -> None:
     source, table, run = (
         seq2seq_folder(tmp_path / family, family),
         pairs_table(tmp_path / "p.tsv"),
         tmp_path / "run",
     )
-    words = typed("train translation --from", [source], "--data", [table], "--src de --tgt en")
-    words += [
-        "--max-tokens",
-        "16",
-        "--epochs",
-        "15",
-        "--batch-size",
-        "12",
-        "--learning-rate",
-        "1e-2",
-    ]
+    words = typed(
+        "train translation --from",
+        [source],
+        "--data",
+        [table],
+        "--src de --tgt en --max-tokens 16 --epochs 15 --batch-size 12 --learning-rate 1e-2",
+    )
     succeed([*words, "--generate-beams", "1", "--eval-every", "1000", "--out", str(run), "--quiet"])
     assert results(run)["perplexity,valid"] < 1.2
     starts = {"t5": 0, "bart": 2, "marian": 0}
     config = json.loads((run / "final" / "config.json").read_text())
     assert config["decoder_start_token_id"] == starts[family]
     assert f'tokenizer = "hf:{source}"' in (run / "config.toml").read_text()
-    capsys.readouterr()
-    succeed(["predict", str(run), "--text", "w0", "--beams", "1"])
-    assert capsys.readouterr().out.strip() == "w1 w1"
+    assert cli(["predict", str(run), "--text", "w0", "--beams", "1"]).out.strip() == "w1 w1"
 
 
 def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: Path) -> None:
@@ -303,23 +288,21 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: P
 
 
 def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     model = transformers.BertForSequenceClassification(
         transformers.BertConfig(**SIZES, vocab_size=20)
     )
     model.save_pretrained(tmp_path / "bare")
-    assert main(["predict", str(tmp_path / "bare"), "--text", "w0"]) == 1
-    assert "the folder has no tokenizer, so no text can be read" in capsys.readouterr().err
+    said = cli(["predict", str(tmp_path / "bare"), "--text", "w0"], status=1).err
+    assert "the folder has no tokenizer, so no text can be read" in said
     table = pair_table(tmp_path / "pairs.tsv")
     words = ["train", "text_classification", "--from", str(tmp_path / "bare"), "--data", str(table)]
-    assert main([*words, "--out", str(tmp_path / "run")]) != 0
-    assert "name it with --tokenizer hf:FOLDER" in capsys.readouterr().err
+    said = cli([*words, "--out", str(tmp_path / "run")], status=None).err
+    assert "name it with --tokenizer hf:FOLDER" in said
 
 
-def test_predict_refuses_a_model_without_a_classifier(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_refuses_a_model_without_a_classifier(tmp_path: Path, cli: Cli) -> None:
     source = encoder_folder(tmp_path / "bert", "bert")
-    assert main(["predict", str(source), "--text", "w0"]) == 2
-    assert "a BertModel gives no label of a text" in capsys.readouterr().err
+    said = cli(["predict", str(source), "--text", "w0"], status=2).err
+    assert "a BertModel gives no label of a text" in said

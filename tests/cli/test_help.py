@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
-from tests.support.words import succeed
+from tests.support.words import Cli, python
 
 from wellposed.cli import COMMANDS, main
 from wellposed.cli.parser import OTHER_SPELLINGS
@@ -31,12 +29,7 @@ def test_help_exits_zero_and_imports_nothing_heavy() -> None:
     """One process for all: what an earlier one imported would be seen there."""
     calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
     calls += [["train", "char_lm", "-h"], ["compare", "listops", "--help-all"]]
-    found = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(calls)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = python(["-c", PROBE, json.dumps(calls)])
     assert found.returncode == 0, found.stderr
     for words, line in zip(calls, found.stdout.splitlines(), strict=True):
         status, heavy, said = json.loads(line)
@@ -44,25 +37,19 @@ def test_help_exits_zero_and_imports_nothing_heavy() -> None:
         assert "usage: wellposed" in said, words
 
 
-def test_every_command_and_task_and_variant_is_in_the_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    succeed(["--help"])
-    succeed(["compare"])
-    text = capsys.readouterr().out
+def test_every_command_and_task_and_variant_is_in_the_help(cli: Cli) -> None:
+    text = cli("--help").out + cli("compare").out
     assert all(name in text for name in (*COMMANDS, *TASKS, *VARIANTS))
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize("task", TASKS.names())
 def test_the_first_help_fits_a_screen_and_the_second_is_whole(
-    command: str, task: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, task: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    succeed([command, task, "--help"])
-    first = capsys.readouterr().out
-    succeed([command, task, "--help-all"])
-    whole = capsys.readouterr().out
+    first = cli([command, task, "--help"]).out
+    whole = cli([command, task, "--help-all"]).out
     assert len(first.splitlines()) <= 48
     assert "--help-all` lists all" in first
     generated = "data" not in {item.name for item in dataclasses.fields(TASKS.get(task).options)}
@@ -76,24 +63,20 @@ def test_the_first_help_fits_a_screen_and_the_second_is_whole(
 
 @pytest.mark.parametrize(("word", "meant"), OTHER_SPELLINGS.items())
 def test_spellings_of_other_libraries_are_told_what_they_are_here(
-    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+    word: str, meant: str, cli: Cli
 ) -> None:
-    assert main(["train", "char_lm", word, "3"]) == 2
-    assert f"no option {word}; did you mean {meant}?" in capsys.readouterr().err
-    succeed(["train", "char_lm", "--help-all"])
-    assert meant.partition(" ")[0] in capsys.readouterr().out
+    said = cli(["train", "char_lm", word, "3"], status=2).err
+    assert f"no option {word}; did you mean {meant}?" in said
+    assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    succeed(["--version"])
-    assert capsys.readouterr().out.startswith("wellposed 0.")
+def test_version(cli: Cli) -> None:
+    assert cli(["--version"]).out.startswith("wellposed 0.")
 
 
 @pytest.mark.parametrize("module", ["wellposed", "wellposed.cli"])
 def test_the_command_without_its_script(module: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", module, "trane"], capture_output=True, text=True, check=False
-    )
+    found = python("-m", [module], "trane")
     assert (found.returncode, found.stdout) == (2, "")
     assert "nearest: train" in found.stderr
 
@@ -101,30 +84,25 @@ def test_the_command_without_its_script(module: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["trane"], "nearest: train"),
-        (["train", "listop"], "nearest: listops"),
-        (["train", "--steps", "3"], "expected a task first"),
-        (["compare", "char_lm", "--variants", "post_nl"], "nearest: post_ln"),
-        (["compare", "char_lm", "--variants", "post_ln,post_ln"], "named twice"),
-        (["compare", "char_lm", "--seeds", "0"], "seeds = 0, expected an integer >= 1"),
-        (["train", "char_lm", "--preset", "ptb-mni"], "nearest: ptb-mini"),
-        (["train", "listops", "--preset", "ptb-mini"], "is a configuration of task 'char_lm'"),
-        (["predict", "somewhere"], "give the text with --text"),
+        ("trane", "nearest: train"),
+        ("train listop", "nearest: listops"),
+        ("train --steps 3", "expected a task first"),
+        ("compare char_lm --variants post_nl", "nearest: post_ln"),
+        ("compare char_lm --variants post_ln,post_ln", "named twice"),
+        ("compare char_lm --seeds 0", "seeds = 0, expected an integer >= 1"),
+        ("train char_lm --preset ptb-mni", "nearest: ptb-mini"),
+        ("train listops --preset ptb-mini", "is a configuration of task 'char_lm'"),
+        ("predict somewhere", "give the text with --text"),
     ],
 )
-def test_wrong_usage_is_one_message_and_exit_status_two(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    captured = capsys.readouterr()
+def test_wrong_usage_is_one_message_and_exit_status_two(words: str, says: str, cli: Cli) -> None:
+    captured = cli(words, status=2)
     assert says in captured.err
-    assert "Traceback" not in captured.err
     assert captured.out == ""
 
 
-def test_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "char_lm", "--learning-rat", "1"]) == 2
-    captured = capsys.readouterr()
+def test_an_unknown_option_names_the_nearest(cli: Cli) -> None:
+    captured = cli(["train", "char_lm", "--learning-rat", "1"], status=2)
     assert "--learning-rate" in captured.out + captured.err
 
 
@@ -136,8 +114,6 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_python_dash_m_is_the_same_command() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "wellposed", "--help"], capture_output=True, text=True, check=False
-    )
+    found = python("-m wellposed --help")
     assert found.returncode == 0
     assert "usage: wellposed" in found.stdout

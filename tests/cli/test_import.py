@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from tests.support.films import write_films
+from tests.support.words import Cli
+from tests.support.words import words as typed
 
-from wellposed.cli import main
 from wellposed.errors import ConfigError
 from wellposed.plugins import import_again, import_file
 
@@ -55,9 +56,10 @@ def mine(base):
     """My attention."""
     return replace(base, model=replace(base.model, attention="mine"))
 '''
-TINY = ["--steps", "2", "--eval-every", "2", "--batch-size", "8", "--quiet"]
-TINY += ["--model.hidden-size", "8", "--model.num-hidden-layers", "1"]
-TINY += ["--model.num-attention-heads", "2"]
+TINY = typed(
+    "--steps 2 --eval-every 2 --batch-size 8 --quiet --model.hidden-size 8",
+    "--model.num-hidden-layers 1 --model.num-attention-heads 2",
+)
 
 
 def wellposed(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -71,14 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the plug-in `my.py`, its rows and a comparison of its variant on its
     task."""
     folder = tmp_path_factory.mktemp("plugged")
-    rng = random.Random(0)
-    rows = [
-        (label, f"a {word} film {rng.choice('xyz')}")
-        for label, word in (("pos", "good"), ("neg", "bad"))
-    ] * 40
-    (folder / "rows.tsv").write_text(
-        "label\ttext\n" + "".join(f"{a}\t{b}\n" for a, b in rows), encoding="utf-8"
-    )
+    write_films(folder / "rows.tsv")
     (folder / "my.py").write_text(PLUGIN, encoding="utf-8")
     words = ["compare", "films", "--seeds", "1", "--variants", "post_ln,mine"]
     words += ["--import", str(folder / "my.py"), "--out", str(folder / "runs")]
@@ -137,16 +132,10 @@ def test_a_file_that_moved_is_the_same_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_fails_is_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    says: str,
-) -> None:
+def test_a_file_that_fails_is_one_line(tmp_path: Path, cli: Cli, source: str, says: str) -> None:
     file = tmp_path / "my.py"
     file.write_text(source, encoding="utf-8")
-    assert main(["train", "listops", "--import", str(file)]) == 2
-    message = capsys.readouterr().err
+    message = cli(["train", "listops", "--import", str(file)], status=2).err
     assert f"--import {file}: {says}" in message
     assert message.count("\n") == 1
 

@@ -11,23 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.words import succeed
+from tests.support.words import TINY, Cli, succeed
 from tests.support.words import words as typed
-
-from wellposed.cli import main
 
 TEXT = (
     "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
 )
-TINY = [
-    "--model.hidden-size",
-    "16",
-    "--model.num-hidden-layers",
-    "1",
-    "--model.num-attention-heads",
-    "2",
-]
-SHORT = ["--steps", "4", "--eval-every", "2", "--checkpoint-every", "2", "--batch-size", "4", *TINY]
+SHORT = typed("--steps 4 --eval-every 2 --checkpoint-every 2 --batch-size 4", TINY)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +26,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("main_job")
     with gzip.open(folder / "prose.txt.gz", "wt", encoding="utf-8") as file:
         file.write(TEXT)
-    words = typed("compare char_lm --data", [folder / "prose.txt.gz"], "--seq-len 24", [*SHORT])
+    words = typed("compare char_lm --data", [folder / "prose.txt.gz"], "--seq-len 24", SHORT)
     succeed(words, "--variants post_ln,oc3:1e-3 --seeds 2 --out", [folder / "runs"])
     return folder
 
@@ -54,32 +44,35 @@ def test_a_comparison_leaves_runs_and_one_report(workspace: Path) -> None:
             assert result["seed"] == seed
 
 
-def test_resume_keeps_finished_runs(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_keeps_finished_runs(
+    workspace: Path, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
     before = {
         path: path.stat().st_mtime_ns
         for path in (workspace / "runs").glob("*/*/final/model.safetensors")
     }
-    words = typed("compare char_lm --data", [workspace / "prose.txt.gz"], "--seq-len 24", [*SHORT])
-    words += ["--variants", "post_ln,oc3:1e-3", "--seeds", "2", "--out", str(workspace / "runs")]
-    assert main(words) == 2
-    assert "--resume auto" in capsys.readouterr().err
+    words = typed(
+        "compare char_lm --data",
+        [workspace / "prose.txt.gz"],
+        "--seq-len 24",
+        SHORT,
+        "--variants post_ln,oc3:1e-3 --seeds 2 --out",
+        [workspace / "runs"],
+    )
+    assert "--resume auto" in cli(words, status=2).err
     succeed([*words, "--resume", "auto"])
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert "difference" in capsys.readouterr().out
 
 
-def test_predict_continues_a_text_past_the_positions(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_continues_a_text_past_the_positions(workspace: Path, cli: Cli) -> None:
     run = str(workspace / "runs" / "post_ln" / "seed-0")
-    succeed(["predict", run, "--text", "the quick", "--max-new-tokens", "60"])
-    first = capsys.readouterr().out
+    first = cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]).out
     assert first.startswith("the quick")
     assert len(first.rstrip("\n")) > len("the quick") + 40
-    succeed(["predict", run, "--text", "the quick", "--max-new-tokens", "60"])
-    assert capsys.readouterr().out == first
-    succeed(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"])
-    assert capsys.readouterr().out != first
+    assert cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]).out == first
+    said = cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"]).out
+    assert said != first
 
 
 def test_a_fresh_process_loads_the_same_model(workspace: Path) -> None:
@@ -104,63 +97,36 @@ def test_a_fresh_process_loads_the_same_model(workspace: Path) -> None:
     assert float(found) == pytest.approx(here, abs=0, rel=1e-12)
 
 
-def test_measure_prints_and_writes(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measure_prints_and_writes(workspace: Path, tmp_path: Path, cli: Cli) -> None:
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
-    succeed(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")])
-    out = capsys.readouterr().out
+    out = cli(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]).out
     assert "query" in out
     assert "feedforward_in" in out
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}
 
 
-def test_report_over_several_folders(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_over_several_folders(workspace: Path, tmp_path: Path, cli: Cli) -> None:
     page = tmp_path / "page.html"
-    succeed(["report", str(workspace / "runs"), "--out", str(page)])
+    assert str(page) in cli("report", [workspace / "runs"], "--out", [page]).out
     assert page.is_file()
-    assert str(page) in capsys.readouterr().out
 
 
-def test_classify_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classify_lines(tmp_path: Path) -> None:
     kinds = [("good", "fine"), ("bad", "dull")] * 40
     rows = [f"{label}\tthe film was {word} {number}" for number, (label, word) in enumerate(kinds)]
     (tmp_path / "films.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n", encoding="utf-8")
-    run = tmp_path / "run"
-    words = typed(
-        "train text_classification --data",
-        [tmp_path / "films.tsv", *SHORT],
-        "--out",
-        [run],
-        "--quiet",
-    )
-    succeed(words)
-    (tmp_path / "lines.txt").write_text(
-        "the film was fine 3\nthe film was dull 4\n", encoding="utf-8"
-    )
-    out = tmp_path / "labels.tsv"
-    capsys.readouterr()
-    succeed(["predict", str(run), "--input", str(tmp_path / "lines.txt"), "--output", str(out)])
+    run, lines, out = (tmp_path / name for name in ("run", "lines.txt", "labels.tsv"))
+    words = typed("train text_classification --data", [tmp_path / "films.tsv"], SHORT)
+    succeed(words, "--out", [run])
+    lines.write_text("the film was fine 3\nthe film was dull 4\n", encoding="utf-8")
+    succeed("predict", [run], "--input", [lines], "--output", [out])
     labels = [line.split("\t")[0] for line in out.read_text().splitlines()]
     assert len(labels) == 2
     assert set(labels) <= {"good", "bad"}
 
 
-def _train(folder: Path, data: Path, *more: str) -> int:
-    return main(
-        typed(
-            "train char_lm --data",
-            [data],
-            "--seq-len 24",
-            [*SHORT],
-            "--out",
-            [folder],
-            "--quiet",
-            [*more],
-        )
-    )
+def _train(folder: Path, data: Path) -> list[str]:
+    return typed("train char_lm --seq-len 24 --data", [data], SHORT, "--out", [folder])
 
 
 @pytest.mark.parametrize(
@@ -172,15 +138,13 @@ def _train(folder: Path, data: Path, *more: str) -> int:
     ],
 )
 def test_bad_text_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None, says: str
+    tmp_path: Path, cli: Cli, name: str, content: bytes | None, says: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    assert _train(tmp_path / "run", tmp_path / name) in {1, 2}
-    captured = capsys.readouterr()
-    assert says in captured.err
-    assert name in captured.err
-    assert "Traceback" not in captured.err
+    said = cli(_train(tmp_path / "run", tmp_path / name), status=None).err
+    assert says in said
+    assert name in said
 
 
 @pytest.mark.parametrize(
@@ -190,77 +154,40 @@ def test_bad_text_is_one_message(
         ("label\ttext\n" + "1\tfine\n0\tdull\n" * 9, "20"),
     ],
 )
-def test_bad_rows_name_file_and_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, says: str
-) -> None:
+def test_bad_rows_name_file_and_line(tmp_path: Path, cli: Cli, rows: str, says: str) -> None:
     (tmp_path / "films.tsv").write_text(rows, encoding="utf-8")
-    words = typed(
-        "train text_classification --data",
-        [tmp_path / "films.tsv", *SHORT],
-        "--out",
-        [tmp_path / "run"],
-    )
-    assert main(words) in {1, 2}
-    captured = capsys.readouterr()
-    assert says in captured.err
-    assert "Traceback" not in captured.err
+    words = typed("train text_classification --data", [tmp_path / "films.tsv"], SHORT)
+    assert says in cli(words, "--out", [tmp_path / "run"], status=None).err
 
 
-def test_unknown_key_in_a_config_file(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_key_in_a_config_file(workspace: Path, tmp_path: Path, cli: Cli) -> None:
     config = (workspace / "runs" / "post_ln" / "seed-0" / "config.toml").read_text()
-    (tmp_path / "config.toml").write_text(
-        config.replace("learning_rate", "learning_rat"), encoding="utf-8"
-    )
-    assert (
-        main(
-            typed("train char_lm --config", [tmp_path / "config.toml"], "--out", [tmp_path / "run"])
-        )
-        == 2
-    )
-    assert "nearest: learning_rate" in capsys.readouterr().err
+    file = tmp_path / "config.toml"
+    file.write_text(config.replace("learning_rate", "learning_rat"), encoding="utf-8")
+    words = typed("train char_lm --config", [file], "--out", [tmp_path / "run"])
+    assert "nearest: learning_rate" in cli(words, status=2).err
 
 
 def test_resume_into_a_changed_config_lists_the_fields(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    run = tmp_path / "run"
-    assert _train(run, workspace / "prose.txt.gz") == 0
-    capsys.readouterr()
-    assert (
-        _train(
-            run,
-            workspace / "prose.txt.gz",
-            "--resume",
-            "auto",
-            "--learning-rate",
-            "0.5",
-            "--seed",
-            "3",
-        )
-        == 2
-    )
-    message = capsys.readouterr().err
+    words = _train(tmp_path / "run", workspace / "prose.txt.gz")
+    succeed(words)
+    message = cli(words, "--resume auto --learning-rate 0.5 --seed 3", status=2).err
     assert "train.learning_rate" in message
     assert "train.seed" in message
 
 
-def test_a_checkpoint_cut_in_half_is_named(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_cut_in_half_is_named(workspace: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
-    assert _train(run, workspace / "prose.txt.gz") == 0
+    words = _train(run, workspace / "prose.txt.gz")
+    succeed(words)
     (run / "result.json").unlink()
     shutil.rmtree(run / "final")
     for weights in run.glob("checkpoint-*/model.safetensors"):
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     newest = max(run.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    capsys.readouterr()
-    assert _train(run, workspace / "prose.txt.gz", "--resume", str(newest)) in {1, 2}
-    message = capsys.readouterr().err
-    assert "model.safetensors" in message
-    assert "Traceback" not in message
+    assert "model.safetensors" in cli(words, "--resume", [newest], status=None).err
 
 
 @pytest.mark.parametrize(
@@ -271,13 +198,11 @@ def test_a_checkpoint_cut_in_half_is_named(
         (["report", "nowhere"], "nowhere"),
     ],
 )
-def test_missing_folders(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) in {1, 2}
-    assert says in capsys.readouterr().err
+def test_missing_folders(words: list[str], says: str, cli: Cli) -> None:
+    assert says in cli(words, status=None).err
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    succeed(["doctor"])
-    out = capsys.readouterr().out
+def test_doctor(cli: Cli) -> None:
+    out = cli(["doctor"]).out
     assert out.count("ok  ") == 3
     assert "torch" in out

@@ -9,9 +9,7 @@ import pytest
 import torch
 import transformers
 from tests.support.bert import make_checkpoint
-from tests.support.words import succeed
-
-from wellposed.cli import main
+from tests.support.words import Cli
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +21,21 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
 def test_a_folder_is_the_same_as_the_first_word_and_after_from(
-    bert: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    bert: Path, command: list[str], cli: Cli
 ) -> None:
-    said = []
-    for words in (
-        [command[0], str(bert), *command[1:]],
-        [*command, "--from", str(bert)],
-        [*command, f"--from={bert}"],
-    ):
-        succeed(words)
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] == said[2] != ""
+    name, *more = command
+    first = cli([name, bert, *more]).out
+    assert first == cli(command, "--from", [bert]).out == cli(command, [f"--from={bert}"]).out != ""
 
 
 @pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
 def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
-    bert: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    bert: Path, command: list[str], cli: Cli
 ) -> None:
     said = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        succeed([*command, "--from", str(bert / "config.json")])
-        captured = capsys.readouterr()
+        captured = cli([*command, "--from", str(bert / "config.json")])
         said.append(captured.out)
         assert "config.json: random weights of a BertModel (seed 0)" in captured.err
     assert said[0] == said[1]
@@ -63,26 +54,22 @@ def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
         (["measure", "--from", "{bert}/broken.json"], "broken.json"),
     ],
 )
-def test_what_is_no_model_is_one_line(
-    bert: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_model_is_one_line(bert: Path, words: list[str], says: str, cli: Cli) -> None:
     (bert / "broken.json").write_text(
         '{"model_type": "bert", "hidden_size": 15, "num_attention_heads": 2}'
     )
-    assert main([word.format(bert=bert) for word in words]) != 0
-    message = capsys.readouterr().err
+    message = cli([word.format(bert=bert) for word in words], status=None).err
     assert says in message
     assert message.count("\n") == 1
 
 
 def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(
-    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bert: Path, tmp_path: Path, cli: Cli
 ) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         bert, id2label={0: "bad", 1: "good"}
     )
     model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
-    capsys.readouterr()
-    succeed(["predict", "--from", str(tmp_path), "--text", "w1 good w2"])
-    assert capsys.readouterr().out.split("\t")[0] in ("bad", "good")
+    said = cli(["predict", "--from", str(tmp_path), "--text", "w1 good w2"]).out
+    assert said.split("\t")[0] in ("bad", "good")
