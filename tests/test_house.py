@@ -11,6 +11,7 @@ from tools.house import circle, code_lines, private_imports
 def test_comments_docstrings_and_blank_lines_are_free() -> None:
     assert code_lines('"""Doc\n\nstring."""\n\n# why\nx = (\n    1  # one\n)\n') == 3
     assert code_lines('def f():\n    """Doc."""\n    return """a\nb"""\n') == 3
+    assert code_lines("def f():\n    ...\n") == 2
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def code_lines(text: str) -> int:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            said = getattr(getattr(statement, "value", None), "value", None)
+            if isinstance(statement, ast.Expr) and isinstance(said, str):
                 docstrings.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {
