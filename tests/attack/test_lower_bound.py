@@ -271,6 +271,7 @@ def test_weights_ascended_are_measured_in_the_modules_own_dtype(attention):
 
 def test_bad_input(attention):
     for said, kind, function, shape, options in (
+        ("expected a model", ConfigError, "bert", (3, 4), {}),
         ("unknown norm", ConfigError, attention, (3, 4), {"norm": "fro"}),
         ("tokens, width", ShapeError, attention, (4,), {}),
         ("start must be", ShapeError, attention, (3, 4), {"start": torch.ones(3, 4)}),

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables, ascend, in_ball
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
-from wellposed.call_checks import known_keywords
+from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import Norm, check_norm
 
@@ -161,6 +161,8 @@ def lipschitz_lower_bound(
     3.0
     """
     check_norm(norm)
+    if not callable(module):
+        require_module("lipschitz_lower_bound", module)
     moving = dtype or torch.float64
     target = _prepare(module, moving, keep_gradients=ascend_weights is not None)
     generator = torch.Generator().manual_seed(seed)
