@@ -163,15 +163,12 @@ def _unfinish(folder: Path) -> None:
 
 
 def _answer(words: list[str], folder: Path, toys: Toys) -> Answer:
-    """Run a command; its text is without times and bytes, and ends in a digest of its weights."""
-    said = run(words, toys.root / "damage.log")
-    if said.status != 0:
-        return said
+    """Run a command; a digest of the weights that it wrote is the end of what it said."""
+    answer = run(words, toys.root / "damage.log")
     weights = folder / "final" / "model.safetensors"
-    trained = words[0] == "train" and weights.is_file()
-    text = re.sub(r"^.*(bytes|seconds|tokens/s| s\b).*$", "", said.said, flags=re.MULTILINE)
+    trained = words[0] == "train" and answer.status == 0 and weights.is_file()
     digest = sha256(weights.read_bytes()).hexdigest() if trained else "none"
-    return Answer(said.status, f"{text}\nweights: {digest}")
+    return Answer(answer.status, f"{answer.said}\nweights: {digest}")
 
 
 def _judged(file: str, guarded: bool, before: Answer, after: Answer) -> str | None:
@@ -179,11 +176,18 @@ def _judged(file: str, guarded: bool, before: Answer, after: Answer) -> str | No
     named = path.name in after.said or path.parent.name in after.said
     if after.status:
         return None if named or not guarded or path.name == "manifest.json" else "unclear"
-    (text, _, weights), (text_before, _, weights_before) = (
-        answer.said.rpartition("\nweights: ") for answer in (after, before)
+    return None if named or not guarded or _same(before.said, after.said) else "wrong"
+
+
+def _same(before: str, after: str) -> bool:
+    """Return whether two trainings end in the same weights, or two texts say the same but times."""
+    (text_before, _, weights_before), (text, _, weights) = (
+        said.rpartition("\nweights: ") for said in (before, after)
     )
-    same = weights == weights_before and (weights != "none" or text == text_before)
-    return None if same or named or not guarded else "wrong"
+    timed = re.compile(r"^.*(bytes|seconds|tokens/s| s\b).*$", re.MULTILINE)
+    if weights == weights_before == "none":
+        return timed.sub("", text) == timed.sub("", text_before)
+    return weights == weights_before
 
 
 def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
