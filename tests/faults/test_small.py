@@ -23,7 +23,7 @@ pytestmark = [
 
 def test_every_family_at_its_smallest(tmp_path: Path) -> None:
     rows, page = tmp_path / "rows.json", tmp_path / "page.md"
-    options = ["--count", "8", "--rows", str(rows), "--page", str(page)]
+    options = ["--count", "4", "--rows", str(rows), "--page", str(page)]
     command = [sys.executable, "-m", "tools.faults", *options]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_every_family_at_its_smallest(tmp_path: Path) -> None:
     found = json.loads(rows.read_text())
     assert set(found) == {"kills", "writers", "damage", "values", "hostile"}
     tried = {row["what"]: row["tried"] for family in found.values() for row in family["rows"]}
-    assert sum(tried.values()) > 100
+    assert sum(tried.values()) > 40
     assert f"In all {sum(tried.values()):,} tries, 0 faults." in page.read_text()
 
 

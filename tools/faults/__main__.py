@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[str, Family, int]] = {
     "writers": ("Two at once", writers, 20),
     "damage": ("Damaged files", damage, 600),
     "values": ("Odd values", values, 600),
-    "hostile": ("Hostile folders", hostile, 1),
+    "hostile": ("Hostile folders", hostile, 1000),
 }
 
 

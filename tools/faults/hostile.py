@@ -10,11 +10,13 @@ import gzip
 import json
 import os
 import pickle
+import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.faults.harness import Row, run
 from tools.faults.toys import Toys, copied
@@ -50,8 +52,13 @@ class _Runs:
 
 
 def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
-    """Meet every case with every command that reads it; nothing is drawn at random."""
-    del count, seed
+    """Meet the cases with the commands that read them, at most ``count`` pairs a group."""
+    draw = random.Random(seed)
+
+    def some(pairs: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+        found = list(pairs)
+        return draw.sample(found, min(count, len(found)))
+
     special = {
         f"{name} is {kind}": partial(_in_place_of, name, make)
         for name in FILES
@@ -64,16 +71,14 @@ def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     }
     for title, cases in groups.items():
         row = Row("hostile", title)
-        for name, harm in cases.items():
-            for verb in VERBS:
-                folder = _harmed(toys, harm)
-                _meet(row, folder, _words(toys, folder, verb), f"{name}: {verb}", toys)
+        for name, harm, verb in some((*case, verb) for case in cases.items() for verb in VERBS):
+            folder = _harmed(toys, harm)
+            _meet(row, folder, _words(toys, folder, verb), f"{name}: {verb}", toys)
         yield row
     row = Row("hostile", "odd names and places to write to")
-    for name in ODD_NAMES:
-        for verb in VERBS:
-            folder = _harmed(toys, lambda _: None).rename(toys.root / "hostile" / name)
-            _meet(row, folder, _words(toys, folder, verb), f"{name[:20]!r}: {verb}", toys)
+    for name, verb, _ in some((name, verb, None) for name in ODD_NAMES for verb in VERBS):
+        folder = _harmed(toys, lambda _: None).rename(toys.root / "hostile" / name)
+        _meet(row, folder, _words(toys, folder, verb), f"{name[:20]!r}: {verb}", toys)
     for name, words in _places(toys).items():
         folder = _harmed(toys, lambda folder: os.mkfifo(folder / "pipe"))
         _meet(row, folder, words(folder), name, toys)
