@@ -31,9 +31,9 @@ def test_every_family_at_its_smallest(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(rows.read_text())
     assert set(found) == {"kills", "writers", "damage", "values", "hostile"}
-    tried = {row["what"]: row["tried"] for family in found.values() for row in family["rows"]}
-    assert sum(tried.values()) > 40
-    assert f"In all {sum(tried.values()):,} tries, 0 faults." in page.read_text()
+    tried = sum(row["tried"] for family in found.values() for row in family["rows"])
+    assert tried > 40
+    assert f"In all {tried:,} tries, 0 faults." in page.read_text()
 
 
 def _raise() -> int:
