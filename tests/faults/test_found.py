@@ -357,7 +357,7 @@ def test_a_run_does_not_choose_what_is_downloaded(
     model.save_pretrained(tmp_path / "final")
     write_config(tmp_path, config)
     monkeypatch.setattr("wellposed.tasks.build_task", lambda *_: pytest.fail("a request"))
-    assert main(["certify", str(tmp_path), "--seq-len", "4"]) == 0
+    assert main(["certify", str(tmp_path), "--seq-len", "4", "--radii", "0"]) == 0
     said = capsys.readouterr().err
     assert "the run read hf:someone/secrets, and nothing is downloaded that you do not name" in said
 
