@@ -101,8 +101,8 @@ def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> N
     """Log what a verb did to weights as one line, a warning where one moved by more than `FAR` of its norm."""
     far = sum(part > FAR for part in moved.values())
     lost = (
-        f"; {far} of {len(moved)} by more than a tenth, so what a pretrained model computes with them"
-        " is lost"
+        f"; {far} of {len(moved)} by more than a tenth: if they were trained before, the model now"
+        " computes something else"
     )
     logger.log(
         logging.WARNING if far else logging.INFO,
