@@ -28,5 +28,7 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _as_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that one test imports is not recorded by the runs of the next."""
     torch.manual_seed(0)
+    monkeypatch.setattr("wellposed.plugins._imported", {})

@@ -53,4 +53,9 @@ def run_commands(commands: Sequence[Sequence[str]], folder: Path) -> tuple[list[
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([main(words) for words in json.loads(Path(sys.argv[1]).read_text())]))
+    codes: list[int] = []
+    for words in json.loads(Path(sys.argv[1]).read_text()):
+        if any(codes):  # a refused process leaves the other at a barrier, where it would wait
+            break
+        codes.append(main(words))
+    print(json.dumps(codes))
