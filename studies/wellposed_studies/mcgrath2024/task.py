@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.tasks import TASKS, Task, TaskSpec
 from wellposed.tasks.batches import bucketed_batches, pad_inputs
-from wellposed.tasks.data.minbert import EncodedRows, encode_rows, read_minbert, train_word_pieces
 from wellposed.tasks.objectives import IGNORED_LABEL
+from wellposed_studies.mcgrath2024.sets import encode_rows, read_minbert, train_word_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,8 +61,8 @@ class MinBertTask(Task):
     def __init__(self, options: MinBertOptions) -> None:
         self.options = options
         sets = read_minbert(options.data)
-        self._files = {name: list(found.files) for name, found in sets.items()}
-        kept = {name: found.train.first(options.limit_train) for name, found in sets.items()}
+        self._files = {name: found.files for name, found in sets.items()}
+        kept = {name: found.train[: options.limit_train] for name, found in sets.items()}
         length = options.max_length
         if options.tokenizer.startswith("hf:"):
             from transformers import AutoTokenizer
@@ -71,19 +71,21 @@ class MinBertTask(Task):
 
             tokenizer: Any = load_pretrained(AutoTokenizer, options.tokenizer.removeprefix("hf:"))
         else:
-            texts = [text for rows in kept.values() for row in rows.sentences for text in row]
+            texts = [text for rows in kept.values() for row, _ in rows for text in row]
             tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
         self._tokens = tokenizer
-        train = {
-            name: encode_rows(rows, tokenizer, max_length=length) for name, rows in kept.items()
-        }
-        valid = {
-            name: encode_rows(found.valid, tokenizer, max_length=length)
-            for name, found in sets.items()
-        }
-        self._sizes = [len(rows) for rows in train.values()]
-        self._cut = {name: train[name].cut + valid[name].cut for name in SETS}
-        self._rows = {"train": list(_examples(train)), "valid": list(_examples(valid))}
+        self._sizes = [len(rows) for rows in kept.values()]
+        self._cut = dict.fromkeys(SETS, 0)
+        self._rows: dict[str, list[dict[str, Any]]] = {"train": [], "valid": []}
+        for split, examples in self._rows.items():
+            for place, name in enumerate(SETS):
+                rows = kept[name] if split == "train" else sets[name].valid
+                columns, cut = encode_rows(rows, tokenizer, max_length=length)
+                self._cut[name] += cut
+                for row, (_, label) in zip(columns, rows, strict=True):
+                    labels = [float(IGNORED_LABEL)] * len(SETS)
+                    labels[place] = label
+                    examples.append({**row, "labels": labels})
         self._rows["test"] = self._rows["valid"]
 
     def _build_tokenizer(self) -> Any:
@@ -241,16 +243,6 @@ class MinBertTask(Task):
 
 
 _MOMENTS = ("x", "y", "xx", "yy", "xy")
-
-
-def _examples(sets: Mapping[str, EncodedRows]) -> Iterator[dict[str, Any]]:
-    for place, name in enumerate(SETS):
-        rows = sets[name]
-        for index, label in enumerate(rows.labels):
-            labels = [float(IGNORED_LABEL)] * len(SETS)
-            labels[place] = label
-            columns = {column: values[index] for column, values in rows.columns.items()}
-            yield {**columns, "labels": labels}
 
 
 def _passes(size: int, seed: str, first: int, count: int) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.refusal import bad_data
 
-from wellposed.tasks.data.minbert import encode_rows, read_minbert, train_word_pieces
+from wellposed_studies.mcgrath2024.sets import encode_rows, read_minbert, train_word_pieces
 
 HEADERS = {
     "ids-sst": "\tid\tsentence\tsentiment\n",
@@ -38,14 +38,12 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
     (tmp_path / "ids-sst-test-student.csv").write_text("no labels here\n")
     sets = read_minbert(tmp_path)
     assert list(sets) == ["sst", "para", "sts"]
-    assert sets["sst"].train.sentences == (("good film",), ('"quoted" film',))
-    assert sets["sst"].train.labels == (4.0, 0.0)
-    assert sets["para"].train.sentences[0] == ("one", "two")  # files in the order of their names
+    assert sets["sst"].train == [(("good film",), 4.0), (('"quoted" film',), 0.0)]
+    assert sets["para"].train[0] == (("one", "two"), 1.0)  # files in the order of their names
     assert len(sets["para"].train) == 3
     assert len(sets["para"].valid) == 2
-    assert sets["sts"].valid.labels == (0.8,)
+    assert sets["sts"].valid == [(("a cat", "a dog"), 0.8)]
     assert [file["rows"] for file in sets["para"].files] == [1, 2, 2]
-    assert len(sets["para"].train.first(2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
 
 def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> None:
     sets = read_minbert(folder_of(tmp_path))
-    texts = [text for data in sets.values() for row in data.train.sentences for text in row]
+    texts = [text for data in sets.values() for row, _ in data.train for text in row]
     tokenizer = train_word_pieces(texts, vocab_size=80, max_length=8)
     again = train_word_pieces(texts, vocab_size=80, max_length=8)
     assert tokenizer.get_vocab() == again.get_vocab()
@@ -95,13 +93,11 @@ def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> Non
     assert tokenizer.decode(pair["input_ids"]) == "[CLS] a cat [SEP] a dog [SEP]"
     first = pair["input_ids"].index(tokenizer.sep_token_id)
     assert pair["token_type_ids"] == [0] * (first + 1) + [1] * (len(pair["input_ids"]) - first - 1)
-    rows = encode_rows(sets["para"].train, tokenizer, max_length=6)
-    cut = sum(len(tokenizer(*row)["input_ids"]) > 6 for row in sets["para"].train.sentences)
-    assert rows.cut == cut > 0
-    for row in rows.columns["input_ids"]:
-        assert len(row) <= 6
-        assert row[-1] == tokenizer.sep_token_id
-    assert rows.labels == sets["para"].train.labels
+    rows, cut = encode_rows(sets["para"].train, tokenizer, max_length=6)
+    sizes = [len(tokenizer(*row)["input_ids"]) for row, _ in sets["para"].train]
+    assert cut == sum(size > 6 for size in sizes) > 0
+    assert [len(row["input_ids"]) for row in rows] == [min(size, 6) for size in sizes]
+    assert all(row["input_ids"][-1] == tokenizer.sep_token_id for row in rows)
 
 
 @pytest.mark.data
@@ -114,4 +110,4 @@ def test_the_shared_files_are_read_whole(shared_data: Path) -> None:
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     wanted = [(row["sentence1"].strip(), row["sentence2"].strip()) for row in rows]
-    assert list(sets["para"].valid.sentences) == wanted
+    assert [row for row, _ in sets["para"].valid] == wanted
