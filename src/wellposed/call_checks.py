@@ -38,6 +38,34 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     return checked
 
 
+def known_fields(
+    inputs: type[Any],
+) -> Callable[[Callable[[Any, Any], Result]], Callable[..., Result]]:
+    """Return a decorator of ``method(self, given)`` that gives it the fields of the dataclass
+    ``inputs`` as arguments, which its signature shows, and refuses others as `known_keywords` does.
+
+    >>> from dataclasses import make_dataclass
+    >>> class Sum:
+    ...     @known_fields(make_dataclass("Pair", ["left", "right"]))
+    ...     def total(self, given): return given.left + given.right
+    >>> Sum().total(1, right=2), list(inspect.signature(Sum.total).parameters)
+    (3, ['self', 'left', 'right'])
+    """
+
+    def declare(method: Callable[[Any, Any], Result]) -> Callable[..., Result]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **keywords: Any) -> Result:
+            return method(self, inputs(*args, **keywords))
+
+        own = inspect.signature(method)
+        first, *_ = own.parameters.values()
+        arguments = inspect.signature(inputs).parameters.values()
+        call.__signature__ = own.replace(parameters=[first, *arguments])  # pyright: ignore[reportAttributeAccessIssue]
+        return known_keywords(call)
+
+    return declare
+
+
 def checked_arguments(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a call refuse misspelt keywords, and values that its hints of numbers and literals do
     not allow.

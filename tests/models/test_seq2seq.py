@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_named():
         model(input_ids=ids, decoder_input_ids=torch.ones(1, 13, dtype=torch.long))
     with bad_shape(match=r"attention_mask: received shape \(1, 3\)"):
         model(input_ids=ids, attention_mask=torch.ones(1, 3), decoder_input_ids=ids)
-    with bad_config(match="received a DynamicCache; expected an EncoderDecoderCache"):
+    with bad_config(match="received DynamicCache; expected EncoderDecoderCache"):
         model(input_ids=ids, decoder_input_ids=ids, past_key_values=DynamicCache())
     with bad_config(match="output_attentions=True"):
         model(input_ids=ids, decoder_input_ids=ids, output_attentions=True)

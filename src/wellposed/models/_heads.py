@@ -1,5 +1,5 @@
-"""What the heads of all families share: the call of a body, losses, what is returned, and the
-output layer."""
+"""Heads on a body of whatever family: language models, and classifiers of one sequence or of
+two."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import ModelOutput
-from transformers.utils.generic import can_return_tuple
 
-from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ShapeError
+from wellposed.models._inputs import (
+    CausalLMInputs,
+    ClassifierInputs,
+    PairInputs,
+    TokenLabelInputs,
+    padding_of,
+    takes,
+)
+from wellposed.models._pair_head import PairHead
+from wellposed.models._pooling import POOLINGS
 from wellposed.nn.checks import INTEGERS, on_host
 
 IGNORED_LABEL = -100
@@ -91,20 +99,32 @@ class LanguageHead(Head[Output]):
         """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""
         return self.lm_head(states)
 
-    def token_loss(
-        self, logits: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Return the mean cross-entropy in nats of `targets`, which stand at their logits; -100 is
-        not counted."""
-        model = cast(Any, self)
+    def answer(self, output: Any, given: TokenLabelInputs, targets: Tensor | None) -> Output:
+        """Return the logits that are wanted and, with targets, their mean cross-entropy in nats.
+
+        Args:
+            output: of the body.
+            given: what the caller gave.
+            targets: int (batch, tokens), which stand at their logits; -100 is not counted.
+        """
+        keep, count = given.logits_to_keep, given.num_items_in_batch
+        kept = slice(-keep, None) if isinstance(keep, int) else keep  # 0 is all
+        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
+        if targets is None:
+            return self.result(logits, None, output)
+        targets = targets[:, kept]
         check_targets(targets, logits)
-        return model.loss_function(
+        model = cast(Any, self)
+        loss = model.loss_function(
             logits=logits,
             labels=targets,
             shift_labels=targets.contiguous(),
             vocab_size=model.config.vocab_size,
-            num_items_in_batch=num_items_in_batch,
+            num_items_in_batch=count,
         )
+        # an auxiliary loss counts by the part of a step's labels that is here
+        share = 1.0 if count is None else targets.ne(IGNORED_LABEL).sum() / count
+        return self.result(logits, loss, output, share=share)
 
 
 class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
@@ -121,23 +141,8 @@ class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
         """Make what stands behind the body."""
         self.add_head(config.hidden_size, config.vocab_size)
 
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        past_key_values: CacheKind | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Output:
+    @takes(CausalLMInputs)
+    def forward(self, given: CausalLMInputs) -> Output:
         """Return the logits of the next token at every position and, with labels, their mean
         cross-entropy in nats.
 
@@ -159,23 +164,132 @@ class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
             ShapeError: see the body's `forward`.
             ConfigError: see the body's `forward`.
         """
+        return self.answer(self.run_body(**given.of_body()), given, following(given.labels))
+
+
+class Classifier(Head[Output]):
+    """A head that pools the states of a sequence, over its real tokens, and maps vectors to
+    `num_labels` logits."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = self.body(config)  # pyright: ignore[reportCallIssue] (a class)
+        self.loss_type = "ForSequenceClassification"
+        self.num_labels = config.num_labels or 2
+        self.pool = POOLINGS.get(config.pooling)
+        self.add_classifier(config)
+        self.post_init()  # pyright: ignore[reportCallIssue]
+
+    def add_classifier(self, config: Any) -> None:
+        """Make what maps the pooled vectors to logits."""
+        raise NotImplementedError
+
+    def pooled(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, Any]:
+        """Return one vector per sequence, (batch, width), and the output of the body."""
         output = self.run_body(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **given
         )
-        kept = kept_positions(logits_to_keep)
-        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
+        hidden = cast(Tensor, output.last_hidden_state)
+        return self.pool(hidden, padding_of(attention_mask, *hidden.shape[:2])), output
+
+    def label_loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+        """Return cross-entropy, binary cross-entropy or squared error, as transformers chooses;
+        None without labels."""
         if labels is None:
-            return self.result(logits, None, output)
-        targets = following(labels)[:, kept]
-        loss = self.token_loss(logits, targets, num_items_in_batch)
-        return self.result(logits, loss, output, share=share_of(targets, num_items_in_batch))
+            return None
+        check_labels(labels, logits)
+        model = cast(Any, self)
+        labels = labels.to(logits.dtype) if self.num_labels == 1 else labels
+        return model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
+
+
+class SequenceClassifier(Classifier[Output]):
+    """`logits = W pool_i(x_i) + b` for the states x of a body `model`, of whatever family."""
+
+    classifier: nn.Linear
+
+    def add_classifier(self, config: Any) -> None:
+        """Make the linear map to logits."""
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+
+    @takes(ClassifierInputs)
+    def forward(self, given: ClassifierInputs) -> Output:
+        """Return the logits of every sequence and, with labels, the loss.
+
+        Args:
+            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the
+                arguments not named here.
+            labels: int (batch,) for one label, where -100 is not counted; float (batch, num_labels)
+                for several; float (batch,) for a number (num_labels = 1). `config.problem_type`
+                settles what the dtype does not.
+
+        Returns:
+            `loss` where labels are given: cross-entropy, binary cross-entropy or squared error,
+            averaged, plus the body's auxiliary loss where it has one; `logits` (batch, num_labels);
+            and of what the body returns all that the output has a field for.
+
+        Raises:
+            ShapeError: see the body's `forward`.
+            ConfigError: see the body's `forward`.
+        """
+        pooled, output = self.pooled(**given.of_body())
+        logits = self.logits_of(pooled)
+        return self.result(logits, self.label_loss(logits, given.labels), output)
+
+    def logits_of(self, pooled: Tensor) -> Tensor:
+        """Map vectors (batch, width) to logits (batch, num_labels)."""
+        return self.classifier(pooled)
+
+
+class SequencePairClassifier(Classifier[Output]):
+    """`logits = head(pool(f(x)), pool(f(y)))` for a body `model` f, of whatever family."""
+
+    classifier: PairHead
+
+    @takes(PairInputs)
+    def forward(self, given: PairInputs) -> Output:
+        """Return the logits of every pair and, with labels, the loss.
+
+        Args:
+            input_ids: int (batch, tokens) of the first sequences.
+            attention_mask: 1 = real token of the first sequences; None = all real.
+            input_ids_pair: int (batch, other tokens) of the second sequences.
+            attention_mask_pair: 1 = real token of the second sequences; None = all real.
+            inputs_embeds: (batch, tokens, D) in place of `input_ids`.
+            inputs_embeds_pair: (batch, other tokens, D) in place of `input_ids_pair`.
+            labels: as for `forward` of the classifier of one sequence,
+                `WellposedForSequenceClassification`.
+
+        Returns:
+            `loss` where labels are given, plus the mean of the body's auxiliary losses where it has
+            one; `logits` (batch, num_labels); `auxiliary_loss` where the output has a field for it.
+
+        Raises:
+            ShapeError: sides of different batch size, and what `forward` of the body refuses.
+        """
+        vector, output = self.pooled(
+            given.input_ids,
+            given.attention_mask,
+            inputs_embeds=given.inputs_embeds,
+            output_hidden_states=False,
+        )
+        other_vector, other = self.pooled(
+            given.input_ids_pair,
+            given.attention_mask_pair,
+            inputs_embeds=given.inputs_embeds_pair,
+            output_hidden_states=False,
+        )
+        if len(vector) != len(other_vector):
+            raise ShapeError(
+                f"input_ids_pair: received {len(other_vector)} sequences for {len(vector)} in"
+                " input_ids; expected one for each"
+            )
+        logits = self.classifier(vector, other_vector)
+        losses = [output.get("auxiliary_loss"), other.get("auxiliary_loss")]
+        found = {} if None in losses else {"auxiliary_loss": sum(losses) / 2}
+        return self.result(logits, self.label_loss(logits, given.labels), found)
 
 
 def as_causal(config: ConfigKind, where: str) -> ConfigKind:
@@ -212,28 +326,39 @@ def check_targets(targets: Tensor, logits: Tensor) -> None:
             )
 
 
-def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Return the index of the positions whose logits are wanted; 0 is all.
-
-    >>> kept_positions(2)
-    slice(-2, None, None)
-    """
-    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-
-
-def following(labels: Tensor) -> Tensor:
+def following(labels: Tensor | None) -> Tensor | None:
     """Shift the labels, not the logits: the logits are then not copied."""
+    if labels is None:
+        return None
     if labels.dim() != 2:
         raise ShapeError(f"labels: received shape {tuple(labels.shape)}; expected (batch, tokens)")
     return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)
 
 
-def share_of(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-    """Return which part of a step's labels is in `targets`.
+def check_labels(labels: Tensor, logits: Tensor) -> None:
+    """Raise `ShapeError` where labels are not one a sequence (or one a logit) or, on the CPU, name
+    no class.
 
-    >>> float(share_of(torch.tensor([[3, -100], [1, 2]]), 12))
-    0.25
+    >>> check_labels(torch.tensor([0, 3]), torch.zeros(2, 3))
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ShapeError: labels: received class 3 at row 1; expected classes in [0, 3), or
+    -100 for none; set \
+num_labels to the number of classes
     """
-    return (
-        1.0 if num_items_in_batch is None else targets.ne(IGNORED_LABEL).sum() / num_items_in_batch
-    )
+    batch, classes = logits.shape
+    if labels.numel() not in (batch, batch * classes) or labels.dim() == 0:
+        raise ShapeError(
+            f"labels: received shape {tuple(labels.shape)}; expected ({batch},), or ({batch},"
+            f" {classes}) for several labels of one sequence"
+        )
+    if classes == 1 or labels.numel() != batch or labels.is_floating_point() or not on_host(labels):
+        return
+    flat = labels.reshape(-1)
+    unknown = torch.nonzero((flat != IGNORED_LABEL) & ((flat < 0) | (flat >= classes))).flatten()
+    if len(unknown):
+        row = int(unknown[0])
+        raise ShapeError(
+            f"labels: received class {int(flat[row])} at row {row}; expected classes in [0,"
+            f" {classes}), or {IGNORED_LABEL} for none; set num_labels to the number of classes"
+        )

@@ -1,41 +1,185 @@
-"""What a caller gives to a model: tokens or vectors, masks and positions, and their checks."""
+"""What a caller gives to a model, in the words of Hugging Face: each form once, and its checks."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from transformers import Cache
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
 
+from wellposed.call_checks import known_fields
 from wellposed.errors import ShapeError
 from wellposed.nn.checks import INTEGERS, on_host
 from wellposed.nn.positions import check_length
 
 
-class ModelInputs(NamedTuple):
-    """What a caller gave to one side of a model."""
+@dataclass
+class SequenceInputs:
+    """One sequence for each row of a batch."""
 
-    input_ids: Tensor | None
-    inputs_embeds: Tensor | None
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
-    names: tuple[str, str] = ("input_ids", "inputs_embeds")
-    """What the caller knows the first two as."""
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    _: KW_ONLY
+    inputs_embeds: Tensor | None = None
+    output_hidden_states: bool | None = None
+    output_attentions: bool | None = None
 
 
-def check_inputs(given: ModelInputs, config: Any, where: str, *, note: str = "") -> Tensor:
-    """Return the token ids or the vectors, whichever a caller of ``where`` gave.
+@dataclass(kw_only=True)
+class ModelInputs(SequenceInputs):
+    """What a body is given: a sequence, and what it keeps of earlier tokens."""
+
+    past_key_values: Any = None
+    use_cache: bool | None = None
+    names: ClassVar = ("input_ids", "inputs_embeds")
+    """What the caller knows tokens and vectors as."""
+
+
+@dataclass(kw_only=True)
+class DecoderInputs(ModelInputs):
+    """What a decoder is given: its own sequence, and the memory that it reads."""
+
+    encoder_hidden_states: Tensor
+    encoder_attention_mask: Tensor | None = None
+    token_embedding: torch.nn.Module | None = None
+    names: ClassVar = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+@dataclass
+class Seq2SeqInputs:
+    """A source and a target for each row of a batch."""
+
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    decoder_input_ids: Tensor | None = None
+    decoder_attention_mask: Tensor | None = None
+    _: KW_ONLY
+    position_ids: Tensor | None = None
+    decoder_position_ids: Tensor | None = None
+    encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    inputs_embeds: Tensor | None = None
+    decoder_inputs_embeds: Tensor | None = None
+    use_cache: bool | None = None
+    output_hidden_states: bool | None = None
+    output_attentions: bool | None = None
+
+
+@dataclass(kw_only=True)
+class LabelInputs:
+    """What a head is given besides, which its body does not read."""
+
+    labels: Tensor | None = None
+    own: ClassVar = ("labels", "logits_to_keep", "num_items_in_batch")
+
+    def of_body(self) -> dict[str, Any]:
+        """Return what the body reads."""
+        return {name: value for name, value in self.__dict__.items() if name not in self.own}
+
+
+@dataclass(kw_only=True)
+class TokenLabelInputs(LabelInputs):
+    """What a language model is given besides."""
+
+    logits_to_keep: int | Tensor = 0
+    num_items_in_batch: Tensor | int | None = None
+
+
+@dataclass(kw_only=True)
+class CausalLMInputs(TokenLabelInputs, ModelInputs):
+    """What a language model is given."""
+
+
+@dataclass(kw_only=True)
+class Seq2SeqLMInputs(TokenLabelInputs, Seq2SeqInputs):
+    """What an encoder-decoder with an output layer is given."""
+
+
+@dataclass(kw_only=True)
+class ClassifierInputs(LabelInputs, SequenceInputs):
+    """What a classifier of one sequence is given."""
+
+
+@dataclass
+class PairInputs:
+    """What a classifier of two sequences is given."""
+
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    input_ids_pair: Tensor | None = None
+    attention_mask_pair: Tensor | None = None
+    _: KW_ONLY
+    inputs_embeds: Tensor | None = None
+    inputs_embeds_pair: Tensor | None = None
+    labels: Tensor | None = None
+
+
+def takes(inputs: type[Any]) -> Callable[[Callable[[Any, Any], Any]], Callable[..., Any]]:
+    """Return a decorator of `forward(self, given)` that gives it the fields of ``inputs`` as its
+    arguments; ``return_dict=False`` gives a tuple."""
+    return lambda forward: can_return_tuple(known_fields(inputs)(forward))
+
+
+class Tokens(NamedTuple):
+    """What a body reads of its inputs."""
+
+    batch: int
+    length: int
+    num_keys: int
+    """Cached tokens included."""
+    padding: Tensor | None
+    """(batch, keys), True = padding; None where all tokens are real."""
+    positions: Tensor
+
+
+def read_inputs(
+    given: ModelInputs,
+    config: Any,
+    where: str,
+    *,
+    cached: int = 0,
+    limit: int | None = None,
+    note: str = "",
+) -> Tokens:
+    """Check what a caller of ``where`` gave, and return what it says.
 
     Args:
         given: what the caller gave.
         config: its `vocab_size` and `hidden_size` are what tokens and vectors must fit.
         where: class that was called.
+        cached: number of earlier tokens.
+        limit: number of positions that there are.
         note: what the vectors are, for the message.
 
     Raises:
-        ShapeError: neither or both, tokens that are not integers or (on the CPU) outside the
-            vocabulary, or vectors of another shape or not floating.
+        ShapeError: neither or both of tokens and vectors, tokens that are not integers or (on the
+            CPU) outside the vocabulary, vectors of another shape or not floating, or a mask or
+            positions that do not fit.
     """
+    received = check_inputs(given, config, where, note=note)
+    batch, length = received.shape[:2]
+    num_keys = length + cached
+    padding = padding_of(given.attention_mask, batch, num_keys)
+    positions = given.position_ids
+    if positions is None:
+        positions = positions_of(padding, length, num_keys, received.device)
+        # The number of keys bounds every position that we counted: values are read beyond it only.
+        if limit is not None and num_keys > limit:
+            compiling = torch.compiler.is_compiling()
+            check_length(num_keys if compiling else int(positions.max()) + 1, limit, where)
+    else:
+        check_positions(positions, (batch, length), limit, where)
+    return Tokens(batch, length, num_keys, padding, positions)
+
+
+def check_inputs(given: ModelInputs, config: Any, where: str, *, note: str = "") -> Tensor:
+    """Return the token ids or the vectors, whichever a caller of ``where`` gave."""
     input_ids, inputs_embeds = given.input_ids, given.inputs_embeds
     name, other = given.names
     if (input_ids is None) == (inputs_embeds is None):
@@ -129,39 +273,21 @@ def positions_of(
 
 
 def check_positions(
-    positions: Tensor,
-    tokens: tuple[int, int],
-    num_keys: int,
-    num_positions: int | None,
-    *,
-    given: bool,
-    where: str,
+    positions: Tensor, tokens: tuple[int, int], limit: int | None, where: str
 ) -> None:
-    """Raise `ShapeError` where positions are no integers (batch | 1, tokens) or outside the table.
-
-    The number of keys bounds every position that we counted, so values are read only where that
-    bound does not settle it, or where the caller gave the positions.
-    """
+    """Raise `ShapeError` where given positions are no integers (batch | 1, tokens) or outside the
+    table."""
     batch, length = tokens
-    if given and (
-        positions.dtype not in INTEGERS
-        or tuple(positions.shape) not in ((batch, length), (1, length))
-    ):
+    if positions.dtype not in INTEGERS or positions.shape not in (tokens, (1, length)):
         raise ShapeError(
             f"{where}: received position_ids in {positions.dtype} of shape"
             f" {tuple(positions.shape)}; expected torch.int64 or torch.int32, ({batch} or 1,"
             f" {length})"
         )
-    if num_positions is None:
+    if limit is None or not on_host(positions) or not positions.numel():
         return
-    if given:
-        if on_host(positions) and positions.numel() and int(positions.min()) < 0:
-            raise ShapeError(
-                f"{where}: received position_ids below 0; expected positions in [0,"
-                f" {num_positions})"
-            )
-        if on_host(positions):
-            check_length(int(positions.max()) + 1, num_positions, where)
-    elif num_keys > num_positions:
-        length = num_keys if torch.compiler.is_compiling() else int(positions.max()) + 1
-        check_length(length, num_positions, where)
+    if int(positions.min()) < 0:
+        raise ShapeError(
+            f"{where}: received position_ids below 0; expected positions in [0, {limit})"
+        )
+    check_length(int(positions.max()) + 1, limit, where)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from wellposed.call_checks import known_keywords
 from wellposed.errors import ShapeError
 from wellposed.models._build import Architecture, register_family
 from wellposed.models._config import Depth, WellposedConfig
 from wellposed.models._heads import LanguageHead, following
-from wellposed.models._inputs import ModelInputs, check_inputs, padding_of
+from wellposed.models._inputs import ModelInputs, TokenLabelInputs, read_inputs, takes
 from wellposed.options import Ge
 
 _NOT_FOR_LSTM = (
@@ -54,6 +53,16 @@ class LSTMConfig(WellposedConfig):
             if getattr(self, name) != fields[name].default
         ]
         super().check([*(problems or []), *refused])
+
+
+@dataclass
+class LSTMInputs(TokenLabelInputs):
+    """What an LSTM is given."""
+
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    _: KW_ONLY
+    inputs_embeds: Tensor | None = None
 
 
 class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
@@ -108,17 +117,8 @@ class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
         """Replace the token embedding."""
         self.token = cast(nn.Embedding, value)
 
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> CausalLMOutput:
+    @takes(LSTMInputs)
+    def forward(self, given: LSTMInputs) -> CausalLMOutput:
         """Return the logits of the next token at every position and, with labels, their mean
         cross-entropy in nats.
 
@@ -128,24 +128,20 @@ class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
                 sees it.
             inputs_embeds: (batch, tokens, hidden_size) in place of ids.
             labels: int (batch, tokens), shifted inside; -100 is not counted.
+            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
             num_items_in_batch: divide the summed loss by this, in place of the number of labels.
         """
-        given = ModelInputs(input_ids, inputs_embeds, attention_mask, None)
-        batch, tokens = check_inputs(given, self.config, type(self).__name__).shape[:2]
-        padding = padding_of(attention_mask, batch, tokens)
+        ids, vectors = given.input_ids, given.inputs_embeds
+        inputs = ModelInputs(ids, given.attention_mask, inputs_embeds=vectors)
+        padding = read_inputs(inputs, self.config, type(self).__name__).padding
         if padding is not None and bool((padding[:, :-1] & ~padding[:, 1:]).any()):
             raise ShapeError(
                 "LSTMForCausalLM: received padding before a real token; expected padding on the"
                 " right only"
             )
-        embedded = self.token(input_ids) if inputs_embeds is None else inputs_embeds
-        states, _ = self.lstm(self.dropout(embedded))
-        logits = self.logits_of(self.dropout(states))
-        if labels is None:
-            return self.result(logits, None, {})
-        return self.result(
-            logits, self.token_loss(logits, following(labels), num_items_in_batch), {}
-        )
+        states, _ = self.lstm(self.dropout(self.token(ids) if vectors is None else vectors))
+        output = BaseModelOutput(last_hidden_state=self.dropout(states))
+        return self.answer(output, given, following(given.labels))
 
 
 register_family("lstm", Architecture(LSTMConfig, {"causal_lm": LSTMForCausalLM}))

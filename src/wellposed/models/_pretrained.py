@@ -1,19 +1,21 @@
-"""What the models of all families share: a checked configuration, recomputed layers, and the table
-of tokens."""
+"""What the models of all families share: a checked configuration, recomputed layers, caches, and
+the table of tokens."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from wellposed.errors import ConfigError
 from wellposed.models._checked_config import CheckedConfig
+from wellposed.models._inputs import ModelInputs
+from wellposed.options import Size, fits
 
 
 class CheckedPreTrainedModel(PreTrainedModel, ABC):
@@ -23,6 +25,9 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
+    is_causal: bool
+    cache_class: ClassVar[type[Any]] = Cache
+    """What a body keeps of earlier tokens."""
 
     def __init__(self, config: CheckedConfig) -> None:
         self.check_config(config)
@@ -45,17 +50,64 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
     ) -> None:
         """Recompute every n-th layer, counted over the model; transformers counts layers of its own
         class only."""
-        if (
-            isinstance(every_n_layers, bool)
-            or not isinstance(every_n_layers, int)
-            or every_n_layers < 1
-        ):
+        if not fits(every_n_layers, Size):
             raise ConfigError(
                 f"every_n_layers: received {every_n_layers!r}; expected an integer >= 1"
             )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
         if enable:
             self._recompute_every(every_n_layers)
+
+    def cache_of(self, given: ModelInputs) -> Any:
+        """Return the cache of a call to a body, made where one was asked for and none given; None
+        where none is used.
+
+        Raises:
+            ConfigError: no cache can be used, or attention weights are asked for.
+        """
+        refuse_attentions(given.output_attentions)
+        cache, expected = given.past_key_values, self.cache_class
+        if cache is None and not given.use_cache:
+            return None
+        reason = None
+        if given.use_cache is False:
+            reason = "past_key_values were given together with use_cache=False; give one of them"
+        elif not self.is_causal:
+            reason = (
+                "the model is not causal, so earlier tokens change with later ones; call it with"
+                " use_cache=False"
+            )
+        elif not self._has_blocks():
+            reason = (
+                "the model has no blocks, so nothing would be kept; call it with use_cache=False"
+            )
+        elif torch.is_grad_enabled() and self._recomputes():
+            reason = (
+                "recomputed blocks (gradient checkpointing) would fill it twice; use"
+                " torch.no_grad() or eval()"
+            )
+        elif not isinstance(cache, expected | None):
+            reason = f"received {type(cache).__name__}; expected {expected.__name__}"
+        if reason is not None:
+            raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
+        return self._new_cache() if cache is None else cache
+
+    def _has_blocks(self) -> bool:
+        """Return whether there is a layer that could keep anything."""
+        return True
+
+    def _recomputes(self) -> bool:
+        """Return whether the backward pass of a call would run layers again."""
+        raise NotImplementedError
+
+    def _new_cache(self) -> Any:
+        """Return an empty cache."""
+        raise NotImplementedError
+
+    def keeps_states(self, given: Any) -> bool:
+        """Return whether a call is to return all hidden states."""
+        asked = given.output_hidden_states
+        return bool(self.config.output_hidden_states if asked is None else asked)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -64,47 +116,6 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the token embedding."""
         cast(Any, self.base_model).embeddings.token = value
-
-
-def check_cache(
-    where: str,
-    past_key_values: object,
-    use_cache: bool | None,
-    *,
-    is_causal: bool,
-    recomputes: Callable[[], bool],
-    has_blocks: bool = True,
-) -> bool:
-    """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot be.
-
-    Args:
-        where: class that was called.
-        past_key_values: the cache that was given.
-        use_cache: whether one was asked for.
-        is_causal: whether tokens are kept from later ones.
-        recomputes: whether the backward pass of this call would run layers again.
-        has_blocks: whether there is a layer that could keep anything.
-    """
-    if past_key_values is None and not use_cache:
-        return False
-    reason = None
-    if use_cache is False:
-        reason = "past_key_values were given together with use_cache=False; give one of them"
-    elif not is_causal:
-        reason = (
-            "the model is not causal, so earlier tokens change with later ones; call it with"
-            " use_cache=False"
-        )
-    elif not has_blocks:
-        reason = "the model has no blocks, so nothing would be kept; call it with use_cache=False"
-    elif torch.is_grad_enabled() and recomputes():
-        reason = (
-            "recomputed blocks (gradient checkpointing) would fill it twice; use torch.no_grad() or"
-            " eval()"
-        )
-    if reason is not None:
-        raise ConfigError(f"{where}: no cache can be used: {reason}")
-    return True
 
 
 def refuse_attentions(output_attentions: bool | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers import EncoderDecoderCache, GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
@@ -15,14 +15,17 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.utils.generic import can_return_tuple
 
-from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError
 from wellposed.models._config import WellposedConfig
-from wellposed.models._heads import IGNORED_LABEL, LanguageHead, kept_positions
-from wellposed.models._inputs import ModelInputs, padding_of
-from wellposed.models._pretrained import refuse_attentions
+from wellposed.models._heads import IGNORED_LABEL, LanguageHead
+from wellposed.models._inputs import (
+    DecoderInputs,
+    Seq2SeqInputs,
+    Seq2SeqLMInputs,
+    padding_of,
+    takes,
+)
 from wellposed.models._seq2seq_generation import Seq2SeqGeneration
 from wellposed.models._wellposed import (
     Embeddings,
@@ -34,8 +37,6 @@ from wellposed.models._wellposed import (
 )
 from wellposed.nn import DecoderBlock, memory_mask
 from wellposed.nn.block import build_layers
-
-_DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class WellposedDecoder(WellposedBody):
@@ -49,6 +50,8 @@ class WellposedDecoder(WellposedBody):
         config: what the model is made of; it has `config.decoder_depth` blocks.
     """
 
+    cache_class = EncoderDecoderCache
+
     def __init__(self, config: WellposedConfig) -> None:
         super().__init__(config)
         self._is_part = True
@@ -59,23 +62,8 @@ class WellposedDecoder(WellposedBody):
             is_causal=True,
         )
 
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        encoder_hidden_states: Tensor,
-        encoder_attention_mask: Tensor | None = None,
-        token_embedding: nn.Module | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> BaseModelOutputWithPast:
+    @takes(DecoderInputs)
+    def forward(self, given: DecoderInputs) -> BaseModelOutputWithPast:
         """Return the hidden states of every target token; arguments as `WellposedModel.forward`,
         and the memory's.
 
@@ -84,43 +72,21 @@ class WellposedDecoder(WellposedBody):
             encoder_attention_mask: (batch, source tokens), 1 = real.
             token_embedding: the table of tokens, where the decoder has none.
         """
-        refuse_attentions(output_attentions)
-        cache = None
-        if self.check_cache(past_key_values, use_cache):
-            cache = past_key_values = self._pair_of_caches(past_key_values)
-        batch, memory_length = encoder_hidden_states.shape[:2]
-        mask = memory_mask(
-            padding_of(encoder_attention_mask, batch, memory_length), encoder_hidden_states
-        )
-        x, states = self.run(
-            ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids, _DECODER_NAMES),
-            output_hidden_states=output_hidden_states,
-            self_cache=None if cache is None else cache.self_attention_cache,
+        cache, memory = self.cache_of(given), given.encoder_hidden_states
+        mask = memory_mask(padding_of(given.encoder_attention_mask, *memory.shape[:2]), memory)
+        return self.run(
+            given,
+            cache,
+            memory,
             reading=lambda index: {
                 "memory_mask": mask,
                 "memory_cache": None if cache is None else MemoryView(cache, index),
             },
-            memory=encoder_hidden_states,
-            table=token_embedding,
-        )
-        return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, x),
-            past_key_values=past_key_values,
-            hidden_states=cast(Any, states),
+            table=given.token_embedding,
         )
 
-    def _pair_of_caches(self, given: Cache | None) -> EncoderDecoderCache:
-        if given is None:
-            return EncoderDecoderCache(
-                DynamicCache(config=self.config), DynamicCache(config=self.config)
-            )
-        if not isinstance(given, EncoderDecoderCache):
-            raise ConfigError(
-                f"past_key_values: received a {type(given).__name__}; expected an"
-                " EncoderDecoderCache, which holds the keys and values of the target and of the"
-                " source"
-            )
-        return given
+    def _new_cache(self) -> EncoderDecoderCache:
+        return EncoderDecoderCache(super()._new_cache(), super()._new_cache())
 
 
 class WellposedSeq2SeqModel(WellposedPreTrainedModel):
@@ -142,66 +108,41 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
         self.decoder = WellposedDecoder(config)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding of the source, which is the target's where it is shared."""
-        return self.encoder.get_input_embeddings()
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embeddings of the source, whose tokens are the target's where they are shared."""
+        return self.encoder.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding of the source."""
-        self.encoder.set_input_embeddings(value)
-
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        decoder_position_ids: Tensor | None = None,
-        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> Seq2SeqModelOutput:
+    @takes(Seq2SeqInputs)
+    def forward(self, given: Seq2SeqInputs) -> Seq2SeqModelOutput:
         """Return the hidden states of every target token; arguments as
         `WellposedForSeq2SeqLM.forward`."""
-        read = _as_output(encoder_outputs) or self.encoder(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            output_hidden_states=output_hidden_states,
+        read = _as_output(given.encoder_outputs) or self.encoder(
+            given.input_ids,
+            given.attention_mask,
+            given.position_ids,
+            inputs_embeds=given.inputs_embeds,
+            output_hidden_states=given.output_hidden_states,
             return_dict=True,
         )
         memory = cast(Tensor, read.last_hidden_state)
-        output = cast(
-            BaseModelOutputWithPast,
-            self.decoder(
-                decoder_input_ids,
-                attention_mask=decoder_attention_mask,
-                position_ids=decoder_position_ids,
-                encoder_hidden_states=memory,
-                encoder_attention_mask=attention_mask,
-                token_embedding=(
-                    self.encoder.embeddings.token if self.config.share_embeddings else None
-                ),
-                past_key_values=past_key_values,
-                inputs_embeds=decoder_inputs_embeds,
-                use_cache=use_cache,
-                output_hidden_states=output_hidden_states,
-                output_attentions=output_attentions,
-                return_dict=True,
-            ),
+        output = self.decoder(
+            given.decoder_input_ids,
+            given.decoder_attention_mask,
+            given.decoder_position_ids,
+            encoder_hidden_states=memory,
+            encoder_attention_mask=given.attention_mask,
+            token_embedding=self.embeddings.token if self.config.share_embeddings else None,
+            past_key_values=given.past_key_values,
+            inputs_embeds=given.decoder_inputs_embeds,
+            use_cache=given.use_cache,
+            output_hidden_states=given.output_hidden_states,
+            output_attentions=given.output_attentions,
+            return_dict=True,
         )
         return Seq2SeqModelOutput(
             last_hidden_state=output.last_hidden_state,
-            past_key_values=cast(Any, output.past_key_values),
+            past_key_values=output.past_key_values,
             decoder_hidden_states=output.hidden_states,
             encoder_last_hidden_state=cast(Any, memory),
             encoder_hidden_states=read.hidden_states,
@@ -260,36 +201,8 @@ class WellposedForSeq2SeqLM(
         # loaded
         self.generation_config._from_model_config = False
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding of the source, which is the target's where it is shared."""
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding of the source."""
-        self.model.set_input_embeddings(value)
-
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        decoder_position_ids: Tensor | None = None,
-        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        decoder_inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Seq2SeqLMOutput:
+    @takes(Seq2SeqLMInputs)
+    def forward(self, given: Seq2SeqLMInputs) -> Seq2SeqLMOutput:
         """Return the logits of the next target token at every position and, with labels, their mean
         cross-entropy.
 
@@ -325,29 +238,15 @@ class WellposedForSeq2SeqLM(
             ConfigError: attention weights are asked for, a cache that cannot be used, or labels
                 without a token to start with.
         """
-        if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        output = self.run_body(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            position_ids=position_ids,
-            decoder_position_ids=decoder_position_ids,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        body = given.of_body()
+        target = (
+            given.decoder_inputs_embeds
+            if given.decoder_input_ids is None
+            else given.decoder_input_ids
         )
-        kept = kept_positions(logits_to_keep)
-        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
-        loss = (
-            None if labels is None else self.token_loss(logits, labels[:, kept], num_items_in_batch)
-        )
-        return self.result(logits, loss, output)
+        if target is None and given.labels is not None:
+            body["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(given.labels)
+        return self.answer(self.run_body(**body), given, given.labels)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in the place of -100.

@@ -10,26 +10,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
-from transformers.utils.generic import can_return_tuple
 
-from wellposed.call_checks import known_keywords
-from wellposed.errors import ConfigError
 from wellposed.linalg import isometry_error
 from wellposed.model_options import TransJectOptions
 from wellposed.models._init import owns_weights
-from wellposed.models._inputs import (
-    ModelInputs,
-    check_inputs,
-    check_positions,
-    padding_of,
-    positions_of,
-)
-from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
+from wellposed.models._inputs import ModelInputs, read_inputs, takes
+from wellposed.models._pretrained import CheckedPreTrainedModel
 from wellposed.models._transject_config import TransJectConfig
 from wellposed.nn import (
     InjectiveEmbedding,
     Inversion,
-    LearnedPositions,
     OrthogonalLinear,
     TransJectCache,
     TransJectStack,
@@ -143,6 +133,8 @@ class TransJectModel(TransJectPreTrainedModel):
     (True, True)
     """
 
+    cache_class = TransJectCache
+
     def __init__(self, config: TransJectConfig) -> None:
         super().__init__(config)
         self.is_causal = bool(config.is_causal)
@@ -164,20 +156,8 @@ class TransJectModel(TransJectPreTrainedModel):
         )
         self.post_init()
 
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        past_key_values: TransJectCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> TransJectModelOutput:
+    @takes(ModelInputs)
+    def forward(self, given: ModelInputs) -> TransJectModelOutput:
         """Return the hidden states of every token, and what `invert` needs.
 
         Args:
@@ -198,36 +178,28 @@ class TransJectModel(TransJectPreTrainedModel):
             ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
                 layers, or against `use_cache=False`.
         """
-        refuse_attentions(output_attentions)
-        cache = self._cache(past_key_values, use_cache)
-        given = ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids)
-        note = ": X^0, position codes included"
-        received = check_inputs(given, self.config, type(self).__name__, note=note)
-        batch, tokens = received.shape[:2]
-        num_keys = tokens + (0 if cache is None else cache.num_tokens)
-        padding = padding_of(attention_mask, batch, num_keys)
-        if input_ids is not None:
-            positions = position_ids
-            if positions is None and not (cache is None and _counts_up(padding)):
-                positions = positions_of(padding, tokens, num_keys, received.device)
-            self._check_positions(
-                positions, (batch, tokens), num_keys, given=position_ids is not None
-            )
-            x = self.embeddings(
-                input_ids,
-                positions[0] if positions is not None and len(positions) == 1 else positions,
-            )
-        else:
-            x = cast(Tensor, inputs_embeds)
-        keep = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
+        cache = self.cache_of(given)
+        # Vectors hold their position codes already, and sines go on beyond their table.
+        counted = given.input_ids is not None and self.embeddings.position_kind == "learned"
+        read = read_inputs(
+            given,
+            self.config,
+            type(self).__name__,
+            cached=0 if cache is None else cache.num_tokens,
+            limit=self.config.max_position_embeddings if counted else None,
+            note=": X^0, position codes included",
         )
+        if given.input_ids is None:
+            x = cast(Tensor, given.inputs_embeds)
+        elif given.position_ids is None and cache is None and _counts_up(read.padding):
+            x = self.embeddings(given.input_ids)
+        else:
+            positions = read.positions
+            x = self.embeddings(given.input_ids, positions[0] if len(positions) == 1 else positions)
         # What is cached is in the running sums already; its part of the mask has been used.
-        padding = None if padding is None else padding[:, -tokens:]
+        padding = None if read.padding is None else read.padding[:, -read.length :]
         output = self.stack(
-            x, key_padding_mask=padding, cache=cache, output_hidden_states=bool(keep)
+            x, key_padding_mask=padding, cache=cache, output_hidden_states=self.keeps_states(given)
         )
         return TransJectModelOutput(
             last_hidden_state=output.last_hidden_state,
@@ -281,32 +253,11 @@ class TransJectModel(TransJectPreTrainedModel):
         loss = self.stack.reconstruction_loss(x, key_padding_mask=padding)
         return None if loss is None else weight * loss
 
-    def _check_positions(
-        self, positions: Tensor | None, tokens: tuple[int, int], num_keys: int, *, given: bool
-    ) -> None:
-        if positions is not None:
-            learned = isinstance(self.embeddings.position, LearnedPositions)
-            limit = self.config.max_position_embeddings if learned else None
-            where = type(self).__name__
-            check_positions(positions, tokens, num_keys, limit, given=given, where=where)
+    def _recomputes(self) -> bool:
+        return self.stack.recomputes()
 
-    def _cache(
-        self, past_key_values: TransJectCache | None, use_cache: bool | None
-    ) -> TransJectCache | None:
-        where, recomputes = type(self).__name__, self.stack.recomputes
-        if not check_cache(
-            where, past_key_values, use_cache, is_causal=self.is_causal, recomputes=recomputes
-        ):
-            return None
-        if past_key_values is None:
-            return GenerationCache()
-        if not isinstance(past_key_values, TransJectCache):
-            received = type(past_key_values).__name__
-            raise ConfigError(
-                f"{where}: no cache can be used: received a {received}; expected a"
-                " wellposed.nn.TransJectCache"
-            )
-        return past_key_values
+    def _new_cache(self) -> TransJectCache:
+        return GenerationCache()
 
 
 def _counts_up(padding: Tensor | None) -> bool:

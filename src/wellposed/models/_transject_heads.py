@@ -12,8 +12,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
 from wellposed.models._build import Architecture, register_family
-from wellposed.models._classifiers import SequenceClassifier, SequencePairClassifier
-from wellposed.models._heads import CausalLM
+from wellposed.models._heads import CausalLM, SequenceClassifier, SequencePairClassifier
 from wellposed.models._pair_head import PairHead
 from wellposed.models._transject import TransJectModel, TransJectPreTrainedModel
 from wellposed.models._transject_config import TransJectConfig

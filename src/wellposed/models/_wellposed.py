@@ -10,21 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import can_return_tuple
 
-from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.models._config import WellposedConfig
 from wellposed.models._init import INITS
-from wellposed.models._inputs import (
-    ModelInputs,
-    check_inputs,
-    check_positions,
-    padding_of,
-    positions_of,
-)
-from wellposed.models._pretrained import CheckedPreTrainedModel, check_cache, refuse_attentions
+from wellposed.models._inputs import ModelInputs, read_inputs, takes
+from wellposed.models._pretrained import CheckedPreTrainedModel
 from wellposed.nn import POSITIONS, Block, SinusoidalPositions, UnitEmbedding
 from wellposed.nn import attention_mask as make_mask
 from wellposed.nn.block import build_layers, run_block
@@ -177,7 +169,6 @@ class WellposedBody(WellposedPreTrainedModel):
     embeddings: Embeddings
     layers: nn.ModuleList
     final_norm: nn.Module
-    is_causal: bool
 
     def assemble(
         self, blocks: tuple[nn.ModuleList, nn.Module], embeddings: Embeddings, *, is_causal: bool
@@ -191,87 +182,61 @@ class WellposedBody(WellposedPreTrainedModel):
     def run(
         self,
         given: ModelInputs,
-        *,
-        output_hidden_states: bool | None,
-        self_cache: Cache | None = None,
-        reading: Callable[[int], dict[str, Any]] | None = None,
-        memory: Tensor | None = None,
+        cache: Cache | None,
+        *memory: Tensor,
+        reading: Callable[[int], dict[str, Any]] = lambda _: {},
         table: nn.Module | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    ) -> BaseModelOutputWithPast:
         """Return the last hidden states, normed, and all of them where asked for.
 
         Args:
             given: what the caller of ``forward`` gave.
-            output_hidden_states: None leaves it to the configuration.
-            self_cache: keys and values of earlier tokens.
-            reading: in a decoder, the further keywords of the block of a layer.
+            cache: keys and values of earlier tokens.
             memory: in a decoder, what its blocks read.
+            reading: in a decoder, the further keywords of the block of a layer.
             table: token embedding, where it is not the body's own.
         """
-        batch, num_queries, device = self._check_input(given)
-        num_keys = num_queries + (0 if self_cache is None else int(self_cache.get_seq_length()))
-        padding = padding_of(given.attention_mask, batch, num_keys)
-        positions = given.position_ids
-        if positions is None:
-            positions = positions_of(padding, num_queries, num_keys, device)
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        cached = 0 if own is None else int(own.get_seq_length())
         limit, where = self.config.max_position_embeddings, type(self).__name__
-        check_positions(
-            positions,
-            (batch, num_queries),
-            num_keys,
-            limit,
-            given=given.position_ids is not None,
-            where=where,
+        read = read_inputs(given, self.config, where, cached=cached, limit=limit)
+        ids = given.input_ids
+        # a decoder is causal and reads left to right: padding on the right needs no mask
+        if ids is not None and on_host(ids) and not memory:
+            self.warn_if_padding_and_no_attention_mask(ids, given.attention_mask)
+        mask = make_mask(
+            read.padding, self.is_causal, read.length, read.num_keys, read.positions.device
         )
-        mask = make_mask(padding, self.is_causal, num_queries, num_keys, device)
-        x = self.embeddings(given.input_ids, positions, given.inputs_embeds, table=table)
-        states = [x]
-        inputs = () if memory is None else (memory,)
-        keep = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
-        )
+        x = self.embeddings(ids, read.positions, given.inputs_embeds, table=table)
+        states, keep = [x], self.keeps_states(given)
         for index, layer in enumerate(self.layers):
-            cache = None if self_cache is None else LayerView(self_cache, index)
-            others = {} if reading is None else reading(index)
             x = run_block(
                 cast(Block, layer),
                 x,
-                *inputs,
+                *memory,
                 mask=mask,
                 is_causal=self.is_causal,
-                cache=cache,
-                **others,
+                cache=None if own is None else LayerView(own, index),
+                **reading(index),
             )
             if keep:
                 states.append(x)
         x = self.final_norm(x)
-        return x, (*states[:-1], x) if keep else None
-
-    def _check_input(self, given: ModelInputs) -> tuple[int, int, torch.device]:
-        received = check_inputs(given, self.config, type(self).__name__)
-        # a decoder is causal and reads left to right: padding on the right needs no mask
-        if received is given.input_ids and on_host(received) and given.names[0] == "input_ids":
-            self.warn_if_padding_and_no_attention_mask(received, given.attention_mask)
-        return received.shape[0], received.shape[1], received.device
-
-    def check_cache(self, past_key_values: Cache | None, use_cache: bool | None) -> bool:
-        """Return whether a cache is used; raise `ConfigError` where one was asked for that cannot
-        be."""
-        where = type(self).__name__
-        return check_cache(
-            where,
-            past_key_values,
-            use_cache,
-            is_causal=self.is_causal,
-            recomputes=self._recomputes,
-            has_blocks=len(self.layers) > 0,
+        return BaseModelOutputWithPast(
+            last_hidden_state=cast(Any, x),
+            past_key_values=cache,
+            hidden_states=cast(Any, (*states[:-1], x) if keep else None),
         )
+
+    def _has_blocks(self) -> bool:
+        return len(self.layers) > 0
 
     def _recomputes(self) -> bool:
         blocks = [cast(Block, layer) for layer in self.layers]
         return any(block.gradient_checkpointing and block.training for block in blocks)
+
+    def _new_cache(self) -> Cache:
+        return DynamicCache(config=self.config)
 
 
 class WellposedModel(WellposedBody):
@@ -299,20 +264,8 @@ class WellposedModel(WellposedBody):
         embeddings = Embeddings(config, position_scale=position_scale(config, "encoder"))
         self.assemble(blocks, embeddings, is_causal=bool(config.is_causal))
 
-    @can_return_tuple
-    @known_keywords
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> BaseModelOutputWithPast:
+    @takes(ModelInputs)
+    def forward(self, given: ModelInputs) -> BaseModelOutputWithPast:
         """Return the hidden states of every token.
 
         Args:
@@ -335,15 +288,4 @@ class WellposedModel(WellposedBody):
             ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
                 blocks, or against `use_cache=False`.
         """
-        refuse_attentions(output_attentions)
-        if self.check_cache(past_key_values, use_cache) and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        given = ModelInputs(input_ids, inputs_embeds, attention_mask, position_ids)
-        x, states = self.run(
-            given, output_hidden_states=output_hidden_states, self_cache=past_key_values
-        )
-        return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, x),
-            past_key_values=past_key_values,
-            hidden_states=cast(Any, states),
-        )
+        return self.run(given, self.cache_of(given))

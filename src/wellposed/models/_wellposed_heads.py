@@ -10,9 +10,8 @@ from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
 from wellposed.models._build import Architecture, register_family
-from wellposed.models._classifiers import SequenceClassifier, SequencePairClassifier
 from wellposed.models._config import WellposedConfig
-from wellposed.models._heads import CausalLM
+from wellposed.models._heads import CausalLM, SequenceClassifier, SequencePairClassifier
 from wellposed.models._pair_head import PairHead
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
