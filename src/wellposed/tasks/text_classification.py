@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from wellposed.errors import DataError
 from wellposed.options import CheckedOptions, Size
+from wellposed.tasks.data.docstrings import labelled_docstrings
 from wellposed.tasks.data.labelled import (
     AUTO,
     LabelledTexts,
@@ -15,7 +16,13 @@ from wellposed.tasks.data.labelled import (
     name_classes,
     sorted_labels,
 )
-from wellposed.tasks.data.splits import MIN_ROWS_TO_CUT, SPLITS
+from wellposed.tasks.data.splits import (
+    MIN_ROWS_TO_CUT,
+    SPLITS,
+    Split,
+    cut_missing,
+    refuse_split_files,
+)
 from wellposed.tasks.kinds.classification import (
     ClassificationTask,
     LabelledExamples,
@@ -31,7 +38,8 @@ class TextClassificationOptions(CheckedOptions):
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, or hf:name[:config]."""
+    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, hf:name[:config];
+    or builtin: sentences about code or networks that ship with Python."""
     valid: str | None = None
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
@@ -79,9 +87,7 @@ class TextClassificationTask(ClassificationTask):
             options.quoting,
             pairs=options.tokenizer.startswith("hf:"),
         )
-        tables, source = load_labelled(
-            options.data, valid=options.valid, test=options.test, table=table
-        )
+        tables, source = _read(options, table)
         labels = sorted_labels(tables["train"].labels)
         _refuse_labels(tables["train"], labels)
         names, named_by = name_classes(labels, tables["train"].path, options.class_names)
@@ -101,6 +107,17 @@ class TextClassificationTask(ClassificationTask):
             source=source | named_by,
             details=details,
         )
+
+
+def _read(
+    options: TextClassificationOptions, table: TableOptions
+) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
+    if options.data != "builtin":
+        return load_labelled(options.data, valid=options.valid, test=options.test, table=table)
+    refuse_split_files("the builtin sentences", valid=options.valid, test=options.test)
+    sentences, described = labelled_docstrings()
+    tables, cut = cut_missing({"train": sentences}, "builtin", share=0.15)
+    return tables, described | cut
 
 
 def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:

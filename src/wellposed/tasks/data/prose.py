@@ -70,6 +70,15 @@ def _topics() -> Iterator[tuple[str, str]]:
         yield f"topic {name}", topics[name]
 
 
+def library_docstrings(name: str) -> Iterator[tuple[str, str]]:
+    """Yield place and text of the docstrings of a module or package of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for source in [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]:
+        if source.is_file() and not {"test", "tests"} & {*source.parts}:
+            place = source.relative_to(library).as_posix()
+            yield from ((place, text) for text in _docstrings(source))
+
+
 def _docstrings(source: Path) -> Iterator[str]:
     """Yield docstrings in the order of the source; statements alone are visited, as expressions
     hold none."""
