@@ -32,8 +32,7 @@ from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_run_model
 from wellposed.training.loop.progress import Progress
-from wellposed.training.loop.run import Run
-from wellposed.training.loop.steps import take_step
+from wellposed.training.loop.run import Run, take_step
 
 Step = Callable[[Batch], None]
 

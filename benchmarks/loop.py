@@ -25,8 +25,7 @@ from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_optimizer, build_run_model, set_learning_rate
 from wellposed.training.loop.progress import Progress
-from wellposed.training.loop.run import Run
-from wellposed.training.loop.steps import take_step
+from wellposed.training.loop.run import Run, take_step
 
 CASES = {
     "char_lm, 3 layers, D = 128, 32 x 128 tokens": RunConfig(

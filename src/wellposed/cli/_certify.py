@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
     from wellposed.training.certified.accuracy import CertifiedAccuracy
-    from wellposed.training.certified.nearest_words import NearestWord
+    from wellposed.training.certified.run import NearestWord
 
 _LOSSES = 6
 
@@ -110,9 +110,8 @@ def _accuracy(
     options: CertifyArguments,
 ) -> None:
     from wellposed.training.certified.accuracy import certified_accuracy
-    from wellposed.training.certified.nearest_words import nearest_words
     from wellposed.training.certified.record import NAME, TOKEN_SHARES
-    from wellposed.training.certified.run import first_batches, keep, key
+    from wellposed.training.certified.run import first_batches, keep, key, nearest_words
 
     batches = first_batches(task, options.split, options.examples, options.batch_size)
     curve = certified_accuracy(

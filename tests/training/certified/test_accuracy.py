@@ -184,7 +184,7 @@ def test_files_hold_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("radii", "steps"), [([0.2, 0.1], 3), ([-1.0], 3), ([], 3), ([0.1], 0)])
 def test_bad_arguments_are_refused(radii: list[float], steps: int) -> None:
     model = make_model("l2_contractive")
-    with pytest.raises(ConfigError, match="certified accuracy"):
+    with pytest.raises(ConfigError, match=r"certified.accuracy"):
         certified_accuracy(model, [], certify(model, seq_len=10), radii=radii, attack_steps=steps)
 
 

@@ -19,9 +19,8 @@ from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.report import aggregate, build_report
 from wellposed.tasks import build_task
 from wellposed.training import load_run_model, read_config
-from wellposed.training.certified.nearest_words import nearest_words
 from wellposed.training.certified.record import NAME, TOKEN_SHARES, CertifiedRun, read_certified
-from wellposed.training.certified.run import certify_run, certify_runs
+from wellposed.training.certified.run import certify_run, certify_runs, nearest_words
 from wellposed.training.loop.step import certified_logits
 
 TINY = typed("--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2")
@@ -209,7 +208,7 @@ def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(
     with pytest.raises(DataError, match=NAME):
         read_certified(tmp_path, run_date="")
     (tmp_path / NAME).write_text(json.dumps({"format": 1, "norm": "tok"}))
-    with pytest.raises(DataError, match="lacks run_date"):
+    with pytest.raises(DataError, match="option 'run_date' is missing"):
         read_certified(tmp_path, run_date="")
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from wellposed.errors import CheckpointError
 from wellposed.training.folder import checkpoints, durable_files
-from wellposed.training.folder.tensors import load_random_tensors, random_tensors
+from wellposed.training.folder.tensors import encode, load_random_tensors, random_tensors
 from wellposed.training.loop.state import TrainerState
 
 FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manifest.json")
@@ -39,10 +39,9 @@ class Held:
 
     def save(self, step: int) -> Path:
         state = TrainerState(step=step, best_value=0.1 + 0.2, best_step=1)
-        snapshot = checkpoints.take_snapshot(
-            self.model, self.optimizer, state, [checkpoints.random_snapshot()]
-        )
-        return checkpoints.write_checkpoint(self.folder, snapshot)
+        random_states = [encode(*random_tensors())]
+        files = checkpoints.snapshot(self.model, self.optimizer, state, random_states)
+        return checkpoints.write_checkpoint(self.folder, step, files)
 
     def numbers(self) -> list[torch.Tensor]:
         state = self.optimizer.state_dict()["state"]

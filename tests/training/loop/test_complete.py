@@ -17,8 +17,8 @@ from tests.support.runs import final, rows, same, stop_at
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.training.config import ConstrainOptions
-from wellposed.training.folder.averaging import WeightHistory, mean_tensors
-from wellposed.training.loop import finish
+from wellposed.training.folder.checkpoints import WeightHistory, mean_tensors
+from wellposed.training.loop import train
 from wellposed.training.loop.state import Evaluation, TrainerState
 
 
@@ -52,7 +52,7 @@ def test_the_mean_is_used_only_where_valid_is_better(
         seen.append(model.weight.item())
         return Evaluation({"score": value}, 4)
 
-    monkeypatch.setattr(finish, "evaluate", evaluate)
+    monkeypatch.setattr(train, "evaluate", evaluate)
     quiet: Any = Mock()
     run: Any = SimpleNamespace(
         history=history,
@@ -62,7 +62,7 @@ def test_the_mean_is_used_only_where_valid_is_better(
         accelerator=quiet,
         progress=quiet,
     )
-    report = finish.choose_mean_weights(run)["weights"]
+    report = train.choose_mean_weights(run)["weights"]
     assert seen == [4.0]
     assert model.weight.item() == (4.0 if used else 9.0)
     assert run.state.best_examples == (4 if used else 0)
@@ -76,9 +76,9 @@ def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> 
     history = WeightHistory(tmp_path, 3)
     for step in (1, 2, 3, 4):
         history.add(step, linear(0.0))
-    assert history.steps() == [2, 3, 4]
+    assert list(history.files()) == [2, 3, 4]
     history.add(3, linear(0.0))
-    assert history.steps() == [2, 3]
+    assert list(history.files()) == [2, 3]
     (history.folder / "step-3.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="weights to average cannot be read"):
         history.mean()

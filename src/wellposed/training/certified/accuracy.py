@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.attack import in_dtype, perturbation_size, steepest_direction
+from wellposed.call_checks import checked_arguments
 from wellposed.certification import Certificate
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import ConfigError, DataError
 from wellposed.linalg import Norm
 from wellposed.measurement import write_csv
 from wellposed.models import input_vectors
+from wellposed.options import Size
 
 Batch = Mapping[str, Tensor]
 _NO_LABEL = -100
@@ -101,6 +103,7 @@ class CertifiedAccuracy:
         draw([Panel(title, "r (embedding space)", "accuracy", series, x_scale="symlog")], path)
 
 
+@checked_arguments
 def certified_accuracy(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -108,8 +111,8 @@ def certified_accuracy(
     *,
     radii: Sequence[float] | None = None,
     in_tokens: bool = False,
-    attack_steps: int = 20,
-    restarts: int = 1,
+    attack_steps: Size = 20,
+    restarts: Size = 1,
     seed: int = 0,
 ) -> CertifiedAccuracy:
     """Return, for each r, the share of examples that no ``|delta| <= r`` makes wrong, and the share
@@ -146,7 +149,12 @@ def certified_accuracy(
 
     Cost: ``len(radii) x attack_steps x restarts`` forward and backward passes over the data.
     """
-    _check(radii, attack_steps, restarts)
+    if radii is not None and (
+        not radii or list(radii) != sorted(set(radii)) or not 0 <= radii[0] <= radii[-1] < math.inf
+    ):
+        raise ConfigError(
+            f"certified accuracy: radii: expected finite increasing sizes >= 0, received {list(radii)}"
+        )
     certificate.require_weights_of(model)
     # Asked once: each radius would make a digest of all weights again.
     certificate = replace(certificate, module=None)
@@ -162,11 +170,10 @@ def certified_accuracy(
         if radii is None
         else [r * (median_token if in_tokens else 1.0) for r in radii]
     )
-    attack = _MarginAttack(
-        target, certificate.norm, attack_steps, restarts, torch.Generator().manual_seed(seed)
-    )
+    how = {"norm": certificate.norm, "steps": attack_steps, "restarts": restarts}
+    how |= {"generator": torch.Generator().manual_seed(seed)}
     broken_at = torch.cat(
-        [attack.smallest_break(batch, sizes)[batch.is_counted] for batch in embedded]
+        [_smallest_breaks(target, batch, sizes, **how)[batch.is_counted] for batch in embedded]
     )
     correct = torch.cat([batch.correct[batch.is_counted] for batch in embedded])
     return CertifiedAccuracy(
@@ -309,60 +316,51 @@ def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
     return torch.stack([radii(length) for length in lengths]).amin(0)
 
 
-@dataclass(frozen=True)
-class _MarginAttack:
-    """Projected gradient descent on the margin of the right class."""
+def _smallest_breaks(
+    model: Any,
+    batch: _EmbeddedBatch,
+    sizes: Sequence[float],
+    *,
+    norm: Norm,
+    steps: int,
+    restarts: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the size of the smallest perturbation found that makes each label wrong; infinite where
+    none was. Projected gradient descent on the margin of the right class."""
+    broken_at = torch.where(batch.correct, math.inf, 0.0).double()
+    allowed = batch.mask[..., None].double()
 
-    model: Any
-    norm: Norm
-    steps: int
-    restarts: int
-    generator: torch.Generator
-
-    def smallest_break(self, batch: _EmbeddedBatch, sizes: Sequence[float]) -> Tensor:
-        """Return the size of the smallest perturbation found that makes each label wrong; infinite
-        where none was."""
-        broken_at = torch.where(batch.correct, math.inf, 0.0).double()
-        carried = torch.zeros_like(batch.vectors)
-        for size in (size for size in sizes if size > 0):
-            # The first start is where the attack of the radius before ended.
-            carried, broken_at = self._descend(batch, carried, size, broken_at)
-            for _ in range(self.restarts - 1):
-                _, broken_at = self._descend(batch, self._random(batch, size), size, broken_at)
-        return broken_at
-
-    def _descend(
-        self, batch: _EmbeddedBatch, delta: Tensor, size: float, broken_at: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return where the descent ends, and the smallest breaks known by then."""
-        allowed = batch.mask[..., None].double()
-        for _ in range(self.steps):
-            delta = delta.detach().requires_grad_()
-            margin, broken_at = self._try(batch, delta, broken_at)
-            (gradient,) = torch.autograd.grad(margin.sum(), delta)
-            step = steepest_direction(-gradient * allowed, self.norm) * (2.5 * size / self.steps)
-            delta = _project(delta.detach() + step, self.norm, size)
-        with torch.no_grad():
-            _, broken_at = self._try(batch, delta, broken_at)
-        return delta.detach(), broken_at
-
-    def _try(
-        self, batch: _EmbeddedBatch, delta: Tensor, broken_at: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the margins at ``delta``, and the smallest breaks with those that it makes."""
-        logits = _scores(self.model, batch.vectors + delta, batch.mask, batch.sides)
+    def margin(delta: Tensor) -> Tensor:
+        """Return the margins at ``delta``, and note the breaks that it makes."""
+        nonlocal broken_at
+        logits = _scores(model, batch.vectors + delta, batch.mask, batch.sides)
         right = batch.labels.clamp_min(0).unsqueeze(-1)
-        margin = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
+        found = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
         wrong = logits.argmax(-1) != batch.labels
-        size = torch.where(wrong, perturbation_size(delta.detach(), self.norm)[:, None], math.inf)
-        return margin * batch.is_counted, torch.minimum(broken_at, size)
+        size = torch.where(wrong, perturbation_size(delta.detach(), norm)[:, None], math.inf)
+        broken_at = torch.minimum(broken_at, size)
+        return found * batch.is_counted
 
-    def _random(self, batch: _EmbeddedBatch, size: float) -> Tensor:
-        noise = torch.randn(
-            batch.vectors.shape, dtype=batch.vectors.dtype, generator=self.generator
-        )
-        noise = noise * batch.mask[..., None]
-        return noise * (size / perturbation_size(noise, self.norm).clamp_min(1e-12))[:, None, None]
+    def descend(delta: Tensor, size: float) -> Tensor:
+        for _ in range(steps):
+            delta = delta.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(margin(delta).sum(), delta)
+            step = steepest_direction(-gradient * allowed, norm) * (2.5 * size / steps)
+            delta = _project(delta.detach() + step, norm, size)
+        with torch.no_grad():
+            margin(delta)
+        return delta
+
+    carried = torch.zeros_like(batch.vectors)
+    for size in (size for size in sizes if size > 0):
+        # The first start is where the attack of the radius before ended.
+        carried = descend(carried, size)
+        for _ in range(restarts - 1):
+            noise = torch.randn(carried.shape, dtype=carried.dtype, generator=generator) * allowed
+            scale = size / perturbation_size(noise, norm).clamp_min(1e-12)
+            descend(noise * scale[:, None, None], size)
+    return broken_at
 
 
 def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
@@ -374,14 +372,3 @@ def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
         else delta.flatten(1).norm(dim=-1)[:, None, None]
     )
     return delta * (size / length.clamp_min(size)) if size > 0 else torch.zeros_like(delta)
-
-
-def _check(radii: Sequence[float] | None, steps: int, restarts: int) -> None:
-    counts = {"attack_steps": steps, "restarts": restarts}
-    problems = [f"{n}: expected at least 1, received {v}" for n, v in counts.items() if v < 1]
-    if radii is not None and (
-        not radii or list(radii) != sorted(set(radii)) or not 0 <= radii[0] <= radii[-1] < math.inf
-    ):
-        problems.append(f"radii: expected finite increasing sizes >= 0, received {list(radii)}")
-    if problems:
-        raise ConfigError("certified accuracy:\n" + listed(problems))

@@ -3,13 +3,13 @@ torch."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
-from wellposed.finite_json import from_json, to_json
-from wellposed.training.folder import durable_files
+from wellposed.finite_json import from_json
+from wellposed.options import build_options
 
 NAME = "certified.json"
 FORMAT = 1
@@ -36,8 +36,8 @@ class CertifiedRun:
     total: float | None
     """The certified Lipschitz constant; None where there is none."""
     median_token: float
-    median_radius: float
-    """Median certified radius of the examples that are classified right."""
+    median_radius: float | None
+    """Median certified radius of the examples that are classified right; None where it is infinite."""
     shares: list[float]
     """Radii in units of `median_token`, increasing."""
     certified: list[float]
@@ -53,13 +53,6 @@ class CertifiedRun:
         return {name: found[NAMED_SHARE]} if NAMED_SHARE in found else {}
 
 
-def write_certified(folder: Path, run: CertifiedRun) -> Path:
-    """Write ``certified.json`` in one step and return its path."""
-    path = folder / NAME
-    durable_files.replace_file(path, to_json({"format": FORMAT, **asdict(run)}, indent=2))
-    return path
-
-
 def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
     """Return what was certified of the run that ended at ``run_date``; None where nothing was.
 
@@ -73,11 +66,7 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
         values = from_json(path.read_bytes())
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not a JSON object of format {FORMAT}")
-        values.setdefault("made_by", {})
-        missing = [item.name for item in fields(CertifiedRun) if item.name not in values]
-        if missing:
-            raise ValueError(f"lacks {', '.join(missing)}")
-        run = CertifiedRun(**values)
+        run = build_options(CertifiedRun, values, where=NAME)
         _refuse_damage(run)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: {error}; certify the run again, or remove the file") from error
@@ -91,7 +80,7 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
 
 def _refuse_damage(run: CertifiedRun) -> None:
     columns = (run.shares, run.certified, run.attacked)
-    if not all(isinstance(column, list) and len(column) == len(run.shares) for column in columns):
+    if not all(len(column) == len(run.shares) for column in columns):
         raise ValueError("shares, certified and attacked must be lists of the same length")
     if not all(isinstance(value, (int, float)) for column in columns for value in column):
         raise ValueError("shares, certified and attacked must be finite numbers")

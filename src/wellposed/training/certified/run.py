@@ -1,27 +1,33 @@
-"""Certified accuracy of a finished run: its model, its data, and the file that the report reads."""
+"""Certified accuracy of a finished run, the file that the report reads, and what a radius means in
+words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.finite_json import to_json
-from wellposed.models import embedding_radius
+from wellposed.models import embedding_radius, input_vectors
 from wellposed.tasks.data.splits import Split
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
 from wellposed.training.certified.record import (
+    FORMAT,
+    NAME,
     TOKEN_SHARES,
     CertifiedRun,
     read_certified,
-    write_certified,
 )
+from wellposed.training.folder import durable_files
 from wellposed.training.folder.result import read_result
 from wellposed.training.folder.save import load_run_model
 from wellposed.version import __version__
@@ -166,7 +172,8 @@ def key(
 def keep(
     folder: Path, curve: CertifiedAccuracy, shares: Sequence[float], made_by: Mapping[str, Any]
 ) -> CertifiedRun:
-    """Write a curve over ``shares`` of the median token norm into the folder of its run."""
+    """Write a curve over ``shares`` of the median token norm into the folder of its run, in one
+    step."""
     run = CertifiedRun(
         run_date=made_by["run_date"],
         split=made_by["split"],
@@ -181,7 +188,8 @@ def keep(
         attacked=curve.attacked,
         made_by=dict(made_by),
     )
-    write_certified(folder, run)
+    data = to_json({"format": FORMAT, **asdict(run)}, indent=2)
+    durable_files.replace_file(folder / NAME, data)
     return run
 
 
@@ -193,3 +201,65 @@ def _date(folder: Path) -> str:
             " first"
         )
     return str(result.result["date"])
+
+
+@dataclass(frozen=True)
+class NearestWord:
+    """A word, the word whose embedding is nearest to its own, and the 2-norm between the two."""
+
+    word: str
+    nearest: str
+    distance: float
+    within: int
+    """Other words within the radius asked for."""
+
+
+@torch.no_grad()
+def nearest_words(
+    model: nn.Module,
+    tokenizer: Any,
+    batches: Iterable[Mapping[str, Tensor]],
+    radius: float,
+    *,
+    count: int = 6,
+) -> list[NearestWord]:
+    """Return the ``count`` most frequent words of the batches, most frequent first, with their
+    nearest neighbours.
+
+    Exact, float64; special tokens are neither words nor neighbours.
+
+    Args:
+        model: takes ``input_ids``.
+        tokenizer: of the model.
+        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of
+        the second texts.
+        radius: how near a word must be to count among `NearestWord.within`.
+        count: of words.
+
+    Cost: one embedding of the vocabulary, and ``count`` distances to each of its rows.
+    """
+    special = set(tokenizer.all_special_ids)
+    known = [number for number in sorted(tokenizer.get_vocab().values()) if number not in special]
+    seen: Counter[int] = Counter()
+    for batch in batches:
+        for name in ("", "_pair"):
+            if f"input_ids{name}" in batch:
+                seen.update(
+                    batch[f"input_ids{name}"][batch[f"attention_mask{name}"].bool()].tolist()
+                )
+    frequent = [number for number, _ in seen.most_common() if number not in special][:count]
+    if len(known) < 2:
+        return []
+    ids = torch.tensor(known)[:, None]
+    vectors = input_vectors(model, ids, torch.ones_like(ids))[:, 0].double()
+    found = []
+    for number in frequent:
+        place = known.index(number)
+        distances = (vectors - vectors[place]).norm(dim=-1)
+        distances[place] = torch.inf
+        nearest = int(distances.argmin())
+        word, other = tokenizer.convert_ids_to_tokens([number, known[nearest]])
+        found.append(
+            NearestWord(word, other, float(distances[nearest]), int((distances <= radius).sum()))
+        )
+    return found

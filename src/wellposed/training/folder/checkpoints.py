@@ -1,16 +1,16 @@
 """Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
-digests.
+digests; and the weights of the last evaluations, of which the final ones may be the mean.
 
 Accelerate's ``save_state`` is not used, since it pickles the optimizer and the random states.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,56 +19,48 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from wellposed.errors import CheckpointError
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed.finite_json import from_json, to_json
+from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files, manifest, tensors
 from wellposed.training.loop.state import TrainerState
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
+AVERAGED = "averaging"
+_STEP = re.compile(r"^step-(\d+)\.safetensors$")
 NAME = re.compile(r"^checkpoint-(\d+)$")
 _MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The bytes of one checkpoint, by file name."""
-
-    step: int
-    files: Mapping[str, bytes]
-
-
-def take_snapshot(
+def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
     random_states: list[bytes],
-) -> Snapshot:
-    """Return the checkpoint of the present moment; ``random_states`` holds one entry per
-    process."""
+    *,
+    keep: bool = True,
+) -> dict[str, bytes]:
+    """Return the files of a checkpoint of this moment; ``random_states`` holds one entry a process.
+
+    Sharded weights are gathered, so every process calls this; one that does not ``keep`` them
+    returns nothing.
+    """
+    weights = tensors.model_tensors(model, keep=keep)
+    moments = tensors.optimizer_tensors(optimizer, keep=keep)
+    if not keep:
+        return {}
     files = {
-        MODEL: tensors.encode(tensors.model_tensors(model)[0]),
-        OPTIMIZER: tensors.encode(*tensors.optimizer_tensors(optimizer)),
-        STATE: to_json(state.to_dict(), indent=2),
+        MODEL: tensors.encode(weights),
+        OPTIMIZER: tensors.encode(*moments),
+        STATE: to_json(dataclasses.asdict(state), indent=2),
         **{random_name(rank): data for rank, data in enumerate(random_states)},
     }
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         files["config.json"] = config.to_json_string().encode()  # for from_pretrained
-    return Snapshot(state.step, files)
-
-
-def join_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take part in the gathers of `take_snapshot`, which another process calls at this moment; keep
-    nothing."""
-    tensors.model_tensors(model, keep=False)
-    tensors.optimizer_tensors(optimizer, keep=False)
-
-
-def random_snapshot() -> bytes:
-    """Return the state of the random-number generators of this process."""
-    return tensors.encode(*tensors.random_tensors())
+    return files
 
 
 def random_name(rank: int) -> str:
@@ -76,28 +68,23 @@ def random_name(rank: int) -> str:
     return f"random_states_{rank}.safetensors"
 
 
-def write_checkpoint(run_folder: Path, snapshot: Snapshot) -> Path:
-    """Write ``snapshot`` as ``checkpoint-<step>``, complete or not at all.
+def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) -> Path:
+    """Write ``files`` as ``checkpoint-<step>``, complete or not at all.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; older checkpoints are untouched,
         nothing is left behind.
     """
-    folder = run_folder / f"checkpoint-{snapshot.step}"
+    folder = run_folder / f"checkpoint-{step}"
     # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
-    listed = {
-        "format": manifest.FORMAT,
-        "step": snapshot.step,
-        "files": manifest.describe(snapshot.files),
-    }
-    what = f"the checkpoint of {sum(map(len, snapshot.files.values())) / 1e6:.3g} MB"
+    listed = {"format": manifest.FORMAT, "step": step, "files": manifest.describe(files)}
+    what = f"the checkpoint of {sum(map(len, files.values())) / 1e6:.3g} MB"
     with (
         durable_files.full_disk_in_a_line(folder, what, partial(_kept, run_folder)),
         durable_files.replace_folder(folder) as temporary,
     ):
-        for name, data in snapshot.files.items():
+        for name, data in {**files, manifest.NAME: to_json(listed, indent=2)}.items():
             durable_files.write_synced(temporary / name, data)
-        durable_files.write_synced(temporary / manifest.NAME, to_json(listed, indent=2))
     return folder
 
 
@@ -235,3 +222,91 @@ def processes_at_start(run_folder: Path) -> int | None:
         except (OSError, ValueError, AttributeError, TypeError):
             continue
     return None
+
+
+def weight_history(config: RunConfig, run_folder: Path) -> WeightHistory | None:
+    """Return the history that ``average_checkpoints`` asks for, or None where nothing is averaged.
+
+    Raises:
+        ConfigError: weights are held in a set in which their mean would not be.
+    """
+    count = config.train.average_checkpoints
+    if count and config.constrain.where and config.constrain.to != "spectral":
+        raise ConfigError(
+            f"train.average_checkpoints = {count} with constrain.where ="
+            f" {config.constrain.where!r}: the mean of orthogonal matrices is not orthogonal, nor"
+            " has that of unit columns unit columns; leave one of them at its default"
+        )
+    return WeightHistory(run_folder, count) if count else None
+
+
+class WeightHistory:
+    """The weights at the last ``keep`` evaluations, one file each; a run that resumes finds those
+    it wrote before."""
+
+    def __init__(self, run_folder: Path, keep: int) -> None:
+        self.folder = run_folder / AVERAGED
+        self._keep = keep
+
+    def add(self, step: int, model: nn.Module, *, write: bool = True) -> None:
+        """Write the weights of ``step`` and forget those before the last ``keep``, or after
+        ``step``.
+
+        Of several processes one writes; where weights are sharded the others gather with it.
+
+        Weights of a later step are of a course that was given up by resuming from an earlier
+        checkpoint.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
+        """
+        path = self.folder / f"step-{step}.safetensors"
+        weights = tensors.model_tensors(model, keep=write)
+        if not write:
+            return
+        with durable_files.full_disk_in_a_line(path, "the weights to average"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            durable_files.replace_file(path, tensors.encode(weights))
+            files = self.files()
+            kept = [number for number in files if number <= step][-self._keep :]
+            for number in files.keys() - set(kept):
+                files[number].unlink()
+
+    def files(self) -> dict[int, Path]:
+        """Return the files of weights that are there by their steps, in order."""
+        found = {
+            int(match[1]): path
+            for path in self.folder.glob("step-*")
+            if (match := _STEP.match(path.name))
+        }
+        return dict(sorted(found.items()))
+
+    def mean(self) -> dict[str, torch.Tensor]:
+        """Return the mean of the weights that are there; integers are those of the last step."""
+        try:
+            return mean_tensors(
+                [tensors.decode(path.read_bytes())[0] for path in self.files().values()]
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"{self.folder}: weights to average cannot be read: {error}"
+            raise CheckpointError(problem) from error
+
+    def remove(self) -> None:
+        """Delete the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def mean_tensors(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean of each float tensor, summed in float64 and rounded once; others are those of
+    the last state.
+
+    >>> mean_tensors([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
+    {'w': tensor([1.5000])}
+    """
+    last = states[-1]
+    mean = dict(last)
+    for name, value in last.items():
+        if value.is_floating_point():
+            total = sum((state[name].double() for state in states), torch.zeros(()))
+            mean[name] = (total / len(states)).to(value.dtype)
+    return mean

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -87,19 +88,14 @@ def write_result(result: RunResult) -> RunResult:
     return result
 
 
-def made_in(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``result.json`` holds of the environment, and the date."""
-    kept = {name: environment[name] for name in ("git_hash", "command")}
-    return {**kept, "versions": environment["packages"], "date": now()}
-
-
 def describe_result(
     status: Status,
     config: RunConfig,
     task: Task,
     state: TrainerState,
+    environment: Mapping[str, Any],
     *,
-    evaluations: Mapping[str, Evaluation],
+    evaluations: Mapping[str, Evaluation] = MappingProxyType({}),
     message: str = "",
     divergence: Divergence | None = None,
     parameters: int = 0,
@@ -131,6 +127,10 @@ def describe_result(
             "peak_memory_bytes": peak_memory_bytes(),
         },
         "data": task.description(),
+        "git_hash": environment["git_hash"],
+        "command": environment["command"],
+        "versions": environment["packages"],
+        "date": now(),
     }
     for evaluation in evaluations.values():
         values |= evaluation.notes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from wellposed.errors import CheckpointError, RoleNotFoundError
+from wellposed.errors import CheckpointError
 from wellposed.finite_json import to_json
 from wellposed.training.folder import checkpoints, durable_files, manifest
 from wellposed.training.folder.run_folder import import_recorded, read_config
@@ -82,7 +82,7 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
 def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
-        durable_files.write_synced(folder / checkpoints.MODEL, encode(model_tensors(model)[0]))
+        durable_files.write_synced(folder / checkpoints.MODEL, encode(model_tensors(model)))
         return
     from safetensors import SafetensorError
 
@@ -98,21 +98,6 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     readable = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(readable)  # safetensors writes files that other users cannot read
-
-
-def measure_model(model: nn.Module, path: Path, *, write: bool = True) -> str | None:
-    """Write the condition of every weight of ``model`` to ``path``; return why not, where the model
-    has no roles."""
-    from wellposed.measurement import measure
-
-    try:
-        found = measure(model)
-    except RoleNotFoundError as error:
-        return f"no {path.name}: {error}"
-    if write:
-        with durable_files.replace_files(path.parent) as there:
-            found.to_json(there / path.name)
-    return None
 
 
 def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -16,8 +16,8 @@ from wellposed.linalg.sharded import cut_like, is_sharded, read
 Tensors = dict[str, torch.Tensor]
 
 
-def model_tensors(model: nn.Module, *, keep: bool = True) -> tuple[Tensors, dict[str, str]]:
-    """Return the state of ``model`` with every storage once, and the other names of shared tensors.
+def model_tensors(model: nn.Module, *, keep: bool = True) -> Tensors:
+    """Return the state of ``model`` with every storage once, under its first name.
 
     safetensors refuses tensors that share memory, as tied embeddings do. The first name in the
     state is kept, which is the one Hugging Face reloads tied weights from. Sharded tensors are
@@ -30,7 +30,7 @@ def model_tensors(model: nn.Module, *, keep: bool = True) -> tuple[Tensors, dict
             whole = read(tensor)
             if keep:
                 kept[name] = whole.cpu().contiguous()
-    return kept, {name: first for name, first in names.items() if name != first}
+    return kept
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -107,24 +107,19 @@ def random_tensors() -> tuple[Tensors, dict[str, Any]]:
 
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     numbers = torch.from_numpy(numpy.asarray(keys).astype("int64"))
-    tensors: Tensors = {"torch": torch.get_rng_state(), "numpy": numbers}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
     version, words, next_gauss = random.getstate()
     plain = {
         "numpy": [int(position), int(has_gauss), float(gauss)],
         "python": [version, list(words), next_gauss],
     }
-    return tensors, plain
+    return {**torch_states(), "numpy": numbers}, plain
 
 
 def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
     """Give every generator the state `random_tensors` returned."""
     import numpy
 
-    torch.set_rng_state(tensors["torch"])
-    if torch.cuda.is_available() and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
+    restore_torch_states(tensors)
     position, has_gauss, gauss = plain["numpy"]
     keys = tensors["numpy"].numpy().astype("uint32")
     numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss))
@@ -132,19 +127,19 @@ def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str,
     random.setstate((version, tuple(words), next_gauss))
 
 
-def torch_states() -> list[torch.Tensor]:
+def torch_states() -> Tensors:
     """Return the state of torch's generators; cheap, without waiting for the device."""
-    states = [torch.get_rng_state()]
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
+        states["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
     return states
 
 
-def restore_torch_states(states: list[torch.Tensor]) -> None:
+def restore_torch_states(states: Mapping[str, torch.Tensor]) -> None:
     """Undo the random draws since `torch_states`."""
-    torch.set_rng_state(states[0])
-    if states[1:]:
-        torch.cuda.set_rng_state(states[1])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def gather_bytes(accelerator: Any, data: bytes) -> list[bytes]:

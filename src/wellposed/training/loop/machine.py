@@ -97,22 +97,23 @@ class ShardedModel:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
-    def whole(self, *, device: str | torch.device) -> nn.Module:
-        """Return a plain copy on ``device`` in the mode of the model; its gradients go nowhere."""
+    def whole(self, *, device: str | torch.device, keep: bool = True) -> nn.Module:
+        """Return a plain copy on ``device`` in the mode of the model, whose gradients go nowhere.
+
+        A process that does not ``keep`` it gathers with the others, and gets one without weights.
+        """
         values: dict[int, object] = {}
         for name, hollow in self._hollow.named_parameters():
             weight = self.model.get_parameter(name)
-            values[id(hollow)] = nn.Parameter(read(weight).to(device), weight.requires_grad)
+            gathered = read(weight)
+            if keep:
+                values[id(hollow)] = nn.Parameter(gathered.to(device), weight.requires_grad)
+        if not keep:
+            return self._hollow
         found = copy.deepcopy(self._hollow, values)
         for name, buffer in self.model.named_buffers():
             found.get_buffer(name).copy_(buffer)
         return found.to(device).train(self.model.training)
-
-    def join_whole(self) -> None:
-        """Take part in the gathers of `whole`, which another process calls at this moment; keep
-        nothing."""
-        for name, _ in self._hollow.named_parameters():
-            read(self.model.get_parameter(name))
 
 
 def is_sharded_run(options: TrainOptions, accelerator: Accelerator) -> bool:
@@ -141,6 +142,14 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         for layer, own in zip(layers, inside, strict=True)
         if all(own[weight] == uses[weight] for weight in own)
     ]
+
+
+def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``values`` over all processes."""
+    if accelerator.num_processes == 1:
+        return values
+    total: Any = accelerator.reduce(values.to(accelerator.device), reduction="sum")
+    return total
 
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)

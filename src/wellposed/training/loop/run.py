@@ -1,43 +1,40 @@
-"""The objects of one run, and where it stands; what its steps and its end do with them is in other
-files."""
+"""One run: its objects and where it stands, its steps, evaluations and checkpoints, and where numbers
+stop being finite."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from wellposed.errors import ConfigError, DataError, RoleNotFoundError
 from wellposed.training.config import RunConfig
-from wellposed.training.folder import checkpoints, manifest, run_folder
-from wellposed.training.folder.averaging import weight_history
+from wellposed.training.folder import checkpoints, durable_files, manifest, run_folder, tensors
 from wellposed.training.folder.metrics import MetricsFile
-from wellposed.training.folder.run_folder import environment_of
-from wellposed.training.folder.save import measure_model
-from wellposed.training.folder.tensors import gather_bytes
-from wellposed.training.loop import build
-from wellposed.training.loop.batches import MicroBatches, micro_batches_of_process
-from wellposed.training.loop.machine import ShardedModel, is_sharded_run
-from wellposed.training.loop.processes import StopRequest
+from wellposed.training.loop import batches, build
+from wellposed.training.loop.batches import Batch, MicroBatches
+from wellposed.training.loop.divergence import Blame, Divergence, first_nonfinite_module
+from wellposed.training.loop.machine import ShardedModel, is_sharded_run, sum_over_processes
+from wellposed.training.loop.processes import Cancelled, StopRequest
 from wellposed.training.loop.progress import Progress
-from wellposed.training.loop.state import Evaluation, TrainerState
-from wellposed.training.loop.step import sum_over_processes
-from wellposed.training.loop.tracking import NOT_TRACKED, Trackers, Tracking
+from wellposed.training.loop.schedules import learning_rate
+from wellposed.training.loop.state import Evaluation, TrainerState, Window
+from wellposed.training.loop.step import Penalty, StepNumbers, autocast, compute_gradients, scaled
+from wellposed.training.loop.tracking import Trackers
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
 
-
-class UnshardedModel(NamedTuple):
-    """A model that this process can run alone, and the penalty on it."""
-
-    model: nn.Module
-    penalty: Any | None
+RULING_PENALTY = 10.0
+"""Times the loss of the task at which the first penalty is spoken of."""
 
 
 class Run:
@@ -61,13 +58,13 @@ class Run:
     ) -> None:
         self.config, self.options, self.out, self.task = config, config.train, out, task
         self.accelerator = accelerator
-        self.history = weight_history(config, out)
+        self.history = checkpoints.weight_history(config, out)
         sharded = is_sharded_run(config.train, accelerator)
         # FSDP2 moves one block at a time to the device.
         self.model = (model if sharded else model.to(accelerator.device)).train()
         if config.train.gradient_checkpointing:
             build.enable_gradient_checkpointing(self.model)
-        self._shards = ShardedModel(self.model, accelerator) if sharded else None
+        self.shards = ShardedModel(self.model, accelerator) if sharded else None
         self.penalty = build.build_penalty(config.penalty, self.model)
         constrained = build.constrained_weights(config.constrain, self.model)
         self.optimizer = build.build_optimizer(
@@ -95,7 +92,7 @@ class Run:
             self.accelerator.wait_for_everyone()
             return run_folder.find_checkpoint(self.out, resume)
         checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
-        self.environment = environment_of(self.task, command)
+        self.environment = run_folder.environment_of(self.task, command)
         manifest.remove(self.out)  # of an earlier start: what it describes grows again
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         run_folder.write_environment(self.out, self.environment, step)
@@ -103,14 +100,20 @@ class Run:
         return checkpoint, notes
 
     def begin(self, checkpoint: Path | None) -> None:
-        """Take the place of ``checkpoint``, or of the first step."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        """Take the place of ``checkpoint``, or of the first step.
+
+        Raises:
+            ConfigError: the micro-batches of a step cannot be shared out evenly.
+        """
+        options, rank = self.options, self.accelerator.process_index
+        world = wrote = self.accelerator.num_processes
         if checkpoint is not None:
             # Processes that were not there when it was written draw from here on.
-            torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}/{checkpoint.name}"))
+            torch.manual_seed(derived_seed(options.seed, f"dropout/{rank}/{checkpoint.name}"))
             given = (checkpoint, self.model, self.optimizer)
             self.state = checkpoints.load_checkpoint(*given, rank=rank)
             self._saved = self._moment
+            wrote = checkpoints.random_count(checkpoint)
         else:
             if self.started:
                 names = [name for name, _ in self.model.named_parameters()]
@@ -119,16 +122,22 @@ class Run:
             self.measure("measure-initial.json")
             # Not the generator that drew the weights: dropout must not depend on how many numbers a
             # variant drew.
-            torch.manual_seed(derived_seed(self.options.seed, f"dropout/{rank}"))
-        state, options = self.state, self.options
-        self.micro_batches = micro_batches_of_process(
-            options.gradient_accumulation, begun_with=state.processes, processes=world
-        )
-        if checkpoint is not None and world != checkpoints.random_count(checkpoint):
+            torch.manual_seed(derived_seed(options.seed, f"dropout/{rank}"))
+        state, begun_with = self.state, self.state.processes
+        total = options.gradient_accumulation * begun_with
+        if total % world:
+            raise ConfigError(
+                f"the run was begun by {begun_with} processes with gradient_accumulation"
+                f" {options.gradient_accumulation}, so a step takes {total} micro-batches, which"
+                f" {world} processes cannot share evenly; continue with a number of processes that"
+                f" divides {total}"
+            )
+        self.micro_batches = total // world
+        if wrote != world:
             self.progress.say(
-                f"{checkpoint}: written by {checkpoints.random_count(checkpoint)} processes,"
-                f" continued by {world}: a step still takes {world * self.micro_batches}"
-                f" micro-batches, {self.micro_batches} in each process; dropout draws other numbers"
+                f"{checkpoint}: written by {wrote} processes, continued by {world}: a step still"
+                f" takes {total} micro-batches, {self.micro_batches} in each process; dropout draws"
+                " other numbers"
             )
         position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
         self.batches = MicroBatches(
@@ -155,55 +164,49 @@ class Run:
         state = self.state
         state.seconds = self.elapsed()
         state.metrics_rows = self.metrics.sync()
-        random_states = gather_bytes(self.accelerator, checkpoints.random_snapshot())
+        mine = tensors.encode(*tensors.random_tensors())
+        random_states = tensors.gather_bytes(self.accelerator, mine)
+        files = checkpoints.snapshot(
+            self.model, self.optimizer, state, random_states, keep=self.is_main
+        )
         if self.is_main:
-            what = (self.model, self.optimizer, state, random_states)
-            checkpoints.write_checkpoint(self.out, checkpoints.take_snapshot(*what))
+            checkpoints.write_checkpoint(self.out, state.step, files)
             keep = self.options.keep_checkpoints
             checkpoints.prune(self.out, step=state.step, keep=keep, best_step=state.best_step)
-        elif self._shards is not None:
-            checkpoints.join_snapshot(self.model, self.optimizer)
         self.accelerator.wait_for_everyone()
         self._saved = self._moment
 
     def measure(self, name: str) -> None:
-        """Write the condition of every weight to the file ``name`` of the run folder."""
-        if self.is_main or self._shards is not None:
-            problem = measure_model(self.model, self.out / name, write=self.is_main)
-            if problem:
-                self.progress.say(problem)
+        """Write the condition of every weight to the file ``name`` of the run folder; say why not,
+        where the model has no roles."""
+        from wellposed.measurement import measure
 
-    def whole(self) -> UnshardedModel:
-        """Return the model and its penalty, or of sharded weights copies that no gather is needed
-        to run.
+        if not self.is_main and self.shards is None:
+            return
+        try:
+            found = measure(self.model)
+        except RoleNotFoundError as error:
+            self.progress.say(f"no {name}: {error}")
+            return
+        if self.is_main:
+            with durable_files.replace_files(self.out) as there:
+                found.to_json(there / name)
+
+    def whole(self) -> nn.Module:
+        """Return the model, or of sharded weights a copy that no gather is needed to run.
 
         Called by all processes alike.
         """
-        if self._shards is None:
-            return UnshardedModel(self.model, self.penalty)
-        model = self._shards.whole(device=self.accelerator.device)
-        return UnshardedModel(model, build.build_penalty(self.config.penalty, model))
-
-    def whole_to_save(self) -> nn.Module | None:
-        """Return the model with all of its weights in the process that writes files, None in the
-        others."""
-        if self._shards is not None:
-            return self._shards.whole(device="cpu") if self.is_main else self._shards.join_whole()
-        return self.model if self.is_main else None
+        if self.shards is None:
+            return self.model
+        return self.shards.whole(device=self.accelerator.device)
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add a row to ``metrics.jsonl`` and show it."""
+        row = {**row, "seconds": self.elapsed()}
         self.metrics.append(row)
         self.progress.row(row)
         self.trackers.row(row)
-
-    def open_trackers(self, tracking: Tracking) -> Trackers:
-        """Open the records of this run, in the process that writes its files."""
-        config = self.config
-        title = f"{config.task} {config.variant} seed {config.train.seed}"
-        how = {"title": title, "config": config.to_dict(), "step": self.state.step}
-        warn = partial(self.progress.say, warn=True)
-        return Trackers(tracking if self.is_main else NOT_TRACKED, self.out, warn=warn, **how)
 
     def elapsed(self) -> float:
         """Return the seconds of this run, those before it was interrupted included."""
@@ -229,6 +232,10 @@ class Run:
         name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
         return {name: self.constraint.error().worst}
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(step, self.options, self.config.model.hidden_size)
+
     @property
     def _moment(self) -> tuple[int, int]:
         return self.state.step, self.state.evaluated_step
@@ -237,3 +244,214 @@ class Run:
 def derived_seed(seed: int, purpose: str) -> int:
     """Return a seed for one ``purpose``, unrelated to those of other purposes."""
     return int.from_bytes(sha256(f"{seed}/{purpose}".encode()).digest()[:7])
+
+
+def fit(run: Run) -> None:
+    """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top
+    of the loop.
+
+    Raises:
+        Cancelled: the run was asked to stop.
+        Divergence: a loss or gradient is not finite.
+    """
+    state, options, check_targets = run.state, run.options, True
+    while True:
+        last = state.step >= options.steps
+        if state.evaluated_step < state.step and (last or state.step % options.eval_every == 0):
+            validate(run)
+        patience = options.patience
+        last = last or (patience is not None and state.evaluations_without_gain >= patience)
+        due = state.step and state.step % options.checkpoint_every == 0
+        if last or due or state.step == state.best_step:
+            run.save()
+        if last:
+            return
+        if run.stop_requested():
+            raise Cancelled
+        take_step(run, check_targets=check_targets)
+        check_targets = False
+
+
+def take_step(run: Run, *, check_targets: bool = False) -> None:
+    """Take one optimizer step, if its numbers are finite."""
+    began = time.perf_counter()
+    state, options = run.state, run.options
+    rate = run.rate(state.step + 1)
+    build.set_learning_rate(run.optimizer, rate)
+    micro_batches = run.batches.take(run.micro_batches)
+    scaled_loss, random_states = options.precision == "fp16", tensors.torch_states()
+    where = (run.accelerator, run.prepared, run.task)
+    asked = {"penalty": _penalty_of_step(run, run.penalty), "check_targets": check_targets}
+    while True:
+        scale = state.loss_scale if scaled_loss else 1.0
+        numbers = compute_gradients(*where, micro_batches, options, loss_scale=scale, **asked)
+        if numbers.finite:
+            break
+        tensors.restore_torch_states(random_states)
+        run.optimizer.zero_grad(set_to_none=True)
+        if not (scaled_loss and numbers.finite_losses and state.loss_scale > 1):
+            raise _divergence(run, numbers, micro_batches, rate)
+        state.lower_scale()  # and the same micro-batches again: no step is left out
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    if scaled_loss:
+        state.count_scaled_step()
+    state.epoch, state.batch_index = run.batches.epoch, run.batches.index
+    state.count(numbers, time.perf_counter() - began)
+    if state.step == 1:
+        _warn_of_strength(run, numbers)
+    if state.step % options.log_every == 0 or state.step == options.steps:
+        _log(run, rate, numbers.grad_norm)
+
+
+def _warn_of_strength(run: Run, numbers: StepNumbers) -> None:
+    """Say once where the penalty of the first step rules the loss of the task."""
+    loss = numbers.loss_sum / max(1, numbers.targets)
+    penalty = numbers.penalty / run.config.penalty.every
+    if penalty > RULING_PENALTY * loss:
+        run.progress.say(
+            f"the first penalty, {penalty:.3g}, is {penalty / max(loss, 1e-30):.3g} times the loss of"
+            f" the task, {loss:.3g}: it rules the training; most strengths in use begin below it",
+            warn=True,
+        )
+
+
+def _log(run: Run, rate: float, grad_norm: float) -> None:
+    window, run.state.window = run.state.window, Window()
+    row: dict[str, Any] = {"step": run.state.step, "split": "train"}
+    row["loss"] = window.loss_sum / max(1, window.targets)
+    row["penalty"] = window.penalty_sum / window.steps
+    if window.auxiliary_sum is not None:
+        row["auxiliary_loss"] = window.auxiliary_sum / window.steps
+    row |= {**run.constraint_error(), "grad_norm": grad_norm, "learning_rate": rate}
+    run.add_row({**row, "tokens_per_second": window.tokens / window.seconds})
+
+
+def validate(run: Run) -> None:
+    """Evaluate on *valid*, note whether these weights are the best so far, and keep them where they
+    may be averaged."""
+    state = run.state
+    found = evaluate(run, "valid")
+    better = state.record_evaluation(found, run.task)
+    row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(run.model)}
+    run.add_row({**row, "best": better})
+    if run.history is not None:
+        run.history.add(state.step, run.model, write=run.is_main)
+
+
+def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
+    """Return the metrics of the weights of this moment on ``split``, on as many batches as the run
+    reads.
+
+    Status: exact. Sums and counts are added up in float64 over batches and processes, so the result
+    does not depend on the batch size. Every process runs the model as often; what is run beyond the
+    split is not counted. Dropout is off; no random number is drawn; the mode of the model is put
+    back.
+
+    Raises:
+        Cancelled: the run was asked to stop on the way.
+        DataError: the split is empty.
+        Divergence: the loss is not finite.
+
+    Cost: one forward pass over the split, or over its first batches.
+    """
+    order = run.task.batches(split, run.options.batch_size, seed=0, epoch=0)
+    order = order[: run.options.eval_batches if split == "valid" else run.test_batches]
+    if not order:
+        raise DataError(
+            f"{run.task.name}: the {split} split is empty; a run needs it to choose and report"
+            " weights"
+        )
+    totals: dict[str, tuple[float, float]] = {}
+    bad: list[Batch] = []
+    rank, world = run.accelerator.process_index, run.accelerator.num_processes
+    # As many batches in every process, as their calls wait for each other.
+    mine = [order[min(first + rank, len(order) - 1)] for first in range(0, len(order), world)]
+    was_training = run.prepared.training
+    run.prepared.eval()
+    try:
+        made = batches.collated(run.task, split, mine, workers=run.options.num_workers)
+        for number, batch in enumerate(made):
+            if run.stop_requested():
+                raise Cancelled
+            batch = batches.to_device(batch, run.accelerator.device)
+            sums = _batch_sums(run, batch)
+            if number * world + rank >= len(order):
+                sums = dict.fromkeys(sums, (0.0, 0.0))
+            if not bad and not math.isfinite(sums["loss"][0]):
+                bad = [batch]
+            for name, (value, count) in sums.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = before[0] + value, before[1] + count
+    finally:
+        run.prepared.train(was_training)
+    if world > 1:
+        names = sorted(totals)
+        each = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+        pairs = sum_over_processes(run.accelerator, each).tolist()
+        totals = {name: (pair[0], pair[1]) for name, pair in zip(names, pairs, strict=True)}
+    loss_sum, count = totals.pop("loss")
+    loss = loss_sum / max(1.0, count)
+    if not math.isfinite(loss):
+        step, blame = max(1, run.state.step), _blame(run, bad, training=False)
+        what = f"loss on {split} is {loss}"
+        raise Divergence(step=step, learning_rate=run.rate(step), what=what, blame=blame)
+    metrics = run.task.summarize(totals) if totals else {}
+    return Evaluation({"loss": loss, **metrics}, sum(map(len, order)))
+
+
+@torch.no_grad()
+def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
+    with autocast(run.accelerator.device, run.options):
+        logits = scaled(batches.forward(run.prepared, batch), run.options)
+        loss_sum, count = run.task.loss_sum(logits, batch)
+    return {**run.task.metric_sums(logits, batch), "loss": (float(loss_sum), float(count))}
+
+
+def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
+    """Return the penalty of this step; with ``every`` = k it is on at every k-th step and counts
+    k-fold."""
+    every = run.config.penalty.every
+    if penalty is None or run.state.step % every:
+        return None
+    return penalty if every == 1 else lambda: penalty() * every
+
+
+def _divergence(
+    run: Run, numbers: StepNumbers, micro_batches: list[Batch], rate: float
+) -> Divergence:
+    terms = {"loss": numbers.loss_sum, "penalty": numbers.penalty}
+    terms |= {"auxiliary loss": numbers.auxiliary or 0.0, "gradient norm": numbers.grad_norm}
+    bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
+    step, blame = run.state.step + 1, _blame(run, micro_batches, training=True)
+    return Divergence(step=step, learning_rate=rate, what=", ".join(bad), blame=blame)
+
+
+def _blame(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
+    """Run batches once more and name the module where numbers stop being finite; called by all
+    processes alike."""
+    model = run.whole().train(training)
+    whole = run.penalty if model is run.model else build.build_penalty(run.config.penalty, model)
+    penalty = _penalty_of_step(run, whole)
+    found = (
+        first_nonfinite_module(model, partial(_losses, run, model, penalty, batch))
+        for batch in again
+    )
+    blame = next(filter(None, found), None)
+    model.train()
+    return blame
+
+
+def _losses(
+    run: Run, model: nn.Module, penalty: Penalty | None, batch: Batch
+) -> dict[str, torch.Tensor]:
+    """Return every term of the loss of ``batch`` by the name that a message gives it."""
+    batch = batches.to_device(batch, run.accelerator.device)
+    with autocast(run.accelerator.device, run.options):
+        logits, auxiliary = batches.forward_with_auxiliary(model, batch)
+        logits = scaled(logits, run.options)
+        loss, _ = run.task.loss_sum(logits, batch, label_smoothing=run.options.label_smoothing)
+    extra = None if penalty is None else penalty()
+    found = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
+    return {name: value for name, value in found.items() if value is not None}

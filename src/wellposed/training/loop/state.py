@@ -73,13 +73,9 @@ class TrainerState:
     these."""
     window: Window = field(default_factory=Window)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain nested values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
-        """Rebuild from `to_dict`; another set of fields is a `CheckpointError`."""
+        """Rebuild from the values of a checkpoint; another set of fields is a `CheckpointError`."""
         known = {item.name for item in dataclasses.fields(cls)}
         values = {**ADDED, **values}
         if set(values) != known:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,8 @@ from wellposed.linalg.sharded import gathered
 from wellposed.tasks.objectives import IGNORED_LABEL
 from wellposed.training.config import TrainOptions
 from wellposed.training.loop import batches
-from wellposed.training.loop.batches import Batch, forward_with_auxiliary, sequence_count
+from wellposed.training.loop.batches import Batch
+from wellposed.training.loop.machine import sum_over_processes
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -177,25 +178,23 @@ def compute_gradients(
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
     integers when there are several processes.
     """
-    mine = _totals(task, micro_batches)
+    counts = (task.target_count, batches.sequence_count, batches.token_count)
+    mine = torch.tensor([sum(map(count, micro_batches)) for count in counts])
     world = accelerator.num_processes
     targets, sequences, tokens = sum_over_processes(accelerator, mine).tolist()
     per_target = world / max(1, targets)
     device = accelerator.device
-    loss_sum = torch.zeros((), device=device)
-    penalty_value = torch.zeros((), device=device)
-    auxiliary_value = torch.zeros((), device=device)
-    has_auxiliary = False
-    counted = 0.0
+    sums = torch.zeros(3, device=device)  # of losses, penalties and the model's own losses
+    has_auxiliary, counted = False, 0.0
     for number, batch in enumerate(micro_batches):
-        share = sequence_count(batch) / sequences
+        share = batches.sequence_count(batch) / sequences
         batch = batches.to_device(batch, device)
         last = number == len(micro_batches) - 1
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
         # the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
-                logits, auxiliary = forward_with_auxiliary(model, batch)
+                logits, auxiliary = batches.forward_with_auxiliary(model, batch)
                 rows = None
                 if options.margin_radius:
                     rows = rows_of(task.kind, batch["labels"])
@@ -211,14 +210,14 @@ def compute_gradients(
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share
-                penalty_value += term.detach()
+                sums[1] += term.detach()
                 loss = loss + term * world
             if auxiliary is not None:
                 has_auxiliary = True
-                auxiliary_value += auxiliary.detach() * share
+                sums[2] += auxiliary.detach() * share
                 loss = loss + auxiliary * (share * world)
             accelerator.backward(loss * loss_scale if loss_scale != 1 else loss)
-        loss_sum += batch_sum.detach()
+        sums[0] += batch_sum.detach()
         if check_targets:
             counted += float(count)
     if check_targets:
@@ -227,24 +226,10 @@ def compute_gradients(
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         torch._foreach_div_(gradients, loss_scale)
     norm = _clip(accelerator, model, options.max_grad_norm)
-    sums = sum_over_processes(accelerator, torch.stack([loss_sum, penalty_value, auxiliary_value]))
-    loss, penalty_number, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
+    sums = sum_over_processes(accelerator, sums)
+    loss_sum, penalties, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
     own = own if has_auxiliary else None
-    return StepNumbers(loss, targets, penalty_number, norm_number, tokens, own)
-
-
-def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``values`` over all processes."""
-    if accelerator.num_processes == 1:
-        return values
-    total: Any = accelerator.reduce(values.to(accelerator.device), reduction="sum")
-    return total
-
-
-def _totals(task: Task, micro_batches: Sequence[Batch]) -> torch.Tensor:
-    """Return how many targets, sequences and tokens the micro-batches hold."""
-    counts = (task.target_count, sequence_count, batches.token_count)
-    return torch.tensor([sum(map(count, micro_batches)) for count in counts])
+    return StepNumbers(loss_sum, targets, penalties, norm_number, tokens, own)
 
 
 def _clip(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.utils import set_seed
 
-from wellposed.errors import ConvergenceError
+from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import build_task
 from wellposed.training.config import RunConfig
-from wellposed.training.folder import checkpoints, run_folder
-from wellposed.training.folder.averaging import weight_history
+from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
 from wellposed.training.folder.lock import only_writer
 from wellposed.training.folder.metrics import MetricsFile
-from wellposed.training.folder.result import RunResult, read_result
-from wellposed.training.folder.run_folder import check_data
-from wellposed.training.loop.build import ModelFactory, build_start, describe_start
+from wellposed.training.folder.model_card import model_card
+from wellposed.training.folder.result import (
+    RunResult,
+    Status,
+    describe_result,
+    read_result,
+    write_result,
+)
+from wellposed.training.folder.save import save_final
+from wellposed.training.loop import build
 from wellposed.training.loop.divergence import Divergence
-from wellposed.training.loop.finish import cancel, fail, fail_before_start, finish
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.processes import Cancelled, StopRequest
-from wellposed.training.loop.progress import Progress
-from wellposed.training.loop.run import Run
+from wellposed.training.loop.progress import Progress, logger
+from wellposed.training.loop.run import Run, evaluate, fit, validate
 from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
-from wellposed.training.loop.steps import fit
-from wellposed.training.loop.tracking import NOT_TRACKED, Tracking, check_trackers
+from wellposed.training.loop.state import Evaluation, TrainerState
+from wellposed.training.loop.tracking import NOT_TRACKED, Trackers, Tracking, check_trackers
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
+
+GENERATE_BATCH = 64
 
 
 def train(
@@ -39,7 +50,7 @@ def train(
     progress: bool = True,
     command: list[str] | None = None,
     task: Task | None = None,
-    model: ModelFactory | None = None,
+    model: build.ModelFactory | None = None,
     longer: bool = False,
     tracking: Tracking = NOT_TRACKED,
     test_batches: int | None = None,
@@ -116,6 +127,7 @@ def train(
     resume = str(resume)
     check_trackers(tracking.names)
     accelerator = build_accelerator(config.train)
+    is_main = accelerator.is_main_process
     if config.train.epochs is not None or config.train.warmup_share:
         task = task or build_task(config.task, config.task_options)
         begun = checkpoints.processes_at_start(out) if resume != "never" else None
@@ -123,53 +135,54 @@ def train(
         config = counted_in_steps(config, task, processes=begun or accelerator.num_processes)
         if longer and share and resume != "never" and (out / run_folder.CONFIG).is_file():
             config = with_warmup_begun(config, share, run_folder.read_config(out))
-    if accelerator.is_main_process:
+    if is_main:
         run_folder.check_run_folder(out, config, resume, longer=longer)
-    if (
-        resume == "auto"
-        and (finished := _finished_run(config, out, task, longer=longer)) is not None
-    ):
-        if accelerator.is_main_process and (history := weight_history(config, out)) is not None:
-            history.remove()  # a kill after the last record leaves it
+    finished = _finished_run(config, out, task, longer=longer) if resume == "auto" else None
+    if finished is not None:
+        if is_main and config.train.average_checkpoints:  # a kill after the last record leaves it
+            shutil.rmtree(out / checkpoints.AVERAGED, ignore_errors=True)
         return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
-    with (
-        one_line_failures(out, config.train, accelerator),
-        only_writer(out, enabled=accelerator.is_main_process),
-    ):
-        if accelerator.is_main_process:  # again: another may have written between the two
+    with one_line_failures(out, config.train, accelerator), only_writer(out, enabled=is_main):
+        if is_main:  # again: another may have written between the two
             run_folder.check_run_folder(out, config, resume, longer=longer)
-            check_data(out, task)
+            run_folder.check_data(out, task)
         run = None
         try:
             if model is None:
-                start = build_start(config, task)
+                start = build.build_start(config, task)
                 run = Run(config, out, task, start.model, accelerator)
-                run.started = describe_start(config.start, start)
+                run.started = build.describe_start(config.start, start)
             else:
                 run = Run(config, out, task, model(config, task), accelerator)
             run.test_batches = test_batches
             checkpoint, notes = run.enter(resume, command)
-            shown = Progress(
-                enabled=progress and run.is_main,
-                steps=config.train.steps,
-                description=f"{config.task} {config.variant} seed {config.train.seed}",
-            )
-            with shown as run.progress, StopRequest() as run.stop:
-                for note in notes:
-                    run.progress.say(note, warn="damaged" in note)
-                run.begin(checkpoint)
-                rows = MetricsFile(out, rows=run.state.metrics_rows, enabled=run.is_main)
-                with rows as run.metrics, run.open_trackers(tracking) as run.trackers:
-                    return _train_to_the_end(run)
+            return _train_from(run, checkpoint, notes, tracking, progress=progress)
         except ConvergenceError as error:
             # The weights or their constraint could not be made: such a run has failed, as one whose
             # loss is not finite.
-            return fail_before_start(config, out, task, error, resume=resume, command=command)
+            environment = run_folder.environment_of(task, command)
+            given = ("failed", config, task, TrainerState(), environment)
+            result = RunResult(
+                "failed", out, describe_result(*given, message=str(error)), str(error)
+            )
+            if is_main:
+                _write_early_failure(result, config, environment, resume)
+            return result
         finally:
             if run is not None:
                 run.close()
+
+
+def _write_early_failure(
+    result: RunResult, config: RunConfig, environment: dict[str, Any], resume: str
+) -> None:
+    logger.warning("%s: failed: %s", result.out, result.message)
+    run_folder.enter_run_folder(result.out, config, resume)
+    manifest.remove(result.out)
+    run_folder.write_environment(result.out, environment, 0)
+    write_result(result)
 
 
 def _finished_run(
@@ -182,15 +195,147 @@ def _finished_run(
     if longer and trained != config.train.steps:
         return None
     if task is not None:
-        check_data(out, task)
+        run_folder.check_data(out, task)
     return finished
 
 
-def _train_to_the_end(run: Run) -> RunResult:
+def _train_from(
+    run: Run, checkpoint: Path | None, notes: list[str], tracking: Tracking, *, progress: bool
+) -> RunResult:
+    config, is_main = run.config, run.is_main
+    title = f"{config.task} {config.variant} seed {config.train.seed}"
+    shown = Progress(enabled=progress and is_main, steps=config.train.steps, description=title)
+    with shown as run.progress, StopRequest() as run.stop:
+        for note in notes:
+            run.progress.say(note, warn="damaged" in note)
+        run.begin(checkpoint)
+        rows = MetricsFile(run.out, rows=run.state.metrics_rows, enabled=is_main)
+        how = {"title": title, "config": config.to_dict(), "step": run.state.step}
+        warn = partial(run.progress.say, warn=True)
+        records = Trackers(tracking if is_main else NOT_TRACKED, run.out, warn=warn, **how)
+        with rows as run.metrics, records as run.trackers:
+            try:
+                fit(run)
+                return _finish(run)
+            except Cancelled:
+                run.save()
+                message = f"interrupted after step {run.state.step}; continue with --resume auto"
+                run.progress.say(f"{run.out}: {message}", warn=True)
+                return _end(run, "cancelled", run.best_evaluation(), message)
+            except (Divergence, ConvergenceError) as error:
+                # The weights are those of the last step with finite numbers.
+                run.progress.say(f"stopped: {error}", warn=True)
+                divergence = error if isinstance(error, Divergence) else None
+                return _end(run, "failed", run.best_evaluation(), str(error), divergence)
+
+
+def _finish(run: Run) -> RunResult:
+    """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them
+    in ``final/``."""
+    lost = _load_best_weights(run)
+    notes = choose_mean_weights(run)
+    test = evaluate(run, "test")
+    valid_scores, test_scores = _score_texts(run, "valid"), _score_texts(run, "test")
+    if test_scores and (described := run.task.describe_generation()):
+        notes["generation"] = described
+    test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
+    run.add_row({"step": run.state.best_step, "split": "test", **test.metrics})
+    valid = run.best_evaluation()["valid"]
+    valid = replace(valid, metrics={**valid.metrics, **valid_scores})
+    run.measure("measure-final.json")
+    evaluations = {"valid": valid, "test": test}
+    shards, whole = run.shards, run.model
+    if shards is not None:
+        whole = shards.whole(device="cpu", keep=run.is_main)
+    if run.is_main:
+        card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
+        save_final(run.out, whole, run.task, card)
+    result = _end(run, "success", evaluations, lost)
+    if run.history is not None and run.is_main:
+        run.history.remove()
+    return result
+
+
+def _load_best_weights(run: Run) -> str:
+    """Load the weights that were best on *valid*; where those are damaged, keep the last ones and
+    return why."""
+    state = run.state
+    if state.best_step == state.step:
+        return ""
+    best = run.out / f"checkpoint-{state.best_step}"
     try:
-        fit(run)
-        return finish(run)
-    except Cancelled:
-        return cancel(run)
-    except (Divergence, ConvergenceError) as error:
-        return fail(run, error)
+        checkpoints.load_weights(best, run.model)
+    except CheckpointError as error:
+        lost = (
+            f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are"
+            f" used: {error}"
+        )
+        run.progress.say(lost, warn=True)
+        state.best_value = None
+        validate(run)
+        return lost
+    return ""
+
+
+def choose_mean_weights(run: Run) -> dict[str, Any]:
+    """Take the mean of the last evaluated weights where it is better on *valid*; return what was
+    compared and used."""
+    if run.history is None:
+        return {}
+    run.accelerator.wait_for_everyone()
+    state, steps, headline = run.state, list(run.history.files()), run.task.headline
+    report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": steps}
+    report |= {"chosen_by": f"{headline},valid", "best": state.best_value, "average": None}
+    if len(steps) > 1:
+        own = {name: tensor.clone() for name, tensor in tensors.model_tensors(run.model).items()}
+        tensors.load_model_tensors(run.model, run.history.mean())
+        found = evaluate(run, "valid")
+        report["average"] = found.metrics[headline]
+        if state.is_better(found.metrics[headline], run.task):
+            report["used"] = "average"
+            state.best_metrics, state.best_examples = found.metrics, found.examples
+        else:
+            tensors.load_model_tensors(run.model, own)
+    run.progress.say(
+        f"final weights: {report['used']} ({report['chosen_by']}: best {report['best']}, mean"
+        f" {report['average']})"
+    )
+    return {"weights": report}
+
+
+def _score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
+    """Return the scores of texts that the final weights generate for ``split``; none for a task
+    without texts."""
+    if run.task.report_headline is not None and run.stop_requested():
+        raise Cancelled
+
+    def notify(done: int, count: int) -> None:
+        if run.stop.requested and run.accelerator.num_processes == 1:
+            raise Cancelled
+        run.progress.part(f"generating the texts of {split}", done, count)
+
+    how = {"batch_size": min(GENERATE_BATCH, run.options.batch_size), "notify": notify}
+    scores = run.task.generate_metrics(run.whole(), split, **how)
+    return {name: float(value) for name, value in scores.items()}
+
+
+def _end(
+    run: Run,
+    status: Status,
+    evaluations: Mapping[str, Evaluation],
+    message: str = "",
+    divergence: Divergence | None = None,
+) -> RunResult:
+    """Write ``result.json`` and the manifest, and return the result."""
+    run.state.seconds = run.elapsed()
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    said = {"evaluations": evaluations, "message": message, "divergence": divergence}
+    given = (status, run.config, run.task, run.state)
+    environment = run.environment or run_folder.environment(None)
+    values = describe_result(*given, environment, parameters=parameters, **said)
+    values["train_info"].update(run.constraint_error(), **run.started)
+    result = RunResult(status, run.out, values, message)
+    if run.is_main:
+        write_result(result)
+        run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
+    return result
