@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, missing_extra
-from wellposed.integrations._condition import ConditionMetrics, Details
+from wellposed.integrations._condition import ConditionMetrics
 from wellposed.penalize import OrthogonalityPenalty, large_penalty
 
 try:
@@ -80,7 +80,7 @@ def penalized_loss(
     return compute
 
 
-class ConditionCallback(TrainerCallback):
+class ConditionCallback(ConditionMetrics, TrainerCallback):
     """Add a summary, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics
     included.
 
@@ -90,16 +90,6 @@ class ConditionCallback(TrainerCallback):
     and ``details`` are those of `ConditionMetrics`.
     """
 
-    def __init__(
-        self,
-        penalty: OrthogonalityPenalty | None = None,
-        *,
-        every: int = 1,
-        spectra: bool = False,
-        details: Details = False,
-    ) -> None:
-        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra, details=details)
-
     def attach(self, trainer: Trainer) -> None:
         """Place this callback first among those of ``trainer``."""
         trainer.callback_handler.callbacks.insert(0, self)
@@ -108,14 +98,14 @@ class ConditionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Set the penalty's step to that of a resumed run."""
-        if self.metrics.penalty is not None:
-            self.metrics.penalty.step = state.global_step * args.gradient_accumulation_steps
+        if self.penalty is not None:
+            self.penalty.step = state.global_step * args.gradient_accumulation_steps
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any) -> None:  # noqa: ARG002
         """Add the metrics to what is being logged."""
         if state.is_world_process_zero:
             for record in (now["logs"], state.log_history[-1]):
-                record.update(self.metrics(now["model"], step=state.global_step))
+                record.update(self(now["model"], step=state.global_step))
 
 
 def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wellposed.errors import missing_extra
-from wellposed.integrations._condition import ConditionMetrics, Details
-from wellposed.penalize import OrthogonalityPenalty
+from wellposed.integrations._condition import ConditionMetrics
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +13,7 @@ except ImportError as error:
     raise missing_extra("lightning", "lightning", "Lightning adapters") from error
 
 
-class LightningConditionCallback(Callback):
+class LightningConditionCallback(ConditionMetrics, Callback):
     """Log the numbers of `ConditionMetrics` of the module at every ``trainer.log_every_n_steps``-th
     step.
 
@@ -26,20 +25,10 @@ class LightningConditionCallback(Callback):
         penalty, every, spectra, details: as `ConditionMetrics`; ``every`` counts logged steps.
     """
 
-    def __init__(
-        self,
-        penalty: OrthogonalityPenalty | None = None,
-        *,
-        every: int = 1,
-        spectra: bool = False,
-        details: Details = False,
-    ) -> None:
-        self.metrics = ConditionMetrics(penalty, every=every, spectra=spectra, details=details)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Set the penalty's step to that of a resumed run."""
-        if self.metrics.penalty is not None:
-            self.metrics.penalty.step = trainer.global_step * trainer.accumulate_grad_batches
+        if self.penalty is not None:
+            self.penalty.step = trainer.global_step * trainer.accumulate_grad_batches
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
@@ -47,4 +36,4 @@ class LightningConditionCallback(Callback):
         """Log the metrics where the trainer logs this step."""
         step, every = trainer.global_step, getattr(trainer, "log_every_n_steps", 1)
         if trainer.is_global_zero and step and step % every == 0:
-            pl_module.log_dict(self.metrics(pl_module, step=step), rank_zero_only=True)
+            pl_module.log_dict(self(pl_module, step=step), rank_zero_only=True)
