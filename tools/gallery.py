@@ -21,7 +21,7 @@ from pathlib import Path
 
 from wellposed.charts import INK, Panel, Series, draw, where
 from wellposed.training import read_metrics
-from wellposed_studies.frontier.curves import curves_panel
+from wellposed_studies.frontier.certified import curves_panel
 from wellposed_studies.study import mean_and_error
 
 ROOT = Path(__file__).parents[1]

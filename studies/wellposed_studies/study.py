@@ -1,17 +1,20 @@
-"""What the studies share: how much is trained, runs that are trained once and read back, means with
-their errors."""
+"""What the studies share: how much is trained, runs that are trained once and read back, a model at
+its best learning rate, means with their errors, and how long calls take."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from wellposed.charts import Row, Series, Style, where
 from wellposed.compare.runs import PlannedRun, train_planned
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 FACTORS = (1 / 3, 1.0, 3.0)
 """The rates that a model tries, in units of its own usual one."""
+CHOSEN_BY = "accuracy,valid"
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,6 @@ class Sizes:
     eval_batches: int | None = None
     """Batches of valid, and of test where a study says so; all where not given."""
     depths: tuple[int, ...] = ()
-    deeper: tuple[int, ...] = ()
-    """Depths of some models alone."""
     rates: Any = ()
     """Learning rates to try, or the rate of each model."""
     factors: Sequence[float] = FACTORS
@@ -197,13 +200,8 @@ def train_grid(
     test_batches: int | None = None,
 ) -> list[FinishedRun]:
     """Train every planned run, or load it where it is finished."""
-    results = train_planned(
-        planned,
-        announce=request.announce,
-        task=task,
-        test_batches=test_batches,
-        jobs=request.jobs or 1,
-    )
+    how = {"announce": request.announce, "jobs": request.jobs or 1}
+    results = train_planned(planned, task=task, test_batches=test_batches, **how)
     return [FinishedRun.of(result) for result in results]
 
 
@@ -213,17 +211,6 @@ def depths_trained(runs: Sequence[FinishedRun], trains: Callable[[FinishedRun], 
     return [depth for depth in dict.fromkeys(run.depth for run in runs) if depth not in failed]
 
 
-def curves(
-    runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]
-) -> list[Series]:
-    """Return the loss of each run over its steps."""
-    found = [(label(run), run.curve(split)) for run in runs]
-    return [
-        Series(name, [step for step, _ in curve], [loss for _, loss in curve])
-        for name, curve in found
-    ]
-
-
 def folder_name(label: str) -> str:
     """Return a label as a part of a path.
 
@@ -231,6 +218,158 @@ def folder_name(label: str) -> str:
     'lipschitz-2-T30'
     """
     return re.sub(r"[ =]", "", label.replace(", ", "-").replace(":", "-"))
+
+
+Plan = Callable[[float, int], PlannedRun]
+"""The run of a rate and a seed."""
+Train = Callable[[list[PlannedRun]], list[FinishedRun]]
+Score = Callable[[FinishedRun], float]
+Tried = Mapping[float, FinishedRun]
+"""The run of every rate that was tried."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What one model tried, and its runs at the rate it kept."""
+
+    trials: Sequence[FinishedRun]
+    """The first seed at every rate."""
+    runs: Sequence[FinishedRun]
+    """Every seed at the chosen rate."""
+
+    @property
+    def rate(self) -> float:
+        """The chosen rate."""
+        return self.runs[0].rate
+
+    @property
+    def settled(self) -> bool:
+        """Whether no seed failed and the loss on *valid* of every one had levelled off."""
+        return all(run.settled for run in self.runs)
+
+    def each(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
+        """Return what is measured of every run, None where training diverged."""
+        return [None if run.failure else measure(run) for run in self.runs]
+
+    def rows(
+        self,
+        fixed: Row,
+        measured: Sequence[Found | None],
+        described: Callable[[FinishedRun, Found], tuple[Row, Sequence[Row]]],
+    ) -> list[Row]:
+        """Return the rows of a table: those of each seed, or one with its failure where nothing was
+        measured.
+
+        Args:
+            fixed: what stands in every row.
+            measured: of each run, None where it failed.
+            described: what stands in every row of a seed, and its rows.
+        """
+        rows: list[Row] = []
+        for run, found in zip(self.runs, measured, strict=True):
+            mine = {**fixed, "rate": self.rate, "seed": run.seed}
+            if found is None:
+                rows.append({**mine, "error": run.failure})
+            else:
+                whole, points = described(run, found)
+                rows += [{**mine, **whole, **point} for point in points]
+        return rows
+
+
+def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> list[float]:
+    """Return the rates to try, to one digit.
+
+    >>> rates_about(0.02)
+    [0.007, 0.02, 0.06]
+    """
+    return [float(f"{usual * factor:.1g}") for factor in factors]
+
+
+def best_tried(tried: Tried, score: Score) -> float:
+    """Return the rate with the best score, of equals the lowest; a score that is not finite is the
+    worst.
+
+    >>> best_tried({0.003: 0.8, 0.01: 0.9, 0.03: 0.9, 0.1: math.nan}, lambda score: score)
+    0.01
+    """
+    scores = {rate: score(run) for rate, run in sorted(tried.items())}
+    return max(scores, key=lambda rate: scores[rate] if math.isfinite(scores[rate]) else -math.inf)
+
+
+def at_rates(folder: Path, label: str, config: Callable[[float, int], RunConfig]) -> Plan:
+    """Return the plan of a model whose folders and labels say rate and seed."""
+    return lambda rate, seed: PlannedRun(
+        folder.with_name(f"{folder.name}-rate{rate:g}-seed{seed}"),
+        f"{label}, rate {rate:g}, seed {seed}",
+        config(rate, seed),
+    )
+
+
+def tune(
+    train: Train,
+    plan: Plan,
+    rates: Sequence[float],
+    seeds: int,
+    *,
+    score: Score = lambda run: run.metric(CHOSEN_BY),
+    widen: bool = False,
+) -> Tuned:
+    """Train the first seed of a model at every rate, and the other seeds at the best.
+
+    Args:
+        train: trains what is planned.
+        plan: the run of a rate and a seed.
+        rates: to try.
+        seeds: trainings at the best rate.
+        score: of a run, the greatest is the best.
+        widen: try further rates while the best is the least or the greatest, as many again at most.
+    """
+    most = 2 * len(rates) if widen else 0
+    found = try_rates(train, lambda _, rate: plan(rate, 0), {"": rates}, score=score, most=most)
+    tried = found[""]
+    rate = best_tried(tried, score)
+    others = train([plan(rate, seed) for seed in range(1, seeds)])
+    return Tuned(list(tried.values()), [tried[rate], *others])
+
+
+def try_rates(
+    train: Train,
+    plan: Callable[[str, float], PlannedRun],
+    rates: Mapping[str, Sequence[float]],
+    *,
+    score: Score,
+    most: int = 0,
+) -> dict[str, Tried]:
+    """Train every model at every one of its rates, then at further ones while its best is the least
+    or the greatest.
+
+    Args:
+        train: trains what is planned, all models together.
+        plan: the run of a model and a rate.
+        rates: to try, by model.
+        score: of a run, the greatest is the best.
+        most: rates that a model tries at most.
+    """
+    tried: dict[str, dict[float, FinishedRun]] = {model: {} for model in rates}
+    wanted = [(model, rate) for model, those in rates.items() for rate in those]
+    while wanted:
+        for (model, rate), run in zip(wanted, train([plan(*each) for each in wanted]), strict=True):
+            tried[model][rate] = run
+        wanted = []
+        for model, found in tried.items():
+            rate = best_tried(found, score)
+            if len(found) < most and rate in (min(found), max(found)):
+                further = rates_about(rate, FACTORS[-1:] if rate == max(found) else FACTORS[:1])
+                wanted += [(model, rate) for rate in further]
+    return dict(tried)
+
+
+def curves(
+    runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]
+) -> list[Series]:
+    """Return the loss of each run over its steps."""
+    found = {label(run): dict(run.curve(split)) for run in runs}
+    return [Series(name, list(curve), list(curve.values())) for name, curve in found.items()]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -246,34 +385,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.nan if error is None else error
 
 
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Return the slope of ln value in ln size by least squares, over the values that are finite.
-
-    >>> round(exponent([1, 2, 4, 8], [3.0, 6.0, 12.0, float("inf")]), 6)
-    1.0
-    """
-    pairs = zip(sizes, values, strict=True)
-    points = [(math.log(size), math.log(value)) for size, value in pairs if math.isfinite(value)]
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
-
-
-def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Return differences, seed by seed."""
-    return [a - b for a, b in zip(left, right, strict=True)]
-
-
-def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedResults:
-    """Return a metric of every seed, or why it has none."""
-    found = [(run, run.metrics.get(metric)) for run in runs]
-    return SeedResults(
-        label,
-        {run.seed: value for run, value in found if value is not None},
-        {
-            run.seed: Failure("failed", run.failure or f"no {metric}")
-            for run, value in found
-            if value is None
-        },
-    )
+def means(rows: Sequence[Row], x: str, y: str) -> dict[float, float]:
+    """Return the mean of ``y`` at each ``x``, in order."""
+    at = sorted({row[x] for row in rows})
+    return {each: mean_and_error([row[y] for row in rows if row[x] == each])[0] for each in at}
 
 
 def mean_series(
@@ -285,15 +400,42 @@ def mean_series(
     colour: int | None = None,
     *,
     shift: float = 0.0,
+    bars: bool = True,
 ) -> Series:
     """Return the means of ``y`` at each ``x`` with their standard errors, none where there is one
-    value."""
-    at = sorted({row[x] for row in rows})
-    found = [mean_and_error([row[y] for row in where(rows, **{x: each})]) for each in at]
-    errors = [0.0 if math.isnan(error) else error for _, error in found]
-    return Series(
-        label, [each + shift for each in at], [mean for mean, _ in found], style, colour, errors
-    )
+    value, or ``bars`` are not wanted."""
+    found = means(rows, x, y)
+    errors = [mean_and_error([row[y] for row in where(rows, **{x: each})])[1] for each in found]
+    shown = [0.0 if math.isnan(error) else error for error in errors] if bars else ()
+    at = [each + shift for each in found]
+    return Series(label, at, list(found.values()), style, colour, shown)
+
+
+def exponent(rows: Sequence[Row], x: str, y: str) -> float:
+    """Return the slope of ln ``y`` in ln ``x`` by least squares, over the values that are finite.
+
+    >>> rows = [{"N": n, "error": 3.0 * n} for n in (1, 2, 4, 8, math.inf)]
+    >>> round(exponent(rows, "N", "error"), 6)
+    1.0
+    """
+    points = [(math.log(row[x]), math.log(row[y])) for row in rows if math.isfinite(row[y])]
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """Return differences, seed by seed."""
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedResults:
+    """Return a metric of every seed, or why it has none."""
+    values, failures = {}, {}
+    for run in runs:
+        if (value := run.metrics.get(metric)) is None:
+            failures[run.seed] = Failure("failed", run.failure or f"no {metric}")
+        else:
+            values[run.seed] = value
+    return SeedResults(label, values, failures)
 
 
 def spanned(values: Sequence[float]) -> str:
@@ -306,16 +448,6 @@ def spanned(values: Sequence[float]) -> str:
     return " to ".join(ends)
 
 
-def plus_minus(value: tuple[float, float | None], digits: int = 2) -> str:
-    """Return mean and standard error as text, the mean alone where there is no error.
-
-    >>> plus_minus((1.25, 0.5)), plus_minus((1.25, None), 1)
-    ('1.25 +- 0.50', '1.2')
-    """
-    mean, error = value
-    return f"{mean:.{digits}f}" if error is None else f"{mean:.{digits}f} +- {error:.{digits}f}"
-
-
 def said(values: Sequence[float], digits: int = 2) -> str:
     """Return mean and standard error of values as text, the mean alone where it has no error.
 
@@ -323,9 +455,30 @@ def said(values: Sequence[float], digits: int = 2) -> str:
     ('1.25 +- 0.25', '2.00')
     """
     mean, error = mean_and_error(values)
-    return plus_minus((mean, None if math.isnan(error) else error), digits)
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" +- {error:.{digits}f}")
 
 
 def listing(values: Iterable[object], none: str = "no") -> str:
     """Return values between commas, or ``none``."""
     return ", ".join(map(str, values)) or none
+
+
+def timing_device() -> str:
+    """Return the device that speeds are measured on: a GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def median_seconds(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, *, warmup: int
+) -> dict[str, float]:
+    """Return the median time of each call over ``repeats`` rounds after ``warmup`` rounds; the
+    calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(warmup + repeats):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values[warmup:]) for name, values in times.items()}

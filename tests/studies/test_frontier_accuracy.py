@@ -18,12 +18,16 @@ from wellposed.tasks import build_task
 from wellposed.training import train
 from wellposed.training.config import RunConfig, TrainOptions
 from wellposed_studies.frontier import strong_attack
-from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, PLAIN
-from wellposed_studies.frontier.accuracy_verdict import Evidence, judge_accuracy
-from wellposed_studies.frontier.curves import curves_panel
-from wellposed_studies.frontier.texts import CORPORA, Sizes, find_texts, text_run
-from wellposed_studies.study import FinishedRun, PlannedRun
-from wellposed_studies.tuning import Tuned, rates_about, tune
+from wellposed_studies.frontier.accuracy import (
+    DRAWN,
+    JUDGED,
+    MODELS,
+    PLAIN,
+    Evidence,
+    judge_accuracy,
+)
+from wellposed_studies.frontier.certified import CORPORA, Sizes, curves_panel, find_texts, text_run
+from wellposed_studies.study import FinishedRun, PlannedRun, Tuned, rates_about, tune
 
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 

@@ -16,15 +16,19 @@ from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForCausalLM, embedding_radius
 from wellposed.nn import InverseDAttention
 from wellposed.recipes.reproduce import reproduce
-from wellposed_studies.frontier.characters import SHARES, Measured, Rivalry, judge, rivalry
-from wellposed_studies.frontier.characters_bounds import (
+from wellposed_studies.frontier.characters import (
+    SHARES,
+    Measured,
     NextCharacters,
+    Rivalry,
     attention_slope,
+    judge,
     next_characters,
     printed_bound,
+    rivalry,
     sound_bound,
 )
-from wellposed_studies.tuning import Tuned
+from wellposed_studies.study import Tuned
 
 RADII = len(SHARES) - 1
 MORE, LESS, UNSURE, EQUAL = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from wellposed.training.config import RunConfig
-from wellposed_studies.frontier.doubling import Trained, at_plateau, double_until_plateau
+from wellposed_studies.frontier.translation import Trained, at_plateau, double_until_plateau
 from wellposed_studies.study import FinishedRun
 
 Given = tuple[float, float]

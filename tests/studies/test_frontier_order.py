@@ -12,7 +12,7 @@ from tests.support.finished_runs import written
 from wellposed.recipes.reproduce import reproduce
 from wellposed.training.certified.record import CertifiedRun
 from wellposed_studies.frontier.order import SHARES, TASKS, Curves, gains_over_control, judge
-from wellposed_studies.tuning import Tuned
+from wellposed_studies.study import Tuned
 
 CLEAR, NONE, UNSURE = [0.5, 0.52, 0.48], [0.0, 0.01, 0.02], [0.1, 0.3, 0.05]
 

@@ -16,12 +16,13 @@ from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import RECIPES, Reproduction, recipe_names
 from wellposed.statistics import PairedComparison, paired_comparison
 from wellposed.training.config import RunConfig
-from wellposed_studies.frontier import accuracy_verdict, characters, order
+from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
 from wellposed_studies.frontier import translation as small_translation
-from wellposed_studies.huang2020 import attention_block, settings, signal, updates
+from wellposed_studies.huang2020 import attention_block, settings, updates
 from wellposed_studies.huang2020 import depth as deep
-from wellposed_studies.kim2021 import bound_ratio, costs, inverses, jacobians, step_time
+from wellposed_studies.kim2021 import costs, inverses, jacobians
+from wellposed_studies.kim2021 import layers as attentions
 from wellposed_studies.mcgrath2024 import scores as mcgrath
 from wellposed_studies.sengupta2023 import layers, parameters, speed, sweeps, tables, tokens
 from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
@@ -175,7 +176,7 @@ VERDICTS: Mapping[str, Fed] = {
         deep.judge_depth, ([True, True], [False, False]), ([True, False], [False, False])
     ),
     "huang2020/signal": Fed(
-        signal.judge_signal, ([1.0, 1.1], [3.0, 1e6]), ([1.0, 1.3], [3.0, 1e6])
+        updates.judge_signal, ([1.0, 1.1], [3.0, 1e6]), ([1.0, 1.3], [3.0, 1e6])
     ),
     "huang2020/updates": Fed(
         updates.judge_updates, (by_stack(0.0), by_stack(3.0)), (by_stack(0.3), by_stack(3.0))
@@ -188,11 +189,11 @@ VERDICTS: Mapping[str, Fed] = {
     "kim2021/figure-2": Fed(
         jacobians.judge_figure_2, (two_bounds(0.9), STEEP), (two_bounds(0.7), STEEP)
     ),
-    "kim2021/bound-ratio": Fed(bound_ratio.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
+    "kim2021/bound-ratio": Fed(attentions.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
     "kim2021/figure-3": INVERSES,
     "kim2021/figure-4": COSTS,
     "kim2021/table-1": Fed(
-        step_time.judge_table_1, ([{"over_dot_product": 1.4}],), ([{"over_dot_product": 1.6}],)
+        attentions.judge_table_1, ([{"over_dot_product": 1.4}],), ([{"over_dot_product": 1.6}],)
     ),
     "kim2021/table-2": COSTS,
     "kim2021/figure-5": INVERSES,
@@ -257,7 +258,7 @@ VERDICTS: Mapping[str, Fed] = {
     "zhang2021/table-3": BLEU,
     "zhang2021/table-4": BLEU,
     "frontier/accuracy": Fed(
-        accuracy_verdict.judge_accuracy,
+        accuracy.judge_accuracy,
         ([evidence("imdb"), evidence()],),
         ([evidence("imdb"), evidence(fallen=1)],),
     ),

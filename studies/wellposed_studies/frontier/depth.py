@@ -11,7 +11,7 @@ from dataclasses import replace
 from wellposed.charts import Panel, Row, lines, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.frontier.texts import Model, find_texts, text_run
+from wellposed_studies.frontier.certified import Model, find_texts, text_run
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

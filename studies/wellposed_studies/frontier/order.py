@@ -13,18 +13,19 @@ from wellposed.charts import Row
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.training.certified.record import CertifiedRun
 from wellposed.training.config import RunConfig
-from wellposed_studies.frontier.curves import Curves, curves_panel, points_of
-from wellposed_studies.frontier.texts import Model
+from wellposed_studies.frontier.certified import Curves, Model, curves_panel, points_of
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
+    at_rates,
     folder_name,
     minus,
+    rates_about,
     run_config,
     said,
     train_grid,
+    tune,
 )
-from wellposed_studies.tuning import at_rates, rates_about, tune
 from wellposed_studies.verdicts import UNCERTAINTY, Power, some, within
 
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -11,7 +11,7 @@ nothing by it or overfits: the verdict is about the longest, for which the const
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -22,21 +22,66 @@ from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig, TrainOptions
-from wellposed_studies.frontier.doubling import Trained, at_plateau, double_until_plateau
 from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
+    Tuned,
     curves,
     mean_and_error,
     minus,
+    rates_about,
     run_config,
     said,
     seed_results,
     train_grid,
+    tune,
 )
-from wellposed_studies.tuning import Tuned, rates_about, tune
-from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, Power, within
+from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, Power, overfits, plateau, within
+
+Trained = Mapping[str, Sequence[FinishedRun]]
+"""The runs of each model, one a seed."""
+
+
+def double_until_plateau(
+    first: Trained, train: Callable[[int], Trained], most: int
+) -> list[Trained]:
+    """Train for 2, 4, 8, ... times the steps until no model gains by it or it overfits, and return
+    every length's runs.
+
+    Args:
+        first: the shortest runs.
+        train: every model for so many times the steps of ``first``, with the same settings and
+        seeds.
+        most: doublings at most.
+    """
+    lengths = [first]
+    while len(lengths) <= most and not at_plateau(lengths):
+        lengths.append(train(2 ** len(lengths)))
+    return lengths
+
+
+def at_plateau(lengths: Sequence[Trained]) -> bool:
+    """Return whether every model gained less than 1 % of its mean loss on *valid* by the last
+    doubling, or overfits."""
+    if len(lengths) < 2:
+        return False
+    shorter, longer = lengths[-2:]
+    return all(
+        plateau(_losses(shorter[name]), _losses(longer[name])) or _overfit(longer[name])
+        for name in shorter
+    )
+
+
+def _overfit(runs: Sequence[FinishedRun]) -> bool:
+    return all(
+        not run.failure and overfits([loss for _, loss in run.curve("valid")]) for run in runs
+    )
+
+
+def _losses(runs: Sequence[FinishedRun]) -> list[float]:
+    return [run.metric("loss,valid", math.inf) for run in runs]
+
 
 TRANSFORMERS: Mapping[str, str] = {"post_ln": "post-LN", "pre_ln": "pre-LN", "t_fixup": "T-Fixup"}
 CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-III"}

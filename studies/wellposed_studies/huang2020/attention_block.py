@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.charts import Panel, Row, Series, where
+from wellposed.charts import Panel, Row, Series, Style, where
 from wellposed.initialize import step_change
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import exponent, mean_and_error, said
+from wellposed_studies.study import exponent, mean_series, said
 from wellposed_studies.verdicts import UNCERTAINTY, every, within
 
 TOKENS = 16
@@ -56,17 +56,14 @@ def theorem_3_1(request: Request) -> Reproduction:
         toy=(1, 8), mini=(1, 64), medium=(1, 64, 256), paper=(1, 64, 512)
     )
     seeds: int = request.pick(toy=2, mini=5, medium=20, paper=20)
-    rows = [
-        measure_block(setting, width, count, seed)
-        for setting, width in itertools.product(SETTINGS, widths)
-        for count, seed in itertools.product(blocks, range(seeds))
-    ]
-    found = {
-        (setting, width): [
-            _exponent(where(rows, setting=setting, width=width, seed=seed)) for seed in range(seeds)
+    rows: list[Row] = []
+    found: dict[tuple[str, int], list[float]] = {}
+    for point in itertools.product(SETTINGS, widths):
+        mine = [measure_block(*point, *each) for each in itertools.product(blocks, range(seeds))]
+        found[point] = [
+            exponent(where(mine, seed=seed), "L", "change_over_rate") for seed in range(seeds)
         ]
-        for setting, width in itertools.product(SETTINGS, widths)
-    }
+        rows += mine
     scalar = where(rows, width=1)
     exact, printed = (
         max(abs(row[column] / row["change_over_rate"] - 1) for row in scalar)
@@ -78,7 +75,7 @@ def theorem_3_1(request: Request) -> Reproduction:
         texts.append(f"{setting}: {', '.join(of_widths)}")
     return Reproduction(
         rows,
-        [_panel(rows, width, blocks) for width in widths],
+        [_panel(where(rows, width=width), width, blocks) for width in widths],
         got=(
             f"exponent of L in |change of G| / rate, {'; '.join(texts)}; at d = 1 the closed form of the proof"
             f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
@@ -97,10 +94,8 @@ def judge_theorem_3_1(
 ) -> bool | None:
     """Say whether the update is of order 1 / L where the condition is met, and of the order of its
     sum elsewhere."""
-    parts = [within(exponents, -1 - _NEAR, -1 + _NEAR) for exponents in meeting]
-    return every(
-        [*parts, *(within(exponents, -0.5 - _NEAR, -0.5 + _NEAR) for exponents in missing)]
-    )
+    wanted = [*((-1, exponents) for exponents in meeting), *((-0.5, each) for each in missing)]
+    return every(within(exponents, to - _NEAR, to + _NEAR) for to, exponents in wanted)
 
 
 def measure_block(setting: str, width: int, blocks: int, seed: int) -> dict[str, Any]:
@@ -142,24 +137,20 @@ def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
     return found
 
 
-def _exponent(rows: Sequence[Row]) -> float:
-    return exponent([row["L"] for row in rows], [row["change_over_rate"] for row in rows])
-
-
 def _panel(rows: Sequence[Row], width: int, blocks: Sequence[int]) -> Panel:
-    series = []
-    for setting in SETTINGS:
-        mine = where(rows, setting=setting, width=width)
-        means = [
-            mean_and_error([row["change_over_rate"] for row in where(mine, L=count)])[0]
-            for count in blocks
-        ]
-        series.append(Series(setting, blocks, means, "dotted" if setting in MISSING else "solid"))
-    slope = Series("1 / L", blocks, [1 / count for count in blocks], "dashed")
+    styles: dict[str, Style] = {
+        **dict.fromkeys(MEETING, "solid"),
+        **dict.fromkeys(MISSING, "dotted"),
+    }
+    series = [
+        mean_series(
+            where(rows, setting=setting), "L", "change_over_rate", setting, style, bars=False
+        )
+        for setting, style in styles.items()
+    ]
+    series.append(Series("1 / L", blocks, [1 / count for count in blocks], "dashed"))
     title = f"d = {width}, {'positive' if width == 1 else 'normal'} numbers"
-    return Panel(
-        title, "blocks L", "|change of G| / rate", [*series, slope], x_scale="log", y_scale="log"
-    )
+    return Panel(title, "blocks L", "|change of G| / rate", series, "log", "log")
 
 
 class AttentionBlock(nn.Module):

@@ -1,22 +1,29 @@
-"""Huang et al. (2020): how far one step of SGD moves the output, over its rate, by depth: the goal
-of the paper."""
+"""Huang et al. (2020): encoder-decoders with random weights: the signal after every layer, and how
+far one step of SGD moves the output, over its rate, by depth: the goal of the paper."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from wellposed.charts import Panel, Row, Series, where
-from wellposed.initialize import step_change
+from wellposed.charts import Panel, Row, Style, medians, where
+from wellposed.errors import ConvergenceError
+from wellposed.initialize import signal_propagation, step_change
+from wellposed.models import build_model
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.huang2020.random_models import random_model
-from wellposed_studies.study import exponent, mean_and_error, said
-from wellposed_studies.verdicts import UNCERTAINTY, every, within
+from wellposed_studies.study import exponent, mean_series, means, said, spanned
+from wellposed_studies.verdicts import AGREED, UNCERTAINTY, agreed, every, within
 
+STACKS = ("encoder", "decoder")
+_LOW, _HIGH, _GREW = 0.95, 1.15, 11.5
+_DRAWS = 3
+_SHOWN = {"signal": 1e12, "change": 1e20}
+"""What is larger is left out of the figures, which are to show the others."""
 T_FIXUP, XAVIER = "T-Fixup", "Xavier, no LayerNorm"
 MODELS: Mapping[str, Mapping[str, Any]] = {
     T_FIXUP: {"init": "t_fixup", "norm": "none"},
@@ -27,8 +34,113 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 ENCODER, WHOLE = "encoder", "encoder-decoder"
 _DEPTHS = (6, 12, 25, 50, 100)
 _FLAT, _GROWS = 0.15, 1.0
-_SHOWN = 1e20
-"""What is larger is left out of the figure, which is to show the others."""
+
+
+def random_model(depth: int, width: int, seed: int, *, heads: int = 4, **options: Any) -> Any:
+    """Return an encoder-decoder in float64, of ``depth`` layers on each side."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
+    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+    options |= {"intermediate_size": 2 * width, "max_position_embeddings": 32, "activation": "relu"}
+    model: Any = build_model("wellposed", "seq2seq_lm", vocab_size=100, **sizes, **ids, **options)
+    return model.double()
+
+
+@recipe("huang2020/signal", measured={"mini": 0.3, "medium": 0.7}, estimated={"paper": 15})
+def signal(request: Request) -> Reproduction:
+    """|out|/|in| after every layer at initial weights, Xavier and T-Fixup.
+
+    Claim: with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at
+    any depth N
+
+    Test: |out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth, that of
+    Xavier's deepest above {_GREW:g}
+
+    Note: root mean square norms of tokens in a forward pass of random tokens, float64, no
+    LayerNorm on either side
+
+    Note: the paper's claim is about the size of an update; this is the forward signal that its
+    derivation needs
+    """
+    width = request.pick(toy=16, mini=64, medium=128, paper=512)
+    depths = request.pick(
+        toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100)
+    )
+    rows: list[Row] = []
+    labels = {"Xavier": "xavier", T_FIXUP: "t_fixup"}
+    for depth, (label, init), seed in itertools.product(depths, labels.items(), range(_DRAWS)):
+        request.announce(f"{label}, {depth}+{depth} layers of width {width}, seed {seed}")
+        ratios = _ratios(init, depth, width, seed)
+        rows += [{"init": label, "depth": depth, "seed": seed, **ratio} for ratio in ratios]
+
+    def deepest(**of: Any) -> list[float]:
+        return [row["ratio"] for row in where(rows, **of) if row["layer"] == row["depth"]]
+
+    encoder, xavier, decoder = (
+        ", ".join(spanned(deepest(init=init, stack=stack, depth=depth)) for depth in depths)
+        for init, stack in ((T_FIXUP, "encoder"), ("Xavier", "encoder"), (T_FIXUP, "decoder"))
+    )
+    by_seed = [
+        judge_signal(
+            *(deepest(init=init, stack="encoder", seed=seed) for init in (T_FIXUP, "Xavier"))
+        )
+        for seed in range(_DRAWS)
+    ]
+    alone = [
+        Panel(
+            f"{stack}, T-Fixup alone",
+            "layer",
+            "|out| / |in|",
+            medians(where(rows, init=T_FIXUP, stack=stack), "layer", "ratio", by=_name),
+            x_scale="log",
+            y_limits=(0.9, 1.2),
+        )
+        for stack in STACKS
+    ]
+    return Reproduction(
+        rows,
+        [*(_beside_xavier(rows, stack) for stack in STACKS), *alone],
+        got=(
+            f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup {encoder};"
+            f" Xavier {xavier}; of decoders: T-Fixup {decoder}"
+        ),
+        holds=agreed(by_seed),
+        criterion=Criterion("", _DRAWS, f"{AGREED}; a ratio is a mean over all tokens"),
+    )
+
+
+def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
+    """Say whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
+    return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > _GREW
+
+
+def _beside_xavier(rows: Sequence[Row], stack: str) -> Panel:
+    shown = [row for row in where(rows, stack=stack) if row["ratio"] < _SHOWN["signal"]]
+    styles: dict[str, Style] = {"Xavier": "dashed", T_FIXUP: "solid"}
+    series = [
+        replace(each, colour=number)
+        for init, style in styles.items()
+        for number, each in enumerate(
+            medians(where(shown, init=init), "layer", "ratio", by=_name, style=style)
+        )
+    ]
+    return Panel(stack, "layer", "|out| / |in|", series, x_scale="log", y_scale="log")
+
+
+def _name(row: Row) -> str:
+    return f"{row['init']}, {row['depth']} layers"
+
+
+def _ratios(init: str, depth: int, width: int, seed: int) -> list[Row]:
+    """Return stack, layer and |out|/|in| of every layer; infinite at the last where it overflows."""
+    model = random_model(depth, width, seed, heads=max(4, width // 64), norm="none", init=init)
+    tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(seed))
+    mask = {"attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens.flip(1)}
+    try:
+        found = signal_propagation(model, {"input_ids": tokens, **mask}).rows
+    except ConvergenceError:
+        return [{"stack": stack, "layer": depth, "ratio": math.inf} for stack in STACKS]
+    return [{"stack": row.stack, "layer": row.depth, "ratio": row.ratio} for row in found]
 
 
 @recipe("huang2020/updates", measured={"mini": 1.9, "medium": 1.9}, estimated={"paper": 60})
@@ -57,23 +169,41 @@ def updates(request: Request) -> Reproduction:
     )
     width = request.pick(toy=8, mini=32, medium=128, paper=512)
     seeds: int = request.pick(toy=2, mini=3, medium=5, paper=5)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for label, depth in itertools.product(MODELS, depths):
         request.announce(f"{label}, {depth}+{depth} layers of width {width}")
-        rows += [row for seed in range(seeds) for row in _measure(label, depth, width, seed)]
-    flat = {stack: _exponents(rows, T_FIXUP, stack, seeds) for stack in (ENCODER, WHOLE)}
-    grows = {stack: _exponents(rows, XAVIER, stack, seeds) for stack in (ENCODER, WHOLE)}
-    powers = ", ".join(f"{stack} {said(slopes)}" for stack, slopes in flat.items())
+        rows += [row for seed in range(seeds) for row in _changes(label, depth, width, seed)]
+
+    def powers(label: str) -> dict[str, list[float]]:
+        return {
+            stack: [
+                exponent(
+                    where(rows, model=label, stack=stack, seed=seed),
+                    "layers_each_side",
+                    "change_over_rate",
+                )
+                for seed in range(seeds)
+            ]
+            for stack in (ENCODER, WHOLE)
+        }
+
+    def told(label: str, column: str = "change_over_rate") -> str:
+        found = means(where(rows, model=label, stack=WHOLE), "layers_each_side", column).values()
+        texts = [f"{value:.3g}" if math.isfinite(value) else "overflow" for value in found]
+        return f"{label} {', '.join(texts)}"
+
+    flat = powers(T_FIXUP)
+    slopes = ", ".join(f"{stack} {said(values)}" for stack, values in flat.items())
     return Reproduction(
         rows,
-        [_panel(rows, stack, depths) for stack in (ENCODER, WHOLE)],
+        [_change_panel(where(rows, stack=stack), stack) for stack in (ENCODER, WHOLE)],
         got=(
-            f"|change of f| / rate goes with T-Fixup as N to the power of {powers}; of the"
+            f"|change of f| / rate goes with T-Fixup as N to the power of {slopes}; of the"
             f" encoder-decoder at {', '.join(map(str, depths))} layers:"
-            f" {'; '.join(_said(rows, label, depths) for label in MODELS)}; with biases stepped too"
-            f" {_said(rows, T_FIXUP, depths, 'change_with_biases')}"
+            f" {'; '.join(map(told, MODELS))}; with biases stepped too"
+            f" {told(T_FIXUP, 'change_with_biases')}"
         ),
-        holds=judge_updates(flat, grows),
+        holds=judge_updates(flat, powers(XAVIER)),
         criterion=Criterion("", seeds, UNCERTAINTY),
     )
 
@@ -87,64 +217,38 @@ def judge_updates(
     return every([*flat, *(within(slopes, low=_GROWS) for slopes in xavier.values())])
 
 
-def _measure(label: str, depth: int, width: int, seed: int) -> list[dict[str, Any]]:
+def _changes(label: str, depth: int, width: int, seed: int) -> list[Row]:
     model = random_model(depth, width, seed, **MODELS[label]).eval()
     tokens = torch.randint(4, 100, (2, 8))
     parts = {
         ENCODER: (model.model.encoder, tokens),
         WHOLE: (model.model, {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}),
     }
+    columns = {"change_over_rate": False, "change_with_biases": True}
     return [
         {
             "model": label,
             "stack": stack,
             "layers_each_side": depth,
             "seed": seed,
-            "change_over_rate": _change(part, batch, biases=False),
-            "change_with_biases": _change(part, batch, biases=True),
+            **{name: _change(part, batch, biases) for name, biases in columns.items()},
         }
         for stack, (part, batch) in parts.items()
     ]
 
 
-def _change(model: torch.nn.Module, batch: Any, *, biases: bool) -> float:
+def _change(model: torch.nn.Module, batch: Any, biases: bool) -> float:
     """Return the change of the output over the rate; infinite where it overflows."""
     change = step_change(model, batch, lr=None, biases=biases)
     return change if math.isfinite(change) else math.inf
 
 
-def _exponents(rows: Sequence[Row], label: str, stack: str, seeds: int) -> list[float]:
-    mine = [where(rows, model=label, stack=stack, seed=seed) for seed in range(seeds)]
-    return [
-        exponent(
-            [row["layers_each_side"] for row in each], [row["change_over_rate"] for row in each]
-        )
-        for each in mine
-    ]
-
-
-def _means(rows: Sequence[Row], column: str, depths: Sequence[int], **wanted: Any) -> list[float]:
-    return [
-        mean_and_error([row[column] for row in where(rows, layers_each_side=depth, **wanted)])[0]
-        for depth in depths
-    ]
-
-
-def _said(
-    rows: Sequence[Row], label: str, depths: Sequence[int], column: str = "change_over_rate"
-) -> str:
-    means = _means(rows, column, depths, model=label, stack=WHOLE)
-    return f"{label} " + ", ".join(
-        f"{value:.3g}" if math.isfinite(value) else "overflow" for value in means
-    )
-
-
-def _panel(rows: Sequence[Row], stack: str, depths: Sequence[int]) -> Panel:
+def _change_panel(rows: Sequence[Row], title: str) -> Panel:
+    x, y = "layers_each_side", "change_over_rate"
     series = []
     for number, label in enumerate(MODELS):
-        means = _means(rows, "change_over_rate", depths, model=label, stack=stack)
-        shown = {depth: mean for depth, mean in zip(depths, means, strict=True) if mean < _SHOWN}
-        series += [Series(label, list(shown), list(shown.values()), colour=number)] if shown else []
-    return Panel(
-        stack, "layers each side", "|change of f| / rate", series, x_scale="log", y_scale="log"
-    )
+        mine = where(rows, model=label)
+        shown = [depth for depth, mean in means(mine, x, y).items() if mean < _SHOWN["change"]]
+        mine = [row for row in mine if row[x] in shown]
+        series += [mean_series(mine, x, y, label, colour=number, bars=False)] if mine else []
+    return Panel(title, "layers each side", "|change of f| / rate", series, "log", "log")

@@ -7,6 +7,7 @@ are those of the last step on the dev rows, as in the paper.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +39,8 @@ from wellposed_studies.study import (
     FinishedRun,
     Sizes,
     mean_series,
-    plus_minus,
     run_config,
+    said,
     train_grid,
 )
 from wellposed_studies.verdicts import UNCERTAINTY, Power, every, within
@@ -86,15 +87,19 @@ def sizes_of(request: Request) -> Sizes:
             5300, 3, batch_size=48, learning_rate=2e-5, evaluations=20, options={"max_length": 128}
         ),
     )
-    if request.encoder is not None and not Path(request.encoder).is_file():
-        steps = request.pick(toy=3, mini=200, medium=1000, paper=5300)
-        rate = request.pick(toy=1e-3, mini=5e-5, medium=5e-5, paper=2e-5)
-        return replace(sizes, steps=steps, learning_rate=rate)
-    return sizes
+    if request.encoder is None or Path(request.encoder).is_file():
+        return sizes
+    steps, rate = request.pick(
+        toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
+    )
+    return replace(sizes, steps=steps, learning_rate=rate)
 
 
-_SCATTER = "key at 1e-2 less the baseline"
+_OVERALL = Power(sizes_of, "overall score", 0.0004, "key at 1e-2 less the baseline", tests=9)
 _READS: dict[str, Any] = {"folders": ("minbert",), "takes": ("data", "encoder")}
+_MINUTES = {"mini": 22, "medium": 240, "paper": 450}
+_SWEPT: dict[str, Any] = {"estimated": _MINUTES, "power": _OVERALL, **_READS}
+"""What the recipes of all nine cells say of themselves."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +132,13 @@ class CellResult:
 
     def overall(self) -> str:
         """Return the overall score in words."""
-        return plus_minus(self.mean("overall"), 4) if self.runs else "failed"
+        return said([of["overall"] for of in self.scores], 4) if self.runs else "failed"
 
     def by_seed(self) -> SeedResults:
         """Return the overall score of every seed, or why it has none."""
-        seeds = [run.seed for run in self.runs]
-        return SeedResults(
-            self.name,
-            {seed: of["overall"] for seed, of in zip(seeds, self.scores, strict=True)},
-            {run.seed: Failure("failed", run.failure) for run in self.failed},
-        )
+        scored = zip(self.runs, self.scores, strict=True)
+        failures = {run.seed: Failure("failed", run.failure) for run in self.failed}
+        return SeedResults(self.name, {run.seed: of["overall"] for run, of in scored}, failures)
 
     def seconds(self) -> float:
         """Return the mean time of a training."""
@@ -151,22 +153,17 @@ class CellResult:
 
     def row(self) -> Row:
         """Return a row of the sweep."""
-        against = self.against
-        return {
-            "cell": self.name,
-            "strength": self.strength,
-            "seeds": len(self.runs),
-            "failed": len(self.failed),
-            **self.columns(),
-            "seconds": self.seconds() if self.runs else None,
-            "difference": against and against.mean_difference,
-            "difference_se": against and against.standard_error,
-            "p_value": against and against.p_value,
-            "p_holm": against and against.p_holm,
-            "verdict": against and against.verdict,
-        }
+        counts = {"seeds": len(self.runs), "failed": len(self.failed)}
+        seconds = {"seconds": self.seconds() if self.runs else None}
+        row = {"cell": self.name, "strength": self.strength, **counts, **self.columns(), **seconds}
+        return row | {name: getattr(self.against, of, None) for name, of in _TESTED.items()}
 
 
+_TESTED = {
+    "difference": "mean_difference",
+    "difference_se": "standard_error",
+    **{name: name for name in ("p_value", "p_holm", "verdict")},
+}
 Cells = Sequence[CellResult]
 
 
@@ -177,12 +174,7 @@ def evaluations(run: FinishedRun) -> list[Row]:
     return [row for row in read_metrics(run.folder) if row["split"] == "valid"]
 
 
-@recipe(
-    "mcgrath2024/figure-1",
-    estimated={"mini": 22, "medium": 240, "paper": 450},
-    power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=9),
-    **_READS,
-)
+@recipe("mcgrath2024/figure-1", **_SWEPT)
 def figure_1(request: Request) -> Reproduction:
     """The sweep: three scores by strength of the penalty on key, query and both (needs --data).
 
@@ -197,12 +189,7 @@ def figure_1(request: Request) -> Reproduction:
     return _made(request, cells, rows, _sweep(cells), about_scores(cells), holds, _PAIRED)
 
 
-@recipe(
-    "mcgrath2024/table-1",
-    estimated={"mini": 22, "medium": 240, "paper": 450},
-    power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=9),
-    **_READS,
-)
+@recipe("mcgrath2024/table-1", **_SWEPT)
 def table_1(request: Request) -> Reproduction:
     """Scores of the baseline and of the best strength on key, query and both (the runs of figure
     1; needs --data).
@@ -219,17 +206,17 @@ def table_1(request: Request) -> Reproduction:
     rows: list[Row] = []
     for group, printed in PAPER_TABLE.items():
         rows.append({"row": group, "source": "paper", **dict(zip(COLUMNS, printed, strict=True))})
-        if group in best:
-            found = best[group]
+        if found := best.get(group):
             rows.append({"row": group, "source": "ours", "cell": found.name, **found.columns()})
     panels, names = [], list(PAPER_TABLE)
     at = [names.index(group) for group in best]
     for place, (column, heading) in enumerate(zip(COLUMNS, HEADINGS, strict=True)):
         paper = [printed[place] for printed in PAPER_TABLE.values()]
         means, errors = zip(*(found.mean(column) for found in best.values()), strict=True)
+        bars = [error or 0.0 for error in errors]
         series = [
             Series("paper says", range(len(paper)), paper, "dots"),
-            Series("we got", at, means, "dots", errors=[error or 0.0 for error in errors]),
+            Series("we got", at, means, "dots", errors=bars),
         ]
         panels.append(Panel(heading, "penalty", heading, series, legend=place == 0, names=names))
     holds = judge_table_1(tested)
@@ -263,7 +250,7 @@ def figure_3(request: Request) -> Reproduction:
 @recipe(
     "mcgrath2024/pretrained",
     estimated={"mini": 50, "medium": 210, "paper": 180},
-    power=Power(sizes_of, "overall score", 0.0004, _SCATTER, tests=3),
+    power=replace(_OVERALL, tests=3),
     **_READS,
 )
 def pretrained(request: Request) -> Reproduction:
@@ -328,18 +315,16 @@ def _made(
     holds: bool | None,
     uncertainty: str,
 ) -> Reproduction:
-    differs = (
-        "a pretrained encoder that is not his, fine-tuned for fewer steps than his"
-        if request.encoder
-        else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
-        " difference here says little of his"
-    )
-    failed = [
-        f"{cell.name} seed {run.seed}: {run.failure}" for cell in cells for run in cell.failed
-    ]
-    notes = (*failed, *(() if request.scale == "paper" else (differs,)))
+    notes = [f"{cell.name} seed {run.seed}: {run.failure}" for cell in cells for run in cell.failed]
+    if request.scale != "paper":
+        notes.append(
+            "a pretrained encoder that is not his, fine-tuned for fewer steps than his"
+            if request.encoder
+            else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
+            " difference here says little of his"
+        )
     criterion = Criterion("", sizes_of(request).seeds, uncertainty)
-    return Reproduction(rows, panels, got or NOTHING, holds, notes, criterion)
+    return Reproduction(rows, panels, got or NOTHING, holds, tuple(notes), criterion)
 
 
 def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
@@ -354,18 +339,21 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
     encoder = request.encoder or ("bert-base-uncased" if request.scale == "paper" else None)
     sizes = sizes_of(request)
     group = "-".join(["mcgrath2024", *([Path(encoder).name] if encoder else [])])
-    planned = []
-    for name in (BASELINE, *names):
-        for seed in range(sizes.seeds):
-            folder = request.runs(group) / name.replace(":", "-") / f"seed-{seed}"
-            config = _config(request, sizes, encoder, name, seed)
-            planned.append(PlannedRun(folder, f"{name} seed {seed}", config))
+    names = (BASELINE, *names)
+    planned = [
+        PlannedRun(
+            request.runs(group) / name.replace(":", "-") / f"seed-{seed}",
+            f"{name} seed {seed}",
+            _config(request, sizes, encoder, name, seed),
+        )
+        for name, seed in itertools.product(names, range(sizes.seeds))
+    ]
     alone = request.scale == "toy" or sizes.steps > 2000
     jobs = request.jobs or (1 if alone else min(os.cpu_count() or 1, _MAX_JOBS))
-    runs = train_grid(replace(request, jobs=jobs), planned, test_batches=1)
+    runs = iter(train_grid(replace(request, jobs=jobs), planned, test_batches=1))
     found = []
-    for place, name in enumerate((BASELINE, *names)):
-        mine = runs[place * sizes.seeds : (place + 1) * sizes.seeds]
+    for name in names:
+        mine = list(itertools.islice(runs, sizes.seeds))
         good, failed = ([run for run in mine if bool(run.metrics) is ok] for ok in (True, False))
         found.append(CellResult(name, good, failed))
     base, *others = found
@@ -377,9 +365,9 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
 def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed: int) -> RunConfig:
     options = {"data": request.data, "limit_train": sizes.limit, **sizes.options}
     if encoder is not None:
-        folder = Path(encoder).parent if Path(encoder).is_file() else Path(encoder)
-        own = not Path(encoder).is_file() or has_tokenizer(folder)
-        options |= {"tokenizer": f"hf:{folder}" if own else "wordpiece"}
+        drawn = Path(encoder).is_file()
+        folder = Path(encoder).parent if drawn else Path(encoder)
+        options["tokenizer"] = f"hf:{folder}" if not drawn or has_tokenizer(folder) else "wordpiece"
     config = run_config(
         "minbert",
         options,
@@ -411,20 +399,15 @@ def _tests_alone(cells: Cells) -> list[PairedComparison]:
 def judge_alone(tests: Sequence[PairedComparison]) -> bool | None:
     """Say whether some penalty on key or query alone is better; False where every one of them is
     worse."""
-    gains = [test.mean_difference or 0 for test in tests if test.significant]
-    if any(gain > 0 for gain in gains):
-        return True
-    return False if gains and len(gains) == len(tests) else None
+    gains = [(test.mean_difference or 0) > 0 for test in tests if test.significant]
+    return any(gains) or (False if gains and len(gains) == len(tests) else None)
 
 
 def judge_table_1(tests: Mapping[str, PairedComparison]) -> bool | None:
     """Say whether key and query gain alone and lose together; None where the seeds cannot tell."""
     signs = {"key": 1, "query": 1, "key+query": -1}
-    agree = [
-        (test.mean_difference or 0) * signs[group] > 0 if test.significant else None
-        for group, test in tests.items()
-    ]
-    return every([*agree, *(None for group in signs if group not in tests)])
+    clear = {group: test.mean_difference or 0 for group, test in tests.items() if test.significant}
+    return every(clear[of] * sign > 0 if of in clear else None for of, sign in signs.items())
 
 
 def judge_shares(shares_of_methods: Sequence[Sequence[float]]) -> bool | None:
@@ -466,11 +449,9 @@ def _initial_errors(run: FinishedRun) -> dict[str, float]:
 def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Return err_orth at the end over its initial value of every weight, one number a seed."""
     last = max((row["step"] for row in rows), default=0)
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if row["step"] == last and row["error_over_initial"] is not None:
-            found.setdefault(row["weight"], []).append(row["error_over_initial"])
-    return found
+    ends = [row for row in where(rows, step=last) if row["error_over_initial"] is not None]
+    weights = dict.fromkeys(row["weight"] for row in ends)
+    return {of: [row["error_over_initial"] for row in where(ends, weight=of)] for of in weights}
 
 
 def judge_drift(rows: Sequence[Row]) -> bool | None:
@@ -479,16 +460,16 @@ def judge_drift(rows: Sequence[Row]) -> bool | None:
     if not all(math.isfinite(ratio) for ratios in shown.values() for ratio in ratios):
         return None
     # Of sixty weights that did not move some are two errors above 1 by chance.
-    tests = holm_correction(
-        [paired_comparison(ratios, [1.0] * len(ratios)) for ratios in shown.values()]
+    tests = holm_correction([paired_comparison(of, [1.0] * len(of)) for of in shown.values()])
+    weights, affinities = (
+        every(
+            _fell(ratios, test)
+            for (weight, ratios), test in zip(shown.items(), tests, strict=True)
+            if weight.startswith("affinity") is of_affinities
+        )
+        for of_affinities in (False, True)
     )
-    fell = {
-        weight: _fell(ratios, test)
-        for (weight, ratios), test in zip(shown.items(), tests, strict=True)
-    }
-    affinities = every(found for weight, found in fell.items() if weight.startswith("affinity"))
-    weights = every(found for weight, found in fell.items() if not weight.startswith("affinity"))
-    return every([weights, None if affinities is None else not affinities]) if fell else None
+    return every([weights, None if affinities is None else not affinities]) if shown else None
 
 
 def _fell(ratios: Sequence[float], against_1: PairedComparison) -> bool | None:
@@ -510,7 +491,7 @@ def qr_shares(cells: Cells, method: str) -> list[float]:
 
 
 def _weakest(cells: Cells, method: str) -> CellResult | None:
-    mine = [cell for cell in cells if cell.group == method and cell.runs]
+    mine = (cell for cell in cells if cell.group == method and cell.runs)
     return min(mine, key=lambda cell: cell.strength, default=None)
 
 
@@ -530,13 +511,11 @@ def about_scores(cells: Cells) -> str:
     )
     if all(test.p_value is None for _, test in tested):
         said = "nothing can be tested with so few seeds"
-    error = against.standard_error
+    error, seen = against.standard_error, ""
     width = "" if error is None else f" +- {error:.4f}"
-    seen = (
-        f" His gain of 0.0024, of one run each, is {0.0024 / error:.1f} of these standard errors."
-        if error
-        else ""
-    )
+    if error:
+        gain = 0.0024 / error
+        seen = f" His gain of 0.0024, of one run each, is {gain:.1f} of these standard errors."
     return (
         "Key and query penalties (paper: key or query alone gain 0.0024, both lose 0.0068):"
         f" {'; '.join([said, *unsaid])} (paired t-tests over {len(base.runs)} seeds, Holm over every"
@@ -558,15 +537,12 @@ def about_drift(cells: Cells) -> str:
 
 
 def _ratios_in_words(rows: Sequence[Row]) -> str:
-    ratios = ratios_by_weight(rows)
     texts = []
     for role in ROLES:
-        mine = [
-            r for weight, found in ratios.items() if role == weight.split(".")[0] for r in found
-        ]
-        if mine:
-            mean = plus_minus(mean_and_standard_error(mine), 4)
-            texts.append(f"{role} {mean} (below 1 in {sum(r < 1 for r in mine)} of {len(mine)})")
+        of = [found for name, found in ratios_by_weight(rows).items() if name.split(".")[0] == role]
+        if mine := list(itertools.chain(*of)):
+            below = f"below 1 in {sum(ratio < 1 for ratio in mine)} of {len(mine)}"
+            texts.append(f"{role} {said(mine, 4)} ({below})")
     return "; ".join(texts)
 
 
@@ -590,22 +566,20 @@ def about_qr(cells: Cells) -> str:
 
 def _sweep(cells: Cells) -> list[Panel]:
     """Return a panel a score: means by strength, a line a place or QR form, and the baseline."""
+    groups = list(dict.fromkeys(cell.group for cell in cells[1:]))
     rows = [
-        {"group": cell.group, "strength": cell.strength, **scores}
-        for cell in cells
+        # Side by side, so that bars of one strength can be told apart.
+        {
+            **scores,
+            "group": cell.group,
+            "at": 1.12 ** (groups.index(cell.group) - 2) * cell.strength,
+        }
+        for cell in cells[1:]
         for scores in cell.scores
     ]
-    groups = list(dict.fromkeys(cell.group for cell in cells[1:]))
     panels = []
     for column, heading in zip(COLUMNS, HEADINGS, strict=True):
-        series = []
-        for number, group in enumerate(groups):
-            # Side by side, so that bars of one strength can be told apart.
-            beside = 1.12 ** (number - 2)
-            mine = [
-                {**row, "strength": beside * row["strength"]} for row in where(rows, group=group)
-            ]
-            series.append(mean_series(mine, "strength", column, group))
+        series = [mean_series(where(rows, group=of), "at", column, of) for of in groups]
         ends = [x for line in series for x in line.x]
         if ends and cells[0].runs:
             level = [cells[0].mean(column)[0]] * 2
@@ -620,15 +594,11 @@ def _drift(rows: Sequence[Row]) -> list[Panel]:
     known = [row for row in rows if row["error_over_initial"] is not None]
     panels = []
     for role in ROLES:
-        names = dict.fromkeys(row["weight"] for row in known if row["weight"].split(".")[0] == role)
-        series = [
-            mean_series(
-                where(known, weight=name),
-                "step",
-                "error_over_initial",
-                f"layer {name.partition('.')[2]}" if "." in name else "all",
-            )
-            for name in names
-        ]
+        series = []
+        for name in dict.fromkeys(row["weight"] for row in known):
+            of, _, layer = name.partition(".")
+            if of == role:
+                mine, label = where(known, weight=name), f"layer {layer}" if layer else "all"
+                series.append(mean_series(mine, "step", "error_over_initial", label))
         panels.append(Panel(role.replace("_", " "), "step", "err_orth / initial", series))
     return panels

@@ -15,8 +15,7 @@ from wellposed.charts import Panel, Row, lines, where
 from wellposed.linalg import polar
 from wellposed.models import build_model
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import exponent
-from wellposed_studies.timing import median_seconds, timing_device
+from wellposed_studies.study import exponent, median_seconds, timing_device
 
 PAPER = {
     "Transformer": (1.0, 1.0, 1.0, 1.0),
@@ -115,8 +114,8 @@ def _said(rows: Sequence[Row], attention: str) -> str:
         f"{row['speedup']:.1f}x at {row['tokens']}" for row in where(mine, model="TransJect")
     )
     slope, plain = (
-        exponent([row["tokens"] for row in of], [row["seconds"] for row in of])
-        for of in (where(mine, model=name) for name in ("TransJect", "Transformer"))
+        exponent(where(mine, model=name), "tokens", "seconds")
+        for name in ("TransJect", "Transformer")
     )
     return f"{attention} attention {gains}, slope in log-log {slope:.2f} against {plain:.2f}"
 
