@@ -397,8 +397,7 @@ def _tests_alone(cells: Cells) -> list[PairedComparison]:
 
 
 def judge_alone(tests: Sequence[PairedComparison]) -> bool | None:
-    """Say whether some penalty on key or query alone is better; False where every one of them is
-    worse."""
+    """Say whether some penalty on key or query alone is better; False where all are worse."""
     gains = [(test.mean_difference or 0) > 0 for test in tests if test.significant]
     return any(gains) or (False if gains and len(gains) == len(tests) else None)
 
@@ -411,14 +410,12 @@ def judge_table_1(tests: Mapping[str, PairedComparison]) -> bool | None:
 
 
 def judge_shares(shares_of_methods: Sequence[Sequence[float]]) -> bool | None:
-    """Say whether the score with the QR loss is less than half of the baseline's with every
-    method."""
+    """Say whether every method of the QR loss leaves less than half of the baseline's score."""
     return every(within(shares, high=0.5) for shares in shares_of_methods)
 
 
 def error_rows(cells: Cells, prefix: str = ERROR) -> Iterator[Row]:
-    """Yield err_orth of the baseline over training, or its scale-free form, beside its value over
-    the first."""
+    """Yield err_orth of the baseline over training, or its scale-free form, and over the first."""
     for run in cells[0].runs:
         moments = [{"step": 0, **_initial_errors(run)}, *evaluations(run)]
         for moment in moments:
@@ -481,8 +478,7 @@ def _fell(ratios: Sequence[float], against_1: PairedComparison) -> bool | None:
 
 
 def qr_shares(cells: Cells, method: str) -> list[float]:
-    """Return the overall score of a QR form at its least strength over the baseline's, of every
-    seed that has both."""
+    """Return the overall score of a QR form at its least strength over the baseline's, by seed."""
     weakest = _weakest(cells, method)
     if weakest is None:
         return []
