@@ -20,7 +20,6 @@ from wellposed.options import (
     Positive,
     Rate,
     Size,
-    checked_hints,
 )
 
 Options = TypeVar("Options", bound="PartOptions")
@@ -76,14 +75,8 @@ def options_read(kind: str, name: str) -> set[str]:
 
 def options_of(kind: str) -> dict[str, Field[Any]]:
     """Return the options that only some parts of this kind read."""
-    declared = [options for classes in readers(kind).values() for options in classes]
-    return {item.name: item for options in declared for item in fields(options)}
-
-
-def hints_of(kind: str) -> dict[str, Any]:
-    """Return the hints of the options that only some parts of this kind read."""
-    declared = [options for classes in readers(kind).values() for options in classes]
-    return {name: hint for options in declared for name, hint in checked_hints(options).items()}
+    found = readers(kind).values()
+    return {item.name: item for classes in found for each in classes for item in fields(each)}
 
 
 def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> list[str]:

@@ -18,7 +18,23 @@ from wellposed.models._build import build_model as build_model
 from wellposed.models._build import model_keywords as model_keywords
 from wellposed.models._certification import embedding_radius as embedding_radius
 from wellposed.models._certification import input_vectors as input_vectors
+from wellposed.models._config import TransJectConfig as TransJectConfig
 from wellposed.models._config import WellposedConfig as WellposedConfig
+from wellposed.models._families import TransJectForCausalLM as TransJectForCausalLM
+from wellposed.models._families import (
+    TransJectForSequenceClassification as TransJectForSequenceClassification,
+)
+from wellposed.models._families import (
+    TransJectForSequencePairClassification as TransJectForSequencePairClassification,
+)
+from wellposed.models._families import TransJectHeadOutput as TransJectHeadOutput
+from wellposed.models._families import WellposedForCausalLM as WellposedForCausalLM
+from wellposed.models._families import (
+    WellposedForSequenceClassification as WellposedForSequenceClassification,
+)
+from wellposed.models._families import (
+    WellposedForSequencePairClassification as WellposedForSequencePairClassification,
+)
 from wellposed.models._init import INITS as INITS
 from wellposed.models._init import Initializer as Initializer
 from wellposed.models._init import xavier_ as xavier_
@@ -45,21 +61,5 @@ from wellposed.models._start import text_positions as text_positions
 from wellposed.models._transject import TransJectModel as TransJectModel
 from wellposed.models._transject import TransJectModelOutput as TransJectModelOutput
 from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel
-from wellposed.models._transject_config import TransJectConfig as TransJectConfig
-from wellposed.models._transject_heads import TransJectForCausalLM as TransJectForCausalLM
-from wellposed.models._transject_heads import (
-    TransJectForSequenceClassification as TransJectForSequenceClassification,
-)
-from wellposed.models._transject_heads import (
-    TransJectForSequencePairClassification as TransJectForSequencePairClassification,
-)
-from wellposed.models._transject_heads import TransJectHeadOutput as TransJectHeadOutput
 from wellposed.models._wellposed import WellposedModel as WellposedModel
 from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
-from wellposed.models._wellposed_heads import WellposedForCausalLM as WellposedForCausalLM
-from wellposed.models._wellposed_heads import (
-    WellposedForSequenceClassification as WellposedForSequenceClassification,
-)
-from wellposed.models._wellposed_heads import (
-    WellposedForSequencePairClassification as WellposedForSequencePairClassification,
-)

@@ -95,10 +95,10 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     >>> model_keywords(ModelOptions(architecture="transject", num_experts=2))["num_experts"]
     2
     """
-    kind = ARCHITECTURES.get(options.architecture).config
-    known = (
-        kind.names() if issubclass(kind, CheckedConfig) else {item.name for item in fields(kind)}
-    )
+    kind: Any = ARCHITECTURES.get(options.architecture).config
+    known = {item.name for item in fields(kind)}
+    if issubclass(kind, CheckedConfig):
+        known |= set(kind.part_options())
     given = {
         item: getattr(options, item.name) for item in fields(options) if item.name != "architecture"
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,18 @@ from wellposed.certification import (
     one_token,
     register_rule,
 )
-from wellposed.models._pair_head import PairHead, before_output
-from wellposed.models._pooling import first_pool, max_pool, mean_pool
-from wellposed.models._transject import TransJectModel
-from wellposed.models._transject_heads import (
+from wellposed.models._families import (
     TransJectForSequenceClassification,
     TransJectForSequencePairClassification,
-)
-from wellposed.models._wellposed import Embeddings, WellposedModel
-from wellposed.models._wellposed_heads import (
     WellposedForCausalLM,
     WellposedForSequenceClassification,
     WellposedForSequencePairClassification,
 )
+from wellposed.models._heads import Classifier
+from wellposed.models._pair_head import PairHead, before_output
+from wellposed.models._pooling import first_pool, max_pool, mean_pool
+from wellposed.models._transject import TransJectModel
+from wellposed.models._wellposed import Embeddings, WellposedModel
 from wellposed.nn import DecoderBlock, UnitEmbedding
 
 
@@ -53,17 +52,6 @@ def embedding_radius(model: nn.Module) -> float:
         return 1.0
     weight = table.weight
     return float(weight.detach().double().norm(dim=-1).max())
-
-
-def _embeddings(module: Embeddings, site: Site, num_positions: int) -> LayerBound:
-    """``e -> s (e + P)``: the positions only shift, but they enlarge the ball."""
-    with torch.no_grad():
-        device = cast(nn.Embedding, module.token).weight.device
-        largest = float(
-            module.position(torch.arange(num_positions, device=device)).double().norm(dim=-1).max()
-        )
-    radius = module.scale * (site.radius + largest)
-    return LayerBound(float(module.scale), "scale of the embeddings", "exact", out_radius=radius)
 
 
 def input_vectors(
@@ -99,20 +87,23 @@ def _transject(module: TransJectModel, site: Site) -> LayerBound:
 @register_rule(WellposedModel)
 def _body(module: WellposedModel, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
-    site.reads(module.embeddings, Embeddings)
+    embeddings = module.embeddings
+    site.reads(embeddings, Embeddings)
     # Tokens stand before the map; positions are read as they are called.
-    for part in (module.embeddings.token, module.embeddings.position):
-        if part is not None:
-            site.reads(part)
-    embedded = site.record(
-        module.embeddings,
-        "embeddings",
-        _embeddings(module.embeddings, site, module.config.max_position_embeddings),
+    token = cast(nn.Embedding, embeddings.token)
+    site.reads(token)
+    site.reads(embeddings.position)
+    # e -> s (e + P): the positions only shift, but they enlarge the ball.
+    with torch.no_grad():
+        places = torch.arange(module.config.max_position_embeddings, device=token.weight.device)
+        largest = float(embeddings.position(places).double().norm(dim=-1).max())
+    scale = float(embeddings.scale)
+    bound = LayerBound(
+        scale, "scale of the embeddings", "exact", out_radius=scale * (site.radius + largest)
     )
+    embedded = site.record(embeddings, "embeddings", bound)
+    dropout = site.child(embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
     layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
-    dropout = site.child(
-        module.embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius
-    )
     rest = site.at_radius(dropout.out_radius).chain([*layers, ("final_norm", module.final_norm)])
     return site.product([embedded, dropout, rest])
 
@@ -134,23 +125,15 @@ def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
     )
 
 
-Classifier = (
-    WellposedForSequenceClassification
-    | TransJectForSequenceClassification
-    | WellposedForSequencePairClassification
-    | TransJectForSequencePairClassification
-)
-
-
 @register_rule(TransJectForSequencePairClassification)
 @register_rule(WellposedForSequencePairClassification)
 @register_rule(TransJectForSequenceClassification)
 @register_rule(WellposedForSequenceClassification)
-def _classifier(module: Classifier, site: Site) -> LayerBound:
+def _classifier(module: Classifier[Any], site: Site) -> LayerBound:
     return of_one_vector(partial(_classifier_route, module), site)
 
 
-def _classifier_route(module: Classifier, site: Site) -> LayerBound:
+def _classifier_route(module: Any, site: Site) -> LayerBound:
     body = site.child(module.model, "model")
     pooling = _POOLINGS.get(module.pool)
     if pooling is None:

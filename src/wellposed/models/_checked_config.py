@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from wellposed.errors import ConfigError, listed, nearest_names
-from wellposed.options import Ge, Lt, fits, misfits
+from wellposed.model_options import PartOptions
+from wellposed.options import Ge, Lt, checked_hints, fits, misfits
 from wellposed.registry import Registry
 
 # What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
@@ -60,23 +61,26 @@ class CheckedConfig(PreTrainedConfig):
         self.check([*unknown, *unusable])
 
     @classmethod
+    def part_classes(cls) -> list[type[PartOptions]]:
+        """Return the classes of the options that only some parts read."""
+        return []
+
+    @classmethod
     def part_options(cls) -> dict[str, Field[Any]]:
         """Return the options that only some parts read."""
-        return {}
+        return {item.name: item for options in cls.part_classes() for item in fields(options)}
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
         """Return what values must be, by name, as `wellposed.options` writes it."""
-        own = [base for base in reversed(cls.__mro__) if issubclass(base, CheckedConfig)]
         found: dict[str, Any] = {}
-        for base in own:
-            found |= inspect.get_annotations(base, eval_str=True)
-        return {item.name: found[item.name] for item in fields(cls) if item.name in found}
-
-    @classmethod
-    def names(cls) -> set[str]:
-        """Return the names of everything that the configuration holds."""
-        return {item.name for item in fields(cls)} | set(cls.part_options())
+        for base in reversed(cls.__mro__):
+            if issubclass(base, CheckedConfig):
+                found |= inspect.get_annotations(base, eval_str=True)
+        own = {item.name: found[item.name] for item in fields(cls) if item.name in found}
+        for options in cls.part_classes():
+            own |= checked_hints(options)
+        return own
 
     def check(self, problems: list[str] | None = None) -> None:
         """Raise `ConfigError` naming every value that no model can be built from."""
@@ -115,7 +119,7 @@ class CheckedConfig(PreTrainedConfig):
     def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
         """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass
         in silence."""
-        known = self.names()
+        known = {item.name for item in fields(self)} | set(self.part_options())
         accepted = known | _HUGGING_FACE | {"per_layer_config", *GenerationConfig().to_dict()}
         return [
             f"{key}: unknown key;"

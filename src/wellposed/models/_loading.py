@@ -107,17 +107,13 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     """
     model, found = load_with_report(kind, name)
     refuse_other_shapes(name, found)
-    missing = sorted(
-        key for key in found["missing_keys"] if unread is None or not key.startswith(unread)
-    )
+    skipped = () if unread is None else unread
+    missing = sorted(key for key in found["missing_keys"] if not key.startswith(skipped))
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(found["unexpected_keys"]) if ours else []
     problems = [f"lacks {shortened(missing)}"] if missing else []
-    problems += (
-        [f"has {shortened(unexpected)}, which {type(model).__name__} does not use"]
-        if unexpected
-        else []
-    )
+    if unexpected:
+        problems.append(f"has {shortened(unexpected)}, which {type(model).__name__} does not use")
     if problems:
         raise CheckpointError(
             f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another"
@@ -210,10 +206,8 @@ def draw_model(config_file: str | Path) -> Any:
     try:
         model = kind.from_config(config) if hasattr(kind, "_model_mapping") else kind(config)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{config_file}: no model can be made of it: {said or type(error).__name__}"
-        ) from error
+        said = _first_line(error)
+        raise CheckpointError(f"{config_file}: no model can be made of it: {said}") from error
     _change_as_recorded_(model)
     return model.eval()
 
@@ -255,12 +249,8 @@ def _saved_class(config: Any) -> Any:
     >>> [_saved_class(SimpleNamespace(architectures=found)).__name__ for found in names]
     ['BertForMaskedLM', 'AutoModelForCausalLM', 'AutoModel', 'AutoModel']
     """
-    first = (
-        config.architectures[0]
-        if isinstance(config.architectures, list) and config.architectures
-        else None
-    )
-    name = first if isinstance(first, str) else ""
+    named = config.architectures if isinstance(config.architectures, list) else []
+    name = next((each for each in named[:1] if isinstance(each, str)), "")
     known = getattr(transformers, name, None) if name else None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
     return auto_class(name) or (known if is_model else transformers.AutoModel)
@@ -281,9 +271,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
             )
     except MemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # a damaged file raises whatever its parser does, bare Exception included
+    except Exception as error:  # a damaged file raises what its parser does, bare Exception too
         text = str(error)
         if "trust_remote_code" in text or "custom code" in text:
             raise CheckpointError(
@@ -291,37 +279,40 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
                 " trust it, load it in Python with trust_remote_code=True and pass the model to"
                 " wellposed"
             ) from error
-        said = (
-            " ".join(text.split())
-            if isinstance(error, WellposedError)
-            else text.strip().partition("\n")[0].rstrip(".")
-        )
-        raise CheckpointError(
-            f"{name}: cannot be loaded: {said or type(error).__name__}"
-        ) from error
+        ours = isinstance(error, WellposedError)
+        said = " ".join(text.split()) if ours else _first_line(error).rstrip(".")
+        raise CheckpointError(f"{name}: cannot be loaded: {said}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _refuse_pickles(folder: Path, kind: Any) -> None:
-    pickled = (
-        sorted(path.name for path in folder.glob("pytorch_model*.bin")) if folder.is_dir() else []
-    )
+    pickled = ", ".join(sorted(path.name for path in folder.glob("pytorch_model*.bin")))
     if pickled and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{folder}: the weights are pickled ({', '.join(pickled)}), which can run code;"
+            f"{folder}: the weights are pickled ({pickled}), which can run code;"
             " expected safetensors; if you trust the file, convert it once: model ="
             f" transformers.{kind.__name__}.from_pretrained({str(folder)!r},"
             f" use_safetensors=False), then model.save_pretrained({str(folder)!r})"
         )
 
 
+def _values(file: Path) -> dict[str, Any]:
+    """Return what a ``config.json`` holds; nothing where it is none, or damaged in a way that
+    loading names."""
+    try:
+        return dict(from_json(read_bytes(file), any_number=True))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def _refuse_endless_labels(source: Path) -> None:
     """Refuse a number of labels that would fill the memory with their names, before they are
     made."""
     file = source if source.suffix == ".json" else source / "config.json"
-    try:
-        labels = dict(from_json(read_bytes(file))).get("num_labels")
-    except (OSError, ValueError, TypeError):
-        return  # not a folder, or damaged in a way that loading names
+    labels = _values(file).get("num_labels")
     if isinstance(labels, (int, float)) and labels > MOST_LABELS:
         raise CheckpointError(
             f"{file}: num_labels = {labels}, expected at most {MOST_LABELS:,}; the file is damaged:"
@@ -334,21 +325,18 @@ def _refuse_endless_depth(folder: Path) -> None:
     it."""
     from safetensors import SafetensorError, safe_open
 
-    files = [path for path in folder.glob("*.safetensors") if path.is_file()]
+    files, tensors = [path for path in folder.glob("*.safetensors") if path.is_file()], 0
     try:
-        values = dict(from_json(read_bytes(folder / "config.json"), any_number=True))
-        tensors = 0
         for file in files:
             with safe_open(file, "pt") as weights:
                 tensors += len(weights.keys())
-    except (OSError, ValueError, TypeError, SafetensorError):
-        return  # not a folder, or damaged in a way that loading names
-    depths = {
-        name: value
-        for name, value in values.items()
-        if name.endswith(_DEPTHS) and isinstance(value, int)
-    }
-    beyond = [f"{name} = {value}" for name, value in depths.items() if value > max(_DEEP, tensors)]
+    except (OSError, SafetensorError):
+        return  # damaged in a way that loading names
+    beyond = [
+        f"{name} = {value}"
+        for name, value in _values(folder / "config.json").items()
+        if name.endswith(_DEPTHS) and isinstance(value, int) and value > max(_DEEP, tensors)
+    ]
     if files and beyond:
         raise CheckpointError(
             f"{folder / 'config.json'}: {', '.join(beyond)}, and the weights are {tensors} tensors;"

@@ -3,10 +3,10 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -126,14 +126,12 @@ def start_model(
         for name in ("vocab_size", *TOKENS, *LABELS):
             if wanted.get(name) is not None:
                 setattr(config, name, wanted[name])
-        config.architectures = (
-            config.architectures or []
-        )  # where a family has two classes, None is gone through
+        # where a family has two classes, None is gone through
+        config.architectures = config.architectures or []
         model = auto.from_config(config)
         _check_direction(source, kind, model)
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
-    _check_vocabulary(source, config, wanted.get("vocab_size"))
-    _check_decoder_start(source, config, wanted.get("decoder_start_token_id"))
+    _check_tokens(source, config, wanted)
     labels = {name: wanted[name] for name in LABELS if name in wanted}
     if labels and not new_head:
         _check_labels(source, config, wanted["id2label"])
@@ -189,21 +187,18 @@ def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(body) or name.startswith(f"{body}pooler.")
 
 
-def _check_vocabulary(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
-    has = getattr(config, "vocab_size", None)
-    if wanted is not None and has is not None and wanted > has:
+def _check_tokens(source: str | Path, config: PreTrainedConfig, wanted: Mapping[str, Any]) -> None:
+    rows, tokens = getattr(config, "vocab_size", None), wanted.get("vocab_size")
+    if rows is not None and tokens is not None and tokens > rows:
         raise ShapeError(
-            f"{source}: the tokenizer has {wanted} tokens and the model's embedding {has} rows; "
+            f"{source}: the tokenizer has {tokens} tokens and the model's embedding {rows} rows; "
             "use the tokenizer that was saved with the model"
         )
-
-
-def _check_decoder_start(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
-    has = getattr(config, "decoder_start_token_id", None)
-    if None not in (has, wanted) and has != wanted:
+    first, asked = getattr(config, TOKENS[-1], None), wanted.get(TOKENS[-1])
+    if None not in (first, asked) and first != asked:
         raise ConfigError(
-            f"{source}: the decoder starts with token {has} and the data's tokenizer begins targets"
-            f" after {wanted}; use the tokenizer that was saved with the model"
+            f"{source}: the decoder starts with token {first} and the data's tokenizer begins"
+            f" targets after {asked}; use the tokenizer that was saved with the model"
         )
 
 
@@ -243,19 +238,17 @@ def _check_positions(source: str | Path, config: PreTrainedConfig, wanted: int |
 
 
 def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]) -> None:
-    if not any(_is_classifier(name) for name in config.architectures or ()):
+    kinds = ("ForSequenceClassification", "ForImageClassification")
+    if not any(kind in name for name in config.architectures or () for kind in kinds):
         return
-    saved: Any = config.id2label
-    has: Sequence[str] = [saved[index] for index in sorted(saved)]
-    names = [wanted[index] for index in sorted(wanted)]
+    has, names = (
+        [labels[index] for index in sorted(labels)]
+        for labels in (cast(Mapping[int, str], config.id2label), wanted)
+    )
     unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
-    if len(has) != len(names) or not (unnamed or list(has) == names):
+    if len(has) != len(names) or not (unnamed or has == names):
         raise ConfigError(
             f"{source}: its classifier has the labels {', '.join(has)} and the data"
             f" {', '.join(names)}; give --new-head to draw a new one, or data with the same labels"
             " in the same order"
         )
-
-
-def _is_classifier(architecture: str) -> bool:
-    return "ForSequenceClassification" in architecture or "ForImageClassification" in architecture

@@ -13,10 +13,10 @@ from transformers.modeling_outputs import ModelOutput
 
 from wellposed.linalg import isometry_error
 from wellposed.model_options import TransJectOptions
+from wellposed.models._config import TransJectConfig
 from wellposed.models._init import owns_weights
 from wellposed.models._inputs import ModelInputs, read_inputs, takes
 from wellposed.models._pretrained import CheckedPreTrainedModel
-from wellposed.models._transject_config import TransJectConfig
 from wellposed.nn import (
     InjectiveEmbedding,
     Inversion,
