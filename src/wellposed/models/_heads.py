@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -45,14 +44,14 @@ class Head(nn.Module, Generic[Output]):
     output_class: Callable[..., Output]
     """What `forward` returns: loss, logits, and what the body returns under the names of its other
     fields."""
+
     _output_fields: frozenset[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "output_class" in vars(cls):  # read here, as torch.compile cannot
-            cls._output_fields = frozenset(
-                field.name for field in fields(cast(Any, cls.output_class))
-            )
+        made = getattr(cls, "output_class", None)
+        if made is not None:  # read here, as torch.compile cannot
+            cls._output_fields = frozenset(cast(Any, made).__dataclass_fields__)
 
     def run_body(self, **given: Any) -> Any:
         """Call the body, which returns a tuple where the configuration asks for tuples, for its
@@ -86,14 +85,6 @@ class LanguageHead(Head[Output]):
         """Make the output layer; it has no bias."""
         self.loss_type = "ForCausalLM"
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer."""
-        self.lm_head = cast(nn.Linear, new_embeddings)
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""

@@ -58,21 +58,23 @@ def xavier_(module: nn.Module, config: Any) -> None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=1.0 / math.sqrt(config.hidden_size))
-    elif owns_weights(module):
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
+    else:
+        reset_(module)
 
 
-def owns_weights(module: nn.Module) -> bool:
-    """Return whether the module has parameters or buffers of its own, not only through children.
+def reset_(module: nn.Module) -> None:
+    """Reset a module that has parameters or buffers of its own, not only through children, to its
+    defaults.
 
-    >>> owns_weights(nn.Linear(2, 2)), owns_weights(nn.Sequential(nn.Linear(2, 2)))
-    (True, False)
+    >>> norm = nn.LayerNorm(2)
+    >>> nn.init.zeros_(norm.weight), reset_(norm)  # doctest: +ELLIPSIS
+    (..., None)
+    >>> norm.weight.tolist()
+    [1.0, 1.0]
     """
-    return any(True for _ in module.parameters(recurse=False)) or any(
-        True for _ in module.buffers(recurse=False)
-    )
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own and callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
 
 
 INITS.register("xavier")(Initializer(module=xavier_))

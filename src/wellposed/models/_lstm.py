@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from wellposed.errors import ShapeError
+from wellposed.model_options import options_read
 from wellposed.models._build import Architecture, register_family
 from wellposed.models._config import Depth, WellposedConfig
 from wellposed.models._heads import LanguageHead, following
 from wellposed.models._inputs import ModelInputs, TokenLabelInputs, read_inputs, takes
 from wellposed.options import Ge
 
-_NOT_FOR_LSTM = (
-    "attention", "attention_dropout", "qk_norm", "residual", "norm", "position", "feedforward", "activation", "pooling",
-    "init", "num_decoder_layers", "share_embeddings", "cross_attention",
-    "unit_embeddings",
-)  # fmt: skip
+_NOT_FOR_LSTM = options_read("architecture", "wellposed") - options_read("architecture", "lstm") - {
+    "scale_embeddings"
+} | {"cross_attention"}
+"""What a Transformer has and an LSTM lacks."""
 
 
 class LSTMConfig(WellposedConfig):
@@ -49,7 +49,7 @@ class LSTMConfig(WellposedConfig):
         refused = [
             f"{name}: received {getattr(self, name)!r}; an LSTM has none, leave"
             f" {fields[name].default!r}"
-            for name in _NOT_FOR_LSTM
+            for name in sorted(_NOT_FOR_LSTM)
             if getattr(self, name) != fields[name].default
         ]
         super().check([*(problems or []), *refused])
@@ -84,6 +84,7 @@ class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
     output_class = CausalLMOutput
     config_class = LSTMConfig
     base_model_prefix = "lstm"
+    _input_embed_layer = "token"
     _tied_weights_keys = {"lm_head.weight": "token.weight"}  # noqa: RUF012 (Hugging Face's rule)
 
     def __init__(self, config: LSTMConfig) -> None:
@@ -108,14 +109,6 @@ class LSTMForCausalLM(LanguageHead[CausalLMOutput], PreTrainedModel):
         elif isinstance(module, (nn.Linear, nn.LSTM)):
             for name, parameter in module.named_parameters():
                 nn.init.zeros_(parameter) if "bias" in name else nn.init.xavier_uniform_(parameter)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.token
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.token = cast(nn.Embedding, value)
 
     @takes(LSTMInputs)
     def forward(self, given: LSTMInputs) -> CausalLMOutput:

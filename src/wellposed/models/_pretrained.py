@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
@@ -24,6 +23,7 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "token"
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     is_causal: bool
     cache_class: ClassVar[type[Any]] = Cache
@@ -108,14 +108,6 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
         """Return whether a call is to return all hidden states."""
         asked = given.output_hidden_states
         return bool(self.config.output_hidden_states if asked is None else asked)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return cast(Any, self.base_model).embeddings.token
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        cast(Any, self.base_model).embeddings.token = value
 
 
 def refuse_attentions(output_attentions: bool | None) -> None:

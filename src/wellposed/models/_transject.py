@@ -14,7 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 from wellposed.linalg import isometry_error
 from wellposed.model_options import TransJectOptions
 from wellposed.models._config import TransJectConfig
-from wellposed.models._init import owns_weights
+from wellposed.models._init import reset_, xavier_
 from wellposed.models._inputs import ModelInputs, read_inputs, takes
 from wellposed.models._pretrained import CheckedPreTrainedModel
 from wellposed.nn import (
@@ -83,21 +83,14 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw what a constructor has not drawn: orthogonal weights only where they are not
         orthogonal yet."""
-        if isinstance(module, OrthogonalLinear):
-            if not module.weight.is_meta and not float(isometry_error(module.weight)) < _DRAWN:
-                module.reset_parameters()
-        elif type(module) is nn.Linear:
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        if type(module) is nn.Linear:
+            xavier_(module, self.config)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
         elif isinstance(getattr(module, "logits", None), nn.Parameter):  # fixed gates
             nn.init.zeros_(cast(Tensor, module.logits))
-        elif owns_weights(module):
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
+        elif not (isinstance(module, OrthogonalLinear) and _is_drawn(module.weight)):
+            reset_(module)
 
     def _recompute_every(self, every_n_layers: int) -> None:
         """Set every n-th layer of the stack to be recomputed."""
@@ -258,6 +251,10 @@ class TransJectModel(TransJectPreTrainedModel):
 
     def _new_cache(self) -> TransJectCache:
         return GenerationCache()
+
+
+def _is_drawn(weight: Tensor) -> bool:
+    return weight.is_meta or float(isometry_error(weight)) < _DRAWN
 
 
 def _counts_up(padding: Tensor | None) -> bool:
