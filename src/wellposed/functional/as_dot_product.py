@@ -71,6 +71,16 @@ def check_attention_inputs(
         raise ShapeError(f"{call}:\n" + listed(problems))
 
 
+def check_padding_shape(where: str, padding: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raise `ShapeError` where a padding mask is not bool, or of none of the shapes."""
+    if padding.dtype is not torch.bool or tuple(padding.shape) not in shapes:
+        raise ShapeError(
+            f"{where}: key_padding_mask is {padding.dtype} {tuple(padding.shape)}; expected"
+            f" torch.bool {shapes[0]}, True = padding; from a Hugging Face attention_mask (1 = real"
+            " token) pass attention_mask == 0"
+        )
+
+
 def broadcasts(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether two shapes broadcast."""
     pairs = zip(reversed(first), reversed(second), strict=False)

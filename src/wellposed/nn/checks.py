@@ -6,14 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from numbers import Number
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, listed, unknown_name
 from wellposed.options import Ge, Gt, Lt, misfits
+from wellposed.options import is_plain as is_plain_hint
 
 LEAST_EPS = torch.finfo(torch.float32).tiny
 """Smallest normal number of float32; below it, a token of zeros divides zero by zero."""
@@ -38,10 +38,18 @@ class Part(nn.Module):
     wellposed.errors.ConfigError: Layer: rate: received 2.0; expected a finite number >= 0 and < 1
     """
 
+    shown: tuple[str, ...] = ()
+    """Names of the attributes that its text shows."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = checked_arguments(cls.__init__)
+
+    def extra_repr(self) -> str:
+        """Return the attributes named in `shown`, after what a class of torch shows."""
+        named = (f"{name}={getattr(self, name)!r}" for name in self.shown)
+        return ", ".join(filter(None, (super().extra_repr(), *named)))
 
 
 def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[..., None]:
@@ -53,7 +61,7 @@ def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[...
     @functools.cache
     def hints() -> dict[str, Any]:
         found = {**get_type_hints(init, include_extras=True), **sharper}
-        return {name: hint for name, hint in found.items() if _is_plain_hint(hint)}
+        return {name: hint for name, hint in found.items() if _is_checked(hint)}
 
     @functools.wraps(init)
     def checked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -79,17 +87,8 @@ def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[...
     return checked
 
 
-def _is_plain_hint(hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return all(map(_is_plain_hint, get_args(hint)))
-    return get_origin(hint) in (Annotated, Literal) or hint in (
-        int,
-        float,
-        bool,
-        str,
-        NoneType,
-        nn.Module,
-    )
+def _is_checked(hint: Any) -> bool:
+    return hint in (str, nn.Module) or is_plain_hint(hint)
 
 
 def _advice(hint: Any) -> list[str]:

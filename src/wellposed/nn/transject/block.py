@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -11,22 +12,22 @@ from torch.autograd import forward_ad
 from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
 from wellposed.functional.gram import spectrum_fits
 from wellposed.linalg import Workspace
-from wellposed.nn.checks import Eps, Part, is_plain
+from wellposed.nn.checks import Eps, is_plain
 from wellposed.nn.invertible.residual import InvertibleResidual
 from wellposed.nn.transject.experts import ExpertMixture, Gating, GramAttention, check_gates
-from wellposed.nn.transject.inference import LayerWeights, run_layer
+from wellposed.nn.transject.inference import RowBlocks
 from wellposed.nn.transject.orthogonal import (
     InjectiveResidual,
     OrthogonalFeedForward,
     OrthogonalLinear,
+    ResetByParts,
     ResidualStart,
-    transposed_weight,
 )
 from wellposed.nn.transject.spectrum import TransJectCache
 from wellposed.options import Count, Rate, Size
 
 
-class TransJectBlock(Part):
+class TransJectBlock(ResetByParts):
     """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: for given sigma and gates a
     bijection of each token.
 
@@ -73,11 +74,6 @@ class TransJectBlock(Part):
         self.feedforward = OrthogonalFeedForward(embed_dim, dropout=dropout)
         self.residual = InjectiveResidual(num_layers, residual)
 
-    def reset_parameters(self) -> None:
-        """Draw every weight anew."""
-        for part in (self.attention, self.feedforward, self.residual):
-            part.reset_parameters()
-
     def forward(
         self,
         x: Tensor,
@@ -100,7 +96,9 @@ class TransJectBlock(Part):
         """
         self._check_given(x, sigma, gates, is_causal)
         if not is_causal and self._runs_in_blocks(x, sigma):
-            return self._in_blocks(x, sigma, gates, key_padding_mask, workspace or Workspace())
+            scale, work = self.residual.coefficients()[1], workspace or Workspace()
+            run = RowBlocks(self.attention, self.feedforward, scale, work)
+            return run(x, sigma, gates, key_padding_mask)
         # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks
         # would try to move.
         plain = is_plain(self.residual, InjectiveResidual)
@@ -145,50 +143,25 @@ class TransJectBlock(Part):
             and forward_ad._current_level < 0
             and type(x) is Tensor
             and sigma.dtype == x.dtype
-            and self._has_plain_parts()
+            and all(is_plain(part, kind) for _, part, kind in self._parts())
+            and not (self.feedforward.training and self.feedforward.dropout)
             and all(parameter.dtype == x.dtype for parameter in self.parameters())
         )
 
-    def _has_plain_parts(self) -> bool:
-        """Whether every part that blocks of rows do not call (all but the gate) is its formula and
-        nothing else."""
-        forward = self.feedforward
-        return (
-            is_plain(self.attention, ExpertMixture)
-            and self.attention.has_plain_experts()
-            and is_plain(forward, OrthogonalFeedForward)
-            and not (forward.training and forward.dropout)
-            and is_plain(forward.up_proj, OrthogonalLinear)
-            and is_plain(forward.down_proj, OrthogonalLinear)
-            and is_plain(self.residual, InjectiveResidual)
-        )
-
-    def _in_blocks(
-        self,
-        x: Tensor,
-        sigma: Tensor,
-        gates: Tensor | None,
-        padding: Tensor | None,
-        work: Workspace,
-    ) -> tuple[Tensor, Tensor]:
-        mixture = self.attention
-        experts = [cast(GramAttention, expert) for expert in mixture.experts]
-        weights = LayerWeights(
-            left=[transposed_weight(expert.left) for expert in experts],
-            right=[transposed_weight(expert.right) for expert in experts],
-            up=transposed_weight(self.feedforward.up_proj),
-            down=transposed_weight(self.feedforward.down_proj),
-            scale=self.residual.coefficients()[1],
-        )
-
-        def gate(pools: Tensor, samples: slice) -> Tensor:
-            masked = None if padding is None else padding[samples]
-            return mixture.gates_from_pools(pools, x[samples], key_padding_mask=masked)
-
-        known = mixture.known_gates(x) if gates is None else gates
-        return run_layer(
-            x, sigma, weights, gate if known is None else known, padding=padding, work=work
-        )
+    def _parts(self) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
+        """Every part that blocks of rows do not call (all but the gate): its path, itself, and what
+        it was built as."""
+        yield "residual", self.residual, InjectiveResidual
+        yield "attention", self.attention, ExpertMixture
+        yield "feedforward", self.feedforward, OrthogonalFeedForward
+        maps = [("feedforward", ("up_proj", "down_proj"))]
+        for index, expert in enumerate(self.attention.experts):
+            path = f"attention.experts.{index}"
+            yield path, expert, GramAttention
+            maps.append((path, ("left", "right")))
+        for path, names in maps:
+            for name in names:
+                yield f"{path}.{name}", self.get_submodule(f"{path}.{name}"), OrthogonalLinear
 
     def sublayers(self, sigma: Tensor, gates: Tensor) -> list[InvertibleResidual]:
         """Return the two halves as bijections, for stored sigma and gates, with contractions
@@ -203,28 +176,18 @@ class TransJectBlock(Part):
         scale = abs(self.residual.coefficients()[1])
         size = float(sigma.abs().max()) if sigma.numel() else 0.0
         size *= float(gates.abs().sum(-1).max()) if gates.numel() else 0.0
-        attention, feedforward = _Half(self, sigma, gates), _Half(self)
+        halves = (
+            (_Half(self, sigma, gates), self.attention.norm_bound() * size),
+            (_Half(self), self.feedforward.norm_bound()),
+        )
         return [
-            InvertibleResidual(
-                attention, lipschitz=scale * self.attention.norm_bound() * size, norm="tok"
-            ),
-            InvertibleResidual(
-                feedforward, lipschitz=scale * self.feedforward.norm_bound(), norm="tok"
-            ),
+            InvertibleResidual(half, lipschitz=scale * bound, norm="tok") for half, bound in halves
         ]
 
     def _refuse_unknown_parts(self) -> None:
-        kinds: list[tuple[str, type[nn.Module]]] = [("residual", InjectiveResidual)]
-        for index in range(len(self.attention.experts)):
-            kinds += [
-                (f"attention.experts.{index}.{name}", OrthogonalLinear)
-                for name in ("left", "right")
-            ]
-        kinds += [(f"feedforward.{name}", OrthogonalLinear) for name in ("up_proj", "down_proj")]
-        parts = [(path, self.get_submodule(path), kind) for path, kind in kinds]
         wrapped = [
             f"{path}: {type(part).__name__}"
-            for path, part, kind in parts
+            for path, part, kind in self._parts()
             if not isinstance(part, kind)
         ]
         if wrapped:

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional.gram import gram_attention, per_token, spectrum_fits
-from wellposed.nn.checks import Eps, Part, is_plain
-from wellposed.nn.transject.orthogonal import OrthogonalLinear, transposed_weight
-from wellposed.nn.transject.spectrum import TransJectCache
+from wellposed.nn.checks import Eps, is_plain
+from wellposed.nn.transject.orthogonal import OrthogonalLinear, ResetByParts
+from wellposed.nn.transject.spectrum import SeenTokens, TransJectCache
 from wellposed.options import Count, Size
 
 
-class GramAttention(Part):
+class GramAttention(ResetByParts):
     """`F(x) = ELU((x U * sigma) V)`, U and V orthogonal, without bias: 1-Lipschitz in x for
     `|sigma| <= 1`.
 
@@ -52,11 +52,6 @@ class GramAttention(Part):
         self.left = OrthogonalLinear(embed_dim)
         self.right = OrthogonalLinear(embed_dim)
 
-    def reset_parameters(self) -> None:
-        """Draw U and V anew."""
-        self.left.reset_parameters()
-        self.right.reset_parameters()
-
     def forward(self, x: Tensor, sigma: Tensor, *, folded: bool | None = None) -> Tensor:
         """Map (batch, tokens, d) with sigma (d,), (batch, d) or (batch, tokens, d); see
         `functional.gram_attention`.
@@ -68,7 +63,7 @@ class GramAttention(Part):
         """
         if self.has_plain_maps():
             return gram_attention(
-                x, transposed_weight(self.left), transposed_weight(self.right), sigma, folded=folded
+                x, self.left.weight.mT, self.right.weight.mT, sigma, folded=folded
             )
         if folded:
             raise ConfigError(
@@ -100,7 +95,7 @@ Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`(x, branch) -> x + r branch`."""
 
 
-class ExpertMixture(Part):
+class ExpertMixture(ResetByParts):
     """`sum_e lambda_e F_e(x)`, lambda convex, one for all tokens of a sample: 1-Lipschitz for given
     sigma, lambda.
 
@@ -132,6 +127,8 @@ class ExpertMixture(Part):
     (torch.Size([2, 5, 8]), True)
     """
 
+    shown = ("gating",)
+
     def __init__(
         self,
         embed_dim: Size,
@@ -142,12 +139,8 @@ class ExpertMixture(Part):
         layer_index: Count = 0,
     ) -> None:
         super().__init__()
-        self.embed_dim, self.num_experts, self.eps, self.layer_index = (
-            embed_dim,
-            num_experts,
-            eps,
-            layer_index,
-        )
+        self.embed_dim, self.num_experts = embed_dim, num_experts
+        self.eps, self.layer_index = eps, layer_index
         self.gating: Gating = gating
         self.experts = nn.ModuleList(GramAttention(embed_dim) for _ in range(num_experts))
         if num_experts > 1 and gating == "fixed":
@@ -157,12 +150,9 @@ class ExpertMixture(Part):
 
     def reset_parameters(self) -> None:
         """Draw the experts and the gate anew."""
-        for expert in self._experts():
-            expert.reset_parameters()
-        if self.num_experts > 1 and self.gating == "fixed":
+        super().reset_parameters()
+        if "logits" in self._parameters:
             nn.init.zeros_(self.logits)
-        elif self.num_experts > 1:
-            self.gate.reset_parameters()
 
     def forward(
         self,
@@ -197,16 +187,20 @@ class ExpertMixture(Part):
         """
         if gates is not None:
             check_gates("ExpertMixture", gates, x, self.num_experts)
+        else:
+            gates = self.known_gates(x, is_causal=is_causal)
         outputs = self.expert_outputs(x, sigma)
         if gates is None:
-            gates = self.gates_of(
-                x,
-                outputs,
-                scale,
-                key_padding_mask=key_padding_mask,
-                is_causal=is_causal,
-                cache=cache,
-            )
+            seen = SeenTokens(key_padding_mask, is_causal, cache)
+            pools = []
+            for index, output in enumerate(outputs):
+                joined = (
+                    torch.addcmul(x, scale.to(x.dtype), output.to(x.dtype))
+                    if isinstance(scale, Tensor)
+                    else scale(x, output)
+                )
+                pools.append(seen.max((self.layer_index, index), joined))
+            gates = self.gates_from_pools(torch.stack(pools), x, seen)
         weights = gates.to(outputs[0].dtype)
         weights = weights if weights.dim() == 3 else weights.unsqueeze(1)
         branch = outputs[0] * weights[..., :1]
@@ -221,8 +215,8 @@ class ExpertMixture(Part):
         # batched.
         if len(experts) == 1 or prefers_loop(x) or not self.has_plain_experts():
             return [expert(x, sigma) for expert in experts]
-        left = torch.stack([transposed_weight(expert.left) for expert in experts])
-        right = torch.stack([transposed_weight(expert.right) for expert in experts])
+        left = torch.stack([expert.left.weight.mT for expert in experts])
+        right = torch.stack([expert.right.weight.mT for expert in experts])
         return list(gram_attention(x, left, right, sigma).unbind())
 
     def has_plain_experts(self) -> bool:
@@ -232,46 +226,17 @@ class ExpertMixture(Part):
             for expert in self._experts()
         )
 
-    def gates_of(
-        self,
-        x: Tensor,
-        outputs: list[Tensor],
-        scale: Tensor | Join,
-        *,
-        key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: TransJectCache | None = None,
-    ) -> Tensor:
-        """Return lambda for the expert outputs `F_e(x)`; see `forward`."""
-        known = self.known_gates(x, is_causal=is_causal)
-        if known is not None:
-            return known
-        pools = torch.stack(
-            [self._pool(x, out, scale, key_padding_mask, is_causal) for out in outputs]
-        )
-        return self.gates_from_pools(
-            pools, x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache
-        )
-
-    def gates_from_pools(
-        self,
-        pools: Tensor,
-        x: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: TransJectCache | None = None,
-    ) -> Tensor:
+    def gates_from_pools(self, pools: Tensor, x: Tensor, seen: SeenTokens) -> Tensor:
         """Return lambda for the maxima of `x + r F_e(x)`: (experts, batch, d), or (experts, batch,
         tokens, d)."""
-        if is_causal and cache is not None:
-            pools = cache.add_pools(self.layer_index, pools)
         # Padding in front of the first real token has pooled nothing; what it is mapped to does not
         # matter.
         logits = self.gate(pools.masked_fill(pools == -torch.inf, 0.0)).squeeze(-1).movedim(0, -1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.gating == "normalized":
-            logits = logits / self._size(x, key_padding_mask, is_causal, cache).unsqueeze(-1)
+            squares = x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
+            size = (seen.sum((self.layer_index, "squares"), squares) + self.eps).sqrt()
+            logits = logits / size.unsqueeze(-1)
         return logits.softmax(-1).to(x.dtype)
 
     def known_gates(self, x: Tensor, *, is_causal: bool = False) -> Tensor | None:
@@ -281,41 +246,6 @@ class ExpertMixture(Part):
             return x.new_ones(shape)
         return self.logits.softmax(0).to(x.dtype).expand(shape) if self.gating == "fixed" else None
 
-    def _pool(
-        self,
-        x: Tensor,
-        output: Tensor,
-        scale: Tensor | Join,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        """Largest value of each coordinate of `x + r F_e(x)` over the real tokens (so far)."""
-        if isinstance(scale, Tensor):
-            joined = torch.addcmul(x, scale.to(x.dtype), output.to(x.dtype))
-        else:
-            joined = scale(x, output)
-        if key_padding_mask is not None:
-            joined = joined.masked_fill(key_padding_mask.unsqueeze(-1), -torch.inf)
-        return joined.cummax(1).values if is_causal else joined.amax(1)
-
-    def _size(
-        self,
-        x: Tensor,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        cache: TransJectCache | None,
-    ) -> Tensor:
-        """`sqrt(eps + |X|_F^2)` over the real tokens (so far)."""
-        squares = x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
-        if key_padding_mask is not None:
-            squares = squares.masked_fill(key_padding_mask, 0.0)
-        if not is_causal:
-            return (squares.sum(1) + self.eps).sqrt()
-        squares = squares.cumsum(1)
-        if cache is not None:
-            squares = cache.add_squares(self.layer_index, squares)
-        return (squares + self.eps).sqrt()
-
     def _experts(self) -> list[GramAttention]:
         return [cast(GramAttention, expert) for expert in self.experts]
 
@@ -323,10 +253,6 @@ class ExpertMixture(Part):
         """Return the largest `|U_e| |V_e|`: the branch's Lipschitz constant for given gates and
         `|sigma| <= 1`."""
         return max(expert.norm_bound() for expert in self._experts())
-
-    def extra_repr(self) -> str:
-        """The gating."""
-        return f"gating={self.gating!r}"
 
 
 def check_gates(

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.nn.checks import INTEGERS, Part, is_plain, on_host, read_table
+from wellposed.nn.checks import INTEGERS, is_plain, on_host, read_table
 from wellposed.nn.positions import (
     LearnedPositions,
     SinusoidalPositions,
     check_length,
     sines_and_cosines,
 )
+from wellposed.nn.transject.orthogonal import ResetByParts
 from wellposed.options import Size
 
 PositionKind = Literal["sinusoidal", "learned"]
 
 
-class InjectiveEmbedding(Part):
+class InjectiveEmbedding(ResetByParts):
     """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum
     need not be.
 
@@ -78,11 +79,6 @@ class InjectiveEmbedding(Part):
         self.token = nn.Embedding(vocab_size, embed_dim // 2, padding_idx=padding_idx)
         build = SinusoidalPositions if position == "sinusoidal" else LearnedPositions
         self.position = build(max_positions, embed_dim // 2)
-
-    def reset_parameters(self) -> None:
-        """Draw the tables anew."""
-        self.token.reset_parameters()
-        self.position.reset_parameters()
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Embed tokens.

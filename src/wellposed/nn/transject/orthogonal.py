@@ -78,12 +78,17 @@ def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
     return tuple(pattern for pattern in ORTHOGONAL_WEIGHTS if pattern.removeprefix("*.") in names)
 
 
-def transposed_weight(layer: nn.Linear) -> Tensor:
-    """Return U with `layer(x) = x U`."""
-    return layer.weight.mT
+class ResetByParts(Part):
+    """A module all of whose weights are those of its parts."""
+
+    def reset_parameters(self) -> None:
+        """Draw every weight anew."""
+        for part in self.children():
+            for each in part if isinstance(part, nn.ModuleList) else (part,):
+                each.reset_parameters()  # pyright: ignore[reportCallIssue]
 
 
-class OrthogonalFeedForward(Part):
+class OrthogonalFeedForward(ResetByParts):
     """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias:
     1-Lipschitz.
 
@@ -106,16 +111,13 @@ class OrthogonalFeedForward(Part):
     torch.Size([3, 5, 8])
     """
 
+    shown = ("dropout",)
+
     def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0) -> None:
         super().__init__()
         self.embed_dim, self.dropout = embed_dim, dropout
         self.up_proj = OrthogonalLinear(embed_dim)
         self.down_proj = OrthogonalLinear(embed_dim)
-
-    def reset_parameters(self) -> None:
-        """Draw W1 and W2 anew."""
-        self.up_proj.reset_parameters()
-        self.down_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., d) to (..., d)."""
@@ -127,10 +129,6 @@ class OrthogonalFeedForward(Part):
         """Return a bound of `|W1| |W2|`, 1 up to rounding where they are orthogonal: f's Lipschitz
         constant."""
         return self.up_proj.norm_bound() * self.down_proj.norm_bound()
-
-    def extra_repr(self) -> str:
-        """The rate of dropout."""
-        return f"dropout={self.dropout}"
 
 
 ResidualStart = Literal["rezero", "sigmoid"]
@@ -159,6 +157,8 @@ class InjectiveResidual(Part):
     [1.0, 1.0]
     """
 
+    shown = ("num_layers", "start")
+
     def __init__(self, num_layers: Size, start: ResidualStart = "rezero") -> None:
         super().__init__()
         self.num_layers = num_layers
@@ -182,7 +182,3 @@ class InjectiveResidual(Part):
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
         """Add `alpha/L` times the branch `f(x)` to `x`."""
         return torch.addcmul(x, self.scale().to(x.dtype), branch.to(x.dtype))
-
-    def extra_repr(self) -> str:
-        """The number of layers and the start."""
-        return f"{self.num_layers}, start={self.start!r}"

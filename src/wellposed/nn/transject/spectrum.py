@@ -3,14 +3,16 @@ keeps."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
+from wellposed.functional.as_dot_product import check_padding_shape
 from wellposed.nn.checks import Eps, Part, check_tokens, is_plain, on_host
-from wellposed.nn.transject.orthogonal import OrthogonalLinear, transposed_weight
+from wellposed.nn.transject.orthogonal import OrthogonalLinear, ResetByParts
 from wellposed.options import Size
 
 
@@ -29,17 +31,13 @@ class TransJectCache:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.energy: Tensor | None = None
-        self.pools: dict[int, Tensor] = {}
-        self.squares: dict[int, Tensor] = {}
+        self.kept: dict[Hashable, Tensor] = {}
+        """Running sums and maxima at the last token, (batch, ...) each."""
 
     def check_batch(self, batch: int) -> None:
         """Raise `ShapeError` where the cache is of another number of sequences; one prefix may be
         common to many."""
-        kept = [self.energy, *self.squares.values(), *(pools[0] for pools in self.pools.values())]
-        wrong = sorted(
-            {len(part) for part in kept if part is not None and len(part) not in (1, batch)}
-        )
+        wrong = sorted({len(part) for part in self.kept.values()} - {1, batch})
         if wrong:
             raise ShapeError(
                 f"TransJectCache: received {batch} sequences, and the cache holds the sums of"
@@ -47,44 +45,60 @@ class TransJectCache:
                 " or begin with a new cache"
             )
 
-    def add_energy(self, energy: Tensor) -> Tensor:
-        """Add what is stored to the running sums `(batch, tokens, d)` of new tokens, and store the
-        last of them."""
-        if self.energy is not None:
-            energy = energy + self.energy.unsqueeze(1)
-        self.energy = energy[:, -1].detach()
-        return energy
-
-    def add_squares(self, layer: int, squares: Tensor) -> Tensor:
-        """The same for the running sums of squares (batch, tokens) that a layer's gates are divided
-        by."""
-        if layer in self.squares:
-            squares = squares + self.squares[layer].unsqueeze(1)
-        self.squares[layer] = squares[:, -1].detach()
-        return squares
-
-    def add_pools(self, layer: int, pools: Tensor) -> Tensor:
-        """Join stored maxima to the running maxima (experts, batch, tokens, d) of new tokens, and
-        store the last."""
-        if layer in self.pools:
-            pools = torch.maximum(pools, self.pools[layer].unsqueeze(2))
-        self.pools[layer] = pools[:, :, -1].detach()
-        return pools
+    def extend(
+        self, name: Hashable, running: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Join what is kept to running values (batch, tokens, ...) of new tokens, and keep the
+        last."""
+        if name in self.kept:
+            running = join(running, self.kept[name].unsqueeze(1))
+        self.kept[name] = running[:, -1].detach()
+        return running
 
     def reorder_(self, rows: Tensor) -> TransJectCache:
         """Keep the sequences `rows` (int, (new batch,)), as beam search asks for; rows may
         repeat."""
-        if self.energy is not None:
-            self.energy = self.energy.index_select(0, rows)
-        self.squares = {layer: kept.index_select(0, rows) for layer, kept in self.squares.items()}
-        self.pools = {layer: kept.index_select(1, rows) for layer, kept in self.pools.items()}
+        self.kept = {name: part.index_select(0, rows) for name, part in self.kept.items()}
         return self
+
+
+class SeenTokens(NamedTuple):
+    """The tokens over which values (batch, tokens, ...) are summed: the real ones; causal, those up
+    to each token, cached ones included."""
+
+    padding: Tensor | None = None
+    is_causal: bool = False
+    cache: TransJectCache | None = None
+
+    def sum(self, name: Hashable, values: Tensor) -> Tensor:
+        """Return the sum, (batch, ...); causal the running sums, (batch, tokens, ...)."""
+        values = self.filled(values, 0.0)
+        return self._joined(name, values.cumsum(1), torch.add) if self.is_causal else values.sum(1)
+
+    def max(self, name: Hashable, values: Tensor) -> Tensor:
+        """Return the maximum, as `sum` does the sum; -inf where no token is real."""
+        values = self.filled(values, -torch.inf)
+        if not self.is_causal:
+            return values.amax(1)
+        return self._joined(name, values.cummax(1).values, torch.maximum)
+
+    def filled(self, values: Tensor, fill: float) -> Tensor:
+        """Put ``fill`` in the place of padded tokens."""
+        if self.padding is None:
+            return values
+        padding = self.padding if values.dim() == 2 else self.padding.unsqueeze(-1)
+        return values.masked_fill(padding, fill)
+
+    def _joined(
+        self, name: Hashable, running: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        return running if self.cache is None else self.cache.extend(name, running, join)
 
 
 Normalization = Literal["max", "trace"]
 
 
-class GramSpectrum(Part):
+class GramSpectrum(ResetByParts):
     """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma <= 1`,
     d numbers a sample.
 
@@ -115,6 +129,8 @@ class GramSpectrum(Part):
     (torch.Size([2, 8]), True)
     """
 
+    shown = ("normalization", "eps")
+
     def __init__(
         self, embed_dim: Size, *, normalization: Normalization = "max", eps: Eps = 1e-6
     ) -> None:
@@ -123,10 +139,6 @@ class GramSpectrum(Part):
         self.normalization: Normalization = normalization
         self.eps = eps
         self.basis = OrthogonalLinear(embed_dim)
-
-    def reset_parameters(self) -> None:
-        """Draw U0 anew."""
-        self.basis.reset_parameters()
 
     def forward(
         self,
@@ -148,19 +160,12 @@ class GramSpectrum(Part):
             (batch, d), or (batch, tokens, d) if causal; dtype of x, computed in float32 or wider.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
-        energy = _without(self._energy(x), key_padding_mask, 0.0)
-        if is_causal:
-            energy = energy.cumsum(1)
-            if cache is not None:
-                energy = cache.add_energy(energy)
-        else:
-            energy = energy.sum(1)
-        total = (
-            energy.amax(-1, keepdim=True)
-            if self.normalization == "max"
-            else energy.sum(-1, keepdim=True)
-        )
-        return (energy / (total + self.eps)).to(x.dtype)
+        inner = self.basis(x)
+        # In float32 or wider: sums of many halves would stop growing.
+        squares = inner.to(torch.promote_types(inner.dtype, torch.float32)).square()
+        energy = SeenTokens(key_padding_mask, is_causal, cache).sum("energy", squares)
+        of_all = torch.amax if self.normalization == "max" else torch.sum
+        return (energy / (of_all(energy, -1, keepdim=True) + self.eps)).to(x.dtype)
 
     def reconstruction_loss(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return `|X^T X - U0 diag(g) U0^T|_F^2 / |X^T X|_F^2`, in [0, 1] for orthogonal U0: mean
@@ -184,7 +189,7 @@ class GramSpectrum(Part):
         wide = torch.promote_types(x.dtype, torch.float32)
         # All of it in one precision: the terms below nearly cancel.
         with torch.autocast(x.device.type, enabled=False):
-            tokens = _without(x.to(wide), key_padding_mask, 0.0)
+            tokens = SeenTokens(key_padding_mask).filled(x.to(wide), 0.0)
             basis = self._basis().to(wide)
             energy = (tokens @ basis).square().sum(1)
             small = tokens @ tokens.mT if x.shape[1] < x.shape[2] else tokens.mT @ tokens
@@ -198,20 +203,10 @@ class GramSpectrum(Part):
     def _basis(self) -> Tensor:
         """U0, (d, d)."""
         if is_plain(self.basis, OrthogonalLinear):
-            return transposed_weight(self.basis)
+            return self.basis.weight.mT
         weight = next(self.basis.parameters())
         device = "cpu" if weight.is_meta else weight.device
         return self.basis(torch.eye(self.embed_dim, dtype=weight.dtype, device=device))
-
-    def _energy(self, x: Tensor) -> Tensor:
-        """`(x_t . u_k)^2`, (batch, tokens, d), in float32 or wider: sums of many halves would stop
-        growing."""
-        inner = self.basis(x)
-        return inner.to(torch.promote_types(inner.dtype, torch.float32)).square()
-
-    def extra_repr(self) -> str:
-        """The normalisation."""
-        return f"normalization={self.normalization!r}, eps={self.eps:g}"
 
 
 class LearnedSpectrum(Part):
@@ -249,15 +244,6 @@ class LearnedSpectrum(Part):
         return self.weight.tanh().to(x.dtype)
 
 
-def _without(values: Tensor, key_padding_mask: Tensor | None, fill: float) -> Tensor:
-    """Put `fill` in the place of padded tokens."""
-    return (
-        values
-        if key_padding_mask is None
-        else values.masked_fill(key_padding_mask.unsqueeze(-1), fill)
-    )
-
-
 def check_padding(
     key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCache | None = None
 ) -> Tensor | None:
@@ -279,18 +265,10 @@ def check_padding(
     if key_padding_mask is None:
         return None
     batch, tokens = x.shape[:2]
-    shapes = ((batch, tokens + (0 if cache is None else cache.num_tokens)), (batch, tokens))
-    if key_padding_mask.dtype is not torch.bool or tuple(key_padding_mask.shape) not in shapes:
-        raise ShapeError(
-            f"TransJect: key_padding_mask is {key_padding_mask.dtype}"
-            f" {tuple(key_padding_mask.shape)}; expected torch.bool {shapes[0]}, True = padding;"
-            " from a Hugging Face attention_mask pass attention_mask == 0"
-        )
-    if (
-        cache is None
-        and on_host(key_padding_mask)
-        and bool((empty := key_padding_mask.all(-1)).any())
-    ):
+    seen = 0 if cache is None else cache.num_tokens
+    check_padding_shape("TransJect", key_padding_mask, (batch, seen + tokens), (batch, tokens))
+    empty = cache is None and on_host(key_padding_mask) and key_padding_mask.all(-1)
+    if isinstance(empty, Tensor) and bool(empty.any()):
         rows = torch.nonzero(empty).flatten().tolist()
         raise ShapeError(
             f"TransJect: {len(rows)} of {batch} samples are padding alone (rows {rows[:10]}), so"

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import Workspace
-from wellposed.nn.checks import Eps, Part, check_tokens
+from wellposed.nn.checks import Eps, check_tokens
 from wellposed.nn.invertible.reversible import ReversibleSequential
 from wellposed.nn.invertible.solver import Inversion
 from wellposed.nn.transject.block import TransJectBlock
 from wellposed.nn.transject.experts import Gating
-from wellposed.nn.transject.orthogonal import ResidualStart
+from wellposed.nn.transject.orthogonal import ResetByParts, ResidualStart
 from wellposed.nn.transject.spectrum import (
     GramSpectrum,
     LearnedSpectrum,
@@ -45,7 +45,7 @@ class TransJectOutput:
     """The input and the output of each layer, where asked for."""
 
 
-class TransJectStack(Part):
+class TransJectStack(ResetByParts):
     """`X^0 -> X^L`: for given sigma and gates, distances change by factors in
     `[prod (1-|r_l|)^2, prod (1+|r_l|)^2]`.
 
@@ -90,6 +90,8 @@ class TransJectStack(Part):
     (True, True)
     """
 
+    shown = ("is_causal",)
+
     def __init__(
         self,
         embed_dim: Size,
@@ -131,12 +133,6 @@ class TransJectStack(Part):
             checkpoint, use_reentrant=False
         )
         self.recompute_every = 1
-
-    def reset_parameters(self) -> None:
-        """Draw every weight anew."""
-        self.spectrum.reset_parameters()
-        for layer in self._blocks():
-            layer.reset_parameters()
 
     def forward(
         self,
@@ -266,11 +262,9 @@ class TransJectStack(Part):
         """
         self._check_tokens(y)
         self._check_count(gates, "TransJectStack.inverse")
-        halves = [
-            half
-            for layer, kept in zip(self._blocks(), gates, strict=True)
-            for half in layer.sublayers(sigma, kept)
-        ]
+        halves: list[nn.Module] = []
+        for layer, kept in zip(self.layers, gates, strict=True):
+            halves += cast(TransJectBlock, layer).sublayers(sigma, kept)
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
 
     def _check_tokens(self, x: Tensor) -> None:
@@ -285,10 +279,3 @@ class TransJectStack(Part):
             raise ConfigError(
                 f"{where}: received gates of {len(gates)} layers; expected {len(self.layers)}"
             )
-
-    def _blocks(self) -> list[TransJectBlock]:
-        return [cast(TransJectBlock, layer) for layer in self.layers]
-
-    def extra_repr(self) -> str:
-        """Whether it is causal."""
-        return f"is_causal={self.is_causal}"
