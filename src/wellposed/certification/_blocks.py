@@ -303,7 +303,12 @@ def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float
         return 1.0, 1.0
     if type(residual) is ReZeroResidual:
         return 1.0, float(residual.scale.detach())
-    if not {"coefficients", "forward"} <= vars(type(residual)).keys():
+    kinds = type(residual).__mro__
+    owners = [
+        next((kind for kind in kinds if name in vars(kind)), None)
+        for name in ("coefficients", "forward")
+    ]
+    if owners[0] is not owners[1]:
         return None
     site.reads(residual)
     first, second = residual.coefficients()  # pyright: ignore[reportCallIssue]

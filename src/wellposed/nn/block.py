@@ -79,18 +79,8 @@ class NoNorm(nn.Module):
         return join(x, branch(x))
 
 
-@NORMS.register("pre")
-def build_pre(config: Any) -> PreNorm:
-    """Build the norm in front of a branch."""
-    return PreNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-
-@NORMS.register("post")
-def build_post(config: Any) -> PostNorm:
-    """Build the norm behind a sum."""
-    return PostNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-
+NORMS.register("pre")(lambda config: PreNorm(config.hidden_size, eps=config.layer_norm_eps))
+NORMS.register("post")(lambda config: PostNorm(config.hidden_size, eps=config.layer_norm_eps))
 NORMS.register("none")(lambda _: NoNorm())
 
 

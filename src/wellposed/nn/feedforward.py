@@ -56,6 +56,8 @@ class MLP(Part):
     torch.Size([3, 5, 8])
     """
 
+    shown = ("activation_name",)
+
     def __init__(
         self, embed_dim: Size, hidden_dim: Size, *, activation: str = "gelu", bias: bool = True
     ) -> None:
@@ -71,16 +73,11 @@ class MLP(Part):
         check_tokens(self, x, self.embed_dim)
         return self.down_proj(self.activation(self.up_proj(x)))
 
-    def extra_repr(self) -> str:
-        return f"activation={self.activation_name}"
-
 
 @FEEDFORWARDS.register("mlp")
-def build_mlp(config: Any) -> MLP:
-    """Build the two-layer network."""
-    return MLP(
-        config.hidden_size, config.intermediate_size, activation=MLPOptions.of(config).activation
-    )
+def _build_mlp(config: Any) -> MLP:
+    width, activation = config.hidden_size, MLPOptions.of(config).activation
+    return MLP(width, config.intermediate_size, activation=activation)
 
 
 class MaxMin(nn.Module):
@@ -151,7 +148,6 @@ class MaxMinFeedForward(Part):
         return self.down_proj(self.activation(self.up_proj(x)))
 
 
-@FEEDFORWARDS.register("maxmin")
-def build_maxmin(config: Any) -> MaxMinFeedForward:
-    """Build the feed-forward of sorted pairs."""
-    return MaxMinFeedForward(config.hidden_size, config.intermediate_size)
+FEEDFORWARDS.register("maxmin")(
+    lambda config: MaxMinFeedForward(config.hidden_size, config.intermediate_size)
+)

@@ -46,9 +46,8 @@ def sines_and_cosines(positions: Tensor, width: int) -> Tensor:
     """
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
-    angles = positions.unsqueeze(-1).to(wide) * torch.exp(
-        pairs * (-2.0 * math.log(10000.0) / width)
-    )
+    frequencies = torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
+    angles = positions.unsqueeze(-1).to(wide) * frequencies
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
 
 
@@ -87,6 +86,7 @@ class SinusoidalPositions(Part):
     """
 
     table: Tensor
+    shown = ("num_positions", "embed_dim", "scale")
 
     def __init__(self, num_positions: Size, embed_dim: Size, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -128,9 +128,6 @@ class SinusoidalPositions(Part):
             self, positions, self.num_positions, lambda ids: F.embedding(ids, self.table)
         )
 
-    def extra_repr(self) -> str:
-        return f"{self.num_positions}, {self.embed_dim}, scale={self.scale:g}"
-
 
 def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
     """Turn pair i of token p by the angle `p 10000^(-2i/d)`: scalar products then read the distance
@@ -151,12 +148,8 @@ def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
     True
     """
     positions = torch.arange(first, first + vectors.shape[-2], device=vectors.device)
-    sine, cosine = (
-        sines_and_cosines(positions, vectors.shape[-1])
-        .to(vectors.dtype)
-        .unflatten(-1, (-1, 2))
-        .unbind(-1)
-    )
+    codes = sines_and_cosines(positions, vectors.shape[-1]).to(vectors.dtype)
+    sine, cosine = codes.unflatten(-1, (-1, 2)).unbind(-1)
     left, right = vectors.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
 
@@ -175,7 +168,6 @@ class NoPositions(Part):
         self.register_buffer("zero", torch.empty(embed_dim), persistent=False)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill the zeros."""
         self.zero.zero_()
@@ -185,24 +177,15 @@ class NoPositions(Part):
         return self.zero.expand(*positions.shape, -1)
 
 
-@POSITIONS.register("none")
-def build_no_positions(config: Any) -> NoPositions:
-    """Build nothing."""
-    return NoPositions(config.hidden_size)
-
-
-@POSITIONS.register("learned")
-def build_learned(config: Any) -> LearnedPositions:
-    """Build a learnt table."""
-    return LearnedPositions(config.max_position_embeddings, config.hidden_size)
+POSITIONS.register("none")(lambda config: NoPositions(config.hidden_size))
+POSITIONS.register("learned")(
+    lambda config: LearnedPositions(config.max_position_embeddings, config.hidden_size)
+)
 
 
 @POSITIONS.register("sinusoidal")
 def build_sinusoidal(config: Any) -> SinusoidalPositions:
     """Build sines and cosines scaled by D^-1/2, the size of a token vector's entries before the
     common factor."""
-    return SinusoidalPositions(
-        config.max_position_embeddings,
-        config.hidden_size,
-        scale=1.0 / math.sqrt(config.hidden_size),
-    )
+    width = config.hidden_size
+    return SinusoidalPositions(config.max_position_embeddings, width, scale=1.0 / math.sqrt(width))

@@ -74,6 +74,7 @@ class _DividedBranch(Part):
     constant."""
 
     divisor: Tensor
+    shown = ("divisor",)
 
     def __init__(self, start: float, divisor: Divisor) -> None:
         super().__init__()
@@ -86,8 +87,21 @@ class _DividedBranch(Part):
         """Set the scalar to its start value."""
         nn.init.constant_(self.logit, math.log(self._start) - math.log1p(-self._start))
 
-    def extra_repr(self) -> str:
-        return f"divisor={float(self.divisor):g}"
+    def _weights(self) -> tuple[Tensor | None, Tensor]:
+        """What `x` (None: 1) and the branch are multiplied by."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Join the branch `g(x)` to `x`."""
+        skip, scale = self._weights()
+        x = x if skip is None else x * skip.to(x.dtype)
+        return torch.addcmul(x, branch, scale.to(branch.dtype))
+
+    @torch.no_grad()
+    def coefficients(self) -> tuple[float, float]:
+        """Return the two numbers that `x` and `g(x)` are multiplied by."""
+        skip, scale = self._weights()
+        return 1.0 if skip is None else float(skip), float(scale)
 
 
 class ConvexResidual(_DividedBranch):
@@ -121,16 +135,6 @@ class ConvexResidual(_DividedBranch):
         share = torch.sigmoid(self.logit)
         return 1 - share, share / self.divisor
 
-    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Join the branch `g(x)` to `x`."""
-        skip, scale = self._weights()
-        return torch.addcmul(x * skip.to(x.dtype), branch, scale.to(branch.dtype))
-
-    def coefficients(self) -> tuple[float, float]:
-        """Return the two numbers that `x` and `g(x)` are multiplied by."""
-        skip, scale = self._weights()
-        return float(skip.detach()), float(scale.detach())
-
 
 class BudgetResidual(_DividedBranch):
     r"""`x + b g(x) / m` with `1 + b = L^(s / n)`, s in (0, 1) learnt: n of them in a row are
@@ -159,6 +163,8 @@ class BudgetResidual(_DividedBranch):
     [2.0]
     """
 
+    shown = ("budget", "blocks", "divisor")
+
     def __init__(
         self,
         budget: Budget,
@@ -171,22 +177,9 @@ class BudgetResidual(_DividedBranch):
         self.budget = float(budget)
         self.blocks = blocks
 
-    def _scale(self) -> Tensor:
-        return (
-            torch.expm1(torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks))
-            / self.divisor
-        )
-
-    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Join the branch `g(x)` to `x`."""
-        return torch.addcmul(x, branch, self._scale().to(branch.dtype))
-
-    def coefficients(self) -> tuple[float, float]:
-        """Return the two numbers that `x` and `g(x)` are multiplied by."""
-        return 1.0, float(self._scale().detach())
-
-    def extra_repr(self) -> str:
-        return f"budget={self.budget:g}, blocks={self.blocks}, {super().extra_repr()}"
+    def _weights(self) -> tuple[None, Tensor]:
+        share = torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks)
+        return None, torch.expm1(share) / self.divisor
 
 
 def _count(config: Any) -> int:
@@ -195,11 +188,8 @@ def _count(config: Any) -> int:
     return 2 * getattr(config, "num_hidden_layers", 1) + decoder
 
 
-@RESIDUALS.register("convex")
-def build_convex(config: Any) -> ConvexResidual:
-    """Build a mean of skip and branch; at the start all n of a model together keep
-    `(1 - 1/(n + 1))^n > 1/e` of x."""
-    return ConvexResidual(1 / (_count(config) + 1))
+# At the start all n of a model together keep `(1 - 1/(n + 1))^n > 1/e` of x.
+RESIDUALS.register("convex")(lambda config: ConvexResidual(1 / (_count(config) + 1)))
 
 
 @RESIDUALS.register("mean")
@@ -211,7 +201,7 @@ def build_mean(config: Any) -> ConvexResidual:
     return residual
 
 
-@RESIDUALS.register("budget")
-def build_budget(config: Any) -> BudgetResidual:
-    """Build a sum whose branch has an equal share of the budget of the whole model."""
-    return BudgetResidual(BudgetOptions.of(config).budget, _count(config))
+# An equal share of the budget of the whole model.
+RESIDUALS.register("budget")(
+    lambda config: BudgetResidual(BudgetOptions.of(config).budget, _count(config))
+)

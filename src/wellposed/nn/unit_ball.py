@@ -50,6 +50,8 @@ class BallProjection(Part):
     [[0.0, 1.0]]
     """
 
+    shown = ("embed_dim", "radius")
+
     def __init__(self, embed_dim: Size, *, radius: Positive = 1.0) -> None:
         super().__init__()
         self.embed_dim = embed_dim
@@ -59,9 +61,6 @@ class BallProjection(Part):
         """Map (..., D) to the same shape."""
         check_tokens(self, x, self.embed_dim)
         return project_to_ball(x, self.radius)
-
-    def extra_repr(self) -> str:
-        return f"{self.embed_dim}, radius={self.radius:g}"
 
 
 class UnitEmbedding(nn.Embedding):

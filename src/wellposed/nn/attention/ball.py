@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from wellposed.errors import ConfigError
 from wellposed.model_options import BallOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
-from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention.masks import AttentionMask
 from wellposed.nn.unit_ball import project_to_ball
 from wellposed.options import Positive, Size
@@ -21,6 +21,8 @@ from wellposed.options import Positive, Size
 
 class _BallAttention(HeadProjections):
     """The temperatures and the mixture of heads that the self and the cross form share."""
+
+    shown = ("num_heads", "max_temperature", "unit_lipschitz")
 
     def __init__(
         self,
@@ -75,13 +77,6 @@ class _BallAttention(HeadProjections):
             query * temperature, key, value, **seen.flags, scale=1.0
         )
         return heads * scale
-
-    def extra_repr(self) -> str:
-        """Everything that is not seen from the projections."""
-        return (
-            f"num_heads={self.num_heads}, max_temperature={self.max_temperature:g}, "
-            f"unit_lipschitz={self.unit_lipschitz}"
-        )
 
 
 class BallAttention(SelfAttention, _BallAttention):
@@ -146,27 +141,15 @@ class BallCrossAttention(MemoryAttention, _BallAttention):
 
 
 def _options(config: Any) -> dict[str, Any]:
-    name = "attention 'ball'"
-    if config.attention_dropout:
+    if config.attention_dropout or config.qk_norm:
         raise ConfigError(
-            f"{name} with attention_dropout={config.attention_dropout}: it drops no weights, which"
-            " would leave the bound; leave it 0, and give dropout, which acts on whole branches"
-        )
-    if config.qk_norm:
-        raise ConfigError(
-            f"{name} with qk_norm=True: LayerNorm has no useful Lipschitz bound; set qk_norm=False"
+            f"attention 'ball' with attention_dropout={config.attention_dropout} and"
+            f" qk_norm={config.qk_norm}: dropped weights would leave the bound, and LayerNorm has no"
+            " useful one; leave them 0 and False, and give dropout, which acts on whole branches"
         )
     given = BallOptions.of(config)
     return {"temperature": given.ball_temperature, "max_temperature": given.ball_max_temperature}
 
 
-@ATTENTIONS.register("ball")
-def build_ball(config: Any) -> BallAttention:
-    """Build attention on the unit ball."""
-    return BallAttention(config.hidden_size, config.num_attention_heads, **_options(config))
-
-
-@CROSS_ATTENTIONS.register("ball")
-def build_ball_cross(config: Any) -> BallCrossAttention:
-    """Build attention on the unit ball to a memory."""
-    return BallCrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+ATTENTIONS.register("ball")(builder(BallAttention, _options))
+CROSS_ATTENTIONS.register("ball")(builder(BallCrossAttention, _options))

@@ -12,13 +12,15 @@ from wellposed.errors import ConfigError
 from wellposed.functional import cosine_attention
 from wellposed.model_options import CosineOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
-from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention.masks import AttentionMask
 from wellposed.options import Positive, Rate, Size
 
 
 class _CosineAttention(HeadProjections):
     """The scales that the self and the cross form share."""
+
+    shown = ("num_heads", "eps", "dropout")
 
     log_tau: Tensor
     nu: Tensor
@@ -66,10 +68,6 @@ class _CosineAttention(HeadProjections):
             **seen.flags,
             dropout_p=self.dropout if self.training else 0.0,
         )
-
-    def extra_repr(self) -> str:
-        """Everything that is not seen from the projections."""
-        return f"num_heads={self.num_heads}, eps={self.eps}, dropout={self.dropout}"
 
 
 class CosineSelfAttention(SelfAttention, _CosineAttention):
@@ -136,19 +134,15 @@ def _options(config: Any) -> dict[str, Any]:
     return {"eps": CosineOptions.of(config).cosine_eps, "dropout": config.attention_dropout}
 
 
-@ATTENTIONS.register("cosine")
-def build_cosine(config: Any) -> CosineSelfAttention:
-    """Build cosine attention."""
+def _self_options(config: Any) -> dict[str, Any]:
     if getattr(config, "qk_norm", False):
         raise ConfigError(
             "attention 'cosine' with qk_norm=True: queries and keys are normalised already, and"
             " LayerNorm has no useful Lipschitz bound; set qk_norm=False"
         )
-    return CosineSelfAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+    return _options(config)
 
 
-@CROSS_ATTENTIONS.register("cosine")
-def build_cosine_cross(config: Any) -> CosineCrossAttention:
-    """Build cosine attention to a memory; ``qk_norm`` is for self-attentions, as queries are
-    normalised here anyway."""
-    return CosineCrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+ATTENTIONS.register("cosine")(builder(CosineSelfAttention, _self_options))
+# ``qk_norm`` is for self-attentions; queries are normalised here anyway.
+CROSS_ATTENTIONS.register("cosine")(builder(CosineCrossAttention, _options))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
-from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention
+from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention.masks import AttentionMask
 from wellposed.nn.positions import rotate_by_position
 from wellposed.options import Rate, Size, Strength
@@ -18,6 +18,8 @@ from wellposed.options import Rate, Size, Strength
 class SoftmaxHeads(HeadProjections):
     """`softmax(q k^T / sqrt(d)) v` per head, of one sequence or two; with ``qk_norm``, q and k pass
     a LayerNorm."""
+
+    shown = ("num_heads", "dropout")
 
     def __init__(
         self,
@@ -44,9 +46,6 @@ class SoftmaxHeads(HeadProjections):
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, **seen.flags, dropout_p=dropout)
-
-    def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
 
 class DotProductAttention(SelfAttention, SoftmaxHeads):
@@ -118,16 +117,8 @@ def _options(config: Any) -> dict[str, Any]:
     }
 
 
-@ATTENTIONS.register("dot_product")
-def build_dot_product(config: Any) -> DotProductAttention:
-    """Build dot-product attention."""
-    return DotProductAttention(config.hidden_size, config.num_attention_heads, **_options(config))
-
-
-@CROSS_ATTENTIONS.register("dot_product")
-def build_cross(config: Any) -> CrossAttention:
-    """Build dot-product attention to a memory."""
-    return CrossAttention(config.hidden_size, config.num_attention_heads, **_options(config))
+ATTENTIONS.register("dot_product")(builder(DotProductAttention, _options))
+CROSS_ATTENTIONS.register("dot_product")(builder(CrossAttention, _options))
 
 
 class InverseDAttention(SelfAttention):
@@ -158,6 +149,8 @@ class InverseDAttention(SelfAttention):
     torch.Size([3, 5, 8])
     """
 
+    shown = ("num_heads",)
+
     def __init__(self, embed_dim: Size, num_heads: Size) -> None:
         super().__init__(embed_dim, num_heads, bias=False)
         if self.head_dim % 2:
@@ -172,18 +165,15 @@ class InverseDAttention(SelfAttention):
         scale = 1 / self.head_dim
         return F.scaled_dot_product_attention(query, key, value, **seen.flags, scale=scale)
 
-    def extra_repr(self) -> str:
-        """Everything that is not seen from the projections."""
-        return f"num_heads={self.num_heads}"
 
-
-@ATTENTIONS.register("inverse_d")
-def build_inverse_d(config: Any) -> InverseDAttention:
-    """Build attention with logits over d."""
+def _no_options(config: Any) -> dict[str, Any]:
     if config.attention_dropout or config.qk_norm:
         raise ConfigError(
             f"attention 'inverse_d' with attention_dropout={config.attention_dropout} and"
             f" qk_norm={config.qk_norm}: it drops no weights and normalises nothing; leave them 0"
             " and False"
         )
-    return InverseDAttention(config.hidden_size, config.num_attention_heads)
+    return {}
+
+
+ATTENTIONS.register("inverse_d")(builder(InverseDAttention, _no_options))

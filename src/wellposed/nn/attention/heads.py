@@ -4,12 +4,13 @@ two."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
-from wellposed.nn._registry import LayerCache, MemoryCache
+from wellposed.nn._registry import LayerBuilder, LayerCache, MemoryCache
 from wellposed.nn.attention.masks import (
     AttentionMask,
     PaddingMask,
@@ -65,6 +66,13 @@ def join_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
+def builder(
+    kind: Callable[..., nn.Module], options: Callable[[Any], dict[str, Any]]
+) -> LayerBuilder:
+    """Return what builds ``kind`` from a configuration, by what ``options`` reads of it."""
+    return lambda config: kind(config.hidden_size, config.num_attention_heads, **options(config))
+
+
 class HeadProjections(Part, ABC):
     """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a
     memory, ``W_o``.
@@ -106,9 +114,8 @@ class HeadProjections(Part, ABC):
         return split_heads(self.q_proj(x), self.num_heads)
 
     def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return split_heads(self.k_proj(memory), self.num_heads), split_heads(
-            self.v_proj(memory), self.num_heads
-        )
+        key, value = self.k_proj(memory), self.v_proj(memory)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     @abstractmethod
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
@@ -201,6 +208,6 @@ class MemoryAttention(HeadProjections):
             return self._key_value(self._tokens(memory))
 
         key, value = project() if cache is None else cache.once(project)
-        query = self._query(self._tokens(x))
         seen = memory_mask(key_padding_mask, memory)
-        return self.o_proj(join_heads(self._weighted(query, key, value, seen)))
+        heads = self._weighted(self._query(self._tokens(x)), key, value, seen)
+        return self.o_proj(join_heads(heads))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from wellposed.errors import (
     ConfigError,
@@ -36,10 +36,9 @@ from wellposed.nn.attention.l2_bound import (
     UnitWeights,
     Values,
     check_diagonal,
-    division_factor,
-    is_stale,
     kim2021_divisor,
     l2_attention_refusal,
+    one_width,
     refuse_unbounded,
     uncompiled,
 )
@@ -122,6 +121,8 @@ class L2SelfAttention(Part):
     _frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
     """What `frozen` has kept."""
 
+    shown = ("num_heads", "tied", "values", "contractive", "norm", "bound", "max_tokens", "dropout")
+
     def __init__(
         self,
         embed_dim: Size,
@@ -140,27 +141,19 @@ class L2SelfAttention(Part):
     ) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.tied = tied
-        self.contractive = contractive
+        self.embed_dim, self.num_heads, self.tied = embed_dim, num_heads, tied
+        self.contractive, self.max_tokens = contractive, max_tokens
         self.norm: Norm = norm
         self.bound: DivisionBound = bound
         self.values: Values = values or ("paper" if tied else "plain")
-        self.query_width = query_width
-        self.max_tokens = max_tokens
-        self.dropout = dropout
-        self.init_scale = init_scale
+        self.query_width, self.dropout, self.init_scale = query_width, dropout, init_scale
         self._check_combination()
         columns = query_width * embed_dim
         self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
         self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
         self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.mix = (
-            nn.Parameter(torch.empty(num_heads, query_width * self.head_dim, self.head_dim))
-            if self.values == "free"
-            else None
-        )
+        mix = torch.empty(num_heads, query_width * self.head_dim, self.head_dim)
+        self.mix = nn.Parameter(mix) if self.values == "free" else None
         self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
 
@@ -193,10 +186,11 @@ class L2SelfAttention(Part):
                 f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside"
                 " (0, 1): at 1 and above the residual x + f(x) need not be invertible"
             )
+        refuse_unbounded(self._form_refusal(drops_weights=self.dropout > 0))
+
+    def _form_refusal(self, *, drops_weights: bool) -> str | None:
         plain = self.values == "plain"
-        refuse_unbounded(
-            l2_attention_refusal(tied=self.tied, plain_values=plain, drops_weights=self.dropout > 0)
-        )
+        return l2_attention_refusal(tied=self.tied, plain_values=plain, drops_weights=drops_weights)
 
     def reset_parameters(self) -> None:
         """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
@@ -230,13 +224,8 @@ class L2SelfAttention(Part):
             raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
         dtype = dtype or self.q_proj.weight.dtype
         projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
-        missing = projection.shape[-1] - self.head_dim
         output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
-        return (
-            projection,
-            F.pad(self._mixing(dtype), (0, missing)),
-            F.pad(output, (0, 0, 0, missing)),
-        )
+        return projection, *one_width(self._mixing(dtype), output)
 
     def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
         """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
@@ -251,15 +240,10 @@ class L2SelfAttention(Part):
 
     @uncompiled
     def _unit_weights(self) -> UnitWeights:
-        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            value = None if self.v_proj is None else self.v_proj.weight
-            return UnitWeights.of(
-                self.q_proj.weight,
-                self.o_proj.weight,
-                value=value,
-                mix=self.mix,
-                num_heads=self.num_heads,
-            )
+        query, output, heads = self.q_proj.weight, self.o_proj.weight, self.num_heads
+        value = None if self.v_proj is None else self.v_proj.weight
+        with torch.autocast(query.device.type, enabled=False):
+            return UnitWeights.of(query, output, value=value, mix=self.mix, num_heads=heads)
 
     def forward(
         self,
@@ -296,11 +280,9 @@ class L2SelfAttention(Part):
         key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
         # projection.
-        value = (
-            split_heads(self.v_proj(x), self.num_heads)
-            if self.v_proj is not None and self.values == "plain"
-            else key
-        )
+        value = key
+        if self.v_proj is not None and self.values == "plain":
+            value = split_heads(self.v_proj(x), self.num_heads)
         if cache is not None:
             if self.contractive is not None and self.max_tokens is None:
                 raise ConfigError(
@@ -312,10 +294,8 @@ class L2SelfAttention(Part):
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
-            weights = self._unit_weights()
-            factor = self._contraction(
-                weights, key_padding_mask, is_causal, query.shape[-2], key.shape[-2]
-            )
+            weights, lengths = self._unit_weights(), (query.shape[-2], key.shape[-2])
+            factor = self._contraction(weights, key_padding_mask, is_causal, *lengths)
             heads = (heads / weights.read).to(heads.dtype) @ weights.mixing
             heads = (heads * factor).to(heads.dtype)
         elif self.values != "plain":
@@ -330,16 +310,9 @@ class L2SelfAttention(Part):
 
         `layers` are those of `bound_layers`, made here where not given and needed.
         """
-        reason = l2_attention_refusal(
-            tied=self.tied,
-            plain_values=self.values == "plain",
-            drops_weights=self.dropout > 0 and self.training,
-        )
-        return (
-            self._division_refusal(layers)
-            if reason is None and self.contractive is not None
-            else reason
-        )
+        reason = self._form_refusal(drops_weights=self.dropout > 0 and self.training)
+        divides = reason is None and self.contractive is not None
+        return self._division_refusal(layers) if divides else reason
 
     def lipschitz_bound(
         self,
@@ -386,9 +359,7 @@ class L2SelfAttention(Part):
                     f" length, so no one scale holds for a bound in norm {norm!r}; build the layer"
                     " with max_tokens"
                 )
-            return torch.tensor(
-                float(self.contractive), dtype=torch.float64, device=self.o_proj.weight.device
-            )
+            return self.o_proj.weight.new_tensor(float(self.contractive), dtype=torch.float64)
         self._check_covered(num_tokens)
         bounds: list[Tensor] = []
         for kind in MASK_KINDS if mask == "any" else (mask,):
@@ -410,10 +381,8 @@ class L2SelfAttention(Part):
             return by_call, by_call if method == "gram" else weights.layer(method)
         # R_h is a product of weights: in their own precision it would be rounded before it is
         # bounded.
-        exact = L2Layer(
-            *self.head_weights(torch.promote_types(self.q_proj.weight.dtype, torch.float64)),
-            method=method,
-        )
+        wide = torch.promote_types(self.q_proj.weight.dtype, torch.float64)
+        exact = L2Layer(*self.head_weights(wide), method=method)
         return exact, exact
 
     @torch.no_grad()
@@ -428,27 +397,17 @@ class L2SelfAttention(Part):
         if layers is None and self.contractive is not None:
             layers = self.bound_layers("gram")
         refuse_unbounded(self.certificate_refusal(layers))
-        bias = (
-            self.q_proj.weight.new_zeros(self.q_proj.out_features)
-            if self.q_proj.bias is None
-            else self.q_proj.bias
-        )
-        heads = bias.double().unflatten(0, (self.num_heads, 1, -1))
+        heads = _bias(self.q_proj).unflatten(0, (self.num_heads, 1, -1))
         if self.contractive is None:
             heads = heads @ self._mixing(torch.float64)
         else:
             weights = self._unit_weights()
             layer = None if layers is None else layers[0]
-            factor = self._factor(
-                weights, self.max_tokens or num_tokens, "any", layer=layer, kept=False
-            )
+            tokens = self.max_tokens or num_tokens
+            factor = self._factor(weights, tokens, "any", layer=layer, kept=False)
             heads = (heads / weights.read) @ weights.mixing.double() * factor
-        heads = heads.flatten() + (
-            0 if self.v_proj is None or self.v_proj.bias is None else self.v_proj.bias
-        )
-        return self.o_proj.weight.double() @ heads + (
-            0 if self.o_proj.bias is None else self.o_proj.bias
-        )
+        values = 0 if self.v_proj is None else _bias(self.v_proj)
+        return self.o_proj.weight.double() @ (heads.flatten() + values) + _bias(self.o_proj)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -475,23 +434,19 @@ class L2SelfAttention(Part):
         key_padding_mask: PaddingMask,
         is_causal: bool,
     ) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        scale = 1 / math.sqrt(self.head_dim)
+        attend = partial(
+            l2_attention,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=1 / math.sqrt(self.head_dim),
+        )
         queries, keys = query.shape[-2], key.shape[-2]
         if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
             seen = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
-            return l2_attention(query, key, value, **seen.flags, dropout_p=dropout, scale=scale)
+            return attend(query, key, value, **seen.flags)
         # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
         # hand.
-        heads = l2_attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal and queries == keys,
-            dropout_p=dropout,
-            scale=scale,
-            key_padding_mask=key_padding_mask,
-        )
+        causal = is_causal and queries == keys
+        heads = attend(query, key, value, is_causal=causal, key_padding_mask=key_padding_mask)
         padded = key_padding_mask[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
@@ -533,9 +488,10 @@ class L2SelfAttention(Part):
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             layer = layer or self.bound_layers("gram", weights)[0]
-            factor = division_factor(
-                layer, self.contractive, self._divisor(layer, num_tokens, mask)
-            )
+            divisor = self._divisor(layer, num_tokens, mask)
+            # 0 for a silent head.
+            factor = self.contractive / torch.where(divisor > 0, divisor, 1.0)
+            factor = factor * layer.shares[:, None, None]
         if frozen is not None:
             frozen[num_tokens, mask] = factor
         return factor
@@ -545,7 +501,9 @@ class L2SelfAttention(Part):
         weights = self._unit_weights()
         layer = weights.layer("gram") if layers is None else layers[0]
         for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
-            if is_stale(kept, self._factor(weights, num_tokens, mask, layer=layer, kept=False)):
+            now = self._factor(weights, num_tokens, mask, layer=layer, kept=False)
+            # A last digit is covered by the bound's margin.
+            if not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
                 return (
                     "its weights were edited inside frozen(), which divides by the bound they had"
                     " before"
@@ -571,7 +529,7 @@ class L2SelfAttention(Part):
             return self._factor(weights, self.max_tokens, mask)
         counts = most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
-            self._check_covered(int(counts.max()) if isinstance(counts, Tensor) else counts)
+            self._check_covered(int(torch.as_tensor(counts).max()))
             return self._factor(weights, self.max_tokens, mask)
         if not isinstance(counts, Tensor):
             return self._factor(weights, counts, mask)
@@ -581,20 +539,16 @@ class L2SelfAttention(Part):
             [self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()]
         )[index]
 
-    def extra_repr(self) -> str:
-        """Everything that is not seen from the projections."""
-        parts = [f"num_heads={self.num_heads}", f"tied={self.tied}", f"values={self.values!r}"]
-        if self.contractive is not None:
-            parts.append(
-                f"contractive={self.contractive}, norm={self.norm!r}, max_tokens={self.max_tokens}"
-            )
-            if self.bound != "sharp":
-                parts.append(f"bound={self.bound!r}")
-        return ", ".join([*parts, f"dropout={self.dropout}"])
-
 
 def _uniform_(weight: Tensor, bound: float) -> None:
     nn.init.uniform_(weight, -bound, bound)
+
+
+def _bias(projection: nn.Linear) -> Tensor:
+    """In float64; zeros where there is none."""
+    if projection.bias is None:
+        return projection.weight.new_zeros(projection.out_features, dtype=torch.float64)
+    return projection.bias.double()
 
 
 def _build(config: Any, **options: Any) -> L2SelfAttention:
@@ -615,16 +569,10 @@ def _build(config: Any, **options: Any) -> L2SelfAttention:
     )
 
 
-@ATTENTIONS.register("l2")
-def build_l2(config: Any) -> L2SelfAttention:
-    """Build untied L2 attention: for comparison, no Lipschitz constant."""
-    return _build(config, tied=False)
-
-
-@ATTENTIONS.register("l2_tied")
-def build_l2_tied(config: Any) -> L2SelfAttention:
-    """Build tied L2 attention with the paper's values: globally Lipschitz."""
-    return _build(config)
+# Untied, for comparison: no Lipschitz constant.
+ATTENTIONS.register("l2")(lambda config: _build(config, tied=False))
+# Tied, with the paper's values: globally Lipschitz.
+ATTENTIONS.register("l2_tied")(_build)
 
 
 @ATTENTIONS.register("l2_contractive")

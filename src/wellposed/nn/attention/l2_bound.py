@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.errors import (
-    NotLipschitzError,
-)
+from wellposed.errors import NotLipschitzError
 from wellposed.linalg import (
     L2Layer,
     Norm,
@@ -26,6 +24,9 @@ from wellposed.nn.attention.masks import AttentionMask
 
 Values = Literal["paper", "free", "plain"]
 DivisionBound = Literal["sharp", "kim2021"]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def l2_attention_refusal(
@@ -98,8 +99,6 @@ def check_diagonal(mask: AttentionMask, queries: int, keys: int) -> None:
         )
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 # Tokens up to this norm must not overflow; float16 has no room for more than 1, and ends at this
 # norm of a key.
 _LARGEST_TOKEN = 1000.0
@@ -110,6 +109,12 @@ def uncompiled(function: Function) -> Function:
     """Run a function outside `torch.compile`, whose kernels choose the precision of products for
     themselves."""
     return cast(Function, torch.compiler.disable(function))
+
+
+def one_width(mixing: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad `R_h` (H, w, d) and `W_O,h` (H, d, D) with zeros to (H, w, w) and (H, w, D)."""
+    missing = mixing.shape[1] - mixing.shape[2]
+    return F.pad(mixing, (0, missing)), F.pad(output, (0, 0, 0, missing))
 
 
 @dataclass(frozen=True)
@@ -162,9 +167,8 @@ class UnitWeights:
 
     def layer(self, method: SpectralMethod) -> L2Layer:
         """Return what bounds them, zero-padded to one width."""
-        missing = self.mixing.shape[1] - self.mixing.shape[2]
-        mixing, output = F.pad(self.mixing, (0, missing)), F.pad(self.output, (0, 0, 0, missing))
-        return L2Layer(self.projection, mixing, output, method=method, exponents=self.exponents)
+        padded = one_width(self.mixing, self.output)
+        return L2Layer(self.projection, *padded, method=method, exponents=self.exponents)
 
     def range_refusal(self, factor: Tensor, bias: Tensor | None) -> str | None:
         """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way;
@@ -174,51 +178,32 @@ class UnitWeights:
             factor: (H, 1, 1), the division's.
             bias: of `q_proj`, (H w,).
         """
-        dtype = self.mixing.dtype
-        info = torch.finfo(dtype)
-        heard = factor.flatten() > 0
-        read = self.projection.double().square().sum((-2, -1)).sqrt() * self.read.flatten().double()
-        shift = (
-            torch.zeros_like(read)
-            if bias is None
-            else bias.double().unflatten(0, (len(read), -1)).norm(dim=-1)
-        )
-        strength = factor.flatten().double() * self.output.double().abs().amax((-2, -1))
-        strongest = float(factor.flatten()[strength.argmax()])
-        largest = (
-            _LARGEST_FLOAT16_KEY if dtype is torch.float16 else math.sqrt(info.max) / _LARGEST_TOKEN
-        )
+        dtype, factor = self.mixing.dtype, factor.flatten()
+        info, heard = torch.finfo(dtype), factor > 0
+        unit = self.read.flatten()
+        read = self.projection.double().square().sum((-2, -1)).sqrt() * unit.double()
+        biases = self.read.new_zeros(len(read), 1) if bias is None else bias
+        shift = biases.double().view(len(read), -1).norm(dim=-1)
+        strength = factor.double() * self.output.double().abs().amax((-2, -1))
+        strongest, strictest = float(factor[strength.argmax()]), float(factor.max())
+        largest = math.sqrt(info.max) / _LARGEST_TOKEN
+        largest = _LARGEST_FLOAT16_KEY if dtype is torch.float16 else largest
+        smallest = info.smallest_normal
+        leaves = not (smallest <= strongest and strictest <= info.max)
         reasons = {
-            f"its query weights, down to {float(self.read.min()):.3g}, are denormal numbers in {dtype}": bool(
-                (self.read.flatten() < info.smallest_normal)[heard].any()
-            ),
-            f"squares of distances overflow {dtype} under its query weights, of norm {float(read.max()):.3g}": bool(
-                (read > largest).any()
-            ),
-            f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in "
-            f"rounding to {dtype}, since its query weights have norms down to "
-            f"{float(read.min()):.3g}": bool((shift * info.eps > read)[heard].any()),
-            f"its division by the bound leaves {dtype}: times {float(factor.max()):.3g}, and "
-            f"{strongest:.3g} for its strongest head, under output weights up to "
-            f"{float(self.output.abs().max()):.3g}": (
-                bool(heard.any())
-                and not (info.smallest_normal <= strongest and float(factor.max()) <= info.max)
-            ),
+            f"its query weights, down to {float(unit.min()):.3g}, are denormal numbers in"
+            f" {dtype}": (unit < smallest)[heard].any(),
+            f"squares of distances overflow {dtype} under its query weights, of norm"
+            f" {float(read.max()):.3g}": (read > largest).any(),
+            f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in"
+            f" rounding to {dtype}, since its query weights have norms down to"
+            f" {float(read.min()):.3g}": (shift * info.eps > read)[heard].any(),
+            f"its division by the bound leaves {dtype}: times {strictest:.3g}, and {strongest:.3g}"
+            " for its strongest head, under output weights up to"
+            f" {float(self.output.abs().max()):.3g}": leaves and heard.any(),
         }
         found = "; ".join(reason for reason, applies in reasons.items() if applies)
         return f"{found}; rescale the weights, or take a wider dtype" if found else None
-
-
-def division_factor(layer: L2Layer, contractive: float, bound: Tensor) -> Tensor:
-    """Return what multiplies the heads (H, 1, 1) so that `contractive` bounds the layer; 0 for a
-    silent head.
-
-    Args:
-        layer: the weights.
-        contractive: c.
-        bound: at least ``layer.unit_bound``.
-    """
-    return contractive / torch.where(bound > 0, bound, 1.0) * layer.shares[:, None, None]
 
 
 def kim2021_divisor(
@@ -246,12 +231,6 @@ def kim2021_divisor(
         2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit) - layer.exponent
     )
     return bound * torch.exp2(exponent.double()).squeeze()
-
-
-def is_stale(kept: Tensor, now: Tensor) -> bool:
-    """Whether a kept factor is above the present one by more than a last digit, which the bound's
-    margin covers."""
-    return not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all())
 
 
 def _unit(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
+from wellposed.functional.as_dot_product import check_padding_shape
 from wellposed.linalg import MaskKind
 
 
@@ -99,13 +100,15 @@ def attention_mask(
         if num_queries == num_keys:
             return AttentionMask(None, True, kind)
         return AttentionMask(_causal(num_queries, num_keys, device)[None, None], False, kind)
-    _check_padding(key_padding_mask, num_keys)
+    check_padding_shape("attention", key_padding_mask, (*key_padding_mask.shape[:1], num_keys))
     real = ~key_padding_mask.to(device)
     queries = real[:, num_keys - num_queries :]
     allowed = queries[:, None, :, None] & real[:, None, None, :]
     if is_causal and num_queries > 1:
         allowed = allowed & _causal(num_queries, num_keys, device)
-    return AttentionMask(allowed | _itself(num_queries, num_keys, device), False, kind)
+    keys = torch.arange(num_keys, device=device)
+    itself = keys[num_keys - num_queries :, None] == keys
+    return AttentionMask(allowed | itself, False, kind)
 
 
 def check_batch(key_padding_mask: PaddingMask, x: Tensor) -> None:
@@ -135,13 +138,7 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
         return key_padding_mask
     if key_padding_mask is None:
         return AttentionMask(None, False)
-    if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != memory.shape[:2]:
-        raise ShapeError(
-            f"cross-attention: key_padding_mask is {key_padding_mask.dtype}"
-            f" {tuple(key_padding_mask.shape)}; expected torch.bool {tuple(memory.shape[:2])}, True"
-            " = padding; from a Hugging Face attention_mask (1 = real token) pass attention_mask"
-            " == 0"
-        )
+    check_padding_shape("cross-attention", key_padding_mask, tuple(memory.shape[:2]))
     return AttentionMask(~key_padding_mask[:, None, None, :], False)
 
 
@@ -173,22 +170,3 @@ def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(
         num_keys - num_queries
     )
-
-
-def _itself(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    keys = torch.arange(num_keys, device=device)
-    return keys[num_keys - num_queries :, None] == keys
-
-
-def _check_padding(key_padding_mask: Tensor, num_keys: int) -> None:
-    if key_padding_mask.dtype is not torch.bool:
-        raise ShapeError(
-            f"attention: key_padding_mask has dtype {key_padding_mask.dtype}; expected torch.bool"
-            " with True = padding; from a Hugging Face attention_mask (1 = real token) pass"
-            " attention_mask == 0"
-        )
-    if key_padding_mask.dim() != 2 or key_padding_mask.shape[1] != num_keys:
-        raise ShapeError(
-            f"attention: key_padding_mask has shape {tuple(key_padding_mask.shape)}; expected"
-            f" (batch, {num_keys}), one entry for every key, those in the cache included"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,21 +29,6 @@ _CLOSED = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
-)
-_SIGNATURE = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in (
-            ("query", inspect.Parameter.empty),
-            ("key", inspect.Parameter.empty),
-            ("value", inspect.Parameter.empty),
-            ("attn_mask", None),
-            ("dropout_p", 0.0),
-            ("is_causal", False),
-            ("scale", None),
-            ("enable_gqa", False),
-        )
-    ]
 )
 
 
@@ -94,7 +78,7 @@ class LogitRounding(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._note_attention(_SIGNATURE.bind(*args, **kwargs).arguments, result)
+            self._note_attention(result, *args, **kwargs)
         elif func in _SOFTMAX:
             self._note_softmax((*args, *kwargs.values())[0], result)
         elif func in _CLOSED:
@@ -103,52 +87,38 @@ class LogitRounding(TorchFunctionMode):
             )
         return result
 
-    def _note_attention(self, given: dict[str, Any], out: Tensor) -> None:
-        query, key, value = given["query"], given["key"], given["value"]
+    def _note_attention(
+        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *flags: Any, **rest: Any
+    ) -> None:
         if not out.numel():
             return
         eps = torch.finfo(out.dtype).eps
-        rest = {
-            name: setting
-            for name, setting in given.items()
-            if name not in ("query", "key", "value")
-        }
 
         def mean(values: Tensor) -> Tensor:
             """`sum_j P_ij values_j`; a kernel may want the width of the keys."""
-            missing = max(key.shape[-1] - values.shape[-1], 0)
-            return F.scaled_dot_product_attention(query, key, F.pad(values, (0, missing)), **rest)[
-                ..., : values.shape[-1]
-            ]
+            wide = F.pad(values, (0, max(key.shape[-1] - values.shape[-1], 0)))
+            means = F.scaled_dot_product_attention(query, key, wide, *flags, **rest)
+            return means[..., : values.shape[-1]]
 
-        scale = abs(given.get("scale") or 1 / math.sqrt(query.shape[-1]))
+        scale = abs(rest.get("scale") or 1 / math.sqrt(query.shape[-1]))
         keys = key.masked_fill(key.abs() >= _MARK, 0.0)
         logits = scale * (query.abs() * mean(keys.square()).clamp_min(0).sqrt()).sum(-1)
         seconds = mean(value.square())
         # The difference of two squares is not known better than this.
-        deviation = (
-            (seconds - out.square()).clamp_min(0).add(16 * eps * seconds.clamp_min(0)).sqrt()
-        )
+        variance = (seconds - out.square()).clamp_min(0)
+        deviation = variance.add(16 * eps * seconds.clamp_min(0)).sqrt()
         reach = (value - value.mean(-2, keepdim=True)).abs().amax(-2, keepdim=True)
         if reach.shape[-3:-2] != deviation.shape[-3:-2]:  # grouped heads
             reach = reach.repeat_interleave(deviation.shape[-3] // reach.shape[-3], -3)
-        share = (
-            torch.where(deviation > 0, deviation / reach, 0.0)
-            .nan_to_num(1.0)
-            .amax(-1)
-            .clamp_max(1.0)
-        )
-        self._add((math.sqrt(query.shape[-1]) + 8) * eps / 2 * logits, share)
+        share = torch.where(deviation > 0, deviation / reach, 0.0).nan_to_num(1.0).amax(-1)
+        self._add((math.sqrt(query.shape[-1]) + 8) * eps / 2 * logits, share.clamp_max(1.0))
 
     def _note_softmax(self, logits: Tensor, weights: Tensor) -> None:
         """Logits that came ready made are known to their own rounding, if nothing cancelled in
         them."""
         if weights.numel():
-            seen = torch.where(weights > 0, logits.to(weights.dtype).abs(), 0.0)
-            self._add(
-                4 * torch.finfo(weights.dtype).eps * seen.amax(-1),
-                torch.ones((), device=weights.device),
-            )
+            seen = torch.where(weights > 0, logits.to(weights.dtype).abs(), 0.0).amax(-1)
+            self._add(4 * torch.finfo(weights.dtype).eps * seen, weights.new_ones(()))
 
     def _add(self, moved: Tensor, share: Tensor) -> None:
         worst = float(moved.max())
@@ -227,37 +197,24 @@ def with_error_bound(
         sample_norms(part, report.norm) for part in (held, gap, image, gap - image, spread)
     )
     width = x.shape[-1] if x.dim() else 1
-    rounding = (
-        torch.finfo(wide).eps * (moved + residual)
-        + logits.amplification * report.contraction * apart
-    )
-    rounding = rounding + (math.sqrt(width) + 8) * torch.finfo(measured_in).eps * (
-        report.contraction * size + branch
-    )
+    c, allowed = report.contraction, (math.sqrt(width) + 8) * torch.finfo(measured_in).eps
+    rounding = torch.finfo(wide).eps * (moved + residual) + logits.amplification * c * apart
+    rounding = rounding + allowed * (c * size + branch)
     # The norms are rounded as well, by far less than this.
     error = math.inf if logits.refusal else (1 + 1e-9) * _largest(residual + rounding)
-    bound = carried(error, report.contraction, f, y)
-    flat = (
-        ""
-        if bound < math.inf or error == math.inf
-        else f"the slope {report.contraction} is 1 to rounding"
-    )
+    bound, reason = carried(error, c, f, y), logits.refusal
+    if bound == math.inf and error < math.inf:
+        reason = f"the slope {c} is 1 to rounding"
+    worst = _largest(residual)
     return replace(
-        report,
-        residual=_largest(residual),
-        error_bound=bound,
-        measured_in=measured_in,
-        reason=logits.refusal or flat,
+        report, residual=worst, error_bound=bound, measured_in=measured_in, reason=reason
     )
 
 
 def carried(error: float, contraction: float, block: nn.Module, y: Tensor) -> float:
     """Return `error / (1 - c')`, what an error of y or of its equation is in x; see
     `with_error_bound`."""
-    dtypes = {
-        y.dtype,
-        *(parameter.dtype for parameter in block.parameters() if parameter.is_floating_point()),
-    }
+    dtypes = {part.dtype for part in (y, *block.parameters()) if part.is_floating_point()}
     slope = contraction * (1 + 2 * max(torch.finfo(dtype).eps for dtype in dtypes))
     if slope >= 1:
         return math.inf if error else 0.0
@@ -308,10 +265,10 @@ def _weights_in(dtype: torch.dtype, module: nn.Module, held_in: torch.dtype) -> 
     `torch.func.functional_call` would leave the copies in a part that is registered under two names
     (torch 2.13).
     """
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     held = [
         (table, name, tensor)
-        for table in tables
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
         for name, tensor in table.items()
         if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype
     ]
@@ -331,8 +288,6 @@ def _weights_in(dtype: torch.dtype, module: nn.Module, held_in: torch.dtype) -> 
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        nn.Parameter(tensor.to(dtype), tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else tensor.to(dtype)
-    )
+    moved = tensor.to(dtype)
+    is_weight = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(moved, tensor.requires_grad) if is_weight else moved

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,7 @@ from wellposed.errors import (
 from wellposed.linalg import Norm, check_norm
 from wellposed.nn.checks import Part
 from wellposed.nn.invertible.inversion_bound import with_error_bound
-from wellposed.nn.invertible.solver import Acceleration, Inversion, solve_residual
-
-
-@runtime_checkable
-class _Bounded(Protocol):
-    """A module that knows a bound of its own Lipschitz constant, as `L2SelfAttention` does."""
-
-    norm: Norm
-
-    def lipschitz_bound(self, num_tokens: int) -> Tensor: ...
+from wellposed.nn.invertible.solver import Acceleration, Inversion, Solver
 
 
 class InvertibleResidual(Part):
@@ -70,24 +62,23 @@ class InvertibleResidual(Part):
     (True, True)
     """
 
+    shown = ("lipschitz", "norm")
+
     def __init__(self, f: nn.Module, *, lipschitz: float | None = None, norm: Norm = "tok") -> None:
         super().__init__()
         self.f = f
         self.lipschitz = lipschitz
         self._given_norm: Norm = norm
         if lipschitz is not None:
-            _checked(lipschitz, self._given_norm, "the bound given as lipschitz=", f)
+            self._checked(lipschitz, "the bound given as lipschitz=")
 
     @property
     def norm(self) -> Norm:
         """The norm in which f is a contraction, and in which errors are reported."""
         own = getattr(self.f, "norm", None)
         # Other modules may call a submodule "norm".
-        return (
-            check_norm(own)
-            if self.lipschitz is None and isinstance(own, str | int)
-            else self._given_norm
-        )
+        is_own = self.lipschitz is None and isinstance(own, str | int)
+        return check_norm(own) if is_own else self._given_norm
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Return `x + f(x, **options)`."""
@@ -101,23 +92,33 @@ class InvertibleResidual(Part):
                 what is missing.
         """
         if self.lipschitz is not None:
-            return _checked(self.lipschitz, self.norm, "the bound given as lipschitz=", self.f)
+            return self._checked(self.lipschitz, "the bound given as lipschitz=")
         contractive = getattr(self.f, "contractive", None)
         if contractive is not None:
-            return _checked(float(contractive), self.norm, "contractive=", self.f)
-        if not isinstance(self.f, _Bounded):
+            return self._checked(float(contractive), "contractive=")
+        lipschitz_bound = getattr(self.f, "lipschitz_bound", None)
+        if lipschitz_bound is None:
             raise NotContractiveError(
                 f"InvertibleResidual: no Lipschitz bound of {type(self.f).__name__} is known;"
                 " expected f.contractive, f.lipschitz_bound(num_tokens) or lipschitz=; find a"
                 " bound with wellposed.certify and pass it"
             )
         try:
-            bound = float(self.f.lipschitz_bound(num_tokens).detach())
+            bound = float(lipschitz_bound(num_tokens).detach())
         except NotLipschitzError as error:
             raise NotContractiveError(
                 f"InvertibleResidual: no bound below 1 exists: {error}"
             ) from error
-        return _checked(bound, self.norm, f"the bound for {num_tokens} tokens is", self.f)
+        return self._checked(bound, f"the bound for {num_tokens} tokens is")
+
+    def _checked(self, bound: float, source: str) -> float:
+        if not 0 <= bound < 1:
+            raise NotContractiveError(
+                f"InvertibleResidual: {source} {bound:.6g} (norm {self.norm!r}, f ="
+                f" {type(self.f).__name__}); expected a bound in [0, 1), without which x + f(x)"
+                " need not have an inverse; scale f down, or build it with contractive="
+            )
+        return bound
 
     @torch.no_grad()
     def inverse(
@@ -162,22 +163,10 @@ class InvertibleResidual(Part):
             raise ConfigError(f"inverse: tol is {tol}; expected a positive relative error")
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
+        solve = Solver(contraction, self.norm, tol, max_iter, accelerate)
         with frozen(self.f):
-            x, report = solve_residual(
-                lambda x: self.f(x, **options),
-                y,
-                contraction=contraction,
-                norm=self.norm,
-                tol=tol,
-                max_iter=max_iter,
-                accelerate=accelerate,
-                name="InvertibleResidual",
-            )
+            x, report = solve(partial(self.f, **options), y)
             return x, with_error_bound(report, self.f, x, y, options)
-
-    def extra_repr(self) -> str:
-        """The given bound, if any."""
-        return "" if self.lipschitz is None else f"lipschitz={self.lipschitz}, norm={self.norm!r}"
 
 
 @contextmanager
@@ -208,20 +197,9 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
 
 
 def _dropout_of(part: nn.Module) -> float:
-    rate = (
-        part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
-    )
+    name = "p" if isinstance(part, nn.modules.dropout._DropoutNd) else "dropout"
+    rate = getattr(part, name, 0.0)
     return float(rate) if isinstance(rate, int | float) else 0.0
-
-
-def _checked(bound: float, norm: Norm, source: str, f: nn.Module) -> float:
-    if not 0 <= bound < 1:
-        raise NotContractiveError(
-            f"InvertibleResidual: {source} {bound:.6g} (norm {norm!r}, f = {type(f).__name__});"
-            " expected a bound in [0, 1), without which x + f(x) need not have an inverse; scale f"
-            " down, or build it with contractive="
-        )
-    return bound
 
 
 class AdditiveCoupling(Part):

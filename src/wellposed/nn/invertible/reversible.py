@@ -70,11 +70,8 @@ class ReversibleSequential(Part):
     ) -> None:
         super().__init__()
         blocks = list(blocks) if isinstance(blocks, Iterable) else []  # pyright: ignore[reportUnnecessaryIsInstance]
-        lacking = [
-            f"{i}: {type(block).__name__}"
-            for i, block in enumerate(blocks)
-            if not hasattr(block, "inverse")
-        ]
+        without = ((i, block) for i, block in enumerate(blocks) if not hasattr(block, "inverse"))
+        lacking = [f"{i}: {type(block).__name__}" for i, block in without]
         if lacking or not blocks:
             raise ConfigError(
                 "ReversibleSequential: every block needs inverse(y, **options) -> (x, Inversion),"
@@ -95,11 +92,8 @@ class ReversibleSequential(Part):
                 gradient.
         """
         refuse_randomness(self, "ReversibleSequential")
-        carrying = [
-            name
-            for name, value in options.items()
-            if isinstance(value, Tensor) and value.requires_grad
-        ]
+        tensors = ((name, each) for name, each in options.items() if isinstance(each, Tensor))
+        carrying = [name for name, each in tensors if each.requires_grad]
         if carrying:
             raise ConfigError(
                 f"ReversibleSequential: options {', '.join(carrying)} require gradient and would"
@@ -124,7 +118,7 @@ class ReversibleSequential(Part):
         reports: list[Inversion] = []
         error = 0.0
         for block in reversed(self.blocks):
-            y, report = _invert(block, y, options, tol=tol or self.tol, max_iter=self.max_iter)
+            y, report = self._invert(block, y, options, tol=tol)
             error = carried(error, report.contraction, block, y) + report.error_bound
             reports.append(report)
         known = len({report.norm for report in reports}) == 1
@@ -137,6 +131,12 @@ class ReversibleSequential(Part):
             blocks=tuple(reversed(reports)),
             reason=next((report.reason for report in reports if report.reason), ""),
         )
+
+    def _invert(
+        self, block: nn.Module, y: Tensor, options: dict[str, Any], *, tol: float | None = None
+    ) -> tuple[Tensor, Inversion]:
+        inverse = cast(Callable[..., tuple[Tensor, Inversion]], block.inverse)
+        return inverse(y, tol=tol or self.tol, max_iter=self.max_iter, **options)
 
 
 class _Rebuild(torch.autograd.Function):
@@ -167,7 +167,7 @@ class _Rebuild(torch.autograd.Function):
         totals: dict[int, Tensor] = {}
         with torch.autocast(x.device.type, enabled=False), unmeasured():
             for block in reversed(stack.blocks):
-                y, _ = _invert(block, y, ctx.options, tol=stack.tol, max_iter=stack.max_iter)
+                y, _ = stack._invert(block, y, ctx.options)
                 grad = _backward_through(block, y, grad, ctx.options, totals)
         _check_drift(x, y, stack.drift)
         return (None, None, grad, *(totals.get(id(parameter)) for parameter in ctx.parameters))
@@ -188,13 +188,6 @@ def _backward_through(
             known = totals.get(id(parameter))
             totals[id(parameter)] = gradient if known is None else known + gradient
     return torch.zeros_like(x) if found[0] is None else found[0]
-
-
-def _invert(
-    block: nn.Module, y: Tensor, options: dict[str, Any], *, tol: float | None, max_iter: int
-) -> tuple[Tensor, Inversion]:
-    inverse = cast(Callable[..., tuple[Tensor, Inversion]], block.inverse)
-    return inverse(y, tol=tol, max_iter=max_iter, **options)
 
 
 def _check_drift(x: Tensor, rebuilt: Tensor, drift: float) -> None:
