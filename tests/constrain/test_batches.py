@@ -13,8 +13,8 @@ from wellposed.constrain import constrain_
 
 SETS: dict[str, str] = {
     "orthogonal": "wellposed.constrain._stiefel.OrthogonalWeight",
-    "spectral": "wellposed.constrain._bounded.SpectralWeight",
-    "columns": "wellposed.constrain._bounded.ColumnWeight",
+    "spectral": "wellposed.constrain._weight.SpectralWeight",
+    "columns": "wellposed.constrain._weight.ColumnWeight",
 }
 
 

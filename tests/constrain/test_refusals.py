@@ -31,13 +31,13 @@ class TestErrors:
             ),
             r"parameter_groups: expected a model": lambda: parameter_groups("bert", 0.1),
             r"MuonAndAdamW: expected a model": lambda: MuonAndAdamW("bert"),
-            r"or 'fit', received 'best'": hold(gain="best"),
-            r"or 'fit', received inf": hold(gain=float("inf")),
+            r"gain = 'best', expected a finite number > 0, 'fit' or None": hold(gain="best"),
+            r"gain = inf, expected a finite number > 0, 'fit'": hold(gain=float("inf")),
             r"roles=3: expected names of roles": hold(None, roles=3),
-            r"set \(to=\) 'spectrum'; nearest: spectral": hold(to="spectrum"),
+            r"to = 'spectrum', expected 'orthogonal', 'spectral' or 'columns'": hold(to="spectrum"),
         }
         for bound in (0.0, -1.0, float("inf"), float("nan"), "a"):
-            message = f"bound must be above 0 and finite, received {bound!r}"
+            message = f"constrain_: bound = {bound!r}, expected a finite number > 0"
             bad[message] = hold(to="spectral", bound=bound)
         each_refused(ConfigError, bad)
 
@@ -75,7 +75,7 @@ class TestErrors:
         said = r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"
         with pytest.raises(ShapeError, match=said):
             constrain_(model, sgd(model), where=nn.Embedding)
-        with pytest.raises(ConfigError, match=r"unknown embeddings 'rows'; nearest: refuse, fit"):
+        with pytest.raises(ConfigError, match=r"embeddings = 'rows', expected 'refuse' or 'fit'"):
             constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")
         assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
 

@@ -1,13 +1,13 @@
 """Plain parameters held orthogonal, below a spectral norm or at columns of one length, through
 optimizer hooks."""
 
+from wellposed.constrain._attach import Set as Set
 from wellposed.constrain._attach import constrain_ as constrain_
+from wellposed.constrain._groups import MuonAndAdamW as MuonAndAdamW
 from wellposed.constrain._groups import decay_groups as decay_groups
 from wellposed.constrain._groups import parameter_groups as parameter_groups
 from wellposed.constrain._handle import Constraint as Constraint
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
-from wellposed.constrain._muon import MuonAndAdamW as MuonAndAdamW
-from wellposed.constrain._options import Set as Set
 from wellposed.constrain._orthogonal import Orthogonal as Orthogonal
 from wellposed.constrain._orthogonal import orthogonal as orthogonal
 from wellposed.constrain._report import ConstrainedWeight as ConstrainedWeight

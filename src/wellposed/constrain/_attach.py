@@ -7,27 +7,27 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from wellposed.call_checks import known_keywords, say_moves
-from wellposed.constrain._bounded import ColumnWeight, SpectralWeight
-from wellposed.constrain._handle import Constraint, decay_error, handles_of, owns
-from wellposed.constrain._options import Set, check_options
+from wellposed.call_checks import checked_arguments, say_moves
+from wellposed.constrain._handle import Constraint, handles_of
 from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
-from wellposed.constrain._weight import Weight, reads_weight_size
+from wellposed.constrain._weight import ColumnWeight, SpectralWeight, Weight
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
+from wellposed.options import Positive
 from wellposed.roles import is_transposed
 
 logger = logging.getLogger(__name__)
 
+Set: TypeAlias = Literal["orthogonal", "spectral", "columns"]
 _KEPT = {
     "orthogonal": "orthogonal",
     "spectral": "below a spectral norm",
@@ -36,7 +36,7 @@ _KEPT = {
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
 
-@known_keywords
+@checked_arguments
 def constrain_(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -44,8 +44,8 @@ def constrain_(
     *,
     roles: str | Sequence[str] | None = None,
     to: Set = "orthogonal",
-    bound: float = 1.0,
-    gain: float | Literal["fit"] | None = None,
+    bound: Positive = 1.0,
+    gain: Positive | Literal["fit"] | None = None,
     adapters: bool = False,
     weight_decay: Literal["refuse", "ignore"] = "refuse",
     embeddings: Literal["refuse", "fit"] = "refuse",
@@ -164,11 +164,24 @@ def constrain_(
     >>> handle.error().worst < 1e-5, capped.error().worst
     (True, 0.0)
     """
-    check_options(to=to, bound=bound, gain=gain, weight_decay=weight_decay, embeddings=embeddings)
+    foreign = (
+        {"bound": bound != 1.0}
+        if to == "orthogonal"
+        else {
+            "gain": gain not in (None, 1.0),
+            "weight_decay": weight_decay != "refuse",
+            "embeddings": embeddings != "refuse",
+        }
+    )
+    if any(foreign.values()):
+        names = ", ".join(name for name, is_given in foreign.items() if is_given)
+        raise ConfigError(
+            f"constrain_: to={to!r} has no {names}; the size of the set orthogonal is gain=, that of"
+            " the others bound="
+        )
     model = unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
-    optimizers = _optimizers(optimizer)
     tables = {
         id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -177,25 +190,23 @@ def constrain_(
         found = [_oriented(place, tables) for place in found]
     places = _merge_tied(model, found)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
-    owners = _check(places, optimizers, to, tall_tables)
+    owners = _check(places, _optimizers(optimizer), to, tall_tables)
     _check_directions(places, to, is_fresh_factor=adapters)
-    _check_decay(places, owners, to, weight_decay)
 
     weights: list[Weight] = []
     for place, owner in zip(places, owners, strict=True):
-        if to != "orthogonal":
-            weights.append(
-                (SpectralWeight if to == "spectral" else ColumnWeight)(place, owner, bound)
-            )
-            continue
-        is_frame = embeddings == "fit" and id(place.parameter) in tables
-        weights.append(
-            OrthogonalWeight(place, owner, "fit" if is_frame else gain, is_frame=is_frame)
-        )
+        if to == "orthogonal":
+            is_frame = embeddings == "fit" and id(place.parameter) in tables
+            size = "fit" if is_frame else gain
+            weights.append(OrthogonalWeight(place, owner, size, is_frame=is_frame))
+        else:
+            kind = SpectralWeight if to == "spectral" else ColumnWeight
+            weights.append(kind(place, owner, bound))
+    handle = Constraint(weights, ignore_decay=weight_decay == "ignore", batched=batched)
+    handle.check_decay(owners)
     with torch.no_grad():
         rows = tuple(weight.start(dry_run=dry_run) for weight in weights)
-    report = ConstraintReport(rows, dry_run=dry_run)
-    handle = Constraint(weights, report, ignore_decay=weight_decay == "ignore", batched=batched)
+    report = handle.report = ConstraintReport(rows, dry_run=dry_run)
     if dry_run:
         sys.stdout.write(report.table() + "\n")
     else:
@@ -342,7 +353,7 @@ def _problem_of_owner(
             f"{how} given optimizer ({names}); build the optimizer from the parameters of this very"
             " model, after moving, sharding or tying it"
         )
-    if any(owns(handle, parameter, place.rows) for handle in handles_of(held[0])):
+    if any(handle.holds(parameter, place.rows) for handle in handles_of(held[0])):
         return "constrained already; call remove() on the first handle"
     return None
 
@@ -365,24 +376,4 @@ def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: 
             "constrain_: these have no direction to keep, and any would change what the model"
             " computes; choose others (where='*.lora_A.*'), or to='spectral', in which zero may"
             f" stay:\n{listed(empty)}"
-        )
-
-
-def _check_decay(
-    places: Sequence[Candidate], owners: list[Optimizer], to: Set, weight_decay: str
-) -> None:
-    decayed: dict[str, Optimizer] = {}
-    for place, owner in zip(places, owners, strict=True) if to != "spectral" else ():
-        for group in owner.param_groups:
-            decay = group.get("weight_decay", 0)
-            if decay != 0 and any(entry is place.parameter for entry in group["params"]):
-                decayed[f"{place.parameter_name}: weight_decay={decay}"] = owner
-    if decayed and (weight_decay == "refuse" or to == "columns"):
-        raise decay_error(list(decayed))
-    sized = [line for line, owner in decayed.items() if reads_weight_size(owner)]
-    if sized:
-        raise ConfigError(
-            "constrain_: weight_decay='ignore' needs an optimizer whose step does not depend on"
-            " the weight's size (not Adafactor, LAMB or LARS); put these weights in a group with"
-            f" weight_decay=0:\n{listed(sized)}"
         )

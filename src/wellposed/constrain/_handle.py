@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
-from wellposed.constrain._weight import Weight, batches
+from wellposed.constrain._weight import Weight, batches, reads_weight_size
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
 from wellposed.linalg.sharded import is_sharded
@@ -49,20 +49,20 @@ class Constraint:
     def __init__(
         self,
         weights: Iterable[Weight],
-        report: ConstraintReport,
         *,
         ignore_decay: bool,
         batched: bool | None,
     ) -> None:
         self.weights = tuple(weights)
-        self.report = report
+        self.report = ConstraintReport(())
         self._ignore_decay = ignore_decay
         self._batched = batched
         self._work = Workspace()
         self._pending: list[Weight] = []
         self._said: set[str] = set()
         self._hooks: list[RemovableHandle] = []
-        self._idle: IdleWatch | None = None
+        # By the id of each optimizer that has taken no step yet.
+        self._idle: dict[int, RemovableHandle] = {}
 
     @property
     def active(self) -> bool:
@@ -89,11 +89,10 @@ class Constraint:
 
         Moments of square weights restart from zero, because they are in Lie coordinates.
         """
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._idle.values()):
             hook.remove()
         self._hooks.clear()
-        if self._idle is not None:
-            self._idle.remove()
+        self._idle.clear()
         for optimizer in self._optimizers():
             if not handles_of(optimizer):
                 optimizer.__dict__.pop("__getstate__", None)
@@ -103,7 +102,7 @@ class Constraint:
 
     def attach(self) -> None:
         """Put the hooks on the optimizers and the weights (`constrain_` does this)."""
-        self._idle = IdleWatch(self.weights, self._say)
+        self._watch_idle_optimizers()
         for optimizer in self._optimizers():
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -116,7 +115,7 @@ class Constraint:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and what lives for one step."""
-        fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": None}
+        fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": {}}
         return {**self.__dict__, **fresh}
 
     def __enter__(self) -> Constraint:
@@ -151,17 +150,13 @@ class Constraint:
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
         self._abandon()
-        if self._idle is not None:
-            self._idle.stepped(optimizer)
-        decay = {
-            id(p): group.get("weight_decay", 0)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        if id(optimizer) in self._idle:
+            self._idle.pop(id(optimizer)).remove()
         ready = [
             w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None
         ]
-        self._check(ready, decay)
+        decay = self.check_decay([optimizer])
+        _check_storage(ready)
         restarted = [weight.path for weight in ready if weight.claim_state()]
         if restarted:
             self._say(
@@ -170,39 +165,43 @@ class Constraint:
                 " constrained and are in other coordinates; they restart from"
                 f" zero:\n{listed(restarted)}",
             )
+        steered = [weight for weight in ready if weight.is_steered]
         with _full_precision(ready):
-            for group in batches(
-                (weight for weight in ready if weight.is_steered), batched=self._batched
-            ):
+            for group in batches(steered, batched=self._batched):
                 group[0].project_gradients_(group, self._work)
         for weight in ready:
             weight.remember_(decayed=decay.get(id(weight.parameter), 0) != 0)
             self._pending.append(weight)
 
-    def _check(self, ready: list[Weight], decay: dict[int, Any]) -> None:
-        decayed = [w.path for w in ready if not w.decays and decay.get(id(w.parameter), 0) != 0]
-        offenders = [] if self._ignore_decay else decayed
-        if offenders:
-            raise decay_error(offenders)
-        cast = [
-            f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}"
-            for w in ready
-            if w.stored_dtype not in (None, w.parameter.dtype)
-        ]
-        if cast:
+    def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
+        """Return the weight decay of every parameter by its id; raise where a held weight must have none."""
+        decay = {
+            id(parameter): group.get("weight_decay", 0)
+            for optimizer in {id(each): each for each in optimizers}.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        decayed = {
+            f"{w.path}: weight_decay={decay[id(w.parameter)]}": w.optimizer
+            for w in self.weights
+            if not w.decays and decay.get(id(w.parameter), 0) != 0
+        }
+        if decayed and not self._ignore_decay:
             raise ConfigError(
-                "constrain_: these weights were turned to another dtype while they were held; call"
-                " remove(), turn the model, build its optimizer and call constrain_ again:\n"
-                + listed(cast)
+                "constrain_: these weights are in a parameter group with weight_decay != 0, but"
+                " shrinking a weight whose size is given means nothing; put them in a group with"
+                " weight_decay=0, or pass weight_decay='ignore' (orthogonal ones) to leave the decay"
+                " out of their steps; wellposed.parameter_groups(model, weight_decay, where=...)"
+                f" makes the groups:\n{listed(list(decayed))}"
             )
-        sparse = [
-            w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse
-        ]
-        if sparse:
+        sized = [line for line, optimizer in decayed.items() if reads_weight_size(optimizer)]
+        if sized:
             raise ConfigError(
-                "constrain_: these weights have sparse gradients, of which no projection is"
-                f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
+                "constrain_: weight_decay='ignore' needs an optimizer whose step does not depend on"
+                " the weight's size (not Adafactor, LAMB or LARS); put these weights in a group with"
+                f" weight_decay=0:\n{listed(sized)}"
             )
+        return decay
 
     @torch.no_grad()
     def _after_step(
@@ -249,6 +248,40 @@ class Constraint:
         if kind not in self._said:
             self._said.add(kind)
             warnings.warn(message, ConstraintWarning, stacklevel=2)
+
+    def holds(self, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
+        """Whether these rows of this parameter, or some of them, are held."""
+        return any(
+            weight.parameter is parameter
+            and (
+                weight.rows is None
+                or rows is None
+                or max(weight.rows[0], rows[0]) < min(weight.rows[1], rows[1])
+            )
+            for weight in self.weights
+        )
+
+    def _watch_idle_optimizers(self) -> None:
+        """Until an optimizer takes its first step, count the backward passes before which one of its
+        weights changed.
+
+        A hook on a gradient sees that: one on a module would change what can be compiled and
+        certified, and torch's version of a tensor does not count the steps of fused optimizers.
+        Sharded weights are not watched.
+        """
+        message = (
+            f"constrained weights changed {LIMIT} times between backward passes, but the optimizer"
+            " given to constrain_ took no step: another optimizer trains them (a Trainer makes its"
+            " own unless it is given one), and they leave their set. Call constrain_ with the one"
+            f" that steps, Trainer(..., optimizers=(optimizer, scheduler)):\n{listed(self.paths)}"
+        )
+        say = partial(self._say, "idle", message)
+        for weight in self.weights:
+            key = id(weight.optimizer)
+            if key not in self._idle and not is_sharded(weight.parameter):
+                counter = _change_counter(say)
+                hook = weight.parameter.register_post_accumulate_grad_hook(counter)
+                self._idle[key] = hook
 
     def _abandon(self) -> None:
         with torch.no_grad():
@@ -298,15 +331,25 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
     return stack
 
 
-def decay_error(paths: list[str]) -> ConfigError:
-    """Build the error for constrained weights in a group with weight decay."""
-    return ConfigError(
-        "constrain_: these weights are in a parameter group with weight_decay != 0, but shrinking"
-        " a weight whose size is given means nothing; put them in a group with weight_decay=0, or"
-        " pass weight_decay='ignore' (orthogonal ones) to leave the decay out of their steps;"
-        " wellposed.parameter_groups(model, weight_decay, where=...) makes the"
-        f" groups:\n{listed(paths)}"
-    )
+def _check_storage(ready: list[Weight]) -> None:
+    """Raise for weights or gradients that are no longer what can be worked on."""
+    cast = [
+        f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}"
+        for w in ready
+        if w.stored_dtype not in (None, w.parameter.dtype)
+    ]
+    if cast:
+        raise ConfigError(
+            "constrain_: these weights were turned to another dtype while they were held; call"
+            " remove(), turn the model, build its optimizer and call constrain_ again:\n"
+            + listed(cast)
+        )
+    sparse = [w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse]
+    if sparse:
+        raise ConfigError(
+            "constrain_: these weights have sparse gradients, of which no projection is"
+            f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
+        )
 
 
 def handles_of(optimizer: Optimizer) -> list[Constraint]:
@@ -314,48 +357,6 @@ def handles_of(optimizer: Optimizer) -> list[Constraint]:
     hooks: Iterable[Callable[..., Any]] = optimizer._optimizer_step_pre_hooks.values()
     owners = [getattr(hook, "__self__", None) for hook in hooks]
     return [owner for owner in owners if isinstance(owner, Constraint)]
-
-
-def owns(handle: Constraint, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
-    """Whether a handle constrains these rows of this parameter, or some of them."""
-    return any(
-        weight.parameter is parameter and _overlap(weight.rows, rows) for weight in handle.weights
-    )
-
-
-def _overlap(first: tuple[int, int] | None, second: tuple[int, int] | None) -> bool:
-    return first is None or second is None or max(first[0], second[0]) < min(first[1], second[1])
-
-
-class IdleWatch:
-    """Until an optimizer takes its first step, counts the backward passes before which one of its
-    weights changed.
-
-    A hook on a gradient sees that: one on a module would change what can be compiled and certified,
-    and torch's version of a tensor does not count the steps of fused optimizers. Sharded weights
-    are not watched.
-    """
-
-    def __init__(self, weights: Sequence[Weight], say: Callable[[str, str], None]) -> None:
-        self._hooks: dict[int, RemovableHandle] = {}
-        message = _message([weight.path for weight in weights])
-        for weight in weights:
-            key = id(weight.optimizer)
-            if key not in self._hooks and not is_sharded(weight.parameter):
-                seen = _change_counter(partial(say, "idle", message))
-                self._hooks[key] = weight.parameter.register_post_accumulate_grad_hook(seen)
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Stop watching for an optimizer that takes a step."""
-        hook = self._hooks.pop(id(optimizer), None)
-        if hook is not None:
-            hook.remove()
-
-    def remove(self) -> None:
-        """Stop watching."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
 
 
 def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:
@@ -373,12 +374,3 @@ def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:
             say()
 
     return compare
-
-
-def _message(paths: list[str]) -> str:
-    return (
-        f"constrained weights changed {LIMIT} times between backward passes, but the optimizer"
-        " given to constrain_ took no step: another optimizer trains them (a Trainer makes its own"
-        " unless it is given one), and they leave their set. Call constrain_ with the one that"
-        f" steps, Trainer(..., optimizers=(optimizer, scheduler)):\n{listed(paths)}"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -24,9 +24,8 @@ from wellposed.errors import (
 )
 from wellposed.roles import ROLE_NAMES, RoleWeight, find_roles
 
-Where: TypeAlias = (
-    str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence["str | type[nn.Module]"]
-)
+Asked: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Where: TypeAlias = Asked | Sequence["str | type[nn.Module]"]
 # Adapters (LoRA and kin) keep the layer that they adapt under this name.
 _BASE = "base_layer"
 
@@ -88,73 +87,6 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rows of a weight, in (out, in) orientation, and the roles they play; None means all rows."""
-
-    rows: tuple[int, int] | None
-    transposed: bool
-    roles: frozenset[str]
-
-
-class Parts:
-    """The parts of every weight with a role, by owning module and attribute."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.problem: WellposedError | None = None
-        self.by_place: Mapping[tuple[int, str], tuple[Part, ...]] = {}
-        try:
-            weights = list(find_roles(model).weights())
-        except WellposedError as error:
-            # No model needs roles to be selected from by name; whoever asks for a role is told.
-            self.problem = error
-            return
-        places: dict[tuple[int, str], list[RoleWeight]] = {}
-        for weight in weights:
-            places.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
-        self.by_place = {place: _parts(group) for place, group in places.items()}
-
-    def of(self, module: nn.Module, name: str) -> tuple[Part, ...]:
-        """Return the parts of a weight: more than one where it is fused, none where it plays no
-        role."""
-        return self.by_place.get((id(module), name), ())
-
-    def check(self, wanted: Collection[str]) -> None:
-        """Raise for a name that is no role, and for a role that no weight of the model plays."""
-        for role in wanted:
-            if role not in ROLE_NAMES:
-                raise unknown_name("role", role, ROLE_NAMES)
-        if wanted and self.problem is not None:
-            raise self.problem
-        known = set().union(*(part.roles for parts in self.by_place.values() for part in parts))
-        missing = [role for role in wanted if role not in known]
-        if missing:
-            have = ", ".join(role for role in ROLE_NAMES if role in known)
-            raise RoleNotFoundError(
-                f"no weight of the model plays the role {', '.join(missing)}; it has {have}"
-            )
-
-
-def _parts(weights: list[RoleWeight]) -> tuple[Part, ...]:
-    roles: dict[tuple[int, int] | None, set[str]] = {}
-    for weight in weights:
-        roles.setdefault(weight.view.rows, set()).add(weight.role)
-    transposed = weights[0].view.transposed
-    slices = sorted(rows for rows in roles if rows is not None)
-    whole = frozenset().union(*roles.values())
-    if None in roles or not slices or not _cover(slices, weights[0]):
-        return (Part(None, transposed, whole),)
-    return tuple(Part(rows, transposed, frozenset(roles[rows])) for rows in slices)
-
-
-def _cover(slices: list[tuple[int, int]], weight: RoleWeight) -> bool:
-    """Tell whether the slices follow each other from the first row to the last."""
-    shape = weight.view.parameter.shape
-    starts = [start for start, _ in slices]
-    ends = [end for _, end in slices]
-    return [*starts, shape[-1 if weight.view.transposed else 0]] == [0, *ends]
-
-
 def unwrap_model(model: nn.Module, call: str) -> nn.Module:
     """Return the module inside DistributedDataParallel and ``torch.compile`` wrappers, so that
     names are the user's."""
@@ -191,41 +123,71 @@ def select_weights(
         raise ConfigError(
             "which weights: expected where= (names, patterns, types, a function) or roles="
         )
-    parts = Parts(model)
+    weights: dict[tuple[int, str], list[RoleWeight]] = {}
+    problem: WellposedError | None = None
+    try:
+        for weight in find_roles(model).weights():
+            weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
+    except WellposedError as error:
+        # No model needs roles to be selected from by name; whoever asks for a role is told.
+        problem = error
     candidates = [
-        split
+        part
         for found in _candidates(model)
-        for split in _split(found, parts.of(found.module, found.name))
+        for part in _parts(found, weights.get((id(found.module), found.name), []))
     ]
-    matches: list[set[int]] = []
+    chosen: set[int] = set()
     unmatched: list[str] = []
-    for part in [] if where is None else _asked(where):
-        matched = _matching(part, candidates)
-        if not matched and isinstance(part, str) and part in ROLE_NAMES:
-            wanted.append(part)
+    for asked in [] if where is None else _asked(where):
+        matched = _matching(asked, candidates)
+        if not matched and isinstance(asked, str) and asked in ROLE_NAMES:
+            wanted.append(asked)
         elif not matched:
-            unmatched.append(_no_match(part, candidates))
-        matches.append(matched)
+            unmatched.append(_no_match(asked, candidates))
+        chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    parts.check(wanted)
-    chosen = set().union(*matches)
+    _check_roles(wanted, candidates, problem)
     found = [
-        place
-        for index, place in enumerate(candidates)
-        if index in chosen or not place.roles.isdisjoint(wanted)
+        place for place in candidates if id(place) in chosen or not place.roles.isdisjoint(wanted)
     ]
     return _factors(found, candidates) if adapters else found
 
 
-def _split(found: Candidate, parts: Sequence[Part]) -> Iterator[Candidate]:
-    if not parts or found.parameter is None:
-        yield replace(found, roles=frozenset().union(*(part.roles for part in parts)))
-    for part in parts if found.parameter is not None else ():
-        is_slice = part.rows is not None
-        yield replace(
-            found, rows=part.rows, transposed=part.transposed and is_slice, roles=part.roles
+def _check_roles(
+    wanted: Iterable[str], candidates: Iterable[Candidate], problem: WellposedError | None
+) -> None:
+    """Raise for a name that is no role, and for a role that no weight of the model plays."""
+    for role in wanted:
+        if role not in ROLE_NAMES:
+            raise unknown_name("role", role, ROLE_NAMES)
+        if problem is not None:
+            raise problem
+    known = frozenset().union(*(place.roles for place in candidates))
+    missing = [role for role in wanted if role not in known]
+    if missing:
+        have = ", ".join(role for role in ROLE_NAMES if role in known)
+        raise RoleNotFoundError(
+            f"no weight of the model plays the role {', '.join(missing)}; it has {have}"
         )
+
+
+def _parts(found: Candidate, weights: Sequence[RoleWeight]) -> list[Candidate]:
+    """Return the slices of a fused weight that follow each other from its first row to its last,
+    or the weight as a whole, with the roles they play."""
+    roles: dict[tuple[int, int] | None, set[str]] = {}
+    for weight in weights:
+        roles.setdefault(weight.view.rows, set()).add(weight.role)
+    slices = sorted(rows for rows in roles if rows is not None)
+    if found.parameter is not None and slices and None not in roles:
+        transposed = weights[0].view.transposed
+        starts, ends = zip(*slices, strict=True)
+        if (*starts, found.parameter.shape[-1 if transposed else 0]) == (0, *ends):
+            return [
+                replace(found, rows=rows, transposed=transposed, roles=frozenset(roles[rows]))
+                for rows in slices
+            ]
+    return [replace(found, roles=frozenset().union(*roles.values()))]
 
 
 def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -254,7 +216,7 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
     return list(result.values())
 
 
-def _asked(where: Where) -> list[str | type[nn.Module] | Callable[[str, nn.Module], bool]]:
+def _asked(where: Where) -> list[Asked]:
     if isinstance(where, str) or callable(where):
         return [where]
     if (
@@ -283,47 +245,34 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
             yield Candidate(path, "weight", module, None)
 
 
-def _matching(
-    part: str | type[nn.Module] | Callable[[str, nn.Module], bool], candidates: list[Candidate]
-) -> set[int]:
-    main = {index: found for index, found in enumerate(candidates) if found.is_main_weight}
-    if isinstance(part, str):
-        # Parameter names only where no module path matches, or "layers.0*" would take the biases of
-        # its modules too.
-        by_path = {
-            index
-            for index, found in main.items()
-            if _names(part, found.module_path, found.layer_path)
-        }
-        return by_path or {
-            i
-            for i, found in enumerate(candidates)
-            if _names(part, found.parameter_name, found.label)
-        }
-    if isinstance(part, type):
-        return {index for index, found in main.items() if isinstance(found.module, part)}
-    return {index for index, found in main.items() if part(found.module_path, found.module)}
+def _matching(asked: Asked, candidates: list[Candidate]) -> set[int]:
+    """Return the ids of the candidates that are meant."""
+    main = [found for found in candidates if found.is_main_weight]
+    if isinstance(asked, type):
+        return {id(found) for found in main if isinstance(found.module, asked)}
+    if not isinstance(asked, str):
+        return {id(found) for found in main if asked(found.module_path, found.module)}
+    # Parameter names only where no module path matches, or "layers.0*" would take the biases of
+    # its modules too.
+    by_path = {id(found) for found in main if _names(asked, found.module_path, found.layer_path)}
+    return by_path or {
+        id(found) for found in candidates if _names(asked, found.parameter_name, found.label)
+    }
 
 
 def _names(pattern: str, *names: str) -> bool:
     if pattern.startswith("re:"):
-        return any(_compiled(pattern).fullmatch(name) for name in names)
+        try:
+            return any(re.fullmatch(pattern.removeprefix("re:"), name) for name in names)
+        except re.error as error:
+            raise ConfigError(f"where={pattern!r} is not a regular expression: {error}") from error
     # The leading dot lets "*.q_proj" also match a module "q_proj" at the top of the model; a name
     # of a part has brackets, which are no pattern there.
     forms = [form for name in names for form in (name, f".{name}")]
     return pattern in names or any(fnmatch.fnmatchcase(form, pattern) for form in forms)
 
 
-def _compiled(part: str) -> re.Pattern[str]:
-    try:
-        return re.compile(part.removeprefix("re:"))
-    except re.error as error:
-        raise ConfigError(f"where={part!r} is not a regular expression: {error}") from error
-
-
-def _no_match(
-    part: str | type[nn.Module] | Callable[[str, nn.Module], bool], candidates: list[Candidate]
-) -> str:
+def _no_match(part: Asked, candidates: list[Candidate]) -> str:
     matrices = [found for found in candidates if found.is_main_weight]
     if isinstance(part, str):
         near = nearest_names(

@@ -3,6 +3,7 @@ retraction after it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Self
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wellposed.constrain._select import Candidate
-from wellposed.constrain._weight import Weight, reads_weight_size, write_back_
+from wellposed.constrain._weight import Weight, reads_weight_size, write_matrices_
+from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,
     Workspace,
@@ -60,16 +62,15 @@ class OrthogonalWeight(Weight):
         self.is_steered = not is_frame
         # The moments of a fused weight belong to all its slices, so none of them can be in
         # coordinates of its own.
-        self.square = (
-            self.value.shape[0] == self.value.shape[1] and not is_frame and self.rows is None
-        )
+        rows, columns = self.value.shape
+        self.square = rows == columns and not is_frame and self.rows is None
         self.stored_dtype = self.parameter.dtype
         self.dtype = compute_dtype(self.parameter)
         self.is_half = self.dtype != self.parameter.dtype
-        kind = type(optimizer)
-        # The tolerance of the matrix that is computed with (the master, for half weights).
-        self.inner_tolerance = TOLERANCES[self.dtype]
+        # Whether a step can work on the parameter's own memory.
+        self.is_direct = not (self.is_half or is_sharded(self.parameter))
         self.tolerance = TOLERANCES[self.stored_dtype]
+        kind = type(optimizer)
         self.step_is_skew = (
             kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
         )
@@ -80,15 +81,11 @@ class OrthogonalWeight(Weight):
         self.before: Tensor | None = None
         # Bound on the error of the weight as the last step left it; and whether `before` holds it
         # as it was then.
-        self.drift: float | None = None
+        self.drift = math.inf
         self._kept = False
         self._is_fresh = True
+        # Whether the parameter was zeroed, so that it holds the bare step.
         self._displaced = False
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether a step can work on the parameter's own memory."""
-        return not (self.is_half or self._displaced or is_sharded(self.parameter))
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:
@@ -96,7 +93,7 @@ class OrthogonalWeight(Weight):
         gradient, shared = self.gradient, super().batch_key
         if not self.is_direct or gradient is None or gradient.dtype != self.parameter.dtype:
             return None
-        return None if shared is None else (*shared, self.square)
+        return None if shared is None else (*shared, self.square, self._displaced)
 
     def _fit(self) -> None:
         """Take the mean singular value, to three digits so that a weight fitted before is not moved again."""
@@ -118,17 +115,11 @@ class OrthogonalWeight(Weight):
     def begin_(self, inside: Tensor, *, is_moved: bool) -> None:
         """Store the matrix, and the float32 copy of a half weight."""
         super().begin_(inside, is_moved=is_moved)
-        self.adopt_master(inside.to(self.dtype) if is_moved else self._saved_master())
+        self._adopt_master(inside.to(self.dtype) if is_moved else self._saved_master())
 
     @property
     def _master_key(self) -> str:
         return _MASTER if self.rows is None else f"{_MASTER}_{self.rows[0]}"
-
-    @property
-    def _is_reloaded(self) -> bool:
-        """Whether another state was loaded into the optimizer since the last step."""
-        saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
-        return saved is not None and saved is not self._exposed
 
     def _saved_master(self) -> Tensor | None:
         """Return the float32 copy that a checkpoint brought beside the moments, if it is that of
@@ -139,171 +130,141 @@ class OrthogonalWeight(Weight):
         # Optimizers cast what they load to the dtype of the parameter; every float type holds the
         # numbers of a byte.
         value = saved.to(torch.uint8).view(self.dtype)
-        return (
-            value
-            if value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value)
-            else None
-        )
+        is_own = value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value)
+        return value if is_own else None
 
-    def adopt_master(self, value: Tensor | None = None) -> None:
-        """Set the float32 copy of a half weight; by default from the matrix nearest to what is
-        stored."""
+    def _adopt_master(self, value: Tensor | None) -> None:
+        """Set the float32 copy of a half weight; to the matrix nearest to what is stored if ``value`` is None."""
         if self.is_half:
             if value is None:
                 value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.gain).weight
             self.master = self.value.to(self.dtype).contiguous()
             write_(self.master, value)
 
+    def _refresh_master(self, master: Tensor) -> None:
+        """Follow a state that was loaded into the optimizer, or an edit, since the last step."""
+        saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
+        is_reloaded = saved is not None and saved is not self._exposed
+        if is_reloaded or not _same(master.to(self.parameter.dtype), self.value):
+            self._adopt_master(self._saved_master())
+            self.drift = math.inf
+
     @classmethod
     def project_gradients_(cls, weights: Sequence[Self], work: Workspace, /) -> None:
         """Put the gradients into the tangent spaces, those of square weights into Lie coordinates."""
         first = weights[0]
+        gradients = [weight.gradient for weight in weights if weight.gradient is not None]
+        points = [weight.value if weight.master is None else weight.master for weight in weights]
+        point = _joined(points, first.dtype, "points", work)
+        whole = _joined(gradients, first.dtype, "gradients", work)
         project = skew_gradient_ if first.square else tangent_gradient_
-        if len(weights) == 1:
-            first._refresh_master()
-            points = tall(read(first.value if first.master is None else first.master))
-            gradient = first.gradient
-            assert gradient is not None
-            whole = tall(read(gradient).to(first.dtype))
-            project(points, whole, gain=first.gain, workspace=work)
-            if is_sharded(gradient) or gradient.dtype != first.dtype:
-                write_(gradient, whole if gradient.shape == whole.shape else whole.mT)
-            return
-        gradients = [tall(weight.gradient) for weight in weights if weight.gradient is not None]
-        points = _stack([weight.value for weight in weights], "points", work)
-        whole = _stack(gradients, "gradients", work)
-        project(points, whole, gain=first.gain, workspace=work)
-        torch._foreach_copy_(gradients, list(whole.unbind()))
-
-    def _refresh_master(self) -> None:
-        if self.master is not None and (
-            self._is_reloaded or not _same(self.master.to(self.parameter.dtype), self.value)
-        ):
-            self.adopt_master(self._saved_master())
-            self.drift = None
+        project(point, whole, gain=first.gain, workspace=work)
+        write_matrices_(gradients, whole)
 
     def remember_(self, *, decayed: bool) -> None:
         """Keep what the retraction needs, or zero the parameter, so that it will hold the bare
         step."""
-        displace = decayed or (self.is_half and not reads_weight_size(self.optimizer))
-        self._displaced = displace
-        if self.master is None and (self.square or displace) and not self._kept:
+        self._displaced = decayed or (self.is_half and not reads_weight_size(self.optimizer))
+        if self.master is None and (self.square or self._displaced) and not self._kept:
             self._copy_before()
-        if displace:
+        if self._displaced:
             self.value.zero_()
 
     def _copy_before(self) -> None:
-        current = self.value
-        if (
-            self.before is None
-            or self.before.shape != current.shape
-            or self.before.device != current.device
-        ):
-            self.before = torch.empty_like(current)
-        self.before.copy_(current)
-
-    def _distance_to_before(self) -> float:
-        before, current = self.before, self.value
-        if before is None or before.shape != current.shape or before.device != current.device:
-            return float("inf")
-        return float(torch.dist(before, current.to(before.dtype)))
+        if not _alike(self.before, self.value):
+            self.before = torch.empty_like(self.value)
+        assert self.before is not None
+        self.before.copy_(self.value)
 
     def restore_(self) -> None:
         """Undo `remember_` when the step it prepared never came to its end."""
-        if self._displaced:
-            before = self.before if self.master is None else self.master
-            if before is not None:
-                self.value.copy_(before)
+        before = self.before if self.master is None else self.master
+        if self._displaced and before is not None:
+            self.value.copy_(before)
         self._displaced = False
 
     @classmethod
     def retract_(cls, weights: Sequence[Self], work: Workspace, /) -> Retraction:
         """Turn the steps the optimizer took into steps along the manifold."""
-        first = weights[0]
-        if len(weights) == 1:
-            return first._retract_direct(work) if first.is_direct else first._retract_kept(work)
-        result = _stack([weight.value for weight in weights], "gradients", work)
-        before = [weight.before for weight in weights if weight.before is not None]
-        if first.square and len(before) == len(weights):
-            points = _stack(before, "points", work)
-            taken = first._rotate(points, result.sub_(points), result, work, weights)
+        first, values = weights[0], [weight.value for weight in weights]
+        moved = _joined(values, first.dtype, "gradients", work)
+        before = [weight.before if weight.master is None else weight.master for weight in weights]
+        points = [each for each in before if each is not None]
+        has_points = len(points) == len(weights)
+        if not (has_points and (first.square or first.is_half or first._displaced)):
+            taken = first._retract_tall(moved, work)
         else:
-            taken = first._retract_tall(result, work)
-        write_back_(weights, result if result.shape[1:] == first.value.shape else result.mT)
-        return taken
-
-    def _retract_direct(self, work: Workspace) -> Retraction:
-        current = self.value
-        if not self.square or self.before is None:
-            return self._retract_tall(tall(current), work)
-        return self._rotate(self.before, current.sub_(self.before), current, work)
-
-    def _retract_kept(self, work: Workspace) -> Retraction:
-        """Work on a copy: of a half or sharded weight, or one that holds the bare step."""
-        before = self.before if self.master is None else self.master
-        moved = read(self.value).to(self.dtype)
-        if before is None:
-            result = tall(moved.clone())
-        else:
-            point = read(before)
-            origin = None if self._displaced else point.to(self.parameter.dtype).to(self.dtype)
-            step = moved if origin is None else moved - origin
-            if self.square:
-                self._displaced = False
-                result = torch.empty_like(point)
+            point = _joined(points, first.dtype, "points", work)
+            if not first._displaced:
+                moved.sub_(point.to(first.parameter.dtype))
+            if first.square:
                 try:
-                    return self._rotate(point, step, result, work)
-                finally:
-                    self._store(result)
-            result = tall(point + step)
-        self._displaced = False
-        taken = self._retract_tall(result, work)
-        self._store(result)
+                    taken = first._rotate(point, moved, work, weights)
+                except ConvergenceError:
+                    if (
+                        len(weights) == 1
+                    ):  # it is where it was before; of several each is tried alone
+                        first._store(moved)
+                    raise
+            else:
+                taken = first._retract_tall(moved.add_(point), work)
+        if len(weights) == 1:
+            first._store(moved)
+        else:
+            write_matrices_(values, moved)
         return taken
 
     def _retract_tall(self, moved: Tensor, work: Workspace) -> Retraction:
-        return retract_(moved, gain=self.gain, tolerance=self.inner_tolerance, workspace=work)
+        return retract_(moved, gain=self.gain, tolerance=TOLERANCES[self.dtype], workspace=work)
 
     def _rotate(
-        self,
-        point: Tensor,
-        step: Tensor,
-        out: Tensor,
-        work: Workspace,
-        weights: Sequence[OrthogonalWeight] = (),
+        self, point: Tensor, step: Tensor, work: Workspace, weights: Sequence[OrthogonalWeight]
     ) -> Retraction:
-        together = weights or (self,)
+        """Leave in ``step`` where it leads from ``point``."""
         return rotate(
             point,
             step,
-            out=out,
+            out=step,
             gain=self.gain,
-            tolerance=self.inner_tolerance,
-            step_is_skew=all(weight.step_is_skew for weight in together),
-            drift=_worst([weight.drift for weight in together]),
+            tolerance=TOLERANCES[self.dtype],
+            step_is_skew=all(weight.step_is_skew for weight in weights),
+            drift=max(weight.drift for weight in weights),
             workspace=work,
         )
 
     def _store(self, result: Tensor) -> None:
-        whole = result if result.shape == self.value.shape else result.mT
-        write_(self.value, whole)
+        write_matrices_([self.value], result)
         if self.master is not None:
-            write_(self.master, whole)
+            write_matrices_([self.master], result)
 
     def claim_state(self) -> bool:
         """Mark the moments of a square weight as Lie coordinates; return whether they were not, and
         so restarted."""
         if self._is_fresh and self._fits and self.error() > self.tolerance:
             self._fit()  # a checkpoint was loaded since, of weights fitted to others
-        state = self.optimizer.state.get(self.parameter)
-        if self.master is None:
+        if self.master is not None:
+            self._refresh_master(self.master)
+        else:
             # torch's version of a tensor does not count what goes through ``.data``, so the entries
             # are compared; by `dist`, which on a CPU takes half the time of `equal`.
-            self._kept = self._kept and self._distance_to_before() == 0.0
-            self.drift = self.drift if self._kept else None
-        if self._is_fresh and self.square and state and _LIE_MARK in state:
-            self.drift = self._resumed(state[_LIE_MARK])
-        if not self.square or not state or _LIE_MARK in state:
+            before, value = self.before, self.value
+            self._kept = (
+                self._kept
+                and before is not None
+                and _alike(before, value)
+                and float(torch.dist(before, value)) == 0.0
+            )
+            self.drift = self.drift if self._kept else math.inf
+        state = self.optimizer.state.get(self.parameter)
+        if not self.square or not state:
+            return False
+        if _LIE_MARK in state:
+            # The drift that was saved with these weights, if it is these: the run goes on bit for bit.
+            saved = state[_LIE_MARK] if self._is_fresh else None
+            if saved is not None and (
+                self.master is not None or self.error() <= TOLERANCES[self.dtype]
+            ):
+                self.drift = saved
             return False
         stale = _has_stepped(state)
         if stale:
@@ -317,11 +278,11 @@ class OrthogonalWeight(Weight):
         """Note what a resumed run needs beside the moments of this step: the drift, which marks Lie
         coordinates, and the bytes of the float32 copy.
         """
-        self.drift = drift if self.square else None
+        self.drift = drift
         self._is_fresh = False
         # A sharded weight would have to be gathered to be compared: it is measured at every step
         # instead.
-        self._kept = self.square and self.master is None and not is_sharded(self.parameter)
+        self._kept = self.square and self.is_direct
         if self._kept:
             self._copy_before()
         state = self.optimizer.state.get(self.parameter)
@@ -343,16 +304,11 @@ class OrthogonalWeight(Weight):
         state.pop(self._master_key, None)
         if _LIE_MARK in state:
             del state[_LIE_MARK]
-            self.drift, self._kept, self._is_fresh = None, False, True
+            self.drift, self._kept, self._is_fresh = math.inf, False, True
             if state:
                 self._restart(state)
         if not state:
             self.optimizer.state.pop(self.parameter, None)
-
-    def _resumed(self, drift: float | None) -> float | None:
-        """Return the drift that was saved with these weights, if it is these: a run then goes on
-        bit for bit."""
-        return drift if self.master is not None or self.error() <= self.inner_tolerance else None
 
     def _restart(self, state: dict[str, object]) -> None:
         # torch's optimizers start from zeros; others may hold codes or tables, which only they can
@@ -369,14 +325,16 @@ class OrthogonalWeight(Weight):
                 state[name] = type(value)(0)
 
 
-def _worst(drifts: list[float | None]) -> float | None:
-    known = [drift for drift in drifts if drift is not None]
-    return max(known) if len(known) == len(drifts) else None
-
-
-def _stack(tensors: list[Tensor], name: str, work: Workspace) -> Tensor:
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, name: str, work: Workspace) -> Tensor:
+    """Return the one matrix, its own memory where that can be worked on, or a stack of several, tall."""
+    if len(tensors) == 1:
+        return tall(read(tensors[0]).to(dtype))
     matrices = [tall(tensor.detach()) for tensor in tensors]
     return torch.stack(matrices, out=work(name, (len(matrices), *matrices[0].shape), matrices[0]))
+
+
+def _alike(first: Tensor | None, second: Tensor) -> bool:
+    return first is not None and (first.shape, first.device) == (second.shape, second.device)
 
 
 def _has_stepped(state: dict[str, object]) -> bool:

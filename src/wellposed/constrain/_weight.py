@@ -1,9 +1,9 @@
-"""One held matrix: where it lives in the model, what the handle asks of it whatever its set, and batches of them."""
+"""Held matrices: what the handle asks of one whatever its set, the sets that leave directions free, and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from wellposed.constrain._report import ConstrainedWeight
 from wellposed.constrain._select import Candidate
-from wellposed.linalg import Retraction, Workspace
+from wellposed.errors import ConvergenceError
+from wellposed.linalg import Retraction, Workspace, cap_spectral_norms_, certified_spectral_norm
 from wellposed.linalg.sharded import is_sharded, read, write_
 
 # Optimizers that scale their step by the size of the weight: the weight may not be displaced under
@@ -132,6 +133,83 @@ class Weight:
         """Restart moments that only a constrained step understands."""
 
 
+class SpectralWeight(Weight):
+    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient."""
+
+    decays = True
+
+    def error_of(self, matrix: Tensor) -> float:
+        """Measure ``max(0, |W|_2 / gain - 1)`` with the certified norm."""
+        return max(0.0, float(certified_spectral_norm(matrix)) / self.gain - 1.0)
+
+    def nearest(self, whole: Tensor) -> Tensor:
+        """Cap the singular values."""
+        inside = whole.clone()
+        cap_spectral_norms_([inside], bound=self.gain, nearest=True)
+        return inside
+
+    @classmethod
+    def retract_(cls, weights: Sequence[Self], _work: Workspace, /) -> Retraction:
+        """Cap the singular values of all; the largest is reported."""
+        values = [weight.value for weight in weights]
+        matrices = [read(value) for value in values]
+        capped = cap_spectral_norms_(matrices, bound=weights[0].gain)
+        if is_sharded(values[0]):
+            write_(values[0], matrices[0])
+        return Retraction(*max(capped, key=lambda cap: cap.before))
+
+
+class ColumnWeight(Weight):
+    """Columns of length ``gain``: the images of the basis vectors, and of an embedding the vectors
+    of its tokens; it steps by its own gradient."""
+
+    def __init__(self, place: Candidate, optimizer: Optimizer, size: float) -> None:
+        super().__init__(place, optimizer, size)
+        # A rounded column is off by the rounding of its entries, and of the sum of squares that
+        # measures it.
+        measured = len(self.value) * torch.finfo(torch.float64).eps
+        self.tolerance = 2.0 * torch.finfo(self.parameter.dtype).eps + measured
+
+    @property
+    def batch_key(self) -> tuple[object, ...] | None:
+        """As of every matrix; one with a vector of padding is worked on by itself."""
+        return None if self.place.padding is not None else super().batch_key
+
+    def error_of(self, matrix: Tensor) -> float:
+        """Measure ``max_j | |W e_j| / gain - 1 |``; a vector of padding may be zero."""
+        return float((self._lengths(matrix) / self.gain - 1.0).abs().max())
+
+    def nearest(self, whole: Tensor) -> Tensor:
+        """Divide each column by its length."""
+        lengths = self._lengths(whole)
+        has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
+        if bool(has_none.any()):
+            columns = torch.nonzero(has_none)[..., -1].tolist()
+            raise ConvergenceError(
+                f"{len(columns)} of {lengths.numel()} columns are zero or not finite and have no"
+                f" direction: {columns[:5]}"
+            )
+        return (whole.double() * (self.gain / lengths).unsqueeze(-2)).to(whole.dtype)
+
+    @classmethod
+    def retract_(cls, weights: Sequence[Self], _work: Workspace, /) -> Retraction:
+        """Divide each column of each matrix by its length."""
+        values = [weight.value for weight in weights]
+        whole = read(values[0]) if len(values) == 1 else torch.stack(values)
+        write_matrices_(values, weights[0].nearest(whole))
+        return Retraction("columns")
+
+    def _lengths(self, matrices: Tensor) -> Tensor:
+        """Return the lengths of the columns; that of a zero vector of padding as the one it should
+        have."""
+        lengths = torch.linalg.vector_norm(matrices, dim=-2, dtype=torch.float64)
+        padding = self.place.padding
+        if padding is not None:
+            own = lengths[..., padding]
+            lengths[..., padding] = own.where(own != 0.0, self.gain)
+        return lengths
+
+
 def batches(weights: Iterable[Weight], *, batched: bool | None) -> list[list[Weight]]:
     """Group weights that one batched product can serve; ``None`` does so where it is faster than a
     loop."""
@@ -149,12 +227,14 @@ def batches(weights: Iterable[Weight], *, batched: bool | None) -> list[list[Wei
     return chunks
 
 
-def write_back_(weights: Sequence[Weight], values: Tensor) -> None:
-    """Give each weight its matrix of a stack."""
-    if len(weights) == 1:
-        write_(weights[0].value, values[0])
-    else:
-        torch._foreach_copy_([weight.value for weight in weights], list(values.unbind()))
+def write_matrices_(targets: Sequence[Tensor], values: Tensor) -> None:
+    """Give one matrix its values, unless they lie in its own memory, or several those of a stack;
+    either may be transposed."""
+    whole = values if values.shape[-2:] == targets[0].shape else values.mT
+    if len(targets) > 1:
+        torch._foreach_copy_(list(targets), list(whole.unbind()))
+    elif is_sharded(targets[0]) or targets[0].data_ptr() != whole.data_ptr():
+        write_(targets[0], whole)
 
 
 def reads_weight_size(optimizer: Optimizer) -> bool:
