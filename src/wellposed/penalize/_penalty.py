@@ -11,30 +11,25 @@ from typing import Literal, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import known_keywords, require_module
-from wellposed.errors import ConfigError, RoleNotFoundError, listed, unknown_name
+from wellposed.call_checks import checked_arguments, require_module
+from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
+from wellposed.options import Size
 from wellposed.penalize._affinity_capture import AffinityCapture, penalty_of_call
 from wellposed.penalize._terms import (
     PAPER_FORMS,
+    Form,
     PenaltyForm,
     adapted_terms,
     check_in_place,
-    forms_of,
+    chosen_forms,
     frozen_weights,
     weight_terms,
 )
 from wellposed.roles import AttentionRole, Roles, find_roles
 
 Strength = float | Callable[[int], float]
-Form = Literal["paper", "gram_squared", "gram", "qr"]
-
 _UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch
-_CHOICES = {
-    "attention_mode": ("joint", "separate"),
-    "estimator": ("exact", "probes"),
-    "qr_method": ("householder", "gram_schmidt"),
-}
 _LARGE = 10.0
 """A first penalty this many times the task loss is said."""
 
@@ -132,7 +127,7 @@ class OrthogonalityPenalty:
     >>> penalty.remove()
     """
 
-    @known_keywords
+    @checked_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -147,9 +142,9 @@ class OrthogonalityPenalty:
         form: Form | Mapping[str, Form] | None = None,
         attention_mode: Literal["joint", "separate"] = "joint",
         estimator: Literal["exact", "probes"] = "exact",
-        num_probes: int = 32,
-        layers_per_step: int | None = None,
-        every: int = 1,
+        num_probes: Size = 32,
+        layers_per_step: Size | None = None,
+        every: Size = 1,
         qr_method: Literal["householder", "gram_schmidt"] = "householder",
         gram_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
@@ -158,16 +153,17 @@ class OrthogonalityPenalty:
         generator: torch.Generator | None = None,
     ) -> None:
         require_module("OrthogonalityPenalty", model)
-        weights = (attention, feedforward, query, key, value, embedding)
-        self._strengths = _active(
-            {"affinity": affinity, **dict(zip(PAPER_FORMS, weights, strict=True))}
-        )
-        forms = _chosen_forms(form, [name for name in PAPER_FORMS if name in self._strengths])
-        chosen = {"attention_mode": attention_mode, "estimator": estimator, "qr_method": qr_method}
-        for name, allowed in _CHOICES.items():
-            if chosen[name] not in allowed:
-                raise unknown_name(name, str(chosen[name]), allowed)
-        _check_counts({"every": every, "num_probes": num_probes})
+        given = {
+            "affinity": affinity,
+            "attention": attention,
+            "feedforward": feedforward,
+            "query": query,
+            "key": key,
+            "value": value,
+            "embedding": embedding,
+        }
+        self._strengths = _active(given)
+        forms = chosen_forms(form, [name for name in PAPER_FORMS if name in self._strengths])
         self.step = 0
         self.every = every
         self.removed = False
@@ -184,7 +180,7 @@ class OrthogonalityPenalty:
         self.notes = tuple(notes)
         if notes:
             warnings.warn(
-                "weights shared between roles are penalised once:\n" + listed(notes), stacklevel=3
+                "weights shared between roles are penalised once:\n" + listed(notes), stacklevel=4
             )
         self._parts: dict[str, Tensor] | None = None
         self._estimate = partial(
@@ -377,30 +373,13 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
             "strengths of OrthogonalityPenalty are finite numbers >= 0, or functions of the step:\n"
             + listed(wrong)
         )
-    active: dict[str, Strength] = {
-        name: strength for name, strength in given.items() if callable(strength) or strength
-    }
+    active = {name: strength for name, strength in given.items() if strength}
     if not active:
         raise ConfigError(
             "OrthogonalityPenalty was given no strength above zero, so it would do nothing; set at"
             " least one of " + ", ".join(given)
         )
     return active
-
-
-def _chosen_forms(form: Form | Mapping[str, Form] | None, names: list[str]) -> dict[str, str]:
-    forms, unasked = forms_of(form, names)
-    changed = [name for name in unasked if PAPER_FORMS[name] == "gram"]
-    if changed:
-        warnings.warn(
-            f"OrthogonalityPenalty: without form=, {', '.join(changed)} is now the norm |W W^T - I|_F,"
-            " as McGrath (2024) prints it and as the variants key: and query: have it; before 0.3 it"
-            " was its square. Write form='paper' for the norm, or form='gram_squared' for the square."
-            " This warning goes in 0.4",
-            FutureWarning,
-            stacklevel=4,
-        )
-    return forms
 
 
 def _at(name: str, strength: Strength, step: int) -> float:
@@ -417,12 +396,6 @@ def _is_strength(value: object) -> bool:
     return isinstance(value, SupportsFloat) and float(value) >= 0 and math.isfinite(value)
 
 
-def _check_counts(counts: Mapping[str, object]) -> None:
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} = {value!r}, expected a whole number of at least 1")
-
-
 def _attach(
     model: nn.Module, roles: Roles, layers_per_step: int | None, step: Callable[[], int | None]
 ) -> AffinityCapture:
@@ -433,20 +406,20 @@ def _attach(
             " nothing to watch; name its query, key, value and output weights with patterns=, or"
             " set affinity=0. Roles found:\n" + str(roles)
         )
-    if layers_per_step is not None:
-        _check_counts({"layers_per_step": layers_per_step})
-        if layers_per_step > len(attention):
-            raise ConfigError(
-                f"layers_per_step = {layers_per_step}, but the model has {len(attention)}"
-                " self-attentions"
-            )
-    unseen = [
-        f"{path or type(module).__name__}: {implementation}"
+    if layers_per_step is not None and layers_per_step > len(attention):
+        raise ConfigError(
+            f"layers_per_step = {layers_per_step}, but the model has {len(attention)}"
+            " self-attentions"
+        )
+    kernels = {
+        path or type(module).__name__: getattr(module.config, "_attn_implementation", None)
         for path, module in model.named_modules()
-        for implementation in [
-            getattr(getattr(module, "config", None), "_attn_implementation", None)
-        ]
-        if isinstance(implementation, str) and any(word in implementation for word in _UNSEEN)
+        if hasattr(module, "config")
+    }
+    unseen = [
+        f"{path}: {kernel}"
+        for path, kernel in kernels.items()
+        if isinstance(kernel, str) and any(word in kernel for word in _UNSEEN)
     ]
     if unseen:
         raise ConfigError(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import gram_penalty, qr_penalty
-from wellposed.functional.penalties import Side, accumulate_gram_penalty_, check_weights
+from wellposed.functional.penalties import accumulate_gram_penalty_, check_weights
 from wellposed.linalg.sharded import is_sharded
 from wellposed.roles import AttentionRole, Roles, WeightView, joined_views
 from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
 
-FORMS = ("paper", "gram_squared", "gram", "qr")
+Form = Literal["paper", "gram_squared", "gram", "qr"]
 PAPER_FORMS = {
     "attention": "gram_squared",  # Zhang et al. (2021)
     "feedforward": "gram_squared",
@@ -47,52 +48,55 @@ class Term:
     views: tuple[WeightView, ...]
     form: PenaltyForm
 
-    @property
-    def side(self) -> Side:
-        """Whether columns or rows are to be orthonormal."""
-        return "columns" if self.strength in ("attention", "feedforward") else "rows"
-
     def value(self) -> Tensor:
         """Return the distance to orthogonality, before its strength."""
         weights = [view.tensor() for view in self.views]
         if self.form.name == "qr":
             stack = weights[0] if len(weights) == 1 else torch.cat(weights)
             return qr_penalty(stack, self.form.qr_method)
-        return gram_penalty(
-            weights,
-            squared=self.form.name == "gram_squared",
-            side=self.side,
-            gram_dtype=self.form.gram_dtype,
-        )
+        return gram_penalty(weights, **self._gram)
 
     @torch.no_grad()
     def accumulate_(self, strength: float) -> Tensor:
         """Return ``strength`` times the value and add its gradient to ``.grad``, by products alone."""
-        return accumulate_gram_penalty_(
-            [view.tensor() for view in self.views],
-            [_gradient(view) for view in self.views],
-            strength=strength,
-            squared=self.form.name == "gram_squared",
-            side=self.side,
-            gram_dtype=self.form.gram_dtype,
-        )
+        weights = [view.tensor() for view in self.views]
+        gradients = [_gradient(view) for view in self.views]
+        return accumulate_gram_penalty_(weights, gradients, strength=strength, **self._gram)
+
+    @property
+    def _gram(self) -> dict[str, Any]:
+        return {
+            "squared": self.form.name == "gram_squared",
+            # whether columns or rows are to be orthonormal
+            "side": "columns" if self.strength in ("attention", "feedforward") else "rows",
+            "gram_dtype": self.form.gram_dtype,
+        }
 
 
-def forms_of(
-    form: str | Mapping[str, str] | None, strengths: Sequence[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Return the form of each strength, and those for which none was asked, in which it is the paper's."""
+def chosen_forms(
+    form: Form | Mapping[str, Form] | None, strengths: Sequence[str]
+) -> dict[str, str]:
+    """Return the form of each strength: what was asked for, or that of its paper."""
     if not (form is None or isinstance(form, (str, Mapping))):
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
     given = dict.fromkeys(strengths, form) if isinstance(form, str) else dict(form or {})
     for strength, name in given.items():
-        if name not in FORMS:
-            raise unknown_name("form", str(name), FORMS)
+        if name not in get_args(Form):
+            raise unknown_name("form", str(name), get_args(Form))
         if strength not in PAPER_FORMS:
             raise unknown_name("strength in form", strength, PAPER_FORMS)
+    changed = [name for name in strengths if name not in given and PAPER_FORMS[name] == "gram"]
+    if changed:
+        warnings.warn(
+            f"OrthogonalityPenalty: without form=, {', '.join(changed)} is now the norm |W W^T - I|_F,"
+            " as McGrath (2024) prints it and as the variants key: and query: have it; before 0.3 it"
+            " was its square. Write form='paper' for the norm, or form='gram_squared' for the square."
+            " This warning goes in 0.4",
+            FutureWarning,
+            stacklevel=5,
+        )
     chosen = {name: given.get(name, "paper") for name in strengths}
-    unasked = [name for name in strengths if name not in given]
-    return {name: PAPER_FORMS[name] if f == "paper" else f for name, f in chosen.items()}, unasked
+    return {name: PAPER_FORMS[name] if form == "paper" else form for name, form in chosen.items()}
 
 
 def weight_terms(
@@ -101,16 +105,13 @@ def weight_terms(
     """Return the terms of the strengths in use and, one line each, the shared weights that were
     counted once."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
-    terms: list[Term] = []
-    missing: list[str] = []
-    for strength, form in forms.items():
-        found = [
-            Term(strength, label, views, form)
-            for label, views in _weights_of(strength, roles, attention, joint)
-        ]
-        if not found:
-            missing.append(f"{strength}: the model has no such weight")
-        terms += found
+    terms = [
+        Term(strength, label, views, form)
+        for strength, form in forms.items()
+        for label, views in _weights_of(strength, roles, attention, joint)
+    ]
+    found = {term.strength for term in terms}
+    missing = [f"{name}: the model has no such weight" for name in forms if name not in found]
     if missing:
         raise RoleNotFoundError(
             "a penalty was asked for where there is nothing to penalise:\n"
