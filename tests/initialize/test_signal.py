@@ -110,6 +110,9 @@ def test_overflow_names_the_layer_and_a_batch_its_type() -> None:
         signal_propagation(model, torch.randn(1, 2, 16, dtype=torch.float64))
     with pytest.raises(ConfigError, match="received int"):
         signal_propagation(model, 3)
+    model.forward = lambda x: model.layers[2](x)
+    with pytest.raises(ConfigError, match=r"never went through.*\n.*layers\.0\n.*layers\.1"):
+        signal_propagation(model, torch.ones(1, 2, 16, dtype=torch.float64))
 
 
 def change_per_step(model_class: type[nn.Module], layers: int, *, fixup: bool) -> float:

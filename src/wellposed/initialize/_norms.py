@@ -78,12 +78,10 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
     return removed
 
 
-def take_out(
-    model: nn.Module, keep: str | Sequence[str], *, dry_run: bool = False
-) -> tuple[str, ...]:
+def take_out(model: nn.Module, keep: str | Sequence[str]) -> tuple[str, ...]:
     """Replace the norms that `check_norms` found replaceable; return their paths."""
     patterns = patterns_of("keep", keep)
-    return _take_out(model, lambda path: not matches(path, patterns), dry_run=dry_run)
+    return _take_out(model, lambda path: not matches(path, patterns))
 
 
 def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
@@ -118,18 +116,15 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
     return _take_out(model, lambda path: path in wanted)
 
 
-def _take_out(
-    model: nn.Module, chosen: Callable[[str], bool], *, dry_run: bool = False
-) -> tuple[str, ...]:
-    found = [(path, norm) for path, norm in norms_of(model) if is_layer_norm(norm) and chosen(path)]
-    removed = tuple(path for path, _ in found)
-    if found and not dry_run:
-        for path, norm in found:
-            gone = NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm()
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, gone)
-        _tell(model, removed)
-    return removed
+def _take_out(model: nn.Module, chosen: Callable[[str], bool]) -> tuple[str, ...]:
+    found = {path: norm for path, norm in norms_of(model) if is_layer_norm(norm) and chosen(path)}
+    for path, norm in found.items():
+        gone = NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm()
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, gone)
+    if found:
+        _tell(model, list(found))
+    return tuple(found)
 
 
 def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: bool = True) -> None:

@@ -5,22 +5,74 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.call_checks import say_moves
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
-from wellposed.initialize._layer_stacks import layer_paths
 from wellposed.initialize._norms import matches, norms_of
-from wellposed.initialize._report import InitializedWeight
-from wellposed.roles import EmbeddingRole, Roles, WeightView, is_transposed
+from wellposed.initialize._report import InitializationReport, InitializedWeight
+from wellposed.roles import AttentionRole, FeedForwardRole, Roles, WeightView, is_transposed
+from wellposed.roles.layer_paths import split_path
+
+
+@dataclass
+class LayerStack:
+    """A stack of layers: everything below one container, such as ``model.decoder.layers``."""
+
+    path: str
+    parts: list[AttentionRole | FeedForwardRole] = field(default_factory=list)
+    """Its residual blocks: attention, then feed-forward."""
+
+    @property
+    def layers(self) -> int:
+        """N, the number of layers: of self-attentions, or of feed-forward networks where there are
+        more."""
+        kinds = [getattr(part, "kind", "feedforward") for part in self.parts]
+        return max(kinds.count("self"), kinds.count("feedforward"))
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether it reads another stack."""
+        return any(getattr(part, "kind", None) == "cross" for part in self.parts)
+
+    @property
+    def stack(self) -> str:
+        """encoder, or decoder where any part of it is one."""
+        return "decoder" if any(part.stack == "decoder" for part in self.parts) else "encoder"
+
+    @property
+    def layer_paths(self) -> list[str]:
+        """Dotted path of each layer, in order."""
+        return list(dict.fromkeys(split_path(part.path)[1] for part in self.parts))
+
+    def __str__(self) -> str:
+        kind = "with cross-attention" if self.has_cross_attention else self.stack
+        size = f"{self.layers} layers, {len(self.parts)} residual blocks"
+        return f"{self.path or 'the model'}: {size}, {kind}"
+
+
+def find_layer_stacks(roles: Roles) -> list[LayerStack]:
+    """Return the stacks of layers of a model, in model order."""
+    found: dict[str, LayerStack] = {}
+    for part in (*roles.attention, *roles.feedforward):
+        path = split_path(part.path)[0]
+        found.setdefault(path, LayerStack(path)).parts.append(part)
+    return list(found.values())
+
+
+def layer_paths(roles: Roles) -> list[str]:
+    """Return the dotted paths of all layers."""
+    return [path for layer_stack in find_layer_stacks(roles) for path in layer_stack.layer_paths]
+
 
 logger = logging.getLogger("wellposed.initialize")
 
 Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
+Report = TypeVar("Report", bound=InitializationReport)
 UNSCALED_ROLES = ("query", "key")
 SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
 
@@ -112,21 +164,23 @@ def _embedding_steps(
 ) -> list[Step]:
     """One step for each table, tied ones once: used outside the decoder too, a table is shared and
     takes the encoder's factor."""
-    tables = {id(table.weight.parameter): table for table in roles.embeddings}
-    names = {key: f"{table.kind}_embedding" for key, table in tables.items()}
-    places: dict[int, list[str]] = {key: [] for key in tables}
+    tables = {
+        id(table.weight.parameter): (f"{table.kind}_embedding", table.weight)
+        for table in roles.embeddings
+    }
+    places = {id(table.weight.parameter): [table.path] for table in roles.embeddings}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Embedding):
             key = id(module.weight)
-            tables.setdefault(key, EmbeddingRole(path, "token", WeightView(path, module, "weight")))
+            tables.setdefault(key, ("embedding", WeightView(path, module, "weight")))
             places.setdefault(key, []).append(path)
     steps: list[Step] = []
-    for key, table in tables.items():
-        step = Step(names.get(key, "embedding"), None, None, table.weight, "kept")
-        if factors is not None and table.weight.parameter.requires_grad:
-            inner = all("decoder" in place for place in places[key] or [table.path])
+    for key, (role, view) in tables.items():
+        step = Step(role, None, None, view, "kept")
+        if factors is not None and view.parameter.requires_grad:
+            inner = all("decoder" in place for place in places[key])
             factor = factors["decoder" if inner and "decoder" in factors else "encoder"]
-            padding = getattr(table.weight.owner, "padding_idx", None)
+            padding = getattr(view.owner, "padding_idx", None)
             step = replace(step, draw="embedding", factor=factor, padding_index=padding)
         steps.append(step)
     return steps
@@ -135,22 +189,22 @@ def _embedding_steps(
 def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw) -> list[Step]:
     """Linear layers outside the layers; T-Fixup draws an untied output layer N(0, 1 / d)."""
     known = {id(step.view.parameter) for step in done}
-    inside = layer_paths(roles)
+    inside = tuple(f"{path}." if path else "" for path in layer_paths(roles))
     getter: Any = getattr(model, "get_output_embeddings", None)
     output = getter() if callable(getter) else None
     steps: list[Step] = []
     for path, module in model.named_modules():
         transposed = is_transposed(module)
-        if not (isinstance(module, nn.Linear) or transposed) or id(module.weight) in known:
-            continue
-        if any(f"{path}.".startswith(f"{layer}.") or not layer for layer in inside):
+        linear = isinstance(module, nn.Linear) or transposed
+        if not linear or id(module.weight) in known or f"{path}.".startswith(inside):
             continue
         known.add(id(module.weight))
-        view = WeightView(path, module, "weight", transposed=transposed)
-        step = Step("other", None, None, view, draw)
+        step = Step(
+            "other", None, None, WeightView(path, module, "weight", transposed=transposed), draw
+        )
         if module is output:
-            own_draw: Draw = "embedding" if draw == "xavier_uniform" else draw
-            step = replace(step, role="output_embedding", draw=own_draw)
+            own: Draw = "embedding" if draw == "xavier_uniform" else draw
+            step = replace(step, role="output_embedding", draw=own)
         steps.append(step)
     return steps
 
@@ -222,10 +276,9 @@ def carry_out(
     generator: torch.Generator | None = None,
     *,
     zero_biases: bool = False,
-    dry_run: bool = False,
 ) -> list[InitializedWeight]:
     """Draw and scale every weight, in place, and return one row for each."""
-    for bias in _biases(steps) if zero_biases and not dry_run else []:
+    for bias in _biases(steps) if zero_biases else []:
         bias.zero_()
     rows: list[InitializedWeight] = []
     for step in steps:
@@ -239,8 +292,7 @@ def carry_out(
             after = _std(values, padding)
             if is_loaded(step.view.parameter):
                 moved = distance(values, weight)
-            if not dry_run:
-                weight.copy_(values)
+            weight.copy_(values)
         row = InitializedWeight(
             name=step.view.parameter_name,
             role=step.role,
@@ -286,6 +338,13 @@ def say(did: str, moved: Mapping[str, float]) -> None:
         say_moves(logger, did, moved)
     else:
         logger.info("%s", did)
+
+
+def reported(report: Report) -> Report:
+    """Return a report, and log what was done unless that was a dry run."""
+    if not report.dry_run:
+        say(report.line(), report.moved)
+    return report
 
 
 def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -1,21 +1,91 @@
-"""How the size of the signal changes with depth."""
+"""How the size of the signal changes with depth, and the norms of the tokens on their way."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from wellposed.call_checks import known_keywords
-from wellposed.errors import ConfigError, listed
-from wellposed.initialize._layer_stacks import find_layer_stacks
-from wellposed.initialize._token_norms import Meter, reading
+from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.initialize._plan import find_layer_stacks
 from wellposed.roles import find_roles
 from wellposed.text_table import aligned
-from wellposed.watch import call_model, quiet_run, real_tokens
+from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
+
+
+@dataclass
+class Meter:
+    """Euclidean norms of the real tokens that enter or leave modules, over as many calls as there
+    are."""
+
+    where: str
+    """What an error names."""
+    modules: Sequence[nn.Module]
+    real: Tensor | None
+    """(batch, tokens), True for real tokens; where it does not fit, all count."""
+    side: Literal["input", "value", "output"] = "input"
+    """``value`` is that argument of `torch.nn.MultiheadAttention`, whose projections are no
+    modules."""
+    norms: list[Tensor] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean norm; None where no token was seen."""
+        return torch.cat(self.norms).mean().item() if self.norms else None
+
+    @property
+    def root_mean_square(self) -> float:
+        """Root of the mean squared norm of at least one token."""
+        return torch.cat(self.norms).square().mean().sqrt().item()
+
+    def entered(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Note what enters."""
+        values = [*arguments, *keywords.values()]
+        if self.side == "value":
+            values = [keywords["value"]] if "value" in keywords else list(arguments[2:])
+        self._add(values)
+
+    def left(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Note what leaves."""
+        self._add(output)
+
+    def _add(self, value: Any) -> None:
+        hidden = first_tensor(value)
+        if hidden is None:
+            return
+        norms = hidden.detach().to(torch.promote_types(hidden.dtype, torch.float32)).norm(dim=-1)
+        fits = self.real is not None and self.real.shape == norms.shape
+        norms = norms[self.real.to(norms.device)] if self.real is not None and fits else norms
+        infinite = int((~norms.isfinite()).sum())
+        if infinite:
+            raise ConvergenceError(
+                f"{self.where}: {infinite} of {norms.numel()} token norms are not finite (dtype"
+                f" {hidden.dtype}); the signal overflows before this point: look at it with"
+                " signal_propagation on a float32 copy, and use bf16 or float32"
+            )
+        if norms.numel():
+            self.norms.append(norms.flatten().double().cpu())
+
+
+@contextmanager
+def reading(meters: Sequence[Meter]) -> Iterator[None]:
+    """Let the meters read every call."""
+    with ExitStack() as stack:
+        for meter in meters:
+            for module in meter.modules:
+                handle = (
+                    module.register_forward_hook(meter.left)
+                    if meter.side == "output"
+                    else module.register_forward_pre_hook(meter.entered, with_kwargs=True)
+                )
+                stack.callback(handle.remove)
+        yield
 
 
 @dataclass(frozen=True)
@@ -32,11 +102,6 @@ class LayerSignal:
     ratio: float
     """Norm after this layer over the norm that entered the stack: |out| / |in| of the stack cut
     here."""
-
-    @property
-    def sizes(self) -> tuple[float, float, float]:
-        """The three numbers."""
-        return self.norm_in, self.norm_out, self.ratio
 
 
 @dataclass(frozen=True)
@@ -62,8 +127,9 @@ class SignalPropagation:
         """
         head = ("layer", "stack", "depth", "norm in", "norm out", "|out|/|in|")
         body = [
-            (row.path, row.stack, str(row.depth), *(f"{each:.4g}" for each in row.sizes))
+            (row.path, row.stack, str(row.depth), *(f"{each:.4g}" for each in sizes))
             for row in self.rows
+            for sizes in [(row.norm_in, row.norm_out, row.ratio)]
         ]
         return aligned([head, *body], "llr")
 
@@ -115,15 +181,14 @@ def signal_propagation(
             meters[path] = entering, Meter(f"output of {name}", layer, real, "output")
     with quiet_run(model), reading([meter for pair in meters.values() for meter in pair]):
         call_model(model, batch)
-    sizes = {path: tuple(meter.root_mean_square for meter in pair) for path, pair in meters.items()}
-    unseen = [path for path, pair in sizes.items() if None in pair]
+    unseen = [path for path, pair in meters.items() if not all(meter.norms for meter in pair)]
     if unseen:
         raise ConfigError("the batch never went through these layers:\n" + listed(unseen))
     rows: list[LayerSignal] = []
-    for layer_stack in layer_stacks:
-        start = meters[layer_stack.layer_paths[0]][0].root_mean_square
-        for depth, path in enumerate(layer_stack.layer_paths, start=1):
+    for each in layer_stacks:
+        start = meters[each.layer_paths[0]][0].root_mean_square
+        for depth, path in enumerate(each.layer_paths, start=1):
             entered, left = (meter.root_mean_square for meter in meters[path])
             ratio = left / start if start else math.inf
-            rows.append(LayerSignal(path, layer_stack.stack, depth, entered, left, ratio))
+            rows.append(LayerSignal(path, each.stack, depth, entered, left, ratio))
     return SignalPropagation(tuple(rows))

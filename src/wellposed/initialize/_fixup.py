@@ -1,29 +1,41 @@
-"""T-Fixup: initial weights with which a Transformer trains without LayerNorm and without
-warm-up."""
+"""T-Fixup and DT-Fixup: initial weights with which a Transformer trains without LayerNorm and without
+warm-up, from scratch or on top of a pretrained encoder."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated, Any
+from itertools import islice
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wellposed.call_checks import checked_arguments, require_module
-from wellposed.errors import ConfigError, listed
+from wellposed.errors import ConfigError, DataError, listed
 from wellposed.initialize._factors import (
+    dt_fixup_factor,
     t_fixup_decoder_factor,
     t_fixup_encoder_factor,
     t_fixup_factor,
 )
-from wellposed.initialize._layer_stacks import LayerStack, find_layer_stacks
-from wellposed.initialize._norms import check_norms, take_out
-from wellposed.initialize._plan import Step, carry_out, largest_bias, plan, say
-from wellposed.initialize._report import InitializationReport, InitializedWeight
-from wellposed.initialize._token_norms import Meter, reading
-from wellposed.options import Ge
+from wellposed.initialize._norms import check_norms, matches, norms_of, take_out
+from wellposed.initialize._plan import (
+    SCALED_ROLES,
+    LayerStack,
+    Step,
+    carry_out,
+    find_layer_stacks,
+    largest_bias,
+    plan,
+    reported,
+)
+from wellposed.initialize._report import DTFixupReport, InitializationReport, InitializedWeight
+from wellposed.initialize._signal import Meter, reading
+from wellposed.options import Ge, Gt, Le, Size
 from wellposed.roles import Roles, find_roles, patterns_of
 from wellposed.watch import call_model, quiet_run, real_tokens
 
@@ -131,8 +143,7 @@ def t_fixup_(
         target = copy.deepcopy(model) if dry_run else model
         roles = find_roles(target, patterns=patterns)
         layer_stacks = find_layer_stacks(roles)
-        factors, by_path = _factors(layer_stacks, input_scale)
-        _check_depth(target, layer_stacks)
+        factors, by_path = _factors(target, layer_stacks, input_scale)
         tables = {"encoder": factors["embeddings"]}
         if "decoder's embeddings" in factors:
             tables["decoder"] = factors["decoder's embeddings"]
@@ -153,21 +164,26 @@ def t_fixup_(
         assumed={stack: tables.get(stack, tables["encoder"]) for stack in entering},
         dry_run=dry_run,
     )
-    if not dry_run:
-        say(report.line(), report.moved)
-    return report
+    return reported(report)
 
 
 def _factors(
-    layer_stacks: list[LayerStack], input_scale: float | None
+    model: nn.Module, layer_stacks: list[LayerStack], input_scale: float | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the factors by name, and by path of each attention and feed-forward role."""
     reading_other = [each for each in layer_stacks if each.has_cross_attention]
     if len(layer_stacks) == 1:
         (only,) = layer_stacks
+        depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+        if isinstance(depth, int) and depth != only.layers:
+            raise ConfigError(
+                f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but"
+                f" {only.layers} layers were found at {only.path!r}; weights shared between layers"
+                " have no T-Fixup rule; layers of unknown names need patterns="
+            )
         value = t_fixup_factor(len(only.parts), input_scale)
         scale = value if input_scale is None else input_scale
-        return {only.stack: value, "embeddings": scale}, _by_path(only, value)
+        return {only.stack: value, "embeddings": scale}, {part.path: value for part in only.parts}
     if len(layer_stacks) != 2 or len(reading_other) != 1:
         raise ConfigError(
             "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found"
@@ -186,24 +202,12 @@ def _factors(
         "embeddings": t_fixup_decoder_factor(encoder.layers),
         "decoder's embeddings": t_fixup_decoder_factor(decoder.layers),
     }
-    by_path = _by_path(encoder, factors["encoder"]) | _by_path(decoder, factors["decoder"])
+    by_path = {
+        part.path: factors[name]
+        for name, stack in (("encoder", encoder), ("decoder", decoder))
+        for part in stack.parts
+    }
     return factors, by_path
-
-
-def _by_path(layer_stack: LayerStack, factor: float) -> dict[str, float]:
-    return dict.fromkeys((part.path for part in layer_stack.parts), factor)
-
-
-def _check_depth(model: nn.Module, layer_stacks: list[LayerStack]) -> None:
-    """Refuse one stack whose configuration names another depth: layers are shared, or were not
-    recognised."""
-    depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    if len(layer_stacks) == 1 and isinstance(depth, int) and depth != layer_stacks[0].layers:
-        raise ConfigError(
-            f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but"
-            f" {layer_stacks[0].layers} layers were found at {layer_stacks[0].path!r}; weights"
-            " shared between layers have no T-Fixup rule; layers of unknown names need patterns="
-        )
 
 
 def _measured_inputs(
@@ -224,18 +228,191 @@ def _measured_inputs(
         if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
             meter.side = "value"
         if isinstance(owner, nn.Embedding):
-            tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+            tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
             meter.modules = [table for table in tables if table.weight is owner.weight]
             meter.side = "output"
         meters.append(meter)
-    entering: dict[str, Meter] = {}
-    for each in layer_stacks:
-        layer = model.get_submodule(each.layer_paths[0])
-        real = real_tokens(batch, each.stack, roles)
-        entering[each.stack] = Meter(f"input of the {each.stack}", [layer], real)
+    entering = {
+        each.stack: Meter(
+            f"input of the {each.stack}",
+            [model.get_submodule(each.layer_paths[0])],
+            real_tokens(batch, each.stack, roles),
+        )
+        for each in layer_stacks
+    }
     with quiet_run(model), reading([*meters, *entering.values()]):
         call_model(model, batch)
     measured = [
         replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)
     ]
     return measured, {stack: meter.mean for stack, meter in entering.items() if meter.mean}
+
+
+@checked_arguments
+def dt_fixup_(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    layers: str | None = None,
+    mu: Literal["max", "quantile"] = "max",
+    quantile: Annotated[float, Gt(0), Le(1)] = 0.99,
+    max_batches: Size | None = None,
+    zero_biases: bool = False,
+    keep: str | Sequence[str] = (),
+    leave: str | Sequence[str] = (),
+    patterns: Mapping[str, str | Sequence[str]] | None = None,
+    seed: int | None = None,
+    dry_run: bool = False,
+) -> DTFixupReport:
+    """Set value, output and feed-forward weights of N new layers to Xavier / sqrt(N (4 mu^2 + 2 mu
+    + 2)).
+
+    Exact in distribution, given mu; that one training step then moves the output by order lr is the
+    first-order argument of Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets",
+    section 3. mu is the largest Euclidean norm of a token that enters the new layers, measured here
+    in one pass over ``loader`` without gradients. LayerNorms of the new layers are replaced by
+    `x -> x`; nothing outside them changes. Query and key of the new layers are drawn without the
+    factor (the paper: Xavier for all that is not pretrained), biases and embeddings left alone, bit
+    for bit. Xavier normal, as in the paper's code.
+
+    Idempotent: what enters the new layers does not depend on them, and the draw is seeded, so that
+    a second call writes the same bits. For an ensemble inside one process give each member a
+    ``seed``.
+
+    Args:
+        model: pretrained encoder and new layers in one module; called on every batch.
+        loader: batches, each a tensor, a mapping of keywords or a sequence of arguments of
+            ``model``, on its device. Tokens that ``attention_mask`` marks as padding are not
+            counted.
+        layers: dotted path of the new layers, a stack or a list of them, in ``model``; None means
+            that all of ``model`` but its embeddings is new: a stack whose batches are hidden
+            states, or a whole BERT.
+        mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the
+            quantile does not.
+        quantile: level of the quantile that is reported beside the maximum, in (0, 1].
+        max_batches: stop after so many.
+        zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not
+            0.
+        keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
+        leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is
+            left as it is.
+        patterns: as in `find_roles`, inside the new layers.
+        seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last
+            given.
+        dry_run: measure and report, and change nothing.
+
+    Returns:
+        The report, with mu, the maximum, the quantile and the number of tokens; ``print`` it.
+
+    Raises:
+        ConfigError: ``layers`` names no module, or more than one stack, cross-attention or gated
+            feed-forward networks; a name in ``leave`` that is no role and matches nothing; a norm
+            stays; an argument out of range. Nothing is changed.
+        RoleNotFoundError: matrices of the new layers without a role, all listed.
+        DataError: the loader gave no token.
+        ConvergenceError: a token norm is not finite.
+
+    Cost: one forward pass over the data and 8 bytes a token.
+    When not to use: embeddings that are trained from scratch (`t_fixup_`); relation-aware
+    attention, whose relation values the paper scales too.
+
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 8)
+    >>> report = dt_fixup_(encoder, [torch.full((1, 3, 4), 0.5)])
+    >>> report.mu, round(report.factors["new layers"], 6), len(report.norms_removed)
+    (1.0, 0.125, 16)
+    """
+    if not isinstance(loader, Iterable):
+        raise ConfigError(
+            f"loader: received {type(loader).__name__}; expected batches, as a list or a DataLoader"
+        )
+    new = _submodule(model, layers)
+    target = copy.deepcopy(new) if dry_run else new
+    roles = find_roles(target, patterns=patterns)
+    layer_stacks = find_layer_stacks(roles)
+    if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
+        raise ConfigError(
+            "DT-Fixup is for one stack of self-attention layers; name it with layers='path';"
+            " found:\n" + listed([str(each) for each in layer_stacks])
+        )
+    (only,) = layer_stacks
+    steps = plan(
+        target,
+        roles,
+        dict.fromkeys((part.path for part in only.parts), 1.0),
+        draw="xavier_normal",
+        embeddings=None,
+        leave=patterns_of("leave", leave),
+        where=layers or "",
+    )
+    check_norms(target, keep)
+    first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
+    kept = patterns_of("keep", keep)
+    skipped = [
+        norm
+        for path, norm in norms_of(new)
+        if not path.startswith(inside) and not matches(path, kept)
+    ]
+    batches = islice(loader, max_batches)
+    norms = _entering_norms(model, new.get_submodule(first), batches, skipped)
+    middle = norms.kthvalue(max(1, math.ceil(quantile * norms.numel()))).values.item()
+    chosen = norms.max().item() if mu == "max" else middle
+    factor = dt_fixup_factor(only.layers, chosen)
+    steps = [
+        replace(step, factor=factor) if step.draw != "kept" and step.role in SCALED_ROLES else step
+        for step in steps
+    ]
+    generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
+    rows = carry_out(steps, generator, zero_biases=zero_biases)
+    removed = take_out(target, keep)
+    prefix = f"{layers}." if layers else ""
+    report = DTFixupReport(
+        title=f"DT-Fixup of {layers or type(model).__name__}",
+        rows=tuple(replace(row, name=prefix + row.name) for row in rows),
+        norms_removed=tuple(prefix + path for path in removed),
+        factors={"new layers": factor},
+        largest_bias=largest_bias(steps),
+        entering={"new layers": norms.mean().item()},
+        dry_run=dry_run,
+        mu=chosen,
+        largest=norms.max().item(),
+        quantile=middle,
+        level=quantile,
+        tokens=norms.numel(),
+    )
+    return reported(report)
+
+
+def _submodule(model: nn.Module, path: str | None) -> nn.Module:
+    if not path:
+        return model
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        children = [name for name, _ in model.named_children()]
+        raise ConfigError(
+            f"layers: {type(model).__name__} has no module {path!r}; its"
+            f" children:\n{listed(children)}"
+        ) from None
+
+
+def _entering_norms(
+    model: nn.Module, first: nn.Module, batches: Iterable[Any], skipped: Sequence[nn.Module]
+) -> Tensor:
+    """Return the norm of every real token that enters ``first``, shape (tokens,), on the CPU;
+    norms that will be taken out in front of it let everything through."""
+    meter = Meter("input of the new layers", [first], None)
+    with ExitStack() as stack:
+        for norm in skipped:
+            handle = norm.register_forward_hook(lambda _, arguments, __: arguments[0])
+            stack.callback(handle.remove)
+        stack.enter_context(quiet_run(model))
+        stack.enter_context(reading([meter]))
+        for batch in batches:
+            meter.real = real_tokens(batch, None, Roles())
+            call_model(model, batch)
+    if not meter.norms:
+        raise DataError(
+            "dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses"
+            " them"
+        )
+    return torch.cat(meter.norms)
