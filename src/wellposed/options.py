@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -136,13 +136,13 @@ class CheckedOptions:
     def __post_init__(self) -> None:
         hints = checked_hints(type(self))
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        problems, put_off = value_problems(values, hints) or self.problems(), _put_off.get()
+        problems, put_off = value_problems(values, hints) or [*self.problems()], _put_off.get()
         if put_off is None:
             refuse(problems)
         else:
             put_off += problems
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return one line for each value that fits its hint but not the other values."""
         return []
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ Scalar = str | int | float | bool | None
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
+STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "embedding")
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,7 @@ class PenaltyOptions(CheckedOptions):
     @property
     def active(self) -> bool:
         """Whether any strength is non-zero."""
-        return any(
-            (
-                self.affinity,
-                self.attention,
-                self.feedforward,
-                self.query,
-                self.key,
-                self.value,
-                self.embedding,
-            )
-        )
+        return any(getattr(self, name) for name in STRENGTHS)
 
 
 @dataclass(frozen=True)
@@ -106,25 +97,17 @@ class ConstrainOptions(CheckedOptions):
     least,
     or auto: fit for a pretrained model of --from, one else."""
 
-    def problems(self) -> list[str]:
-        """Return a line for an empty pattern, and for each option that nothing would read."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a line for an empty pattern, and for each option that nothing would read."""
         if self.where and not all(part.strip() for part in self.where.split(",")):
-            problems.append(
-                f"where = {self.where!r}, expected names or patterns between its commas"
-            )
+            yield f"where = {self.where!r}, expected names or patterns between its commas"
         if self.embeddings == "fit" and not self.where:
-            problems.append(
-                "embeddings = 'fit' without where, so no weight is held; name the embedding in"
-                " where"
-            )
-        if self.embeddings == "fit" and self.to != "orthogonal":
-            problems.append(f"embeddings = 'fit' with to = {self.to!r}, expected to = orthogonal")
-        if self.gain == "fit" and self.to != "orthogonal":
-            problems.append(f"gain = 'fit' with to = {self.to!r}, expected to = orthogonal")
+            yield "embeddings = 'fit' without where, so no weight is held; name the embedding in where"
+        for name in ("embeddings", "gain"):
+            if getattr(self, name) == "fit" and self.to != "orthogonal":
+                yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
         if self.bound != 1.0 and self.to == "orthogonal":
-            problems.append(f"bound = {self.bound!r} with to = orthogonal, which has none")
-        return problems
+            yield f"bound = {self.bound!r} with to = orthogonal, which has none"
 
     @property
     def patterns(self) -> list[str]:
@@ -208,65 +191,47 @@ class TrainOptions(CheckedOptions):
     seed: Seed = 0
     """Seed of weights, data order and dropout."""
 
-    def problems(self) -> list[str]:
-        """Return one line per option that does not fit the others."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield one line per option that does not fit the others."""
+        share, warm, schedule = self.warmup_share, self.warmup_steps, self.schedule
         if not DEVICE.fullmatch(self.device):
-            problems.append(f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps")
+            yield f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps"
         if self.average_checkpoints == 1:
-            problems.append("average_checkpoints = 1, expected 0, or at least 2")
+            yield "average_checkpoints = 1, expected 0, or at least 2"
         if self.optimizer == "adamw" and self.momentum is not None:
-            problems.append(
+            yield (
                 f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1 instead"
             )
-        return [
-            *problems,
-            *_warmup_problems(self),
-            *_margin_problems(self),
-            *_sharding_problems(self),
-        ]
+        if share and warm:
+            yield f"warmup_share = {share} and warmup_steps = {warm}: give one"
+        if schedule in NEEDS_WARMUP and not (warm or share):
+            yield f"warmup_steps = {warm}, expected at least 1 for the schedule {schedule}"
+        if schedule in DECAYS_TO_ZERO and self.epochs is None and self.steps <= warm:
+            yield (
+                f"warmup_steps = {warm}, expected fewer than steps = {self.steps} for the schedule"
+                f" {schedule}"
+            )
+        yield from self._margin_problems()
+        whole = {
+            "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
+            "margin_radius, whose loss reads the whole head": self.margin_radius,
+            "compile, whose graphs hold whole weights": self.compile,
+        }
+        for name, is_given in whole.items():
+            if is_given and self.parallel == "fsdp":
+                yield f"parallel = fsdp with {name}; leave it out, or take ddp"
 
-
-def _warmup_problems(options: TrainOptions) -> list[str]:
-    share, steps, schedule = options.warmup_share, options.warmup_steps, options.schedule
-    problems = []
-    if share and steps:
-        problems.append(f"warmup_share = {share} and warmup_steps = {steps}: give one")
-    if schedule in NEEDS_WARMUP and not (steps or share):
-        problems.append(f"warmup_steps = {steps}, expected at least 1 for the schedule {schedule}")
-    if schedule in DECAYS_TO_ZERO and options.epochs is None and options.steps <= steps:
-        problems.append(
-            f"warmup_steps = {steps}, expected fewer than steps = {options.steps} for the"
-            f" schedule {schedule}"
-        )
-    return problems
-
-
-def _sharding_problems(options: TrainOptions) -> list[str]:
-    whole = {
-        "optimizer = muon, which steps whole matrices": options.optimizer == "muon",
-        "margin_radius, whose loss reads the whole head": options.margin_radius,
-        "compile, whose graphs hold whole weights": options.compile,
-    }
-    given = [name for name, is_given in whole.items() if is_given and options.parallel == "fsdp"]
-    return [f"parallel = fsdp with {name}; leave it out, or take ddp" for name in given]
-
-
-def _margin_problems(options: TrainOptions) -> list[str]:
-    loss, radius = options.margin_loss, options.margin_radius
-    problems = []
-    if loss == "ce" and radius:
-        problems.append(
-            f"margin_radius = {radius} with margin_loss = ce, which has no margin; take certified"
-            " or hinge"
-        )
-    if loss in ("certified", "hinge") and not radius:
-        problems.append(f"margin_loss = {loss} needs a margin_radius above 0")
-    if loss == "hinge" and options.label_smoothing:
-        problems.append(
-            f"label_smoothing = {options.label_smoothing} with margin_loss = hinge, expected 0"
-        )
-    return problems
+    def _margin_problems(self) -> Iterator[str]:
+        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
+        if loss == "ce" and radius:
+            yield (
+                f"margin_radius = {radius} with margin_loss = ce, which has no margin; take"
+                " certified or hinge"
+            )
+        if loss in ("certified", "hinge") and not radius:
+            yield f"margin_loss = {loss} needs a margin_radius above 0"
+        if loss == "hinge" and smoothing:
+            yield f"label_smoothing = {smoothing} with margin_loss = hinge, expected 0"
 
 
 @dataclass(frozen=True)
@@ -285,21 +250,19 @@ class StartOptions(CheckedOptions):
     init: Literal["own", "t_fixup"] = "own"
     """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
 
-    def problems(self) -> list[str]:
-        """Return one line per option that needs a model to start from, or another option."""
+    def problems(self) -> Iterator[str]:
+        """Yield one line per option that needs a model to start from, or another option."""
         if not self.model:
-            parts = ("from_scratch", "new_head", "attention", "init")
-            given = [name for name in parts if getattr(self, name) not in (False, "own")]
-            return [f"{name} needs a model to start from; name it with --from" for name in given]
-        problems = []
-        if self.from_scratch and self.new_head:
-            problems.append("from_scratch draws a new head as well; leave new_head out")
-        if self.init == "t_fixup" and not self.from_scratch:
-            problems.append(
+            for name in ("from_scratch", "new_head", "attention", "init"):
+                if getattr(self, name) not in (False, "own"):
+                    yield f"{name} needs a model to start from; name it with --from"
+        elif self.from_scratch and self.new_head:
+            yield "from_scratch draws a new head as well; leave new_head out"
+        elif self.init == "t_fixup" and not self.from_scratch:
+            yield (
                 "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without"
                 " which pretrained weights are of no use; give --from-scratch, or another variant"
             )
-        return problems
 
 
 @dataclass(frozen=True)
@@ -337,11 +300,9 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
         values = {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
-        return (
-            values
-            if self.imports
-            else {name: value for name, value in values.items() if name != "imports"}
-        )
+        if not self.imports:
+            del values["imports"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
@@ -358,7 +319,12 @@ class RunConfig:
                 f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
                 "write the file again with `wellposed train TASK --print-config`"
             )
-        return build_options(cls, _with_former_gain(values), where=where)
+        held, start = values.get("constrain"), values.get("start")
+        if isinstance(held, Mapping) and isinstance(start, Mapping) and start.get("model"):
+            # Constraints on a pretrained model that were recorded without a gain had the gain 1.
+            former = {"gain": "one"} if held.get("where") else {}
+            values["constrain"] = {**former, **held}
+        return build_options(cls, values, where=where)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -369,12 +335,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(read_text(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: cannot be read: nested too deeply") from None
+    except (OSError, ValueError, RecursionError) as error:
+        deep = "nested too deeply" if isinstance(error, RecursionError) else error
+        why = getattr(error, "strerror", None) or deep
+        raise ConfigError(f"{path}: cannot be read: {why}") from error
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
@@ -387,23 +351,11 @@ def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
     ]
 
 
-def _with_former_gain(values: dict[str, Any]) -> dict[str, Any]:
-    """Give constraints on a pretrained model that were recorded without a gain the one they had,
-    1."""
-    held, start = values.get("constrain"), values.get("start")
-    if not isinstance(held, Mapping) or not isinstance(start, Mapping):
-        return values
-    if held.get("where") and "gain" not in held and start.get("model"):
-        return {**values, "constrain": {**held, "gain": "one"}}
-    return values
-
-
 def _meaning(config: RunConfig) -> dict[str, Any]:
     """Return the options, with forms that mean the same named alike."""
     values, penalty = flat_options(config.to_dict()), config.penalty
-    if penalty.form == "gram_squared" and not any(
-        (penalty.query, penalty.key, penalty.value, penalty.embedding)
-    ):
+    unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
+    if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"
     return values
 
