@@ -132,16 +132,14 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         sync_folder(temporary)
+        old = folder.with_name(f"{OLD}{folder.name}")
         if folder.exists():
             # A rename cannot replace a folder that holds files; `remove_litter` undoes a kill
             # between the two renames.
-            old = folder.with_name(f"{OLD}{folder.name}")
             _remove(old)
             folder.rename(old)
-            temporary.rename(folder)
-            _remove(old)
-        else:
-            temporary.rename(folder)
+        temporary.rename(folder)
+        _remove(old)
     except BaseException:
         _remove(temporary)
         raise

@@ -67,14 +67,9 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=[CARD])
         if (folder / CARD).is_file():
-            card = (
-                (folder / CARD)
-                .read_text(encoding="utf-8")
-                .replace('"FOLDER"', f'"{address.repo_id}"')
-            )
-            api.upload_file(
-                path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=address.repo_id
-            )
+            card = (folder / CARD).read_text(encoding="utf-8")
+            card = card.replace('"FOLDER"', f'"{address.repo_id}"').encode()
+            api.upload_file(path_or_fileobj=card, path_in_repo=CARD, repo_id=address.repo_id)
     except Exception as error:  # of a client library: tokens, addresses, transport, refusals
         said = str(error).strip().partition("\n")[0]
         again = shlex.join(

@@ -22,20 +22,20 @@ RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", *MEASURED)
 
 def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return size and digest of each file, from its bytes."""
-    each = sorted(files.items())
-    return {name: _entry(len(data), sha256(data).hexdigest()) for name, data in each}
+    return {
+        name: {"bytes": len(data), "sha256": sha256(data).hexdigest()}
+        for name, data in sorted(files.items())
+    }
 
 
 def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None) -> None:
     """Write the manifest of those files of ``folder`` that exist, and of those still to come, in
     one step."""
-    paths = [folder / name for name in sorted(names)]
     entries = {
-        path.name: _entry(path.stat().st_size, durable_files.digest(path))
-        for path in paths
+        path.name: {"bytes": path.stat().st_size, "sha256": durable_files.digest(path)}
+        for path in (folder / name for name in sorted(names))
         if path.is_file()
-    }
-    entries |= describe(coming or {})
+    } | describe(coming or {})
     text = to_json({"format": FORMAT, "files": entries}, indent=2)
     durable_files.replace_file(folder / NAME, text)
 
@@ -67,9 +67,8 @@ def problems(
         return [f"{path}: unreadable manifest ({type(error).__name__}: {error})"]
     if bad:
         return [f"{path}: not a manifest of format {FORMAT}"]
-    found = (
-        _problem(folder / name, *entries[name]) for name in entries if only is None or name in only
-    )
+    wanted = entries if only is None else entries.keys() & set(only)
+    found = (_problem(folder / name, *entries[name]) for name in sorted(wanted))
     return [problem for problem in found if problem]
 
 
@@ -127,7 +126,3 @@ def _problem(path: Path, size: int, digest: str) -> str | None:
         return f"{path}: {there} bytes, expected {size} ({how})"
     found = durable_files.digest(path)
     return None if found == digest else f"{path}: SHA-256 is {found}, expected {digest} (altered)"
-
-
-def _entry(size: int, digest: str) -> dict[str, Any]:
-    return {"bytes": size, "sha256": digest}

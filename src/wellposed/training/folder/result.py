@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -105,14 +105,19 @@ def describe_result(
     for split, each in evaluations.items():
         results |= {f"{metric},{split}": value for metric, value in each.metrics.items()}
     metrics = {task.headline, "loss"}.union(*(each.metrics for each in evaluations.values()))
+    # What a report shows first: of generated text, where the run got so far, else what chose weights.
+    shown = task.report_headline if task.report_headline in metrics else task.headline
+    falling = {"loss"}
+    if not task.higher_is_better:  # generated text is always better where its score is higher
+        falling |= {task.headline} if task.report_headline else metrics
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": config.task,
         "variant": config.variant,
         "seed": config.train.seed,
         "results": {config.task: results},
-        "headline": _report_headline(task, metrics),
-        "higher_is_better": _directions(task, metrics),
+        "headline": shown,
+        "higher_is_better": {name: name not in falling for name in sorted(metrics)},
         "reference": task.reference(),
         "n-samples": {config.task: {name: each.examples for name, each in evaluations.items()}},
         "config": config.to_dict(),
@@ -140,21 +145,6 @@ def describe_result(
         kept = {name: getattr(divergence, name) for name in ("step", "learning_rate", "what")}
         values["failure"] = {**kept, **asdict(divergence.blame)}
     return values
-
-
-def _report_headline(task: Task, metrics: Collection[str]) -> str:
-    """Return the metric a report shows first: of generated text, where the run got so far, else
-    what chose weights."""
-    wanted = task.report_headline or task.headline
-    return wanted if wanted in metrics else task.headline
-
-
-def _directions(task: Task, metrics: Collection[str]) -> dict[str, bool]:
-    """Return for each metric whether higher is better: as for the task's headline; always for
-    generated text."""
-    plain = task.headline if task.report_headline else None
-    rising = {m: task.higher_is_better or plain not in (None, m) for m in sorted(metrics)}
-    return {metric: metric != "loss" and rises for metric, rises in rising.items()}
 
 
 def peak_memory_bytes() -> int:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -218,10 +219,8 @@ def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
     if resume == "never":
         return None, []
     if resume != "auto":
-        checkpoint = Path(resume)
-        checkpoints.step_of(checkpoint)
-        checkpoints.verify(checkpoint)
-        return checkpoint, [f"resuming from {checkpoint}"]
+        checkpoints.verify(Path(resume))
+        return Path(resume), [f"resuming from {resume}"]
     checkpoint, damaged = checkpoints.newest_complete(out)
     if checkpoint is None and damaged:
         raise CheckpointError(f"{out}: no checkpoint can be used:\n" + listed(damaged))
@@ -238,13 +237,15 @@ def _is_used(out: Path) -> bool:
     return any(name != lock.NAME for name in names)
 
 
-def environment(command: Sequence[str] | None) -> dict[str, Any]:
-    """Return what a reader needs to repeat the run: versions, hardware, threads, source and the
-    exact command."""
+def environment(command: Sequence[str] | None, task: Task | None = None) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run: versions, hardware, threads, source, the exact
+    command and the digests of its data."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    data = {} if task is None else {DATA: data_digests(task.description())}
     return {
+        **data,
         "date": now(),
         "command": list(command) if command is not None else list(sys.argv),
         "python": platform.python_version(),
@@ -294,18 +295,21 @@ def versions() -> dict[str, str]:
     """Return the installed version of every package that can change a result."""
     found = {"python": platform.python_version(), "wellposed": __version__}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def git_hash() -> str | None:
     """Return the commit of the wellposed source in use, or None where it is not a checkout."""
-    here = Path(__file__)
-    tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
-    return _git(here.parent, "rev-parse", "HEAD") if tracked else None
+    here, said = Path(__file__), b""
+    try:
+        for words in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            command = ["git", "-C", str(here.parent), *words]
+            said = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.decode().strip() or None
 
 
 def now() -> str:
@@ -313,32 +317,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        command = ["git", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
 def _cpu_name() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
 DATA, DIGEST = "data", "sha256"
-
-
-def environment_of(task: Task, command: Sequence[str] | None) -> dict[str, Any]:
-    """Return what ``env.json`` holds of a start: `environment`, and the digests of the
-    data."""
-    return {**environment(command), DATA: data_digests(task.description())}
 
 
 def data_digests(description: Mapping[str, Any]) -> dict[str, str]:

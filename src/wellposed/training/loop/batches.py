@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from wellposed.errors import ConfigError, DataError, WellposedError
 from wellposed.tasks.objectives import IGNORED_LABEL, TARGETS
@@ -58,18 +58,10 @@ class Collation(Dataset[Any]):
             return error  # raised in the other process, without the text of a second traceback
 
 
-class _Order(Sampler[Members]):
-    def __init__(self, members: Iterable[Members]) -> None:
-        self._members = members
-
-    def __iter__(self) -> Iterator[Members]:
-        return iter(self._members)
-
-
 def _from_workers(batches: Collation, members: Iterable[Members], workers: int) -> Iterator[Batch]:
     own = torch.Generator()  # else the loader draws from the one that dropout uses
     how = {"num_workers": workers, "worker_init_fn": _leave_signals_to_the_run, "generator": own}
-    loader = DataLoader(batches, batch_size=None, sampler=_Order(members), **how)
+    loader = DataLoader(batches, batch_size=None, sampler=members, **how)
     for batch in loader:
         if isinstance(batch, WellposedError):
             raise batch
@@ -153,23 +145,6 @@ class MicroBatches:
                 " batch_size"
             )
         return order
-
-
-def micro_batches_of_process(accumulation: int, *, begun_with: int, processes: int) -> int:
-    """Return how many micro-batches each process takes in a step that sees as many as when the run
-    began.
-
-    Raises:
-        ConfigError: they cannot be shared out evenly.
-    """
-    total = accumulation * begun_with
-    if total % processes:
-        raise ConfigError(
-            f"the run was begun by {begun_with} processes with gradient_accumulation"
-            f" {accumulation}, so a step takes {total} micro-batches, which {processes} processes"
-            f" cannot share evenly; continue with a number of processes that divides {total}"
-        )
-    return total // processes
 
 
 def token_count(batch: Batch) -> int:

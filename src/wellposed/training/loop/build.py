@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from wellposed.constrain import Constraint
     from wellposed.models import Start
     from wellposed.tasks import Task
-    from wellposed.training.config import StartOptions
 
 
 FUSED_DEVICES = ("cpu", "cuda")

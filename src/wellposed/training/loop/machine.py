@@ -129,18 +129,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     except RoleNotFoundError:
         return []
     paths = dict.fromkeys(split_path(role.path)[1] for role in roles.attention)
-    layers = {
-        id(layer): layer for layer in (model.get_submodule(path) for path in paths if path)
-    }.values()
-    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    inside = [
-        Counter(id(weight) for _, weight in layer.named_parameters(remove_duplicate=False))
-        for layer in layers
-    ]
+    layers = dict.fromkeys(model.get_submodule(path) for path in paths if path)
+
+    def uses(part: nn.Module) -> Counter[int]:
+        return Counter(id(weight) for _, weight in part.named_parameters(remove_duplicate=False))
+
+    everywhere = uses(model)
     return [
         layer
-        for layer, own in zip(layers, inside, strict=True)
-        if all(own[weight] == uses[weight] for weight in own)
+        for layer in layers
+        if all(everywhere[weight] == count for weight, count in uses(layer).items())
     ]
 
 

@@ -92,7 +92,7 @@ class Run:
             self.accelerator.wait_for_everyone()
             return run_folder.find_checkpoint(self.out, resume)
         checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
-        self.environment = run_folder.environment_of(self.task, command)
+        self.environment = run_folder.environment(command, self.task)
         manifest.remove(self.out)  # of an earlier start: what it describes grows again
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         run_folder.write_environment(self.out, self.environment, step)

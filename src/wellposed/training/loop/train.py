@@ -162,7 +162,7 @@ def train(
         except ConvergenceError as error:
             # The weights or their constraint could not be made: such a run has failed, as one whose
             # loss is not finite.
-            environment = run_folder.environment_of(task, command)
+            environment = run_folder.environment(command, task)
             given = ("failed", config, task, TrainerState(), environment)
             result = RunResult(
                 "failed", out, describe_result(*given, message=str(error)), str(error)
