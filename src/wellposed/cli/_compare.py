@@ -87,7 +87,7 @@ def run(words: Sequence[str]) -> int:
         )
         cancelled = runs.cancelled
     except KeyboardInterrupt:
-        runs, cancelled = ComparisonRuns((), ()), True
+        runs, cancelled = ComparisonRuns(()), True
     if is_first() and cancelled:
         again = shlex.join(["wellposed", "compare", *first_look(words, ["resume"])[1]])
         print(f"interrupted; go on with: {again} --resume auto", file=sys.stderr)

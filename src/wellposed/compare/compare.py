@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wellposed.call_checks import checked_arguments
 from wellposed.compare.runs import PlannedRun, say_nothing, train_planned
 from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.compare.workers import check_jobs
-from wellposed.errors import ConfigError, listed
+from wellposed.errors import ConfigError, shortened
 from wellposed.finite_json import to_json
+from wellposed.options import Count, Size
 from wellposed.training.certified.record import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.durable_files import replace_file
@@ -29,10 +32,14 @@ ORDER = "compare.json"
 
 @dataclass(frozen=True)
 class ComparisonRuns:
-    """What a comparison left behind: the folders of its runs and how each one ended."""
+    """What a comparison left behind: how each of its runs ended."""
 
-    folders: tuple[Path, ...]
     results: tuple[RunResult, ...]
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders of the runs."""
+        return tuple(result.out for result in self.results)
 
     @property
     def cancelled(self) -> bool:
@@ -42,22 +49,22 @@ class ComparisonRuns:
     @property
     def failed(self) -> tuple[Path, ...]:
         """Folders of the runs that did not finish."""
-        ended = zip(self.folders, self.results, strict=True)
-        return tuple(folder for folder, result in ended if result.status == "failed")
+        return tuple(result.out for result in self.results if result.status == "failed")
 
 
+@checked_arguments
 def compare(
     base: RunConfig,
     variants: Sequence[str],
     *,
-    seeds: int,
+    seeds: Size,
     out: Path,
     jobs: int = 1,
     resume: str = "never",
     progress: bool = True,
     command: list[str] | None = None,
     announce: Callable[[str], None] | None = None,
-    certify: int = 0,
+    certify: Count = 0,
     tracking: Tracking = NOT_TRACKED,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
@@ -110,7 +117,7 @@ def compare(
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
-    if certify < 0 or (certify and task.kind not in CERTIFIED_KINDS):
+    if certify and task.kind not in CERTIFIED_KINDS:
         raise ConfigError(
             f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task"
             " that classifies texts or pairs, or predicts the next token; certified accuracy is"
@@ -128,39 +135,22 @@ def compare(
         )
         for number, config in enumerate(configs, start=1)
     ]
-    trained = train_planned(
-        planned,
-        announce=announce or say_nothing,
-        task=task,
-        jobs=jobs,
-        resume=resume,
-        progress=progress,
-        command=command,
-        tracking=tracking,
-    )
-    results = tuple(trained)
-    runs = ComparisonRuns(tuple(run.folder for run in planned[: len(results)]), results)
+    say = announce or say_nothing
+    how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
+    runs = ComparisonRuns(tuple(train_planned(planned, announce=say, task=task, jobs=jobs, **how)))
     if certify and is_first() and not runs.cancelled:
         from wellposed.training.certified.run import certify_runs
 
-        finished = [r.out for r in runs.results if r.status == "success"]
-        certify_runs(finished, task, examples=certify, announce=announce or say_nothing)
+        finished = [result.out for result in runs.results if result.status == "success"]
+        certify_runs(finished, task, examples=certify, announce=say)
     return runs
 
 
 def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> list[RunConfig]:
-    problems = []
-    if not variants:
-        problems.append("variants: expected at least one name, received none")
-    problems += [
-        f"variants: {name!r} is named twice"
-        for name in sorted(set(variants))
-        if list(variants).count(name) > 1
-    ]
-    if seeds < 1:
-        problems.append(f"seeds: expected at least 1, received {seeds}")
-    if problems:
-        raise ConfigError("nothing to compare:\n" + listed(problems))
+    twice = [name for name, count in Counter(variants).items() if count > 1]
+    if twice or not variants:
+        problem = f"{shortened(twice)} named twice" if twice else "none is named"
+        raise ConfigError(f"variants: {problem}, expected different names, at least one")
     first = base.train.seed
     return [
         replace(config, train=replace(config.train, seed=seed))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wellposed.compare.workers import SPAWN, Workers, check_jobs
 from wellposed.training.config import RunConfig
-from wellposed.training.loop.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -34,11 +33,7 @@ def train_planned(
     announce: Callable[[str], None],
     task: Task | None = None,
     jobs: int = 1,
-    resume: str = "auto",
-    progress: bool = False,
-    command: list[str] | None = None,
-    test_batches: int | None = None,
-    tracking: Tracking = NOT_TRACKED,
+    **how: Any,
 ) -> Iterator[RunResult]:
     """Train every run and yield how each ended, in order, until one is cancelled; finished runs are
     not repeated.
@@ -52,12 +47,9 @@ def train_planned(
         task: of all runs, as `build_task` makes it of each configuration; built so where not given,
             and by each of several processes.
         jobs: train so many at the same time, each in a process of its own, with its share of the
-        threads.
-        resume: ``"auto"`` or ``"never"``, as in `wellposed.training.train`.
-        progress: draw a progress bar, where one run trains at a time.
-        command: the words of the command, for the report.
-        test_batches: read only so many batches of the test split.
-        tracking: trackers that follow each run, as in `wellposed.training.train`.
+            threads and without a progress bar.
+        how: keywords of `wellposed.training.train`; where not given, ``resume="auto"`` and
+            ``progress=False``.
 
     Raises:
         WellposedError: what one of them raised, which stops the others.
@@ -66,14 +58,9 @@ def train_planned(
     from wellposed.training import train
 
     check_jobs(jobs)
+    how = {"resume": "auto", "progress": False, **how}
     if jobs > 1:
-        keywords = {
-            "resume": resume,
-            "command": command,
-            "test_batches": test_batches,
-            "tracking": tracking,
-        }
-        yield from _train_together(jobs, list(planned), announce, keywords)
+        yield from _train_together(jobs, list(planned), announce, {**how, "progress": False})
         return
     given, read_for = task is not None, None
     for folder, label, config in planned:
@@ -81,16 +68,7 @@ def train_planned(
         data = (config.task, config.task_options)
         if not given and data != read_for:
             task, read_for = build_task(*data), data
-        result = train(
-            config,
-            folder,
-            resume=resume,
-            progress=progress,
-            command=command,
-            task=task,
-            tracking=tracking,
-            test_batches=test_batches,
-        )
+        result = train(config, folder, task=task, **how)
         yield result
         if result.status == "cancelled":
             return
@@ -106,9 +84,8 @@ def _train_together(
 
     begun, ended = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
     announced = given = 0
-    with Workers(
-        min(jobs, len(planned)), _train_in_turn, planned, begun, ended, keywords
-    ) as workers:
+    given_to_each = (planned, begun, ended, keywords)
+    with Workers(min(jobs, len(planned)), _train_in_turn, *given_to_each) as workers:
         at_work = True
         while at_work:
             at_work = workers.at_work()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from wellposed.errors import ConfigError, WellposedError
@@ -64,20 +63,17 @@ class Workers:
         try:
             with _signals_of_a_terminal_held():
                 for _ in range(self._jobs):
-                    self._start()
+                    mine, theirs = SPAWN.Pipe()
+                    given = (theirs, self._jobs, imported_files(), self._work, self._arguments)
+                    process = SPAWN.Process(target=_worker, args=given)
+                    process.start()
+                    theirs.close()  # so that the end here closes with its process
+                    self._processes.append(process)
+                    self._ends.append(mine)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self
-
-    def _start(self) -> None:
-        mine, theirs = SPAWN.Pipe()
-        given = (theirs, self._jobs, imported_files(), self._work, self._arguments)
-        process = SPAWN.Process(target=_worker, args=given)
-        process.start()
-        theirs.close()  # so that the end here closes with its process
-        self._processes.append(process)
-        self._ends.append(mine)
 
     @property
     def stopped(self) -> bool:
@@ -96,12 +92,7 @@ class Workers:
             self._stop()
         return bool(self._ends)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 while self.at_work():
@@ -116,8 +107,15 @@ class Workers:
                     process.kill()
                 process.join()
             self._request.__exit__(kind, error, trace)
-        if error is None:
-            self._raise()
+        if error is None and self._errors:
+            raise self._errors[0]
+        broken = [str(process.exitcode) for process in self._processes if process.exitcode]
+        if error is None and broken and not self._asked:
+            raise WellposedError(
+                f"{len(broken)} of {len(self._processes)} processes ended with exit status"
+                f" {', '.join(broken)}; their messages are above; --resume auto goes on with what"
+                " is left"
+            )
 
     def _stop(self) -> None:
         if not self._asked:
@@ -125,17 +123,6 @@ class Workers:
             for end in self._ends:
                 with suppress(OSError):  # it is gone
                     end.send("stop")
-
-    def _raise(self) -> None:
-        if self._errors:
-            raise self._errors[0]
-        broken = [str(process.exitcode) for process in self._processes if process.exitcode]
-        if broken and not self._asked:
-            raise WellposedError(
-                f"{len(broken)} of {len(self._processes)} processes ended with exit status"
-                f" {', '.join(broken)}; their messages are above; --resume auto goes on with what"
-                " is left"
-            )
 
 
 @contextmanager
