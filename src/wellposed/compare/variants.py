@@ -157,9 +157,8 @@ def t_fixup(base: RunConfig) -> RunConfig:
         config = _with_model(base, norm="none", init="t_fixup")
     warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
     schedule = "inverse_sqrt" if warm else config.train.schedule
-    return replace(
-        config, train=replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule)
-    )
+    train = replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule)
+    return replace(config, train=train)
 
 
 @VARIANTS.register("qk_norm")
@@ -267,9 +266,8 @@ def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
             " more"
         )
     automatic = config.train.warmup_steps or min(PAPER_WARMUP_STEPS, max(1, steps // WARMUP_SHARE))
-    schedule = (
-        "inverse_sqrt_warmup" if config.train.schedule == "inverse_sqrt" else config.train.schedule
-    )
+    schedule = config.train.schedule
+    schedule = "inverse_sqrt_warmup" if schedule == "inverse_sqrt" else schedule
     train = replace(config.train, warmup_steps=int(warmup_steps) or automatic, schedule=schedule)
     return replace(config, train=train)
 
@@ -375,6 +373,5 @@ def _held(
     to: Literal["orthogonal", "spectral"] = "orthogonal",
 ) -> RunConfig:
     embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
-    return replace(
-        config, constrain=ConstrainOptions(",".join(weights), embeddings=embeddings, to=to)
-    )
+    held = ConstrainOptions(",".join(weights), embeddings=embeddings, to=to)
+    return replace(config, constrain=held)

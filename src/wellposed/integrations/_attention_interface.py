@@ -17,9 +17,7 @@ from wellposed.functional.as_dot_product import common_shift, l2_vectors, normal
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 except ImportError as error:
-    raise missing_extra(
-        "transformers", "hf", "attention implementations for Hugging Face models"
-    ) from error
+    raise missing_extra("transformers", "hf", "attention implementations") from error
 
 _EPS = 0.01
 # What a model may ask of its attention beside masks, and these kernels cannot do; never to be
@@ -175,10 +173,8 @@ def _cosine_forward(  # noqa: PLR0917
 ) -> tuple[Tensor, None]:
     _check_options(module, kwargs)
     query, key, value = (normalized_vectors(tokens, _EPS) for tokens in (query, key, value))
-    tau = math.sqrt(query.shape[-1])
-    return AttentionInterface()["sdpa"](
-        module, query, key, value, attention_mask, scaling=tau, **kwargs
-    )
+    sdpa, tau = AttentionInterface()["sdpa"], math.sqrt(query.shape[-1])
+    return sdpa(module, query, key, value, attention_mask, scaling=tau, **kwargs)
 
 
 _FORWARD = {"wellposed_l2": _l2_forward, "wellposed_cosine": _cosine_forward}

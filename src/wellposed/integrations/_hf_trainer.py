@@ -73,9 +73,8 @@ def penalized_loss(
         if num_items_in_batch is None:
             return loss
         count = _counted_labels(model, labels).ne(-100).sum()
-        return loss * (count / torch.as_tensor(num_items_in_batch, device=count.device)).to(
-            loss.device
-        )
+        share = count / torch.as_tensor(num_items_in_batch, device=count.device)
+        return loss * share.to(loss.device)
 
     return compute
 
@@ -132,13 +131,12 @@ def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
         # A batch without one target has loss 0, as in the Trainer, not 0 / 0.
         targets = labels[..., 1:] if kind == "ForCausalLM" else labels
         count = targets.ne(-100).sum().clamp(min=1)
+        how = {"num_items_in_batch": count}
         if kind in _TOKEN_LOSSES:
-            return function(
-                outputs.logits, labels, vocab_size=config.vocab_size, num_items_in_batch=count
-            )
+            return function(outputs.logits, labels, vocab_size=config.vocab_size, **how)
         if kind in _LABEL_LOSSES:
-            return function(labels, outputs.logits, config, num_items_in_batch=count)
-        return function(outputs.logits, labels, config, num_items_in_batch=count)
+            return function(labels, outputs.logits, config, **how)
+        return function(outputs.logits, labels, config, **how)
 
     return compute
 

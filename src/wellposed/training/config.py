@@ -199,9 +199,7 @@ class TrainOptions(CheckedOptions):
         if self.average_checkpoints == 1:
             yield "average_checkpoints = 1, expected 0, or at least 2"
         if self.optimizer == "adamw" and self.momentum is not None:
-            yield (
-                f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1 instead"
-            )
+            yield f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1"
         if share and warm:
             yield f"warmup_share = {share} and warmup_steps = {warm}: give one"
         if schedule in NEEDS_WARMUP and not (warm or share):
@@ -287,11 +285,8 @@ class RunConfig:
         if self.start.model and self.model != ModelOptions():
             chosen = flat_options(dataclasses.asdict(self.model))
             usual = flat_options(dataclasses.asdict(ModelOptions()))
-            names = [
-                f"model.{name} = {value!r}"
-                for name, value in chosen.items()
-                if value != usual[name]
-            ]
+            changed = {name: value for name, value in chosen.items() if value != usual[name]}
+            names = [f"model.{name} = {value!r}" for name, value in changed.items()]
             raise ConfigError(
                 f"{self.start.model}: a model to start from brings its own architecture; received"
                 f" besides: {', '.join(names)}; leave these options out, or the model"

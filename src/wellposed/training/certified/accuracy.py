@@ -208,7 +208,7 @@ def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
     outside = int((largest > certificate.ball).sum())
     if outside:
         return (
-            f"{outside} of {len(largest)} inputs lie outside {ball}, where nothing is certified",
+            f"{outside} of {len(largest)} inputs lie outside {ball}: nothing is certified there",
         )
     room = float((certificate.ball - largest).median())
     return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
@@ -273,11 +273,8 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     labels = batch["labels"]
     is_text = labels.shape == batch["input_ids"].shape
     least = _NO_LABEL if is_text else 0
-    if (
-        labels.is_floating_point()
-        or not (labels.ndim == 1 or is_text)
-        or bool((labels < least).any())
-    ):
+    is_shaped = labels.ndim == 1 or is_text
+    if labels.is_floating_point() or not is_shaped or bool((labels < least).any()):
         raise DataError(
             "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of"
             f" input_ids, received {labels.dtype} {tuple(labels.shape)}"
@@ -305,9 +302,8 @@ def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
     def radii(length: Tensor) -> Tensor:
         given = (batch.logits[chosen], batch.labels[chosen], length, largest)
         found = []
-        for logits, labels, tokens, token in zip(
-            *(part.split(rows) for part in given), strict=True
-        ):
+        parts = (part.split(rows) for part in given)
+        for logits, labels, tokens, token in zip(*parts, strict=True):
             asked = {"tokens": tokens, "largest_token": token, "width": width}
             found.append(certificate.radius(logits, labels, **asked))
         return torch.cat(found)

@@ -19,14 +19,9 @@ from wellposed.errors import ConfigError
 from wellposed.finite_json import to_json
 from wellposed.models import embedding_radius, input_vectors
 from wellposed.tasks.data.splits import Split
+from wellposed.training.certified import record
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
-from wellposed.training.certified.record import (
-    FORMAT,
-    NAME,
-    TOKEN_SHARES,
-    CertifiedRun,
-    read_certified,
-)
+from wellposed.training.certified.record import TOKEN_SHARES, CertifiedRun, read_certified
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.result import read_result
 from wellposed.training.folder.save import load_run_model
@@ -188,8 +183,8 @@ def keep(
         attacked=curve.attacked,
         made_by=dict(made_by),
     )
-    data = to_json({"format": FORMAT, **asdict(run)}, indent=2)
-    durable_files.replace_file(folder / NAME, data)
+    data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
+    durable_files.replace_file(folder / record.NAME, data)
     return run
 
 
@@ -244,9 +239,8 @@ def nearest_words(
     for batch in batches:
         for name in ("", "_pair"):
             if f"input_ids{name}" in batch:
-                seen.update(
-                    batch[f"input_ids{name}"][batch[f"attention_mask{name}"].bool()].tolist()
-                )
+                real = batch[f"attention_mask{name}"].bool()
+                seen.update(batch[f"input_ids{name}"][real].tolist())
     frequent = [number for number, _ in seen.most_common() if number not in special][:count]
     if len(known) < 2:
         return []
@@ -259,7 +253,6 @@ def nearest_words(
         distances[place] = torch.inf
         nearest = int(distances.argmin())
         word, other = tokenizer.convert_ids_to_tokens([number, known[nearest]])
-        found.append(
-            NearestWord(word, other, float(distances[nearest]), int((distances <= radius).sum()))
-        )
+        within = int((distances <= radius).sum())
+        found.append(NearestWord(word, other, float(distances[nearest]), within))
     return found

@@ -134,10 +134,8 @@ def _misfits(folder: Path) -> Iterator[None]:
 
 def all_checkpoints(run_folder: Path) -> list[Path]:
     """Return the checkpoint folders of a run, oldest first, complete or not."""
-    found = [
-        path for path in run_folder.glob("checkpoint-*") if path.is_dir() and NAME.match(path.name)
-    ]
-    return sorted(found, key=step_of)
+    named = [path for path in run_folder.glob("checkpoint-*") if NAME.match(path.name)]
+    return sorted(filter(Path.is_dir, named), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -178,9 +176,8 @@ def load_checkpoint(
     with _misfits(folder):
         tensors.load_model_tensors(model, tensors.decode((folder / MODEL).read_bytes())[0])
         if optimizer is not None:
-            tensors.load_optimizer_tensors(
-                optimizer, *tensors.decode((folder / OPTIMIZER).read_bytes())
-            )
+            moments = tensors.decode((folder / OPTIMIZER).read_bytes())
+            tensors.load_optimizer_tensors(optimizer, *moments)
         random_file = folder / random_name(rank or 0)
         if rank is not None and random_file.is_file():
             tensors.load_random_tensors(*tensors.decode(random_file.read_bytes()))
@@ -284,9 +281,8 @@ class WeightHistory:
     def mean(self) -> dict[str, torch.Tensor]:
         """Return the mean of the weights that are there; integers are those of the last step."""
         try:
-            return mean_tensors(
-                [tensors.decode(path.read_bytes())[0] for path in self.files().values()]
-            )
+            files = self.files().values()
+            return mean_tensors([tensors.decode(path.read_bytes())[0] for path in files])
         except (OSError, ValueError, RuntimeError) as error:
             problem = f"{self.folder}: weights to average cannot be read: {error}"
             raise CheckpointError(problem) from error

@@ -72,9 +72,8 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
             api.upload_file(path_or_fileobj=card, path_in_repo=CARD, repo_id=address.repo_id)
     except Exception as error:  # of a client library: tokens, addresses, transport, refusals
         said = str(error).strip().partition("\n")[0]
-        again = shlex.join(
-            ["wellposed", "push", str(folder), repository, *(["--public"] if public else [])]
-        )
+        asked = ["--public"] if public else []
+        again = shlex.join(["wellposed", "push", str(folder), repository, *asked])
         raise WellposedError(
             f"{folder} is saved and was not uploaded to {repository}: {type(error).__name__}:"
             f" {said}; log in with `hf auth login` or set HF_TOKEN, then try again with: {again}"

@@ -77,9 +77,8 @@ def model_card(
 def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
     rows = ["| split | examples | metric | value |", "|---|---|---|---|"]
     for split, evaluation in evaluations.items():
-        first = [
-            name for name in (task.report_headline, task.headline) if name in evaluation.metrics
-        ]
+        shown = (task.report_headline, task.headline)
+        first = [name for name in shown if name in evaluation.metrics]
         rows += [
             f"| {split} | {evaluation.examples} | {name} | {evaluation.metrics[name]:.6g} |"
             for name in dict.fromkeys([*first, *sorted(evaluation.metrics)])

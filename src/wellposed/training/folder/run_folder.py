@@ -55,9 +55,8 @@ def import_recorded(run_folder: Path) -> None:
     """
     files = _read_values(run_folder).get("imports", {})
     if not isinstance(files, Mapping):
-        raise ConfigError(
-            f"{run_folder / CONFIG}: imports = {files!r}, expected a table of files and SHA-256"
-        )
+        where = run_folder / CONFIG
+        raise ConfigError(f"{where}: imports = {files!r}, expected a table of files and SHA-256")
     import_again(files, where=str(run_folder))
 
 
@@ -144,9 +143,8 @@ def _check_named(out: Path, checkpoint: Path) -> None:
             f" checkpoint, {out / 'checkpoint-STEP'}"
         )
     elif checkpoint.resolve().parent != out.resolve():
-        problem = (
-            f"not of {out}; a run continues in its own folder, so give --out {checkpoint.parent}"
-        )
+        folder = checkpoint.parent
+        problem = f"not of {out}; a run continues in its own folder, so give --out {folder}"
     elif not checkpoint.is_dir():
         there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
         problem = f"no such checkpoint; in {out} there are: {there}"
@@ -199,9 +197,8 @@ def _longer(begun: RunConfig, config: RunConfig, step: int) -> str:
     note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
     if name not in DECAYS_TO_ZERO:
         return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
-    before, after = (
-        learning_rate(max(1, step), train, width) for train in (begun.train, config.train)
-    )
+    both = (begun.train, config.train)
+    before, after = (learning_rate(max(1, step), train, width) for train in both)
     return (
         f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from"
         f" {before:.3g} to {after:.3g}, so this is not the run that {config.train.steps} steps from"

@@ -41,9 +41,8 @@ def name_our_classes(folder: Path, model: Any) -> None:
     names = {"AutoConfig": type(model.config).__name__, auto: type(model).__name__}
     path = folder / "config.json"
     auto_map = {auto: f"{MODULE}.{name}" for auto, name in names.items()}
-    durable_files.write_synced(
-        path, to_json({**json.loads(path.read_bytes()), "auto_map": auto_map}, indent=2)
-    )
+    config = {**json.loads(path.read_bytes()), "auto_map": auto_map}
+    durable_files.write_synced(path, to_json(config, indent=2))
     imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
     text = (
         '"""The classes of this model are in the package wellposed; this file only imports'
@@ -157,6 +156,5 @@ def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     manifest.verify_final(final)
     model = load_saved_model(final)
-    return model, load_pretrained(
-        AutoImageProcessor if reads_images(model) else AutoTokenizer, final
-    )
+    processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
+    return model, load_pretrained(processor, final)

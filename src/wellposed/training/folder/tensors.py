@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from wellposed.finite_json import from_json
 from wellposed.linalg.sharded import cut_like, is_sharded, read
@@ -56,9 +57,7 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
     model.load_state_dict(state, strict=True)
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, *, keep: bool = True
-) -> tuple[Tensors, dict[str, Any]]:
+def optimizer_tensors(optimizer: Optimizer, *, keep: bool = True) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as
     plain values.
 
@@ -80,7 +79,7 @@ def optimizer_tensors(
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
+    optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
 ) -> None:
     """Give ``optimizer`` the state `optimizer_tensors` returned; states of a sharded weight are cut
     like it."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from wellposed.errors import ConfigError, DataError, WellposedError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from wellposed.tasks.data.splits import Split
 
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 Members = Sequence[int]
 
 
@@ -185,7 +186,7 @@ def sequence_count(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
+def model_inputs(model: nn.Module, batch: Batch) -> Batch:
     """Return what of ``batch`` a model reads: all but the targets, and token types only where it
     has them."""
     inputs = {name: value for name, value in batch.items() if name not in TARGETS}
@@ -194,26 +195,24 @@ def model_inputs(model: torch.nn.Module, batch: Batch) -> Batch:
     return inputs
 
 
-def takes_token_types(model: torch.nn.Module) -> bool:
+def takes_token_types(model: nn.Module) -> bool:
     """Return whether ``model`` reads the number of the text that each token is of."""
     kinds = getattr(getattr(model, "config", None), "type_vocab_size", 2)
     return kinds > 1 and TOKEN_TYPES in inspect.signature(model.forward).parameters
 
 
-def forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def forward(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits of ``model`` on everything in ``batch`` but the labels."""
     return forward_with_auxiliary(model, batch)[0]
 
 
-def forward_with_auxiliary(
-    model: torch.nn.Module, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward_with_auxiliary(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Return the logits of ``model``, and a loss of its own where it has one: a mean over the
     sequences of ``batch``.
 
     It is read from ``output.auxiliary_loss``.
     """
     output: Any = model(**model_inputs(model, batch))
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return output, None
     return output.logits, getattr(output, "auxiliary_loss", None)

@@ -293,6 +293,4 @@ def build_constraint(
 
 
 def _unusable(options: ConstrainOptions, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"constrain.where = {options.where!r} cannot be used for this model: {error}"
-    )
+    return ConfigError(f"constrain.where = {options.where!r} cannot be used for the model: {error}")

@@ -25,9 +25,7 @@ class Blame:
     reason: str
 
 
-NOT_REPEATED = Blame(
-    ROOT, "running the batch again gave finite values, so the failure does not repeat"
-)
+NOT_REPEATED = Blame(ROOT, "running the batch again gave finite values: it does not repeat")
 
 
 class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a result before a user sees it)
@@ -119,9 +117,8 @@ class _FiniteWatcher:
         outputs = _activations(output)
         bad = [tensor for tensor in outputs if not _finite(tensor)]
         if self.blame is None and bad:
-            sizes = [
-                float(each.detach().abs().max()) for each in _activations(args) if each.numel()
-            ]
+            inputs = [each.detach() for each in _activations(args) if each.numel()]
+            sizes = [float(each.abs().max()) for each in inputs]
             fed = f" from inputs of at most {max(sizes):.4g}" if sizes else ""
             self.blame = Blame(name, f"{_describe(bad[0])} at its output{fed}")
         for tensor in outputs:

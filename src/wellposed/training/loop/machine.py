@@ -18,13 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from wellposed.errors import (
-    CheckpointError,
-    ConfigError,
-    RoleNotFoundError,
-    WellposedError,
-    is_out_of_memory,
-)
+from wellposed import errors
+from wellposed.errors import CheckpointError, ConfigError, WellposedError
 from wellposed.linalg.sharded import read
 from wellposed.roles import find_roles
 from wellposed.roles.layer_paths import split_path
@@ -126,7 +121,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     part of the model."""
     try:
         roles = find_roles(model)
-    except RoleNotFoundError:
+    except errors.RoleNotFoundError:
         return []
     paths = dict.fromkeys(split_path(role.path)[1] for role in roles.attention)
     layers = dict.fromkeys(model.get_submodule(path) for path in paths if path)
@@ -169,7 +164,7 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
         ) from error
     except (RuntimeError, MemoryError) as error:
         text = str(error).lower()
-        if is_out_of_memory(error):
+        if errors.is_out_of_memory(error):
             raise WellposedError(_out_of_memory(options, accelerator.device)) from error
         if LOST_WORKER in text:
             raise WellposedError(
@@ -177,9 +172,8 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
                 f" train.num_workers = {options.num_workers}: fewer need less memory, 0 needs no"
                 " process; continue with --resume auto"
             ) from error
-        lost = isinstance(error, torch.distributed.DistError) or any(
-            words in text for words in LOST_PROCESS
-        )
+        lost = isinstance(error, torch.distributed.DistError)
+        lost = lost or any(words in text for words in LOST_PROCESS)
         if accelerator.num_processes > 1 and lost:
             raise WellposedError(
                 f"process {accelerator.process_index} of {accelerator.num_processes}: another"

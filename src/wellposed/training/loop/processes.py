@@ -9,9 +9,7 @@ from types import FrameType
 
 from wellposed.errors import ConfigError
 
-STOPPING = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
+STOPPING = [each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 
 
 class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)

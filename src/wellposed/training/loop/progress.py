@@ -47,9 +47,8 @@ class Progress:
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task(
-                self._description, total=self._steps, loss="-", speed="-"
-            )
+            shown = {"loss": "-", "speed": "-"}
+            self._task = self._bar.add_task(self._description, total=self._steps, **shown)
             self._bar.start()
         return self
 
@@ -89,21 +88,15 @@ class Progress:
         """Show one row of ``metrics.jsonl``."""
         if row["split"] != "train":
             numbers = _numbers(row, skip=("step", "seconds"))
-            self.say(
-                f"step {row['step']}/{self._steps} {row['split']}:"
-                f" {numbers}{' (best)' if row.get('best') else ''}"
-            )
+            best = " (best)" if row.get("best") else ""
+            self.say(f"step {row['step']}/{self._steps} {row['split']}: {numbers}{best}")
         elif self._bar is not None:
-            speed = f"{row['tokens_per_second']:,.0f}"
-            self._bar.update(
-                self._task, completed=row["step"], loss=f"{row['loss']:.4f}", speed=speed
-            )
+            shown = {"loss": f"{row['loss']:.4f}", "speed": f"{row['tokens_per_second']:,.0f}"}
+            self._bar.update(self._task, completed=row["step"], **shown)
         elif self._enabled:
-            shown = {name: row[name] for name in SHOWN if name in row}
-            self.say(
-                f"step {row['step']}/{self._steps} {_numbers(shown)} eta"
-                f" {self._remaining(row['step'])}"
-            )
+            numbers = _numbers({name: row[name] for name in SHOWN if name in row})
+            left = self._remaining(row["step"])
+            self.say(f"step {row['step']}/{self._steps} {numbers} eta {left}")
 
     def _remaining(self, step: int) -> str:
         done = step - (self._first_step or 0)

@@ -166,9 +166,8 @@ class Run:
         state.metrics_rows = self.metrics.sync()
         mine = tensors.encode(*tensors.random_tensors())
         random_states = tensors.gather_bytes(self.accelerator, mine)
-        files = checkpoints.snapshot(
-            self.model, self.optimizer, state, random_states, keep=self.is_main
-        )
+        what = (self.model, self.optimizer, state, random_states)
+        files = checkpoints.snapshot(*what, keep=self.is_main)
         if self.is_main:
             checkpoints.write_checkpoint(self.out, state.step, files)
             keep = self.options.keep_checkpoints
@@ -418,13 +417,11 @@ def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
     return penalty if every == 1 else lambda: penalty() * every
 
 
-def _divergence(
-    run: Run, numbers: StepNumbers, micro_batches: list[Batch], rate: float
-) -> Divergence:
+def _divergence(run: Run, numbers: StepNumbers, again: list[Batch], rate: float) -> Divergence:
     terms = {"loss": numbers.loss_sum, "penalty": numbers.penalty}
     terms |= {"auxiliary loss": numbers.auxiliary or 0.0, "gradient norm": numbers.grad_norm}
     bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
-    step, blame = run.state.step + 1, _blame(run, micro_batches, training=True)
+    step, blame = run.state.step + 1, _blame(run, again, training=True)
     return Divergence(step=step, learning_rate=rate, what=", ".join(bad), blame=blame)
 
 
@@ -434,18 +431,14 @@ def _blame(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
     model = run.whole().train(training)
     whole = run.penalty if model is run.model else build.build_penalty(run.config.penalty, model)
     penalty = _penalty_of_step(run, whole)
-    found = (
-        first_nonfinite_module(model, partial(_losses, run, model, penalty, batch))
-        for batch in again
-    )
+    losses = (partial(_losses, run, model, penalty, batch) for batch in again)
+    found = (first_nonfinite_module(model, each) for each in losses)
     blame = next(filter(None, found), None)
     model.train()
     return blame
 
 
-def _losses(
-    run: Run, model: nn.Module, penalty: Penalty | None, batch: Batch
-) -> dict[str, torch.Tensor]:
+def _losses(run: Run, model: nn.Module, penalty: Penalty | None, batch: Batch) -> dict[str, Any]:
     """Return every term of the loss of ``batch`` by the name that a message gives it."""
     batch = batches.to_device(batch, run.accelerator.device)
     with autocast(run.accelerator.device, run.options):

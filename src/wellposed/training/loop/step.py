@@ -80,9 +80,8 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
         )
     classes, place = rows.clamp_min(0).unique(return_inverse=True)
     # Not by products, whose rounding is that of the squares of the weights.
-    gaps = torch.cdist(
-        head.weight[classes], head.weight, compute_mode="donot_use_mm_for_euclid_dist"
-    )
+    how = "donot_use_mm_for_euclid_dist"
+    gaps = torch.cdist(head.weight[classes], head.weight, compute_mode=how)
     return logits + radius * gaps[place].to(logits.dtype)
 
 
@@ -148,9 +147,8 @@ def autocast(device: torch.device, options: TrainOptions) -> AbstractContextMana
     """Return the context of a forward pass: autocast where asked, nothing otherwise."""
     if options.precision == "fp32":
         return nullcontext()
-    return torch.autocast(
-        device.type, dtype=torch.bfloat16 if options.precision == "bf16" else torch.float16
-    )
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def compute_gradients(
@@ -204,9 +202,8 @@ def compute_gradients(
                 if rows is not None and options.margin_loss == "hinge":
                     batch_sum, count = hinge_sum(logits, rows)
                 else:
-                    batch_sum, count = task.loss_sum(
-                        logits, batch, label_smoothing=options.label_smoothing
-                    )
+                    smoothing = options.label_smoothing
+                    batch_sum, count = task.loss_sum(logits, batch, label_smoothing=smoothing)
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share

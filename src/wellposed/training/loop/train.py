@@ -164,9 +164,8 @@ def train(
             # loss is not finite.
             environment = run_folder.environment(command, task)
             given = ("failed", config, task, TrainerState(), environment)
-            result = RunResult(
-                "failed", out, describe_result(*given, message=str(error)), str(error)
-            )
+            values = describe_result(*given, message=str(error))
+            result = RunResult("failed", out, values, str(error))
             if is_main:
                 _write_early_failure(result, config, environment, resume)
             return result
