@@ -29,6 +29,7 @@ from wellposed.report import aggregate, build_report
 from wellposed.tasks.data import files
 from wellposed.tasks.data.images import read_npz
 from wellposed.tasks.data.labelled import load_labelled
+from wellposed.tasks.data.splits import DataOptions
 from wellposed.tasks.metrics.embedding import read_word_vectors
 from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
@@ -73,7 +74,7 @@ def test_nesting_without_end_is_an_error_of_ours(tmp_path: Path, folder: Path) -
     rows = tmp_path / "rows.train.jsonl"
     rows.write_text('{"label": ' + DEEP + "\n")
     with pytest.raises(DataError, match=r"rows\.train\.jsonl:1: not JSON: nested too deeply"):
-        load_labelled(str(rows), valid=None, test=None)
+        load_labelled(DataOptions(str(rows)))
     for content in (DEEP, '{"train_info": '):
         (folder / "result.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):

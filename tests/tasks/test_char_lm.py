@@ -154,7 +154,7 @@ def test_builtin_prose_is_english_deterministic_and_described() -> None:
     described = build("builtin", limit_chars=5000).description()
     assert described.items() >= identity.items()
     assert described["missing_modules"] == []
-    with bad_config(match="option test needs data=FILE"):
+    with bad_config(match="option test: only with data=FILE"):
         build("builtin", test="a.txt")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.support.refusal import bad_config, bad_data
 
-from wellposed.tasks.data.parallel import Languages, load_parallel
+from wellposed.tasks.data.parallel import ParallelOptions, load_parallel
+from wellposed.tasks.data.splits import DataOptions
 from wellposed.tasks.data.texts import load_texts
 
 TEXTS = [{"text": f"line {number} of a text that is long enough to be cut"} for number in range(40)]
@@ -36,9 +37,9 @@ def test_the_column_text_is_the_text(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, TEXTS)
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "train.txt").write_text("".join(row["text"] + "\n" for row in TEXTS))
-    expected, _ = load_texts(str(tmp_path / "plain"), valid=None, test=None)
+    expected, _ = load_texts(DataOptions(str(tmp_path / "plain")))
     for data in (tmp_path / name, tmp_path):
-        found, described = load_texts(str(data), valid=None, test=None)
+        found, described = load_texts(DataOptions(str(data)))
         assert found == expected
         assert "sha256" in described["files"]["train"]
 
@@ -50,7 +51,7 @@ def test_columns_by_language_are_the_pairs(
 ) -> None:
     write(tmp_path / name, rows)
     for data in (tmp_path / name, tmp_path):
-        found, _ = load_parallel(str(data), Languages("de", "en"))
+        found, _ = load_parallel(ParallelOptions(str(data), "de", "en"))
         pairs = [
             pair
             for split in found.values()
@@ -62,7 +63,7 @@ def test_columns_by_language_are_the_pairs(
 def test_a_pair_without_text_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
     with bad_data(match=r"a\.json:61: 'de' is NoneType, expected a string"):
-        load_parallel(str(path), Languages("de", "en"))
+        load_parallel(ParallelOptions(str(path), "de", "en"))
 
 
 def test_parquet_without_its_package_names_the_extra(
@@ -78,4 +79,4 @@ def test_parquet_without_its_package_names_the_extra(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with bad_config(match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):
-        load_texts(str(path), valid=None, test=None)
+        load_texts(DataOptions(str(path)))

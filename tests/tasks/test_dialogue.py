@@ -24,6 +24,7 @@ from wellposed.tasks.data.dialogues import (
     repeated,
 )
 from wellposed.tasks.data.files import TextFile
+from wellposed.tasks.data.splits import DataOptions
 from wellposed.tasks.metrics.dialogue import VECTOR_METRICS
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
@@ -34,7 +35,7 @@ PERSONA = (
 
 
 def _file(text: str) -> TextFile:
-    return TextFile(Path("x.txt"), text, "0", len(text), False)
+    return TextFile(Path("x.txt"), text, {})
 
 
 def _daily(folder: Path, *more: str, test: Sequence[str] = ()) -> Path:
@@ -186,7 +187,7 @@ def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path
         lines += [f"3 hi {number}\tyo {number}", "4 b\tc"]
     path = tmp_path / "train.txt"
     path.write_text("\n".join(lines) + "\n")
-    splits, described = load_dialogues(str(path))
+    splits, described = load_dialogues(DataOptions(str(path)))
     seen = [dialogue.turns for part in splits.values() for dialogue in part]
     assert len(seen) == len(set(seen)) == 60
     personas = list(map(_persona_lines, splits.values()))
@@ -276,7 +277,7 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
 @pytest.mark.data
 @pytest.mark.slow
 def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_data: Path) -> None:
-    splits, _ = load_dialogues(str(shared_data / "dailydialog"))
+    splits, _ = load_dialogues(DataOptions(str(shared_data / "dailydialog")))
     assert [len(splits[split]) for split in ("train", "valid", "test")] == [11118, 1000, 1000]
     assert sum(len(dialogue.turns) for dialogue in splits["test"]) == 7740
     assert len(repeated(splits["valid"], splits["train"])) == 89
@@ -285,7 +286,7 @@ def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_dat
 
 @pytest.mark.data
 def test_the_shared_personachat_is_read_whole(shared_data: Path) -> None:
-    splits, _described = load_dialogues(str(shared_data / "personachat"))
+    splits, _described = load_dialogues(DataOptions(str(shared_data / "personachat")))
     train, valid, test = splits.values()
     assert len(train) + len(test) == 701
     assert (len(valid), sum(len(dialogue.replies()) for dialogue in valid)) == (100, 769)

@@ -123,7 +123,7 @@ def test_folders_of_images_by_class(tmp_path: Path) -> None:
     with bad_data(match=r"99.png: 4 x 5 pixels, expected 4 x 4"):
         build(tmp_path)
     (tmp_path / "test" / "bird").mkdir()
-    with bad_data(match=r"bird: no image"):
+    with bad_data(match=r"bird: no file named .png"):
         build(tmp_path)
 
 
@@ -160,8 +160,8 @@ def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path: Path) 
     write_npz(tmp_path, x=X[..., 0])
     for data, options, says in (
         (tmp_path, {"color": "rgb"}, "the images are gray"),
-        (tmp_path, {"data_seed": 3}, "data_seed says what is drawn"),
-        ("builtin", {"color": "rgb"}, "need data=FILE; the builtin shapes are gray"),
+        (tmp_path, {"data_seed": 3}, "data_seed: says what is drawn"),
+        ("builtin", {"color": "rgb"}, "needs data=FILE; the builtin shapes are gray"),
     ):
         with bad_config(match=says):
             build(data, **options)

@@ -15,8 +15,8 @@ from tests.support.refusal import bad_config
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, Task, build_task
-from wellposed.tasks.text import build_encoder
-from wellposed.tasks.text.byte_counts import encode_with_bytes
+from wellposed.tasks.language_modeling import encode_with_bytes
+from wellposed.tasks.text.tokenizers import build_encoder
 
 TEXT = "The naïve café — 10 € — 🙂 said: don't!\n\n  Two  spaces,\ttabs\nand 漢字 too.\n" * 30
 
@@ -42,7 +42,7 @@ def build(folder: Path, tokenizer: str = "bpe", **options: Any) -> Task:
 def test_the_bytes_of_all_tokens_are_those_of_the_text(
     folder: Path, tokenizer: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wellposed.tasks.text.byte_counts.PIECE", piece)
+    monkeypatch.setattr("wellposed.tasks.language_modeling.PIECE", piece)
     name = f"hf:{folder / tokenizer}" if (folder / tokenizer).is_dir() else tokenizer
     found = encode_with_bytes(build_encoder(name, [TEXT], max_words=1), TEXT)
     assert found.token_bytes is not None

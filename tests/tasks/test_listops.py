@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.refusal import bad_config, refused
 
 from wellposed.tasks import SPLITS, ListOpsTask, build_task
-from wellposed.tasks.generators.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
+from wellposed.tasks.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
 
@@ -166,7 +166,7 @@ def test_impossible_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         build(max_depth=1, max_args=1, min_length=20, max_length=21)
     with bad_config(match="num_valid = 0, expected an integer >= 1"):
         build(num_valid=0)
-    monkeypatch.setattr("wellposed.tasks.generators.listops.MAX_FRUITLESS_TRIES", 3000)
+    monkeypatch.setattr("wellposed.tasks.listops.MAX_FRUITLESS_TRIES", 3000)
     with bad_config(match="too few different expressions: 400 found, 500 wanted"):
         build(**SMALL, max_depth=2, max_args=2, min_length=3, max_length=6)
     with bad_config(match="no expression within the bounds"):
@@ -228,7 +228,7 @@ def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> Non
 
 def test_options_that_do_not_fit_a_file_are_refused(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
-    with bad_config(match="max_args, num_train bound what is generated and have no effect on"):
+    with bad_config(match="max_args and num_train: bounds what is generated, no effect on"):
         build(data, max_args=4, num_train=9)
     with refused("more than max_length = 4 tokens", f"{data}:25: 5 tokens"):
         build(data, max_length=4)

@@ -12,7 +12,7 @@ from tests.support.refusal import bad_config
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, MarkedTask, build_task
-from wellposed.tasks.generators.marked import Drawn, MarkedRules, bag_accuracy, draw_distinct
+from wellposed.tasks.marked import Drawn, MarkedRules, bag_accuracy, draw_distinct
 
 SMALL = {"num_train": 60, "num_valid": 20, "num_test": 20}
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.refusal import bad_config, bad_data
 
-from wellposed.tasks.data import parallel, splits
-from wellposed.tasks.data.parallel import Languages, load_parallel
+from wellposed.tasks.data import splits
+from wellposed.tasks.data.parallel import ParallelOptions, load_parallel
 
 PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
 
@@ -44,8 +43,8 @@ def load(
     test: Path | str = "",
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    languages = Languages(source, target, **options)
-    return load_parallel(str(data), languages, test=str(test) or None)
+    given = ParallelOptions(str(data), source, target, str(test) or None, **options)
+    return load_parallel(given)
 
 
 def rows_of(texts: Any) -> list[tuple[str, str]]:
@@ -138,21 +137,11 @@ def test_an_unknown_language_names_those_that_exist(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
-class Rows(SimpleNamespace):
-    def __getitem__(self, name: str) -> Any:
-        return self.columns[name]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self.columns)
-
-
 def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    nested = Rows(columns={"translation": [{"de": de, "en": en} for de, en in PAIRS]})
-    flat = Rows(columns={"de": [de for de, _ in PAIRS[:3]], "en": ENGLISH[:3]})
+    from datasets import Dataset
+
+    nested = Dataset.from_dict({"translation": [{"de": de, "en": en} for de, en in PAIRS]})
+    flat = Dataset.from_dict({"de": [de for de, _ in PAIRS[:3]], "en": ENGLISH[:3]})
     held = {"train": nested, "valid": flat, "test": flat}
     monkeypatch.setattr(splits, "load_hub_dataset", lambda data: held)
     pairs, _ = load("hf:some/pairs:de-en")
@@ -174,8 +163,10 @@ def test_a_test_set_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(described["cut_from_train"]) == {"valid"}
     table = write(other, "pairs.tsv", ["de\ten", "ja\tyes"])
     assert rows_of(load(train, test=table)[0]["test"]) == [("ja", "yes")]
-    rows, asked = Rows(columns={"translation": [{"de": "nein", "en": "no"}]}), []
-    monkeypatch.setattr(parallel, "load_hub_split", lambda *words: asked.append(words) or rows)
+    from datasets import Dataset
+
+    rows, asked = Dataset.from_dict({"translation": [{"de": "nein", "en": "no"}]}), []
+    monkeypatch.setattr(splits, "load_hub", lambda data, split: asked.append((data, split)) or rows)
     assert rows_of(load(train, test="hf:wmt/wmt14:de-en")[0]["test"]) == [("nein", "no")]
     assert asked == [("hf:wmt/wmt14:de-en", "test")]
     with bad_data(match="no such file"):

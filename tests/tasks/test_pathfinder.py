@@ -13,7 +13,7 @@ import pytest
 from tests.support.refusal import bad_config, bad_data, refused
 
 from wellposed.tasks import SPLITS, PathfinderTask, build_task
-from wellposed.tasks.generators.pathfinder import (
+from wellposed.tasks.pathfinder import (
     DASH,
     GAP,
     RADIUS,
@@ -147,7 +147,7 @@ def test_difficulty_options_are_followed_and_impossible_ones_refused() -> None:
         draw_image(PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
     with bad_config(match="expected 0 or more, above 0"):
         build(**FEW, distractors=-1)
-    with bad_config(match="valid and test need data=FILE"):
+    with bad_config(match="option valid: only with data=FILE"):
         build(valid="x.npz")
 
 
@@ -230,7 +230,7 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
         x = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
         np.savez(tmp_path / f"{split}.npz", x=x, y=np.array([0, 1, 0, 1]))
     assert [len(build(tmp_path).dataset(split)) for split in SPLITS] == [4, 4, 4]
-    with bad_config(match="num_train say what is drawn and have no effect on"):
+    with bad_config(match="num_train: says what is drawn, no effect on"):
         build(tmp_path, num_train=3)
     np.savez(tmp_path / "train.npz", x=x, y=np.array([0, 1, 2, 1]))
     with bad_data(match=r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)"):

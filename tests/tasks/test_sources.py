@@ -11,7 +11,7 @@ import pytest
 from tests.support.refusal import bad_data
 
 from wellposed.tasks.data.files import read_text
-from wellposed.tasks.data.splits import SPLITS, find_split_files, load_hub_dataset
+from wellposed.tasks.data.splits import SPLITS, DataOptions, find_split_files, load_hub_dataset
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -22,7 +22,7 @@ def touch(folder: Path, *names: str) -> None:
 def find(data: Path, **given: Path) -> tuple[list[str], str]:
     """Return the names of the files of train, valid and test, and how they were found."""
     named: dict[str, Any] = {split: str(path) for split, path in given.items()}
-    found, how = find_split_files(str(data), suffixes=(".tsv", ".csv"), **named)
+    found, how = find_split_files(DataOptions(str(data), **named), suffixes=(".tsv", ".csv"))
     assert list(found) == list(SPLITS)[: len(found)]
     return [path.name for path in found.values()], how
 
@@ -39,7 +39,7 @@ def test_byte_order_mark_is_taken_off_and_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
     file = read_text(tmp_path / "a.txt")
     assert file.text == "text"
-    assert file.description()["byte_order_mark_removed"] is True
+    assert file.described["byte_order_mark_removed"] is True
 
 
 CUT = gzip.compress(bytes(range(256)) * 50)

@@ -11,11 +11,12 @@ from tests.support.refusal import bad_config, bad_data
 
 from wellposed.tasks.data.splits import (
     SPLITS,
+    DataOptions,
     Split,
     cut_missing,
     cut_missing_text,
     find_split_folders,
-    refuse_split_files,
+    refuse_options,
 )
 
 
@@ -57,7 +58,7 @@ def test_groups_stay_together() -> None:
         "x",
         noun="dialogues",
         note=", in pairs",
-        draw=lambda missing, wanted: (
+        draw=lambda train, missing, wanted: (
             {split: [2 * i, 2 * i + 1] for i, split in enumerate(missing)}
             | {"train": list(range(4, 40))}
         ),
@@ -87,6 +88,6 @@ def test_folders_of_splits(tmp_path: Path) -> None:
 
 
 def test_files_that_would_not_be_read_are_refused() -> None:
-    refuse_split_files("why", valid=None, test=None)
-    with bad_config(match="option valid and test needs data=FILE; why"):
-        refuse_split_files("why", valid="a", test="b")
+    refuse_options(DataOptions("x"), ("valid", "test"), "why")
+    with bad_config(match="option valid and test: only with data=FILE; why"):
+        refuse_options(DataOptions("x", "a", "b"), ("valid", "test"), "only with data=FILE; why")

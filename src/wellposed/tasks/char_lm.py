@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from wellposed.errors import DataError
-from wellposed.options import CheckedOptions, Ge
+from wellposed.options import Ge
 from wellposed.tasks.data.splits import SPLITS
-from wellposed.tasks.data.texts import load_texts
+from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.kinds.language_model import BlockDataset, LanguageModelTask, LineDataset
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import CharacterEncoder
@@ -19,16 +19,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CharLMOptions(CheckedOptions):
+class CharLMOptions(TextOptions):
     """Options of the task `char_lm`."""
 
-    data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
-    parquet file with a column text, a folder, or hf:name[:config]."""
-    valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """Text file of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "plain", "spaced"] = "auto"
     """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at the first lines."""
     seq_len: int = 256
@@ -39,6 +32,9 @@ class CharLMOptions(CheckedOptions):
     """Keep only the first characters of the train text."""
 
 
+@register_task(
+    "char_lm", CharLMOptions, "predict the next character of a text (nats per character)"
+)
 class CharLMTask(LanguageModelTask):
     """Next-character prediction, each character of a split predicted once from the characters
     before it in its block.
@@ -62,16 +58,13 @@ class CharLMTask(LanguageModelTask):
     torch.Size([1, 100])
     """
 
-    name: ClassVar[str] = "char_lm"
     headline: ClassVar[str] = "nats_per_char"
     noun: ClassVar[str] = "character"
     nats_name: ClassVar[str] = "nats_per_char"
 
     def __init__(self, options: CharLMOptions) -> None:
         self.options = options
-        texts, source = load_texts(
-            options.data, valid=options.valid, test=options.test, text_format=options.format
-        )
+        texts, source = load_texts(options, options.format)
         full = len(texts["train"])
         texts["train"] = texts["train"][: options.limit_chars]
         if options.examples == "lines" and "\n" not in texts["train"]:
@@ -101,8 +94,3 @@ class CharLMTask(LanguageModelTask):
 
     def _metrics(self, nats: float) -> dict[str, float]:
         return {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}
-
-
-register_task(
-    CharLMTask, CharLMOptions, "predict the next character of a text (nats per character)"
-)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from wellposed.errors import DataError, listed
-from wellposed.options import CheckedOptions, Size
+from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.dialogues import Dialogue, load_dialogues, read_synonyms, repeated
-from wellposed.tasks.data.splits import SPLITS, Split
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
 from wellposed.tasks.metrics.bleu import TextScores
 from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
@@ -26,15 +26,11 @@ PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
 
 
 @dataclass(frozen=True)
-class DialogueOptions(CheckedOptions):
+class DialogueOptions(DataOptions):
     """Options of the task `dialogue`."""
 
     data: str
     """A folder or a train file of DailyDialog or PersonaChat as released (.gz too), or hf:name[:config]."""
-    valid: str | None = None
-    """File of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """File of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "dailydialog", "personachat"] = "auto"
     """dailydialog has __eou__ after every utterance, personachat a number before every line; auto looks."""
     context: Size = 3
@@ -75,6 +71,12 @@ class DialogueOptions(CheckedOptions):
     """Reply only to the first contexts of valid and of test; all where not given."""
 
 
+@register_task(
+    "dialogue",
+    DialogueOptions,
+    "reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding"
+    " cosines)",
+)
 class DialogueTask(Seq2SeqTask):
     """Replies to the last utterances of a conversation: perplexity per token, and nine measures by
     generation.
@@ -92,7 +94,6 @@ class DialogueTask(Seq2SeqTask):
     cosines)'
     """
 
-    name: ClassVar[str] = "dialogue"
     report_headline: ClassVar[str | None] = "bleu_4"
 
     def __init__(self, options: DialogueOptions) -> None:
@@ -100,9 +101,7 @@ class DialogueTask(Seq2SeqTask):
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         if options.vectors:
             _ = self._vectors
-        loaded, source = load_dialogues(
-            options.data, valid=options.valid, test=options.test, file_format=options.format
-        )
+        loaded, source = load_dialogues(options, options.format)
         dialogues: dict[Split, Sequence[Dialogue]] = {
             **loaded,
             "train": loaded["train"][: options.limit_dialogues],
@@ -289,11 +288,3 @@ def _without_repeated(dialogues: Mapping[Split, Sequence[Dialogue]], where: str)
             " none"
         )
     return kept
-
-
-register_task(
-    DialogueTask,
-    DialogueOptions,
-    "reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding"
-    " cosines)",
-)

@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.options import CheckedOptions, Size
-from wellposed.tasks.data.images import label_names
-from wellposed.tasks.data.splits import SPLITS
-from wellposed.tasks.kinds.images import PixelTask, load_images_or_shapes, prepare_images
+from wellposed.options import Size
+from wellposed.tasks.batches import Ragged
+from wellposed.tasks.data import images as reading
+from wellposed.tasks.data.images import ImageDataOptions, Images
+from wellposed.tasks.data.splits import SPLITS, Split
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import register_task
+from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 
 @dataclass(frozen=True)
-class ImageOptions(CheckedOptions):
+class ImageOptions(ImageDataOptions):
     """Options of the task `image`."""
 
-    data: str = "builtin"
-    """builtin (drawn shapes), an npz file or folder, CIFAR-10 (binary version), a folder of images
-    by class, or hf:name[:config]."""
-    valid: str | None = None
-    """npz file of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """npz file of the test split; found beside the train file, or cut from it, where not given."""
     color: Literal["gray", "rgb"] = "gray"
     """gray is one token a pixel, 0.299 R + 0.587 G + 0.114 B; rgb is three."""
     size: Size | None = None
     """Side that images are shrunk to by block means; as they are where not given."""
-    limit_train: Size | None = None
-    """Keep only the first images of train."""
-    data_seed: int | None = None
-    """Seed of the drawn shapes; 0 where not given."""
 
 
+class PixelTask(ClassificationTask):
+    """Classification of images read row by row, a token a value, a channel after the other at each
+    pixel."""
+
+    def __init__(self, *, images: Mapping[Split, Images], details: Any, **parts: Any) -> None:
+        examples: dict[Split, LabelledExamples] = {}
+        for split in SPLITS:
+            pixels = images[split].items
+            flat = pixels.reshape(-1).astype(np.int16) + NUM_SPECIAL
+            ids = Ragged(flat, np.full(len(pixels), pixels[0].size))
+            examples[split] = LabelledExamples(ids, images[split].labels)
+        super().__init__(
+            encoder=WordEncoder([str(value) for value in range(256)]),
+            examples=examples,
+            details={"image": list(images["train"].items.shape[1:]), **details},
+            **parts,
+        )
+
+
+def prepare_images(images: Images, where: str, *, size: int | None, gray: bool = True) -> Images:
+    """Return images in gray, where wanted, and shrunk to ``size``, where given."""
+    pixels = reading.to_gray(images.items) if gray else images.items
+    return Images(pixels if size is None else reading.shrink(pixels, size, where), images.labels)
+
+
+@register_task("image", ImageOptions, "the class of an image read pixel by pixel (accuracy)")
 class ImageTask(PixelTask):
     """Classification of images from their pixels, row by row; nothing tells the model which pixels
     are neighbours.
@@ -50,38 +71,28 @@ class ImageTask(PixelTask):
     (('disc', 'ring', 'square', 'cross'), 64)
     """
 
-    name: ClassVar[str] = "image"
-
     def __init__(self, options: ImageOptions) -> None:
         self.options = options
-        if options.data == "builtin" and options.color == "rgb":
-            raise ConfigError(
-                "image: valid, test and color='rgb' need data=FILE; the builtin shapes are gray"
-            )
-        images, names, source = load_images_or_shapes(
-            "image", options, prefer=options.color, stacked=True
-        )
+        gray = options.color == "gray"
+        if options.data == "builtin" and not gray:
+            raise ConfigError("color='rgb' needs data=FILE; the builtin shapes are gray")
+        images, names, source = reading.load_images(options, prefer=options.color, stacked=True)
         shapes = {split: images[split].items.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:
             raise DataError(
                 f"{options.data}: the splits differ in shape: {shapes}; give files of one shape"
             )
-        if options.color == "rgb" and len(shapes["train"]) < 3:
+        if not gray and len(shapes["train"]) < 3:
             raise ConfigError(
                 f"{options.data}: color = 'rgb', but the images are gray; give color='gray' or a"
                 " file in colour"
             )
         for split in SPLITS:
             where = f"{options.data} ({split})"
-            images[split] = prepare_images(
-                images[split], where, size=options.size, gray=options.color == "gray"
-            )
+            images[split] = prepare_images(images[split], where, size=options.size, gray=gray)
         super().__init__(
             images=images,
-            labels=label_names(images, names, options.data),
+            labels=reading.label_names(images, names, options.data),
             source=source,
             details={"color": options.color, "shrunk_to": options.size},
         )
-
-
-register_task(ImageTask, ImageOptions, "the class of an image read pixel by pixel (accuracy)")

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.batches import Rows, bucketed_batches, shuffle_key
-from wellposed.tasks.data.images import Images, label_names
-from wellposed.tasks.data.pixel_values import build_processor, pixel_values, stack_values
+from wellposed.tasks.data import pixel_values
+from wellposed.tasks.data.images import ImageDataOptions, Images, label_names, load_images
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.classification import LabelTask
-from wellposed.tasks.kinds.images import load_images_or_shapes
 from wellposed.tasks.task import Example, Kind, register_task
 
 if TYPE_CHECKING:
@@ -29,26 +27,15 @@ epoch."""
 
 
 @dataclass(frozen=True)
-class ImageClassificationOptions(CheckedOptions):
+class ImageClassificationOptions(ImageDataOptions):
     """Options of the task `image_classification`."""
 
-    data: str = "builtin"
-    """builtin (drawn shapes), a folder with a folder of images for each class (in train, valid and
-    test folders, or cut), CIFAR-10 (binary version), an npz file or folder, or hf:name[:config]."""
-    valid: str | None = None
-    """npz file of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """npz file of the test split; found beside the train file, or cut from it, where not given."""
     processor: str = "data"
     """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the
     size of that model, with mean and deviation of train; data: at their own size. With --from, that
     of the model."""
     flip: bool = False
     """Turn train images left to right, each with probability 1/2."""
-    limit_train: Size | None = None
-    """Keep only the first images of train."""
-    data_seed: int | None = None
-    """Seed of the drawn shapes; 0 where not given."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +56,12 @@ class NumberedImages(Rows[Example]):
         return {"image": [self.first + row], "turned": [turned], "labels": [int(self.labels[row])]}
 
 
+@register_task(
+    "image_classification",
+    ImageClassificationOptions,
+    "the class of an image, by a Hugging Face model of images: with --from (accuracy)",
+    own_models=False,
+)
 class ImageClassificationTask(LabelTask):
     """Classification of images by a Hugging Face model of images.
 
@@ -84,15 +77,16 @@ class ImageClassificationTask(LabelTask):
     (('disc', 'ring', 'square', 'cross'), torch.Size([1, 3, 32, 32]))
     """
 
-    name: ClassVar[str] = "image_classification"
     kind: ClassVar[Kind] = "image_classification"
 
     def __init__(self, options: ImageClassificationOptions) -> None:
         self.options = options
-        images, names, self._source = load_images_or_shapes(self.name, options, prefer="rgb")
+        images, names, self._source = load_images(options, prefer="rgb")
         self.labels = tuple(label_names(images, names, options.data))
         self._images = images
-        self._processor = build_processor(options.processor, images["train"], options.data)
+        self._processor = pixel_values.build_processor(
+            options.processor, images["train"], options.data
+        )
         self._rows: list[tuple[Images, int]] = []
         self._first: dict[Split, int] = {}
         for split in SPLITS:
@@ -137,7 +131,7 @@ class ImageClassificationTask(LabelTask):
         ]
         labels = [example["labels"][0] for example in examples]
         return {
-            "pixel_values": stack_values(pixels),
+            "pixel_values": pixel_values.stack_values(pixels),
             "labels": torch.tensor(labels, dtype=torch.int64),
         }
 
@@ -155,17 +149,9 @@ class ImageClassificationTask(LabelTask):
         found = self._kept.get(number)
         if found is None:
             images, row = self._rows[number]
-            found = pixel_values(self._processor, images.image(row))
+            found = pixel_values.pixel_values(self._processor, images.image(row))
             size = found.numel() * found.element_size()
             if self._kept_bytes + size <= KEPT_BYTES:
                 self._kept[number] = found
                 self._kept_bytes += size
         return found.flip(-1) if turned else found
-
-
-register_task(
-    ImageClassificationTask,
-    ImageClassificationOptions,
-    "the class of an image, by a Hugging Face model of images: with --from (accuracy)",
-    own_models=False,
-)

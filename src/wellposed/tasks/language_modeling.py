@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.options import CheckedOptions, Ge
+from wellposed.options import Ge
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.splits import SPLITS
-from wellposed.tasks.data.texts import load_texts
+from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text import build_encoder
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
-
-    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
 @dataclass(frozen=True)
-class LanguageModelingOptions(CheckedOptions):
+class LanguageModelingOptions(TextOptions):
     """Options of the task `language_modeling`."""
 
-    data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
-    parquet file with a column text, a folder, or hf:name[:config]."""
-    valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """Text file of the test split; found beside the train file, or cut from it, where not given."""
     tokenizer: str = "byte"
     """byte, character or hf:NAME_OR_PATH; with --from, the tokenizer of that model."""
     seq_len: int = 256
@@ -40,6 +36,11 @@ class LanguageModelingOptions(CheckedOptions):
     """Keep only the first characters of the train text."""
 
 
+@register_task(
+    "language_modeling",
+    LanguageModelingOptions,
+    "predict the next token of a text, with any tokenizer (bits per byte)",
+)
 class LanguageModelingTask(LanguageModelTask):
     """Next-token prediction, each token of a split predicted once from the tokens before it in its
     block.
@@ -62,7 +63,6 @@ class LanguageModelingTask(LanguageModelTask):
     (torch.Size([1, 100]), 100)
     """
 
-    name: ClassVar[str] = "language_modeling"
     headline: ClassVar[str] = "bits_per_byte"
     noun: ClassVar[str] = "token"
     nats_name: ClassVar[str] = "nats_per_token"
@@ -74,7 +74,7 @@ class LanguageModelingTask(LanguageModelTask):
                 "language_modeling: tokenizer = 'word', expected byte, character or"
                 " hf:NAME_OR_PATH; for words, which do not give the text back, use the task word_lm"
             )
-        texts, source = load_texts(options.data, valid=options.valid, test=options.test)
+        texts, source = load_texts(options)
         full = len(texts["train"])
         texts["train"] = texts["train"][: options.limit_chars]
         super().__init__(
@@ -91,8 +91,6 @@ class LanguageModelingTask(LanguageModelTask):
         )
 
     def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
-        from wellposed.tasks.text.byte_counts import encode_with_bytes
-
         return encode_with_bytes(encoder, text)
 
     def metric_sums(
@@ -117,14 +115,63 @@ class LanguageModelingTask(LanguageModelTask):
         bits = frequencies["nats_per_token"] * len(sizes) / math.log(2)
         return {**frequencies, "bits_per_byte": bits / max(1, sum(sizes))}
 
-    def _metrics(self, nats: float) -> dict[str, float]:
-        from wellposed.tasks.objectives import perplexity
 
-        return {"nats_per_token": nats, "perplexity": perplexity(nats)}
+PIECE = 1_000_000
+"""Characters that are cut into tokens at once; a longer text is cut at line ends."""
 
 
-register_task(
-    LanguageModelingTask,
-    LanguageModelingOptions,
-    "predict the next token of a text, with any tokenizer (bits per byte)",
-)
+def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
+    """Return the tokens of ``text`` without special ones, and bytes per token that sum to those of
+    the text.
+
+    A token stands for what lies between the end of the tokens before it and its own end, white
+    space that the tokenizer skips included; of the tokens of one character the first stands for all
+    its bytes, the last token for the rest of the text.
+
+    Raises:
+        ConfigError: the tokenizer does not say where in a text its tokens are.
+    """
+    tokenizer: Any = encoder.tokenizer(max_length=PIECE)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"tokenizer {encoder.kind!r} does not say where in a text its tokens are, so bytes"
+            " cannot be counted; give a folder that holds tokenizer.json"
+        )
+    ids: list[NDArray[np.integer]] = []
+    sizes: list[NDArray[np.integer]] = []
+    for piece in cut_lines(text, PIECE):
+        found = tokenizer(
+            piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ends = np.fromiter(
+            (end for _, end in found["offset_mapping"]), np.int64, len(found["input_ids"])
+        )
+        ids.append(np.array(found["input_ids"], np.int32))
+        sizes.append(_bytes_up_to(piece, ends))
+    tokens = np.concatenate(ids)
+    number, name = tokenizer.unk_token_id, tokenizer.unk_token
+    count = 0 if number in (None, tokenizer.eos_token_id) else int((tokens == number).sum())
+    unknown = {name: count} if count else {}
+    return Encoded(Ragged(tokens, [len(tokens)]), [len(tokens)], unknown, np.concatenate(sizes))
+
+
+def cut_lines(text: str, size: int) -> list[str]:
+    """Return parts of ``text`` of about ``size`` characters, cut at line ends.
+
+    >>> cut_lines("one\\ntwo\\nthree", 5)
+    ['one\\ntwo\\n', 'three']
+    """
+    lines = text.splitlines(keepends=True) if len(text) > size else [text]
+    starts = itertools.accumulate(map(len, lines), initial=0)
+    groups = itertools.groupby(zip(starts, lines, strict=False), key=lambda pair: pair[0] // size)
+    return ["".join(line for _, line in group) for _, group in groups]
+
+
+def _bytes_up_to(text: str, ends: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return bytes per token from the character that each token ends before."""
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + sum((points >= limit).astype(np.int64) for limit in (0x80, 0x800, 0x10000))
+    bytes_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
+    reached = bytes_before[np.maximum.accumulate(ends)]
+    reached[-1:] = bytes_before[-1]
+    return np.diff(reached, prepend=0).astype(np.int32)

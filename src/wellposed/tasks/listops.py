@@ -1,33 +1,207 @@
-"""Task ``listops``: the value of a nested list expression, generated or read from a file."""
+"""Task ``listops``: the value of a nested list expression, generated or read from a file.
+
+Source: Nangia and Bowman 2018 (the language), Tay et al. 2021 (the generator's settings and the
+long lengths).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from wellposed.errors import DataError, listed
-from wellposed.options import CheckedOptions, Size
+from wellposed.errors import ConfigError, DataError, listed
+from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.checks import given_options, refuse_options
+from wellposed.tasks.data import splits
 from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
-from wellposed.tasks.data.splits import SPLITS, Split, refuse_split_files
-from wellposed.tasks.generators.listops import (
-    DIGITS,
-    GENERATED_OPERATORS,
-    GENERATOR_VERSION,
-    PARENTHESES,
-    VOCABULARY,
-    ListOpsGenerator,
-    ListOpsRules,
-    evaluate,
-)
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
+
+GENERATOR_VERSION = 1
+DIGITS = tuple("0123456789")
+CLOSE = "]"
+PARENTHESES = "()"
+# Equally likely outcomes of a node: the first quarter is an operator, three are each digit.
+_SLOTS, _OPERATOR_SLOTS = 40, 10
+_SLOT_DIGITS = [0] * _OPERATOR_SLOTS + [digit for digit in range(10) for _ in range(3)]
+MAX_FRUITLESS_TRIES = 200_000
+
+
+OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+    "[FIRST": lambda values: values[0],
+    "[LAST": lambda values: values[-1],
+}
+GENERATED_OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+VOCABULARY = (*DIGITS, *OPERATORS, CLOSE)
+
+
+def evaluate(tokens: Sequence[str]) -> int:
+    """Return the value, 0 to 9, of an expression; MED is the median rounded down, SM the sum modulo
+    10.
+
+    Raises:
+        ValueError: the expression is malformed; the message says at which token.
+
+    >>> evaluate("[MAX 2 [SM 8 5 ] [MED 4 9 ] ]".split())
+    6
+    """
+    stack: list[tuple[str, list[int]]] = [("", [])]
+    for position, token in enumerate(tokens, 1):
+        if token in OPERATORS:
+            stack.append((token, []))
+        elif token == CLOSE:
+            if len(stack) == 1:
+                raise ValueError(f"token {position} is ']' without an open operator")
+            operator, values = stack.pop()
+            if not values:
+                raise ValueError(f"token {position} closes {operator!r}, which has no argument")
+            stack[-1][1].append(OPERATORS[operator](values))
+        elif len(token) == 1 and token in DIGITS:
+            stack[-1][1].append(int(token))
+        else:
+            raise ValueError(
+                f"token {position} is {token!r}, expected a digit, ']' or one of"
+                f" {', '.join(OPERATORS)}"
+            )
+    if len(stack) > 1:
+        raise ValueError(f"{stack[-1][0]!r} is not closed by ']'")
+    values = stack[0][1]
+    if len(values) != 1:
+        raise ValueError(f"{len(values)} expressions, expected one")
+    return values[0]
+
+
+@dataclass(frozen=True)
+class ListOpsRules:
+    """Bounds of the generator; Long Range Arena is (10, 10, 500, 2000)."""
+
+    max_depth: int
+    """Operators nest at most max_depth - 1 deep, so that digits stand at depth max_depth at
+    most."""
+    max_args: int
+    """An operator has 2 to max_args arguments, each count equally likely."""
+    min_length: int
+    """Expressions have more tokens than this, parentheses not counted."""
+    max_length: int
+    """Expressions have fewer tokens than this."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.max_depth < 2:
+            problems.append(f"max_depth = {self.max_depth}, expected at least 2")
+        if self.max_args < 2:
+            problems.append(f"max_args = {self.max_args}, expected at least 2")
+        if self.max_length <= max(self.min_length, 3) + 1:
+            problems.append(
+                f"min_length = {self.min_length} and max_length = {self.max_length} leave no length"
+                " strictly between them that an expression (4 tokens or more) can have"
+            )
+        if problems:
+            raise ConfigError("listops cannot be generated: " + "; ".join(problems))
+
+
+class _TooLongError(Exception):
+    """The tree being drawn has reached the length at which it will be rejected."""
+
+
+class ListOpsGenerator:
+    """Draws distinct expressions: trees by the Long Range Arena's law, given that the length is
+    within bounds.
+
+    A node above max_depth is an operator with probability 1/4, else a digit; operator, digit and
+    number of arguments are uniform. A tree whose length is out of bounds is drawn again (and
+    abandoned as soon as it is too long, which leaves the law as it is). An expression is a
+    ``bytes`` of token numbers, indices into ``VOCABULARY``. Labels are computed while the tree is
+    drawn.
+
+    >>> expression, label = ListOpsGenerator(ListOpsRules(4, 4, 5, 12), seed=1).draw()
+    >>> tokens = [VOCABULARY[token] for token in expression]
+    >>> 5 < len(tokens) < 12, evaluate(tokens) == label
+    (True, True)
+    """
+
+    def __init__(self, rules: ListOpsRules, *, seed: int) -> None:
+        self.rules = rules
+        self._random = random.Random(f"listops/{GENERATOR_VERSION}/{seed}").random
+        self._operators = [
+            (VOCABULARY.index(name), OPERATORS[name]) for name in GENERATED_OPERATORS
+        ]
+        self._close = VOCABULARY.index(CLOSE)
+        self._tokens: list[int] = []
+
+    def draw(self) -> tuple[bytes, int]:
+        """Draw one expression and its value."""
+        for _ in range(MAX_FRUITLESS_TRIES):
+            self._tokens = []
+            try:
+                value = self._digit_or_operator()
+            except _TooLongError:
+                continue
+            if len(self._tokens) > self.rules.min_length:
+                return bytes(self._tokens), value
+        raise ConfigError(
+            f"listops: no expression within the bounds in {MAX_FRUITLESS_TRIES} draws of"
+            f" {self.rules}; lower min_length, or raise max_length, max_depth or max_args"
+        )
+
+    def draw_distinct(self, count: int) -> dict[bytes, int]:
+        """Draw ``count`` different expressions, in order, with their values."""
+        drawn: dict[bytes, int] = {}
+        fruitless = 0
+        while len(drawn) < count:
+            expression, value = self.draw()
+            fruitless = fruitless + 1 if expression in drawn else 0
+            drawn[expression] = value
+            if fruitless > MAX_FRUITLESS_TRIES:
+                raise ConfigError(
+                    f"listops: {self.rules} allow too few different expressions: {len(drawn)}"
+                    f" found, {count} wanted; lower num_train, num_valid and num_test, or raise"
+                    " max_length, max_depth or max_args"
+                )
+        return drawn
+
+    def _digit_or_operator(self) -> int:
+        """Draw a whole tree: its root is a node like any other."""
+        slot = int(self._random() * _SLOTS)
+        if slot < _OPERATOR_SLOTS:
+            return self._operator(1)
+        self._tokens.append(_SLOT_DIGITS[slot])
+        return _SLOT_DIGITS[slot]
+
+    def _operator(self, depth: int) -> int:
+        """Draw an operator and its arguments; one random number decides between operator and digit,
+        and which digit."""
+        draw, tokens, limit = self._random, self._tokens, self.rules.max_length - 1
+        token, function = self._operators[int(draw() * len(self._operators))]
+        tokens.append(token)
+        lowest_slot = _OPERATOR_SLOTS if depth + 1 >= self.rules.max_depth else 0
+        values = []
+        for _ in range(2 + int(draw() * (self.rules.max_args - 1))):
+            if len(tokens) >= limit:
+                raise _TooLongError
+            slot = lowest_slot + int(draw() * (_SLOTS - lowest_slot))
+            if slot < _OPERATOR_SLOTS:
+                values.append(self._operator(depth + 1))
+            else:
+                values.append(_SLOT_DIGITS[slot])
+                tokens.append(_SLOT_DIGITS[slot])
+        tokens.append(self._close)
+        if len(tokens) >= self.rules.max_length:
+            raise _TooLongError
+        return function(values)
+
 
 RULES: Mapping[str, ListOpsRules] = {
     "short": ListOpsRules(max_depth=4, max_args=5, min_length=5, max_length=50),
@@ -39,16 +213,16 @@ SIZES: Mapping[str, Mapping[Split, int]] = {
 }
 
 
+_DRAWN = ("max_depth", "max_args", "min_length", "num_train", "num_valid", "num_test", "data_seed")
+"""Options that have no effect on a file."""
+
+
 @dataclass(frozen=True)
-class ListOpsOptions(CheckedOptions):
+class ListOpsOptions(DataOptions):
     """Options of the task `listops`."""
 
     data: str = "builtin"
     """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or hf:name[:config]."""
-    valid: str | None = None
-    """File of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """File of the test split; found beside the train file, or cut from it, where not given."""
     setting: Literal["short", "lra"] = "short"
     """Bounds and sizes of what is generated: short has 6 to 49 tokens, lra is Long Range Arena's 501 to 1999."""
     max_depth: int | None = None
@@ -69,6 +243,9 @@ class ListOpsOptions(CheckedOptions):
     """Seed of the generator, apart from the seed of training; 0 where not given."""
 
 
+@register_task(
+    "listops", ListOpsOptions, "the value of a nested list expression, ten classes (accuracy)"
+)
 class ListOpsTask(ClassificationTask):
     """Ten-way classification of ListOps expressions by their value.
 
@@ -86,41 +263,37 @@ class ListOpsTask(ClassificationTask):
     ('[MED 7 4 [MAX 3 2 6 4 9 ] ]', [7])
     """
 
-    name: ClassVar[str] = "listops"
-
     def __init__(self, options: ListOpsOptions) -> None:
-        encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
         self.options = options
-        examples, source = (
-            _generate(options) if options.data == "builtin" else _read(options, encoder)
-        )
+        encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
+        generated = options.data == "builtin"
+        examples, source = _generate(options) if generated else _read(options, encoder)
         details = {"form": "Long Range Arena: parentheses removed"}
         super().__init__(
             encoder=encoder, examples=examples, labels=DIGITS, source=source, details=details
         )
 
 
-def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
-    refuse_split_files(
-        "builtin expressions bring their own splits", valid=options.valid, test=options.test
-    )
-    bounds = given_options(options, ("max_depth", "max_args", "min_length", "max_length"))
-    rules = replace(RULES[options.setting], **bounds)
-    counts = {
-        split: getattr(options, f"num_{split}") or SIZES[options.setting][split] for split in SPLITS
-    }
+Examples: TypeAlias = "dict[Split, LabelledExamples]"
+
+
+def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
+    reason = "only with data=FILE; builtin expressions bring their own splits"
+    splits.refuse_options(options, ("valid", "test"), reason)
+    bounds = ("max_depth", "max_args", "min_length", "max_length")
+    rules = replace(RULES[options.setting], **splits.given_options(options, bounds))
+    sizes = SIZES[options.setting]
+    counts = {split: getattr(options, f"num_{split}") or sizes[split] for split in SPLITS}
     seed = options.data_seed or 0
     drawn = ListOpsGenerator(rules, seed=seed).draw_distinct(sum(counts.values()))
     expressions, values = list(drawn), list(drawn.values())
-    digest = hashlib.sha256(
-        b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn.items())
-    )
-    examples: dict[Split, LabelledExamples] = {}
+    written = b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn.items())
+    examples: Examples = {}
     start = 0
     for split in SPLITS:
         chosen = slice(start, start := start + counts[split])
         flat = np.frombuffer(b"".join(expressions[chosen]), dtype=np.uint8) + np.uint8(NUM_SPECIAL)
-        ids = Ragged(flat, [len(expression) for expression in expressions[chosen]])
+        ids = Ragged(flat, list(map(len, expressions[chosen])))
         examples[split] = LabelledExamples(ids, np.array(values[chosen], dtype=np.int64))
     return examples, {
         "source": f"builtin: generated by the Long Range Arena rules, setting {options.setting}",
@@ -132,32 +305,21 @@ def _generate(options: ListOpsOptions) -> tuple[dict[Split, LabelledExamples], d
             "tokens": f"more than {rules.min_length}, fewer than {rules.max_length}",
             "operators": list(GENERATED_OPERATORS),
         },
-        "sha256": digest.hexdigest(),
+        "sha256": hashlib.sha256(written).hexdigest(),
     }
 
 
-def _read(
-    options: ListOpsOptions, encoder: WordEncoder
-) -> tuple[dict[Split, LabelledExamples], dict[str, Any]]:
-    drawn = [
-        "max_depth",
-        "max_args",
-        "min_length",
-        "num_train",
-        "num_valid",
-        "num_test",
-        "data_seed",
-    ]
-    reason = f"bound what is generated and have no effect on {options.data}"
-    refuse_options("listops", options, drawn, reason)
-    tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
+def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[Examples, Described]:
+    reason = f"bounds what is generated, no effect on {options.data}"
+    splits.refuse_options(options, _DRAWN, reason)
+    tables, described = load_labelled(options)
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
     if problems:
         raise DataError(
             f"{len(problems)} rows that are not label and expression; correct or remove them:\n"
             + listed(problems)
         )
-    examples: dict[Split, LabelledExamples] = {}
+    examples: Examples = {}
     for split in SPLITS:
         encoded = encoder.encode(tables[split].texts)
         if options.max_length is not None:
@@ -165,9 +327,8 @@ def _read(
             refuse_longer(tables[split], encoded.full_lengths, options.max_length, remedy)
         labels = np.array([int(label) for label in tables[split].labels], dtype=np.int64)
         examples[split] = LabelledExamples(encoded.ids, labels)
-    return examples, described | {
-        "labels_checked": "every label equals the value of its expression"
-    }
+    checked = {"labels_checked": "every label equals the value of its expression"}
+    return examples, described | checked
 
 
 def _wrong_rows(table: LabelledTexts) -> list[str]:
@@ -190,8 +351,3 @@ def _problem(tokens: Sequence[str], label: str) -> str | None:
         return f"malformed expression: {error} (parentheses not counted)"
     right = label == str(value)
     return None if right else f"label {label!r}, but the expression has the value {value}"
-
-
-register_task(
-    ListOpsTask, ListOpsOptions, "the value of a nested list expression, ten classes (accuracy)"
-)

@@ -1,25 +1,141 @@
-"""Task ``marked``: which of two words stands first, or which word a pointer names."""
+"""Task ``marked``: which of two words stands first, or which word a pointer names; a bag of words
+cannot tell it."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.generators.marked import (
-    GENERATOR_VERSION,
-    MarkedRules,
-    bag_accuracy,
-    draw_distinct,
-)
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import WordEncoder
+
+GENERATOR_VERSION = 1
+ASK, FILLERS = "?", tuple(f"f{number}" for number in range(8))
+MAX_FRUITLESS_TRIES = 10_000
+
+
+class Drawn(NamedTuple):
+    """One row and what is asked of it."""
+
+    tokens: tuple[str, ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class MarkedRules:
+    """What a row holds: a question, then one word in each slot."""
+
+    question: Literal["order", "recall"]
+    slots: int
+    words: int
+    """Different words that can be the answer, each equally often."""
+    repeats: bool = True
+    """Whether a word may stand in several slots of recall."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} = {value}, expected at least 2"
+            for name, value in (("slots", self.slots), ("words", self.words))
+            if value < 2
+        ]
+        if not self.repeats and self.question == "order":
+            problems.append(
+                "repeats = False belongs to question recall; the two words of order always differ"
+            )
+        elif not self.repeats and self.words < self.slots:
+            problems.append(
+                f"words = {self.words}, expected at least slots = {self.slots} where none may"
+                " repeat"
+            )
+        if problems:
+            raise ConfigError("marked cannot be generated: " + "; ".join(problems))
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The words that can be asked for."""
+        return tuple(f"w{number}" for number in range(self.words))
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token of a row."""
+        asks = (
+            (ASK, *FILLERS)
+            if self.question == "order"
+            else tuple(f"@{slot}" for slot in range(self.slots))
+        )
+        return (*asks, *self.answers)
+
+
+def answer_of(tokens: tuple[str, ...]) -> str:
+    """Return the answer of a row, read from its tokens alone.
+
+    >>> answer_of(("?", "f3", "w5", "f1", "w2")), answer_of(("@1", "w4", "w0", "w2"))
+    ('w5', 'w0')
+    """
+    ask, *slots = tokens
+    return (
+        slots[int(ask[1:])]
+        if ask.startswith("@")
+        else next(word for word in slots if word.startswith("w"))
+    )
+
+
+def bag_accuracy(rows: list[Drawn]) -> float:
+    """Return the share of rows that a guess from the bag of their words alone gets right, at best,
+    in expectation.
+
+    Exact for the law of the generator: given the words, but not their places, every slot is equally
+    likely to be the one asked for, so the best guess is the most frequent word, right as often as
+    its share of the words.
+
+    >>> bag_accuracy([Drawn(("@1", "w4", "w0", "w4", "w4"), "w0")])
+    0.75
+    """
+    total = 0.0
+    for tokens, _ in rows:
+        candidates = [word for word in tokens[1:] if word.startswith("w")]
+        total += max(candidates.count(word) for word in candidates) / len(candidates)
+    return total / len(rows)
+
+
+def draw_distinct(rules: MarkedRules, count: int, seed: int) -> list[Drawn]:
+    """Draw ``count`` different rows, by (rules, seed) alone."""
+    generator = random.Random(f"marked/{GENERATOR_VERSION}/{seed}")
+    drawn: dict[tuple[str, ...], None] = {}
+    fruitless = 0
+    while len(drawn) < count:
+        before = len(drawn)
+        drawn.setdefault(_draw(rules, generator))
+        fruitless = fruitless + 1 if len(drawn) == before else 0
+        if fruitless > MAX_FRUITLESS_TRIES:
+            raise ConfigError(
+                f"marked: {rules} allow too few different rows: {len(drawn)} found, {count} wanted;"
+                " lower num_train, num_valid and num_test, or raise slots or words"
+            )
+    return [Drawn(tokens, answer_of(tokens)) for tokens in drawn]
+
+
+def _draw(rules: MarkedRules, generator: random.Random) -> tuple[str, ...]:
+    if rules.question == "recall":
+        place, draw = (
+            generator.randrange(rules.slots),
+            generator.choices if rules.repeats else generator.sample,
+        )
+        return (f"@{place}", *draw(rules.answers, k=rules.slots))
+    slots = generator.choices(FILLERS, k=rules.slots)
+    places = generator.sample(range(rules.slots), 2)
+    for place, word in zip(places, generator.sample(rules.answers, 2), strict=True):
+        slots[place] = word
+    return (ASK, *slots)
 
 
 @dataclass(frozen=True)
@@ -44,6 +160,9 @@ class MarkedOptions(CheckedOptions):
     """Seed of the generator, apart from the seed of training."""
 
 
+@register_task(
+    "marked", MarkedOptions, "the first of two words, or the word a pointer names (accuracy)"
+)
 class MarkedTask(ClassificationTask):
     """Classification of generated rows of words by the word that a question asks for.
 
@@ -63,42 +182,31 @@ class MarkedTask(ClassificationTask):
     ('? f7 w0 w5 f3', 'w0')
     """
 
-    name: ClassVar[str] = "marked"
-
     def __init__(self, options: MarkedOptions) -> None:
         self.options = options
         rules = MarkedRules(options.question, options.slots, options.words, options.repeats)
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}
         rows = draw_distinct(rules, sum(sizes.values()), options.data_seed)
-        encoder = WordEncoder(rules.vocabulary)
-        numbers = {word: number for number, word in enumerate(rules.answers)}
+        encoder, numbers = WordEncoder(rules.vocabulary), rules.answers.index
         examples: dict[Split, LabelledExamples] = {}
         left = iter(rows)
         for split, size in sizes.items():
             chosen = list(itertools.islice(left, size))
-            labels = np.array([numbers[row.answer] for row in chosen], dtype=np.int64)
-            examples[split] = LabelledExamples(
-                encoder.encode([" ".join(row.tokens) for row in chosen]).ids, labels
-            )
-        digest = hashlib.sha256(
-            "\n".join(" ".join((*row.tokens, row.answer)) for row in rows).encode()
-        )
-        source = {
-            "source": (
-                f"builtin: {options.question} of {options.words} words in {options.slots} slots"
-            ),
-            "generator_version": GENERATOR_VERSION,
-            "data_seed": options.data_seed,
-            "sha256": digest.hexdigest(),
-        }
-        details = {
-            "best_accuracy_from_the_bag_of_words": round(bag_accuracy(rows[-sizes["test"] :]), 4)
-        }
+            labels = np.array([numbers(row.answer) for row in chosen], dtype=np.int64)
+            ids = encoder.encode([" ".join(row.tokens) for row in chosen]).ids
+            examples[split] = LabelledExamples(ids, labels)
+        written = "\n".join(" ".join((*row.tokens, row.answer)) for row in rows)
+        what = f"{options.question} of {options.words} words in {options.slots} slots"
+        bag = round(bag_accuracy(rows[-sizes["test"] :]), 4)
         super().__init__(
-            encoder=encoder, examples=examples, labels=rules.answers, source=source, details=details
+            encoder=encoder,
+            examples=examples,
+            labels=rules.answers,
+            source={
+                "source": f"builtin: {what}",
+                "generator_version": GENERATOR_VERSION,
+                "data_seed": options.data_seed,
+                "sha256": hashlib.sha256(written.encode()).hexdigest(),
+            },
+            details={"best_accuracy_from_the_bag_of_words": bag},
         )
-
-
-register_task(
-    MarkedTask, MarkedOptions, "the first of two words, or the word a pointer names (accuracy)"
-)

@@ -7,32 +7,24 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.options import CheckedOptions, Size
+from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.checks import given_options, refuse_options
-from wellposed.tasks.data.files import TABLE_SUFFIXES, TextFile, is_named, read_text, refuse_rows
+from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
 from wellposed.tasks.data.prose import gather_prose
-from wellposed.tasks.data.splits import (
-    SPLITS,
-    Split,
-    cut_missing,
-    find_split_files,
-    load_splits,
-    train_position,
-)
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds.classification import (
     ClassificationTask,
     LabelledExamples,
     encode_labelled,
 )
 from wellposed.tasks.task import Kind, register_task
-from wellposed.tasks.text import build_encoder
+from wellposed.tasks.text.tokenizers import build_encoder
 
 LABELS = ("different", "related")
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
@@ -45,15 +37,11 @@ _MAX_DRAWS = 50
 
 
 @dataclass(frozen=True)
-class RetrievalOptions(CheckedOptions):
+class RetrievalOptions(DataOptions):
     """Options of the task `retrieval`."""
 
     data: str = "builtin"
     """builtin, a tsv file or folder of pairs (label, id, id, text, text), or a labelled file or folder."""
-    valid: str | None = None
-    """File of the valid split; found beside the train file (eval too), or cut from it, where not given."""
-    test: str | None = None
-    """File of the test split; found beside the train file, or cut from it, where not given."""
     format: Literal["auto", "pairs", "labelled"] = "auto"
     """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts; auto counts the columns."""
     num_train: Size | None = None
@@ -74,6 +62,7 @@ class RetrievalOptions(CheckedOptions):
     """Seed of the pairs made of labelled texts, apart from the seed of training; 0 where not given."""
 
 
+@register_task("retrieval", RetrievalOptions, "whether two documents belong together (accuracy)")
 class RetrievalTask(ClassificationTask):
     """Two-way classification of pairs of documents: related or not.
 
@@ -92,18 +81,14 @@ class RetrievalTask(ClassificationTask):
     ['attention_mask', 'attention_mask_pair', 'input_ids', 'input_ids_pair', 'labels']
     """
 
-    name: ClassVar[str] = "retrieval"
     kind: ClassVar[Kind] = "sequence_pair_classification"
 
     def __init__(self, options: RetrievalOptions) -> None:
         self.options = options
         tables, source = _load(options)
-        documents: dict[Split, LabelledTexts] = {
-            split: table.documents for split, table in tables.items()
-        }
-        encoder = build_encoder(
-            options.tokenizer, documents["train"].texts, max_words=options.max_words
-        )
+        documents = {split: table.documents for split, table in tables.items()}
+        texts = documents["train"].texts
+        encoder = build_encoder(options.tokenizer, texts, max_words=options.max_words)
         encoded, details = encode_labelled(encoder, documents, options, noun="documents")
         super().__init__(
             encoder=encoder,
@@ -115,23 +100,22 @@ class RetrievalTask(ClassificationTask):
         )
 
 
-def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], dict[str, Any]]:
+def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], Described]:
     sizes: dict[Split, int | None] = {split: getattr(options, f"num_{split}") for split in SPLITS}
     if options.data == "builtin":
-        if given_options(options, ("valid", "test")) or options.format == "pairs":
-            raise ConfigError(
-                "retrieval: valid, test and format='pairs' need data=FILE; builtin passages bring"
-                " splits"
-            )
+        reason = "only with data=FILE; builtin passages bring splits"
+        splits.refuse_options(options, ("valid", "test"), reason)
+        if options.format == "pairs":
+            raise ConfigError("format='pairs' needs data=FILE; builtin has labelled passages")
         tables, described = builtin_passages()
         sizes = {split: sizes[split] or BUILTIN_SIZES[split] for split in SPLITS}
-    elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options.data)):
-        reason = f"bound pairs that are made; {options.data} brings pairs"
+    elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options)):
+        reason = f"bounds pairs that are made; {options.data} brings pairs"
         drawn = ("num_train", "num_valid", "num_test", "data_seed")
-        refuse_options("retrieval", options, drawn, reason)
-        return read_pairs(options.data, valid=options.valid, test=options.test)
+        splits.refuse_options(options, drawn, reason)
+        return read_pairs(options)
     else:
-        tables, described = load_labelled(options.data, valid=options.valid, test=options.test)
+        tables, described = load_labelled(options)
     seed = options.data_seed or 0
     pairs: dict[Split, PairTable] = {
         split: make_pairs(tables[split], sizes[split], f"{split}/{seed}") for split in SPLITS
@@ -163,9 +147,7 @@ def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
             " texts:\n" + listed(problems)
         )
     drawn = _draw(groups, table.labels, wanted, random.Random(f"pairs/{seed}"))
-    return PairTable(
-        table, [pair[0] for pair in drawn], [pair[1] for pair in drawn], list(drawn.values())
-    )
+    return PairTable(table, [one for one, _ in drawn], [two for _, two in drawn], [*drawn.values()])
 
 
 def _draw(
@@ -179,21 +161,18 @@ def _draw(
     related = [index for index in everything if len(groups[labels[index]]) > 1]
     drawn: dict[tuple[int, int], int] = {}
     left = dict(wanted)
-    tries = 0
-    while any(left.values()):
+    limit = _MAX_DRAWS * sum(wanted.values())
+    for tries in range(limit + 1):
         label = 1 if left[1] >= left[0] and left[1] else 0
         one = generator.choice(related if label else everything)
         other = generator.choice(groups[labels[one]] if label else everything)
-        tries += 1
-        if tries > _MAX_DRAWS * sum(wanted.values()):
-            return _enumerate(labels, wanted, generator)
-        if one == other or (labels[one] == labels[other]) != bool(label):
-            continue
-        if (one, other) in drawn or (other, one) in drawn:
-            continue
-        drawn[one, other] = label
-        left[label] -= 1
-    return drawn
+        refused = tries == limit or one == other or (one, other) in drawn or (other, one) in drawn
+        if not refused and (labels[one] == labels[other]) == bool(label):
+            drawn[one, other] = label
+            left[label] -= 1
+            if not any(left.values()):
+                return drawn
+    return _enumerate(labels, wanted, generator)
 
 
 def _enumerate(
@@ -205,9 +184,8 @@ def _enumerate(
     for one in range(len(labels)):
         for other in range(one):
             pairs[int(labels[one] == labels[other])].append((one, other))
-    chosen = [
-        (pair, label) for label in (1, 0) for pair in generator.sample(pairs[label], wanted[label])
-    ]
+    draws = {label: generator.sample(pairs[label], wanted[label]) for label in (1, 0)}
+    chosen = [(pair, label) for label, drawn in draws.items() for pair in drawn]
     generator.shuffle(chosen)
     return dict(chosen)
 
@@ -229,9 +207,8 @@ class PairTable:
 
     def examples(self, ids: Ragged) -> LabelledExamples:
         """Return the pairs of documents with the token ids ``ids``."""
-        first, second, labels = (
-            np.array(values, np.int64) for values in (self.first, self.second, self.labels)
-        )
+        columns = (np.array(values, np.int64) for values in (self.labels, self.first, self.second))
+        labels, first, second = columns
         return LabelledExamples(ids, labels, first=first, second=second)
 
     def select(self, rows: Sequence[int]) -> PairTable:
@@ -246,46 +223,32 @@ class PairTable:
         )
 
 
-def is_pair_file(data: str) -> bool:
-    """Return whether the train file of ``data`` is a tsv whose first lines, most of 20, have five
-    columns."""
-    if data.startswith("hf:") or has_class_folders(data):
+def is_pair_file(options: DataOptions) -> bool:
+    """Return whether the train file is a tsv whose first lines, most of 20, have five columns."""
+    if options.data.startswith("hf:") or has_class_folders(options.data):
         return False
-    path = find_split_files(data, suffixes=TABLE_SUFFIXES)[0]["train"]
-    if not is_named(path, ".tsv"):
+    path = splits.find_split_files(options, suffixes=files.TABLE_SUFFIXES)[0]["train"]
+    if not files.is_named(path, ".tsv"):
         return False
-    lines = read_text(path).text.split("\n", _PROBE_LINES)[:_PROBE_LINES]
+    lines = files.read_text(path).text.split("\n", _PROBE_LINES)[:_PROBE_LINES]
     pairs = sum(line.count("\t") == len(COLUMNS) - 1 for line in lines)
     return 2 * pairs > sum(map(bool, lines))
 
 
-def read_pairs(
-    data: str, *, valid: str | None, test: str | None
-) -> tuple[dict[Split, PairTable], dict[str, Any]]:
-    """Read the pair files of ``data``, of which the valid one may be named eval; missing splits are
-    cut from train."""
+def read_pairs(options: DataOptions) -> tuple[dict[Split, PairTable], Described]:
+    """Read pair files; missing splits are cut from train."""
 
-    def read_file(path: Path) -> tuple[PairTable, dict[str, Any]]:
-        file = read_text(path)
-        return read_pair_file(file), file.description()
+    def read_file(path: Path) -> tuple[PairTable, Described]:
+        file = files.read_text(path)
+        return read_pair_file(file), file.described
 
-    tables, described = load_splits(
-        data, valid=valid or _eval_file(data), test=test, suffixes=(".tsv",), read_file=read_file
-    )
-    tables, cut = cut_missing(tables, tables["train"].documents.path)
+    tables, described = splits.load_splits(options, suffixes=(".tsv",), read_file=read_file)
+    tables, cut = splits.cut_missing(tables, tables["train"].documents.path)
     note = {"cut_note": "documents of cut pairs may recur in train"} if cut else {}
     return tables, {**described, "columns": ", ".join(COLUMNS), **cut, **note}
 
 
-def _eval_file(data: str) -> str | None:
-    """Return the valid file of the release, whose name says eval, beside the train file."""
-    train = find_split_files(data, suffixes=(".tsv",))[0]["train"]
-    start, end = train_position(train.name) or (0, 0)
-    candidate = train.with_name(f"{train.name[:start]}eval{train.name[end:]}")
-    return str(candidate) if end and candidate.exists() else None
-
-
-def read_pair_file(file: TextFile) -> PairTable:
+def read_pair_file(file: files.TextFile) -> PairTable:
     """Read rows of label (0, 1, 0.0 or 1.0), id, id, text and text between tabs; a document is its
     text."""
     numbers: dict[str, int] = {}
@@ -307,7 +270,7 @@ def read_pair_file(file: TextFile) -> PairTable:
                 lines.append(number)
             rows[side].append(numbers[text])
         rows[2].append(LABEL_VALUES[fields[0]])
-    refuse_rows(file.path, problems)
+    files.refuse_rows(file.path, problems)
     documents = LabelledTexts(str(file.path), list(numbers), ids, lines, ", ".join(COLUMNS))
     return PairTable(documents, *rows)
 
@@ -322,7 +285,7 @@ def _pair_problem(fields: Sequence[str]) -> str | None:
     return f"{' and '.join(empty)} is empty" if empty else None
 
 
-def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
+def builtin_passages() -> tuple[dict[Split, LabelledTexts], Described]:
     """Cut the sections of the builtin prose into passages labelled by section, each section in one
     split."""
     prose, identity = gather_prose()
@@ -340,11 +303,8 @@ def builtin_passages() -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
         "passage_characters": _PASSAGE,
         "sections": len(sections),
     }
-    tables: dict[Split, LabelledTexts] = {}
-    for split, rows in found.items():
-        columns = zip(*rows, strict=True)
-        tables[split] = LabelledTexts("builtin", *columns, columns="section, passage")
+    tables: dict[Split, LabelledTexts] = {
+        split: LabelledTexts("builtin", *zip(*rows, strict=True), columns="section, passage")
+        for split, rows in found.items()
+    }
     return tables, described
-
-
-register_task(RetrievalTask, RetrievalOptions, "whether two documents belong together (accuracy)")

@@ -1,7 +1,7 @@
 """What a task is: data, batches, loss and metric of one problem, free of torch until a batch is
 made.
 
-A new task is one new file with a frozen options dataclass, a `Task` subclass and one
+A new task is one new file with a frozen options dataclass and a `Task` subclass under one
 `register_task` line.
 """
 
@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, Ty
 
 from wellposed.options import build_options
 from wellposed.registry import Registry
+from wellposed.tasks import objectives
 from wellposed.tasks.data.splits import Split
-from wellposed.tasks.objectives import (
-    IGNORED_LABEL,
-    causal_cross_entropy_sum,
-    cross_entropy_sum,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,7 +44,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    """Registered name."""
+    """Registered name; `register_task` sets it."""
     kind: ClassVar[Kind]
     """Which head the model needs."""
     headline: ClassVar[str]
@@ -109,7 +105,8 @@ class Task(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed float32 cross entropy in nats and the number of predictions; a causal
         shift is inside."""
-        loss = causal_cross_entropy_sum if self.kind == "causal_lm" else cross_entropy_sum
+        causal = self.kind == "causal_lm"
+        loss = objectives.causal_cross_entropy_sum if causal else objectives.cross_entropy_sum
         return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def target_count(self, batch: Mapping[str, Tensor]) -> int:
@@ -119,7 +116,7 @@ class Task(ABC):
         predicts it.
         """
         labels = batch["labels"][:, 1:] if self.kind == "causal_lm" else batch["labels"]
-        return int((labels != IGNORED_LABEL).sum())
+        return int((labels != objectives.IGNORED_LABEL).sum())
 
     @abstractmethod
     def metric_sums(
@@ -127,9 +124,10 @@ class Task(ABC):
     ) -> dict[str, tuple[float, float]]:
         """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
 
-    @abstractmethod
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """Return the metrics of added-up (sum, count) pairs."""
+        """Return the metrics of added-up (sum, count) pairs: their means, unless the task knows
+        better."""
+        return {name: total / count for name, (total, count) in totals.items()}
 
     def generate_metrics(
         self,
@@ -192,9 +190,7 @@ class TokenTask(Task, Generic[Examples]):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        self._encoder = encoder
-        self._examples = dict(examples)
-        self._max_length = max_length
+        self._encoder, self._examples, self._max_length = encoder, dict(examples), max_length
         self._source, self._details = source, details
 
     def _build_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -233,14 +229,22 @@ class TaskSpec:
     """Whether an architecture of this package can learn it; else only a model that is given."""
 
 
+AnyTask = TypeVar("AnyTask", bound=Task)
 TASKS: Registry[TaskSpec] = Registry("task", entry_points="wellposed.tasks")
 
 
 def register_task(
-    task: type[Task], options: type[Any], summary: str, *, own_models: bool = True
-) -> None:
-    """Register a task under its name; it is built as ``task(options)``."""
-    TASKS.register(task.name)(TaskSpec(task.name, options, task, summary, own_models))
+    name: str, options: type[Any], summary: str, *, own_models: bool = True
+) -> Callable[[type[AnyTask]], type[AnyTask]]:
+    """Return a decorator that gives a task its name and registers it; it is built as
+    ``task(options)``."""
+
+    def register(task: type[AnyTask]) -> type[AnyTask]:
+        task.name = name
+        TASKS.register(name)(TaskSpec(name, options, task, summary, own_models))
+        return task
+
+    return register
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from wellposed.errors import DataError
-from wellposed.options import CheckedOptions, Size
+from wellposed.options import Size
+from wellposed.tasks.data import labelled, splits
 from wellposed.tasks.data.docstrings import labelled_docstrings
-from wellposed.tasks.data.labelled import (
-    AUTO,
-    LabelledTexts,
-    TableOptions,
-    load_labelled,
-    name_classes,
-    sorted_labels,
-)
-from wellposed.tasks.data.splits import (
-    MIN_ROWS_TO_CUT,
-    SPLITS,
-    Split,
-    cut_missing,
-    refuse_split_files,
-)
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds.classification import (
     ClassificationTask,
     LabelledExamples,
@@ -30,30 +17,18 @@ from wellposed.tasks.kinds.classification import (
     number_labels,
 )
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text import build_encoder
+from wellposed.tasks.text.tokenizers import build_encoder
 
 
 @dataclass(frozen=True)
-class TextClassificationOptions(CheckedOptions):
+class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """Options of the task `text_classification`."""
 
     data: str
     """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, hf:name[:config];
     or builtin: sentences about code or networks that ship with Python."""
-    valid: str | None = None
-    """File of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """File of the test split; found beside the train file, or cut from it, where not given."""
-    label_column: str = AUTO
-    """Name of the label column, or its number from 0 without a header."""
-    text_column: str = AUTO
-    """Name or number of the text column; several between commas are joined (two: a pair, for hf:)."""
-    class_names: str = AUTO
+    class_names: str = labelled.AUTO
     """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
-    header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
-    quoting: Literal["auto", "csv", "none"] = "auto"
-    """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
@@ -64,6 +39,11 @@ class TextClassificationOptions(CheckedOptions):
     """A longer text keeps its first max_length tokens (counted in the report), or is an error."""
 
 
+@register_task(
+    "text_classification",
+    TextClassificationOptions,
+    "classify texts of a csv, tsv or jsonl file (accuracy)",
+)
 class TextClassificationTask(ClassificationTask):
     """Classification of texts by the labels that train holds; a label of valid or test that train
     lacks is an error.
@@ -76,25 +56,15 @@ class TextClassificationTask(ClassificationTask):
     valid and test that train holds verbatim.
     """
 
-    name: ClassVar[str] = "text_classification"
-
     def __init__(self, options: TextClassificationOptions) -> None:
         self.options = options
-        table = TableOptions(
-            options.label_column,
-            options.text_column,
-            options.header,
-            options.quoting,
-            pairs=options.tokenizer.startswith("hf:"),
-        )
-        tables, source = _read(options, table)
-        labels = sorted_labels(tables["train"].labels)
-        _refuse_labels(tables["train"], labels)
-        names, named_by = name_classes(labels, tables["train"].path, options.class_names)
+        tables, source = _read(options)
+        train = tables["train"]
+        labels = labelled.sorted_labels(train.labels)
+        _refuse_labels(train, labels)
+        names, named_by = labelled.name_classes(labels, train.path, options.class_names)
         numbers = {split: number_labels(tables[split], labels, split) for split in SPLITS}
-        encoder = build_encoder(
-            options.tokenizer, tables["train"].texts, max_words=options.max_words
-        )
+        encoder = build_encoder(options.tokenizer, train.texts, max_words=options.max_words)
         encoded, details = encode_labelled(encoder, tables, options, noun="texts")
         super().__init__(
             encoder=encoder,
@@ -110,31 +80,26 @@ class TextClassificationTask(ClassificationTask):
 
 
 def _read(
-    options: TextClassificationOptions, table: TableOptions
-) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
+    options: TextClassificationOptions,
+) -> tuple[dict[Split, labelled.LabelledTexts], Described]:
     if options.data != "builtin":
-        return load_labelled(options.data, valid=options.valid, test=options.test, table=table)
-    refuse_split_files("the builtin sentences", valid=options.valid, test=options.test)
+        pairs = options.tokenizer.startswith("hf:")
+        return labelled.load_labelled(options, options, pairs=pairs)
+    reason = "only with data=FILE; the builtin sentences bring their own splits"
+    splits.refuse_options(options, ("valid", "test"), reason)
     sentences, described = labelled_docstrings()
-    tables, cut = cut_missing({"train": sentences}, "builtin", share=0.15)
+    tables, cut = splits.cut_missing({"train": sentences}, "builtin", share=0.15)
     return tables, described | cut
 
 
-def _refuse_labels(train: LabelledTexts, labels: list[str]) -> None:
+def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:
     rows = len(train.labels)
     if len(labels) < 2:
         raise DataError(
             f"{train.path}: every row has the label {labels[0]!r}, expected two labels or more"
         )
-    if rows >= MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
+    if rows >= splits.MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"
             f" is not the label column; {train.advice}"
         )
-
-
-register_task(
-    TextClassificationTask,
-    TextClassificationOptions,
-    "classify texts of a csv, tsv or jsonl file (accuracy)",
-)

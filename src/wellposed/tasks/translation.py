@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
 from wellposed.errors import DataError, listed
-from wellposed.options import CheckedOptions, Size
+from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data.parallel import Languages, ParallelTexts, load_parallel
+from wellposed.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
 from wellposed.tasks.metrics.bleu import TextScores, score_texts
@@ -22,24 +22,9 @@ REPEATED: tuple[Split, Split] = ("valid", "test")
 
 
 @dataclass(frozen=True)
-class TranslationOptions(CheckedOptions):
+class TranslationOptions(ParallelOptions):
     """Options of the task `translation`."""
 
-    data: str
-    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file
-    of pairs, or hf:name[:config]."""
-    src: str
-    """Language translated from, as the files name it."""
-    tgt: str
-    """Language translated to."""
-    test: str | None = None
-    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with
-    newstest2014.en beside it), a file of pairs, or hf:name[:config], of which the test split is
-    read."""
-    test_set: str | None = None
-    """Which test set, where the folder has several: a part of its name."""
-    columns: str | None = None
-    """Languages of the columns of a TSV without a header, in order, as en,fr."""
     tokenizer: str = "bpe"
     """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
     vocab_size: Size = 8000
@@ -66,6 +51,11 @@ class TranslationOptions(CheckedOptions):
     """How BLEU cuts words: 13a for running text, none for text tokenised beforehand."""
 
 
+@register_task(
+    "translation",
+    TranslationOptions,
+    "translate sentences between two languages (BLEU, chrF, perplexity)",
+)
 class TranslationTask(Seq2SeqTask):
     """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf``
     by generation.
@@ -80,12 +70,9 @@ class TranslationTask(Seq2SeqTask):
     'translate sentences between two languages (BLEU, chrF, perplexity)'
     """
 
-    name: ClassVar[str] = "translation"
-
     def __init__(self, options: TranslationOptions) -> None:
         self.options = options
-        languages = Languages(options.src, options.tgt, options.test_set, options.columns)
-        pairs, source = load_parallel(options.data, languages, test=options.test)
+        pairs, source = load_parallel(options)
         full = len(pairs["train"])
         if options.limit_pairs is not None:
             pairs["train"] = pairs["train"].select(range(min(options.limit_pairs, full)))
@@ -165,10 +152,3 @@ class TranslationTask(Seq2SeqTask):
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)
-
-
-register_task(
-    TranslationTask,
-    TranslationOptions,
-    "translate sentences between two languages (BLEU, chrF, perplexity)",
-)

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from wellposed.options import CheckedOptions, Ge, Size
+from wellposed.options import Ge, Size
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.data.texts import load_texts
+from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import WordEncoder
+from wellposed.tasks.text.tokenizers import WordEncoder, split_words
 
 END = "<eos>"
 _PIECES = re.compile(r"\w+|[^\w\s]")
@@ -19,16 +19,9 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 @dataclass(frozen=True)
-class WordLMOptions(CheckedOptions):
+class WordLMOptions(TextOptions):
     """Options of the task `word_lm`."""
 
-    data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
-    parquet file with a column text, a folder, or hf:name[:config]."""
-    valid: str | None = None
-    """Text file of the valid split; found beside the train file, or cut from it, where not given."""
-    test: str | None = None
-    """Text file of the test split; found beside the train file, or cut from it, where not given."""
     words: Literal["auto", "space", "pieces"] = "auto"
     """space: between white space, as in Penn Treebank; pieces: words and marks apart; auto: pieces for builtin."""
     eos: bool = True
@@ -41,6 +34,7 @@ class WordLMOptions(CheckedOptions):
     """Keep only the first words of the train text."""
 
 
+@register_task("word_lm", WordLMOptions, "predict the next word of a text (perplexity)")
 class WordLMTask(LanguageModelTask):
     """Next-word prediction, each word of a split predicted once from the words before it in its
     block.
@@ -59,14 +53,13 @@ class WordLMTask(LanguageModelTask):
     ('perplexity', torch.Size([1, 20]))
     """
 
-    name: ClassVar[str] = "word_lm"
     headline: ClassVar[str] = "perplexity"
     noun: ClassVar[str] = "word"
     nats_name: ClassVar[str] = "nats_per_word"
 
     def __init__(self, options: WordLMOptions) -> None:
         self.options = options
-        texts, source = load_texts(options.data, valid=options.valid, test=options.test)
+        texts, source = load_texts(options)
         builtin = options.data == "builtin"
         pieces = options.words == "pieces" or (options.words == "auto" and builtin)
         words: dict[Split, list[str]] = {}
@@ -89,22 +82,12 @@ class WordLMTask(LanguageModelTask):
             },
         )
 
-    def _metrics(self, nats: float) -> dict[str, float]:
-        from wellposed.tasks.objectives import perplexity
-
-        return {"perplexity": perplexity(nats), "nats_per_word": nats}
-
 
 def _words(text: str, *, pieces: bool, paragraphs: bool, eos: bool) -> list[str]:
     """Return the words of a text, with ``<eos>`` after every line that holds one."""
-    from wellposed.tasks.text.tokenizers import split_words
-
     lines = _BLANK_LINES.split(text) if paragraphs else text.split("\n")
     words: list[str] = []
     for line in lines:
         found = _PIECES.findall(line) if pieces else split_words(line)
         words += [*found, END] if eos and found else found
     return words
-
-
-register_task(WordLMTask, WordLMOptions, "predict the next word of a text (perplexity)")

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.files import TextFile, hub_table, read_text
-from wellposed.tasks.data.splits import Split, cut_missing, load_splits, shuffled
+from wellposed.tasks.data import files, splits
+from wellposed.tasks.data.files import TextFile
+from wellposed.tasks.data.splits import DataOptions, Described, Split
 
 Format = Literal["auto", "dailydialog", "personachat"]
 END_OF_UTTERANCE = "__eou__"
@@ -59,8 +61,8 @@ class Dialogues(tuple[Dialogue, ...]):
 
 
 def load_dialogues(
-    data: str, *, valid: str | None = None, test: str | None = None, file_format: Format = "auto"
-) -> tuple[dict[Split, Dialogues], dict[str, Any]]:
+    options: DataOptions, file_format: Format = "auto"
+) -> tuple[dict[Split, Dialogues], Described]:
     """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues
     at a time.
 
@@ -68,28 +70,19 @@ def load_dialogues(
     in one split.
     """
 
-    def read_file(path: Path) -> tuple[Dialogues, dict[str, Any]]:
-        file = read_text(path)
+    def read_file(path: Path) -> tuple[Dialogues, Described]:
+        file = files.read_text(path)
         name = detect_format(file) if file_format == "auto" else file_format
-        return Dialogues(PARSERS[name](file)), file.description() | {"format": name}
+        return Dialogues(PARSERS[name](file)), file.described | {"format": name}
 
-    splits, described = load_splits(
-        data,
-        valid=valid,
-        test=test,
-        suffixes=(".txt",),
-        read_file=read_file,
-        read_hub=_read_hub,
-        unlike=_LABELS,
+    found, described = splits.load_splits(
+        options, suffixes=(".txt",), read_file=read_file, read_hub=_read_hub, unlike=_LABELS
     )
-    splits, cut = cut_missing(
-        splits,
-        data,
-        noun="dialogues",
-        note=", no persona line shared with train",
-        draw=lambda missing, wanted: _draw_groups(splits["train"], missing, wanted, data),
+    note = ", no persona line shared with train"
+    found, cut = splits.cut_missing(
+        found, options.data, noun="dialogues", note=note, draw=partial(_draw_groups, options.data)
     )
-    return splits, described | cut
+    return found, described | cut
 
 
 def fingerprint(dialogue: Dialogue) -> tuple[str, ...]:
@@ -201,7 +194,7 @@ PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
 
 
 def _read_hub(rows: Any, where: str) -> Dialogues:
-    table = hub_table(rows, where)
+    table = files.hub_table(rows, where)
     column = next((name for name in HUB_COLUMNS if name in table.names), None)
     if column is None:
         raise DataError(
@@ -221,10 +214,10 @@ def _read_hub(rows: Any, where: str) -> Dialogues:
 
 
 def _draw_groups(
-    train: Dialogues, missing: Sequence[Split], wanted: int, where: str
+    where: str, train: Dialogues, missing: Sequence[Split], wanted: int
 ) -> dict[Split, list[int]]:
     """Return the rows of each missing split and of train, inseparable dialogues in one split."""
-    groups = shuffled(_inseparable(train))
+    groups = splits.shuffled(_inseparable(train))
     rows: dict[Split, list[int]] = {}
     for split in missing:
         rows[split] = []
@@ -265,7 +258,7 @@ def read_synonyms(path: Path) -> dict[str, str]:
     group."""
     names: dict[str, str] = {}
     problems = []
-    for number, line in read_text(path).lines():
+    for number, line in files.read_text(path).lines():
         words = line.lower().split()
         again = [word for word in words if word in names]
         if len(words) < 2 or again:

@@ -12,7 +12,7 @@ import io
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,11 +41,9 @@ class TextFile:
 
     path: Path
     text: str
-    sha256: str
-    """Of the bytes as stored, before gunzip."""
-    stored_bytes: int
-    byte_order_mark: bool
-    """Whether a UTF-8 byte order mark was taken off the start."""
+    described: dict[str, Any]
+    """Its path, the sha256 and size of its bytes as stored, before gunzip; and whether a UTF-8 byte
+    order mark was taken off its start, where there was one."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield numbered lines; only a line feed, with or without a carriage return before it, ends
@@ -53,16 +51,12 @@ class TextFile:
         for number, line in enumerate(self.text.removesuffix("\n").split("\n"), start=1):
             yield number, line.removesuffix("\r")
 
-    def description(self) -> dict[str, Any]:
-        """Return path, sha256 and size; the byte order mark only where there was one."""
-        described: dict[str, Any] = {
-            "path": str(self.path),
-            "sha256": self.sha256,
-            "bytes": self.stored_bytes,
-        }
-        if self.byte_order_mark:
-            described["byte_order_mark_removed"] = True
-        return described
+
+def describe_file(path: Path, stored: bytes | None = None) -> dict[str, Any]:
+    """Return path, sha256 and size of a file, whose bytes may be at hand."""
+    stored = path.read_bytes() if stored is None else stored
+    digest = hashlib.sha256(stored).hexdigest()
+    return {"path": str(path), "sha256": digest, "bytes": len(stored)}
 
 
 def read_text(path: Path) -> TextFile:
@@ -70,18 +64,17 @@ def read_text(path: Path) -> TextFile:
     `DataError`."""
     stored = _read_bytes(path)
     content = _gunzip(path, stored)
-    if not content:
-        raise DataError(f"{path}: the file is empty; give a file that holds text")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _not_utf8(path, content, error) from None
-    marked = text.startswith(BOM)
-    if marked:
-        text = text[1:]
+    described = describe_file(path, stored)
+    if text.startswith(BOM):
+        text, described["byte_order_mark_removed"] = text[1:], True
     if not text.strip():
-        raise DataError(f"{path}: the file holds white space only; give a file that holds text")
-    return TextFile(path, text, hashlib.sha256(stored).hexdigest(), len(stored), marked)
+        held = "holds white space only" if content else "is empty"
+        raise DataError(f"{path}: the file {held}; give a file that holds text")
+    return TextFile(path, text, described)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -161,19 +154,10 @@ def missing_file(path: Path) -> DataError:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     wanted = path.relative_to(folder).parts[0] if path != folder else path.name
-    near = (
-        nearest_names(wanted, sorted(entry.name for entry in folder.iterdir()))
-        if folder.is_dir()
-        else []
-    )
-    hint = f"nearest in {folder}: {', '.join(near)}" if near else f"{folder} holds nothing"
+    beside = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    near = ", ".join(nearest_names(wanted, beside))
+    hint = f"nearest in {folder}: {near}" if near else f"{folder} holds nothing"
     return DataError(f"{path}: no such file or folder; {hint}")
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Return path, sha256 and size of a file."""
-    stored = path.read_bytes()
-    return {"path": str(path), "sha256": hashlib.sha256(stored).hexdigest(), "bytes": len(stored)}
 
 
 @dataclass(frozen=True)
@@ -275,7 +259,7 @@ def read_table(
         return hub_table(_parquet(path), str(path)), describe_file(path)
     file = read_text(path)
     if is_named(path, *OBJECT_SUFFIXES):
-        return _objects(file), file.description()
+        return _objects(file), file.described
     if not is_named(path, ".tsv", ".csv"):
         raise DataError(
             f"{path}: expected a name that ends in {', '.join(TABLE_SUFFIXES)}, each with or"
@@ -284,8 +268,8 @@ def read_table(
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
     delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text.split("\n", 2)[:2])
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
-    rows = quoted_rows(file, delimiter) if quoted else plain
-    return _fields(path, rows, has_header), file.description()
+    rows = _quoted_rows(file, delimiter) if quoted else plain
+    return _fields(path, rows, has_header), file.described
 
 
 def _delimiter(first_lines: Sequence[str]) -> str:
@@ -295,12 +279,7 @@ def _delimiter(first_lines: Sequence[str]) -> str:
     return next((mark for mark in "\t;|" if all(mark in line for line in first_lines)), ",")
 
 
-def quoted_rows(
-    file: TextFile,
-    delimiter: str,
-    *,
-    remedy: str = "give quoting='none' if quotes are ordinary characters",
-) -> Iterator[tuple[int, list[str]]]:
+def _quoted_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of quoted fields of a file and the line each starts at; a field may be as long
     as the file."""
     limit = csv.field_size_limit(max(len(file.text), 1))
@@ -314,7 +293,8 @@ def quoted_rows(
                 return
             except csv.Error as error:
                 raise DataError(
-                    f"{file.path}:{line}: not a row of quoted fields: {error}; {remedy}"
+                    f"{file.path}:{line}: not a row of quoted fields: {error}; give quoting='none'"
+                    " if quotes are ordinary characters"
                 ) from None
             yield line, row
     finally:
@@ -347,22 +327,37 @@ def _fields(
 
 
 def _objects(file: TextFile) -> Table:
+    """Read every line of a ``.jsonl``, or every element of the list of a ``.json``, as an object."""
+    by_line = is_named(file.path, ".jsonl")
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []
-    for number, row in _parsed(file):
-        where = f"{file.path}:{number}"
-        if isinstance(row, dict):
-            rows.append(row)
-            places.append(number)
-        elif isinstance(row, ValueError):
-            problems.append(f"{where}: not JSON: {row}")
+    for place, row in file.lines() if by_line else enumerate(_json_list(file), 1):
+        try:
+            value = from_json(row, any_number=True) if by_line and row else row
+        except ValueError as error:
+            problems.append(f"{file.path}:{place}: not JSON: {error}")
+            continue
+        if isinstance(value, dict):
+            rows.append(value)
+            places.append(place)
         else:
-            found = "an empty line" if isinstance(row, Missing) else type(row).__name__
-            problems.append(f"{where}: {found}, expected a JSON object")
+            found = "an empty line" if by_line and not row else type(value).__name__
+            problems.append(f"{file.path}:{place}: {found}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
-
     return Table(str(file.path), names, objects_column(rows, names), places, problems)
+
+
+def _json_list(file: TextFile) -> list[Any]:
+    try:
+        found = from_json(file.text, any_number=True)
+    except ValueError as error:
+        raise DataError(
+            f"{file.path}: not JSON: {error}; name it .jsonl if every line is an object"
+        ) from None
+    if not isinstance(found, list):
+        raise DataError(f"{file.path}: {type(found).__name__}, expected a list of objects")
+    return found
 
 
 def objects_column(
@@ -375,24 +370,6 @@ def objects_column(
         return [row[name] if name in row else Missing(tuple(row)) for row in rows]
 
     return column
-
-
-def _parsed(file: TextFile) -> Iterable[tuple[int, Any]]:
-    if is_named(file.path, ".jsonl"):
-        return ((number, _value(line)) for number, line in file.lines())
-    rows = _value(file.text)
-    if isinstance(rows, ValueError):
-        raise DataError(f"{file.path}: not JSON: {rows}; name it .jsonl if every line is an object")
-    if not isinstance(rows, list):
-        raise DataError(f"{file.path}: {type(rows).__name__}, expected a list of objects")
-    return enumerate(rows, 1)
-
-
-def _value(text: str) -> Any:
-    try:
-        return from_json(text, any_number=True) if text else Missing(())
-    except ValueError as error:
-        return error
 
 
 def _parquet(path: Path) -> Any:
@@ -418,16 +395,16 @@ def hub_table(rows: Any, where: str) -> Table:
     names = tuple(rows.column_names)
 
     def column(number: int) -> list[Any]:
+        name = names[number]
         try:
-            values = list(rows[names[number]])
+            values = list(rows[name])
         except UnicodeDecodeError:
-            row = _first_not_utf8(rows.select_columns([names[number]]))
             raise DataError(
-                f"{where}:{row}: {names[number]!r} holds bytes that are not UTF-8; write the file"
-                " again from texts"
+                f"{where}:{_first_not_utf8(rows.select_columns([name]))}: {name!r} holds bytes that"
+                " are not UTF-8; write the file again from texts"
             ) from None
-        feature = rows.features[names[number]] if hasattr(rows, "features") else None
-        if (to_name := getattr(feature, "int2str", None)) is None:
+        to_name = getattr(rows.features[name], "int2str", None)
+        if to_name is None:
             return values
         return [None if value is None or value < 0 else to_name(value) for value in values]
 

@@ -1,4 +1,4 @@
-"""Labelled images from npz files, CIFAR-10's binary files, folders by class, or the hub.
+"""Labelled images: drawn shapes, npz files, CIFAR-10's binary files, folders by class, or the hub.
 
 Nothing is unpickled: npz files of objects and CIFAR-10's Python version are refused.
 """
@@ -8,31 +8,41 @@ from __future__ import annotations
 import hashlib
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from wellposed.errors import ConfigError, DataError, listed, missing_extra
-from wellposed.tasks.data.files import describe_file, hub_table, missing_file, refuse_bomb
-from wellposed.tasks.data.splits import (
-    SPLITS,
-    Split,
-    cut_missing,
-    find_split_folders,
-    load_splits,
-)
+from wellposed.errors import DataError, listed, missing_extra
+from wellposed.options import Size
+from wellposed.tasks.data import files, shapes, splits
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+BUILTIN_SIZES: dict[Split, int] = {"train": 1000, "valid": 200, "test": 200}
+BUILTIN_SIDE = 32
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 HUB_IMAGES, HUB_LABELS = ("image", "img"), ("label", "labels", "fine_label")
 HOW_TO_SAVE = "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
 CIFAR_WIDTH = 3 * 32 * 32
 _LUMA = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True)
+class ImageDataOptions(DataOptions):
+    """Where labelled images are."""
+
+    data: str = "builtin"
+    """builtin (drawn shapes), a folder with a folder of images for each class (in train, valid and
+    test folders, or cut), CIFAR-10 (binary version), an npz file or folder, or hf:name[:config]."""
+    limit_train: Size | None = None
+    """Keep only the first images of train."""
+    data_seed: int | None = None
+    """Seed of the drawn shapes; 0 where not given."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,15 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def is_array(self) -> bool:
+        """Whether the images are one array."""
+        return isinstance(self.items, np.ndarray)
+
     def select(self, rows: Sequence[int]) -> Images:
         """Return the images ``rows``."""
         chosen = list(rows)
-        is_array = isinstance(self.items, np.ndarray)
-        items = self.items[chosen] if is_array else [self.items[row] for row in chosen]
+        items = self.items[chosen] if self.is_array else [self.items[row] for row in chosen]
         return replace(self, items=items, labels=self.labels[chosen])
 
     def image(self, row: int) -> NDArray[np.uint8]:
@@ -61,7 +75,7 @@ class Images:
 
     def sha256(self) -> str:
         """Return the hash of pixels and labels; of files, that of labels and of files as stored."""
-        if isinstance(self.items, np.ndarray):
+        if self.is_array:
             return hashlib.sha256(self.items.tobytes() + self.labels.tobytes()).hexdigest()
         digest = hashlib.sha256(self.labels.tobytes())
         for path in self.items:
@@ -69,42 +83,32 @@ class Images:
         return digest.hexdigest()
 
 
+Loaded: TypeAlias = "tuple[dict[Split, Images], list[str] | None, Described]"
+"""The images of the splits, the names of the labels where they have names, and a description."""
+
+
 def load_images(
-    task: str,
-    data: str,
-    *,
-    valid: str | None,
-    test: str | None,
-    prefer: str | None = None,
-    stacked: bool = False,
-) -> tuple[dict[Split, Images], list[str] | None, dict[str, Any]]:
-    """Return the images of every split, the names of the labels where they have names, and a
-    description.
+    options: ImageDataOptions, *, prefer: str | None = None, stacked: bool = False
+) -> Loaded:
+    """Return the images of every split, of train the first ``limit_train``.
 
     Splits that are missing are cut from train. Every image is decoded once, and those that cannot
-    be are named at once. ``valid`` and ``test`` are npz files; ``prefer`` is a word that chooses
-    among several of them; ``stacked`` says whether images have one size and become one array.
+    be are named at once. ``prefer`` is a word that chooses among several npz files; ``stacked``
+    says whether images have one size and become one array.
     """
-    root = Path(data)
-    given = " and ".join(n for n, path in (("valid", valid), ("test", test)) if path is not None)
-    if data.startswith("hf:"):
-        return _from_hub(data, valid=valid, test=test, stacked=stacked)
-    if not root.exists():
-        raise missing_file(root)
-    batches = [root] if root.name.startswith("data_batch") else sorted(root.glob("data_batch*.bin"))
-    if not batches:
-        batches = sorted(root.glob("data_batch_[0-9]"))
-    folders = root.is_dir() and not any(root.glob("*.npz"))
-    folders = folders and any(entry.is_dir() for entry in root.iterdir())
-    if given and (batches or folders):
-        raise ConfigError(f"{task}: {given} name npz files; {root} is data of another kind")
-    if batches:
-        return _read_cifar(root if root.is_dir() else root.parent, batches, alone=root.is_file())
-    if folders:
-        return _read_class_folders(root, stacked=stacked)
-    _refuse_loose_images(root)
-    images, described = read_npz_splits(data, valid=valid, test=test, prefer=prefer)
-    return images, None, described
+    if options.data == "builtin":
+        reason = "only with data=FILE; the builtin shapes are gray, in splits of their own"
+        splits.refuse_options(options, ("valid", "test"), reason)
+        images, names, described = _draw(options.data_seed or 0)
+    else:
+        reason = f"says what is drawn, no effect on {options.data}"
+        splits.refuse_options(options, ("data_seed",), reason)
+        images, names, described = _read(options, prefer, stacked=stacked)
+    full, limit = len(images["train"]), options.limit_train
+    if limit is not None:
+        images["train"] = images["train"].select(range(min(full, limit)))
+    left_out = {"train_images_left_out_by_limit_train": full - len(images["train"])}
+    return images, names, described | left_out
 
 
 def label_names(images: dict[Split, Images], names: Sequence[str] | None, where: str) -> list[str]:
@@ -122,25 +126,61 @@ def label_names(images: dict[Split, Images], names: Sequence[str] | None, where:
     return list(names or map(str, range(max(known) + 1)))
 
 
-def _from_hub(
-    data: str, *, valid: str | None, test: str | None, stacked: bool
-) -> tuple[dict[Split, Images], list[str] | None, dict[str, Any]]:
+def _draw(seed: int) -> Loaded:
+    images: dict[Split, Images] = {
+        split: Images(*shapes.draw_shapes(count, BUILTIN_SIDE, f"{seed}/{split}"))
+        for split, count in BUILTIN_SIZES.items()
+    }
+    described: Described = {
+        "source": "builtin: drawn shapes (no benchmark: for trying things out)",
+        "generator_version": shapes.GENERATOR_VERSION,
+        "data_seed": seed,
+        "sha256": {split: images[split].sha256() for split in SPLITS},
+    }
+    return images, list(shapes.SHAPES), described
+
+
+def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Loaded:
+    """Read images from where the options say, by what is there, and cut the splits that it lacks."""
+    root, ready = Path(options.data), stack_images if stacked else checked
+    if options.data.startswith("hf:"):
+        found = _read_hub(options, ready)
+    elif not root.exists():
+        raise files.missing_file(root)
+    elif batches := _cifar_batches(root):
+        found = _read_cifar(options, batches)
+    elif root.is_dir() and not any(root.glob("*.npz")) and any(p.is_dir() for p in root.iterdir()):
+        found = _read_class_folders(options, ready)
+    else:
+        _refuse_loose_images(root)
+        found = read_npz_splits(options, prefer=prefer)
+    images, names, described = found
+    images, cut = splits.cut_missing(images, options.data)
+    return images, names, described | cut
+
+
+def _refuse_split_files(options: DataOptions) -> None:
+    reason = f"only for npz files; {options.data} is data of another kind"
+    splits.refuse_options(options, ("valid", "test"), reason)
+
+
+def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     names: list[str] = []
 
     def read_hub(rows: Any, where: str) -> Images:
-        table = hub_table(rows, where)
-        image = next((name for name in HUB_IMAGES if name in table.names), None)
-        label = next((name for name in HUB_LABELS if name in table.names), None)
+        image, label = (
+            next((name for name in usual if name in rows.column_names), None)
+            for usual in (HUB_IMAGES, HUB_LABELS)
+        )
         if image is None or label is None:
             raise DataError(
                 f"{where}: expected a column of images ({' or '.join(HUB_IMAGES)}) and one of"
-                f" labels ({' or '.join(HUB_LABELS)}); it has {', '.join(table.names)}"
+                f" labels ({' or '.join(HUB_LABELS)}); it has {', '.join(rows.column_names)}"
             )
-        classes = getattr(rows.features[label], "names", None)
         labels = rows[label][:]
         if any(type(each) is not int or each < 0 for each in labels):
             raise DataError(f"{where}: {label!r} holds values that are no whole number from 0")
-        names[:] = names or classes or []
+        names[:] = names or getattr(rows.features[label], "names", None) or []
 
         def read(row: int) -> NDArray[np.uint8]:
             try:
@@ -148,18 +188,13 @@ def _from_hub(
             except Exception as error:  # a damaged image raises whatever its decoder does
                 raise DataError(f"{where}:{row + 1}: cannot be decoded: {error}") from None
 
-        found = Images(list(range(len(labels))), np.array(labels, np.int64), read)
-        return stack_images(found) if stacked else checked(found)
-
-    def read_file(path: Path) -> tuple[Images, dict[str, Any]]:
-        raise AssertionError(path)
+        return ready(Images(list(range(len(labels))), np.array(labels, np.int64), read))
 
     require_pillow()
-    images, described = load_splits(
-        data, valid=valid, test=test, suffixes=(), read_file=read_file, read_hub=read_hub
+    images, described = splits.load_splits(
+        options, suffixes=(), read_file=read_npz, read_hub=read_hub
     )
-    images, cut = cut_missing(images, data)
-    return images, names or None, described | cut
+    return images, names or None, described
 
 
 def _refuse_loose_images(root: Path) -> None:
@@ -174,65 +209,42 @@ def _refuse_loose_images(root: Path) -> None:
         )
 
 
-def _read_class_folders(
-    root: Path, *, stacked: bool
-) -> tuple[dict[Split, Images], list[str], dict[str, Any]]:
+def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     """Read ``root/<split>/<class>/``, or ``root/<class>/`` where no folder is named as a split."""
-    folders = find_split_folders(root)
+    _refuse_split_files(options)
+    root = Path(options.data)
+    folders = splits.find_split_folders(root)
     if folders and "train" not in folders:
         others = " and ".join(folder.name for folder in folders.values())
         raise DataError(f"{root}: has a folder {others} and no folder train; add it")
     images: dict[Split, Images] = {}
-    files: dict[str, Any] = {}
+    described: dict[str, Described] = {}
     names: list[str] = []
     for split, folder in (folders or {SPLITS[0]: root}).items():
-        found, classes, files[split] = find_class_files(folder)
-        images[split] = stack_images(found) if stacked else checked(found)
-        files[split]["sha256"] = images[split].sha256()
+        classes, paths, labels, about = splits.find_class_files(folder, IMAGE_SUFFIXES)
+        images[split] = ready(Images(paths, np.array(labels, np.int64), read_image_file))
+        described[split] = about | {"sha256": images[split].sha256()}
         names = names or classes
         if classes != names:
             raise DataError(f"{folder}: classes {classes}, expected those of train: {names}")
-    images, cut = cut_missing(images, str(root))
     how = "folders" if folders else "one folder"
-    return images, names, {"source": str(root), "files": files, "splits": how, **cut}
+    return images, names, {"source": str(root), "files": described, "splits": how}
 
 
-def find_class_files(folder: Path) -> tuple[Images, list[str], dict[str, Any]]:
-    """Return the images below ``folder/<class>/``, at any depth, the classes in alphabetical order,
-    as torchvision's ``ImageFolder`` does, and a description.
-
-    A class without an image is an error; files that are not named as images are counted.
-    """
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    paths: list[Path] = []
-    labels: list[int] = []
-    empty = []
-    others = 0
-    for number, name in enumerate(classes):
-        files = sorted(path for path in (folder / name).rglob("*") if path.is_file())
-        images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
-        paths += images
-        labels += [number] * len(images)
-        others += len(files) - len(images)
-        empty += [] if images else [f"{folder / name}: no image ({', '.join(IMAGE_SUFFIXES)})"]
-    if empty or not classes:
-        raise DataError(
-            f"{folder}: expected a folder of images for each class:\n"
-            + listed(empty or ["it has none"])
-        )
-    described: dict[str, Any] = {"path": str(folder), "files": len(paths)}
-    described |= {"other_files_not_read": others} if others else {}
-    return Images(paths, np.array(labels, np.int64), read_image_file), classes, described
+def _decode(images: Images, problems: list[str]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield the number and the pixels of each image; say of those that cannot be decoded why."""
+    for row in range(len(images)):
+        try:
+            yield row, images.image(row)
+        except DataError as error:
+            problems.append(str(error))
 
 
 def checked(images: Images) -> Images:
     """Return ``images`` once each was decoded, or raise `DataError` naming those that cannot be."""
-    problems = []
-    for row in range(len(images)):
-        try:
-            images.image(row)
-        except DataError as error:
-            problems.append(str(error))
+    problems: list[str] = []
+    for _ in _decode(images, problems):
+        pass
     _refuse_images(problems)
     return images
 
@@ -251,32 +263,25 @@ def stack_images(images: Images, *, skipped: list[str] | None = None) -> Images:
 
     Where ``skipped`` is given, images that cannot be decoded are left out and described there.
     """
-    decoded: list[NDArray[np.uint8]] = []
-    kept: list[int] = []
     problems: list[str] = []
-    for row in range(len(images)):
-        try:
-            decoded.append(images.image(row))
-            kept.append(row)
-        except DataError as error:
-            (problems if skipped is None else skipped).append(str(error))
+    decoded = dict(_decode(images, problems if skipped is None else skipped))
     _refuse_images(problems)
     if not decoded:
         raise DataError(f"{images.items[0]}: none of {len(images)} images can be decoded")
-    height, width = decoded[0].shape[:2]
+    first = min(decoded)
+    height, width = decoded[first].shape[:2]
     _refuse_images(
         [
             f"{images.items[row]}: {image.shape[1]} x {image.shape[0]} pixels, expected {width} x"
-            f" {height} as {images.items[kept[0]]}"
-            for row, image in zip(kept, decoded, strict=True)
+            f" {height} as {images.items[first]}"
+            for row, image in decoded.items()
             if image.shape[:2] != (height, width)
         ]
     )
-    if len({image.ndim for image in decoded}) > 1:
-        decoded = [
-            np.repeat(image[..., None], 3, -1) if image.ndim == 2 else image for image in decoded
-        ]
-    return Images(np.stack(decoded), images.labels[kept])
+    pixels = list(decoded.values())
+    if len({image.ndim for image in pixels}) > 1:
+        pixels = [np.repeat(each[..., None], 3, -1) if each.ndim == 2 else each for each in pixels]
+    return Images(np.stack(pixels), images.labels[list(decoded)])
 
 
 def read_image_file(path: Path) -> NDArray[np.uint8]:
@@ -319,24 +324,21 @@ def _decoded(image: Any) -> NDArray[np.uint8]:
     return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
 
 
-def read_npz_splits(
-    data: str, *, valid: str | None = None, test: str | None = None, prefer: str | None = None
-) -> tuple[dict[Split, Images], dict[str, Any]]:
+def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loaded:
     """Read the npz files of the splits; ``prefer`` is a word that chooses among several train
     files."""
-    train, root = data, Path(data)
+    root, train = Path(options.data), options.data
     if prefer is not None and root.is_dir():
         trains = [path for path in sorted(root.glob("*.npz")) if "train" in path.name.lower()]
         chosen = [path for path in trains if prefer in path.name.lower()]
-        train = str(chosen[0]) if len(trains) > 1 and len(chosen) == 1 else data
-    images, described = load_splits(
-        train, valid=valid, test=test, suffixes=(".npz",), read_file=read_npz
+        train = str(chosen[0]) if len(trains) > 1 and len(chosen) == 1 else train
+    images, described = splits.load_splits(
+        replace(options, data=train), suffixes=(".npz",), read_file=read_npz
     )
-    images, cut = cut_missing(images, described["files"]["train"]["path"])
-    return images, {**described, "source": data, **cut}
+    return images, None, {**described, "source": options.data}
 
 
-def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
+def read_npz(path: Path) -> tuple[Images, Described]:
     """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz
     file."""
     size = path.stat().st_size
@@ -347,7 +349,7 @@ def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            refuse_bomb(path, size, sum(member.file_size for member in archive.infolist()))
+            files.refuse_bomb(path, size, sum(member.file_size for member in archive.infolist()))
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except DataError:
@@ -363,9 +365,9 @@ def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
             f"{path}: no array {' and '.join(missing)}; it has {', '.join(found) or 'none'}"
         )
     x, y = found["x"], found["y"]
+    is_image = x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)
     problems = []
-    shaped = x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)
-    if x.dtype != np.uint8 or not shaped or 0 in x.shape:
+    if x.dtype != np.uint8 or not is_image or 0 in x.shape:
         problems.append(
             f"x is {x.dtype} of shape {x.shape}, expected uint8 of shape (n, h, w) or (n, h, w, 3)"
         )
@@ -377,27 +379,36 @@ def read_npz(path: Path) -> tuple[Images, dict[str, Any]]:
         problems.append(f"label {y.min()} of image {int(y.argmin())}, expected 0 or more")
     if problems:
         raise DataError(f"{path}: the arrays do not fit:\n" + listed(problems))
-    return Images(x, y.astype(np.int64)), describe_file(path)
+    return Images(x, y.astype(np.int64)), files.describe_file(path)
 
 
-def _read_cifar(
-    root: Path, batches: Sequence[Path], *, alone: bool
-) -> tuple[dict[Split, Images], list[str] | None, dict[str, Any]]:
-    """Read train batches, the test batch beside them if wanted, and the names of the classes."""
-    read = [read_cifar_binary(path) for path in batches]
-    items, labels = ([getattr(images, name) for images, _ in read] for name in ("items", "labels"))
-    images: dict[Split, Images] = {"train": Images(np.concatenate(items), np.concatenate(labels))}
-    files = [described for _, described in read]
-    test, names = root / "test_batch.bin", root / "batches.meta.txt"
-    if test.exists() and not alone:
-        images["test"], described = read_cifar_binary(test)
-        files.append(described)
+def _cifar_batches(root: Path) -> list[Path]:
+    """Return the train batches of CIFAR-10 at ``root``, a folder or one of them."""
+    if root.name.startswith("data_batch"):
+        return [root]
+    return sorted(root.glob("data_batch*.bin")) or sorted(root.glob("data_batch_[0-9]"))
+
+
+def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
+    """Read train batches, and of a folder the test batch; the classes have names beside them."""
+    _refuse_split_files(options)
+    folder = batches[0].parent
+    read = [_read_cifar_batch(path) for path in batches]
+    images: dict[Split, Images] = {
+        "train": Images(
+            *(np.concatenate([getattr(i, n) for i in read]) for n in ("items", "labels"))
+        )
+    }
+    test, names = folder / "test_batch.bin", folder / "batches.meta.txt"
+    if test.exists() and Path(options.data).is_dir():
+        images["test"] = _read_cifar_batch(test)
+        batches = [*batches, test]
     classes = names.read_text(encoding="utf-8").split() if names.exists() else None
-    images, cut = cut_missing(images, str(root))
-    return images, classes, {"source": str(root), "files": files, "splits": "published", **cut}
+    described = [files.describe_file(path) for path in batches]
+    return images, classes, {"source": str(folder), "files": described, "splits": "published"}
 
 
-def read_cifar_binary(path: Path) -> tuple[Images, dict[str, Any]]:
+def _read_cifar_batch(path: Path) -> Images:
     """Read records of one label and 3 x 1024 bytes, the binary version of CIFAR-10."""
     if path.suffix != ".bin":
         raise DataError(
@@ -417,7 +428,7 @@ def read_cifar_binary(path: Path) -> tuple[Images, dict[str, Any]]:
         problems = [f"{path}: record {index}: label {records[index, 0]}" for index in wrong]
         raise DataError("labels of CIFAR-10 are 0 to 9:\n" + listed(problems))
     pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return Images(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64)), describe_file(path)
+    return Images(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64))
 
 
 def to_gray(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

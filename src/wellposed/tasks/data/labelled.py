@@ -19,22 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
-from wellposed.tasks.data.files import (
-    TABLE_SUFFIXES,
-    Table,
-    hub_table,
-    is_named,
-    not_text,
-    read_table,
-    read_text,
-)
-from wellposed.tasks.data.splits import (
-    Split,
-    cut_missing,
-    find_split_folders,
-    load_splits,
-    refuse_split_files,
-)
+from wellposed.options import CheckedOptions
+from wellposed.tasks.data import files, splits
+from wellposed.tasks.data.files import Table
+from wellposed.tasks.data.splits import DataOptions, Described, Split
 
 LABEL_NAMES = (
     *("label", "labels", "target", "class", "sentiment", "category", "class index", "topic"),
@@ -55,15 +43,17 @@ logger = logging.getLogger("wellposed.tasks")
 
 
 @dataclass(frozen=True)
-class TableOptions:
-    """How a table is read."""
+class TableOptions(CheckedOptions):
+    """How a table of labels and texts is read."""
 
     label_column: str = AUTO
+    """Name of the label column, or its number from 0 without a header."""
     text_column: str = AUTO
+    """Name or number of the text column; several between commas are joined (two: a pair, for hf:)."""
     header: Literal["auto", "yes", "no"] = "auto"
+    """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
     quoting: Literal["auto", "csv", "none"] = "auto"
-    pairs: bool = False
-    """Whether two text columns are the two texts of a pair; they are joined by a space where not."""
+    """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
 
 
 @dataclass(frozen=True)
@@ -99,35 +89,37 @@ class LabelledTexts:
 
 
 def load_labelled(
-    data: str, *, valid: str | None, test: str | None, table: TableOptions | None = None
-) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
+    options: DataOptions, table: TableOptions | None = None, *, pairs: bool = False
+) -> tuple[dict[Split, LabelledTexts], Described]:
     """Read the labelled texts of the splits, cut missing ones from train, and describe where they
-    came from."""
-    options = table or TableOptions()
+    came from.
 
-    def read_file(path: Path) -> tuple[LabelledTexts, dict[str, Any]]:
-        found, described = read_table(
-            path, quoting=options.quoting, has_header=lambda first: is_header(first, options)
+    ``pairs`` says whether two text columns are the two texts of a pair, beside being joined.
+    """
+    columns = table or TableOptions()
+
+    def read_file(path: Path) -> tuple[LabelledTexts, Described]:
+        found, described = files.read_table(
+            path, quoting=columns.quoting, has_header=lambda first: is_header(first, columns)
         )
-        texts = label_rows(found, options, join=is_named(path, ".csv"))
+        texts = label_rows(found, columns, join=files.is_named(path, ".csv"), pairs=pairs)
         logger.info("%s: %s", path, texts.columns)
         return texts, described | {"columns": texts.columns}
 
-    if not data.startswith("hf:") and has_class_folders(data):
-        refuse_split_files(
-            "folders of texts by class bring their own splits", valid=valid, test=test
-        )
-        tables, described = _read_folders(data)
+    if not options.data.startswith("hf:") and has_class_folders(options.data):
+        reason = "only with data=FILE; folders of texts by class bring their own splits"
+        splits.refuse_options(options, ("valid", "test"), reason)
+        tables, described = _read_folders(options.data)
     else:
-        tables, described = load_splits(
-            data,
-            valid=valid,
-            test=test,
-            suffixes=TABLE_SUFFIXES,
+        tables, described = splits.load_splits(
+            options,
+            suffixes=files.TABLE_SUFFIXES,
             read_file=read_file,
-            read_hub=lambda rows, where: label_rows(hub_table(rows, where), options),
+            read_hub=lambda rows, where: label_rows(
+                files.hub_table(rows, where), columns, pairs=pairs
+            ),
         )
-    tables, cut = cut_missing(tables, tables["train"].path)
+    tables, cut = splits.cut_missing(tables, tables["train"].path)
     return tables, described | cut
 
 
@@ -144,7 +136,9 @@ def is_header(first: Sequence[str], options: TableOptions) -> bool:
     return bool(names) or (AUTO in asked and None not in _named(first, options))
 
 
-def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> LabelledTexts:
+def label_rows(
+    table: Table, options: TableOptions, *, join: bool = False, pairs: bool = False
+) -> LabelledTexts:
     """Return the labelled texts of a table, or raise naming every row that cannot be used.
 
     ``join`` says whether the text of a table without a header is every column after the label, not
@@ -161,13 +155,14 @@ def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> La
         problems += wrong
     table.refuse(problems)
     rows = list(zip(*parts, strict=True))
+    paired = pairs and len(text) == 2
     return LabelledTexts(
         table.where,
         [join_text(row) for row in rows],
         labels,
         table.places,
-        _describe(table, label, text, options),
-        [(row[0], row[1]) for row in rows] if options.pairs and len(text) == 2 else None,
+        _describe(table, label, text, "as a pair" if paired else "joined by a space"),
+        [(row[0], row[1]) for row in rows] if paired else None,
         _advice(table, label, text),
     )
 
@@ -191,16 +186,15 @@ def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]]
         named = _named(first, options)
         return options.header == "yes" or bool(named[1] and not _numbers(options.text_column))
 
-    if not is_named(path, *TABLE_SUFFIXES):
+    if not files.is_named(path, *files.TABLE_SUFFIXES):
         return None
-    table, _ = read_table(path, quoting=options.quoting, has_header=has_header)
-    if table.first and is_named(path, ".tsv"):
+    table, _ = files.read_table(path, quoting=options.quoting, has_header=has_header)
+    if table.first and files.is_named(path, ".tsv"):
         return None
-    text = _named(table.first or table.names, options)[1]
-    if text is None or max(text) >= len(table.names):
-        raise _no_column(
-            replace(table, names=table.first or table.names), {"text": options.text_column}
-        )
+    known = table.first or table.names
+    text = _named(known, options)[1]
+    if text is None or max(text) >= len(known):
+        raise _no_column(table.where, known, {"text": options.text_column})
     names = [table.names[place] for place in text]
     what = f"{path}: text {' + '.join(map(repr, names))}"
     return list(zip(*map(table.strings, names), strict=True)), what
@@ -222,8 +216,9 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tu
         text = text or (after if join and after else (count - 1,))
     if label is None or text is None:
         table.refuse()
-        missing = {"label": options.label_column} if label is None else {}
-        raise _no_column(table, missing | ({"text": options.text_column} if text is None else {}))
+        asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
+        missing = {role: column for role, (found, column) in asked.items() if found is None}
+        raise _no_column(table.where, table.names, missing)
     problems = [
         f"{table.where}:1: {role}_column = {place}, expected a number below {count}, the number of"
         " columns"
@@ -243,18 +238,17 @@ def _named(
 ) -> tuple[int | None, tuple[int, ...] | None]:
     """Return the columns that are asked for by number or name, or named as usual, where there
     are."""
-    folded = [name.strip().lower() for name in names]
+    held, folded = list(names), [name.strip().lower() for name in names]
 
     def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
         if column == AUTO:
-            usual = next((each for each in known if all(name in folded for name in each)), None)
+            usual = next((each for each in known if set(each) <= set(folded)), None)
             return tuple(map(folded.index, usual)) if usual else None
         if column in names:
-            return (list(names).index(column),)
+            return (held.index(column),)
         parts = [part.strip() for part in column.split(",")]
-        if numbers := _numbers(column):
-            return numbers
-        return tuple(map(list(names).index, parts)) if set(parts) <= set(names) else None
+        given = tuple(map(held.index, parts)) if set(parts) <= set(names) else None
+        return _numbers(column) or given
 
     label = places(options.label_column, [(name,) for name in LABEL_NAMES])
     one = label[0] if label and len(label) == 1 else None
@@ -277,26 +271,26 @@ def _labels(table: Table, number: int) -> tuple[list[str], list[str]]:
             value = json.dumps(value)
         elif value is None:
             problem = "the row has no label"
-        elif (problem := not_text(value, name)) is None and not value.strip():
+        elif (problem := files.not_text(value, name)) is None and not value.strip():
             problem = "the label is empty"
         labels.append(value)
         problems += [f"{table.where}:{place}: {problem}"] if problem else []
     return labels, problems
 
 
-def _describe(table: Table, label: int, text: Sequence[int], options: TableOptions) -> str:
+def _describe(table: Table, label: int, text: Sequence[int], how: str) -> str:
     """Return what was taken for the label and the text, and what was not read."""
-    shown = table.names if table.first else list(map(repr, table.names))
-    unread = [name for place, name in enumerate(shown) if place != label and place not in text]
-    what = ""
-    if len(text) > 1:
-        what = " as a pair" if options.pairs and len(text) == 2 else " joined by a space"
-    if not table.first:
-        described = f"header, label {shown[label]}, text {' + '.join(shown[i] for i in text)}{what}"
-        return described + (f"; not read: {', '.join(unread)}" if unread else "")
-    columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))
-    described = f"no header, label in column {label}, text in {columns}{what}"
-    return described + (f"; not read: column {', '.join(unread)}" if unread else "")
+    how = f" {how}" if len(text) > 1 else ""
+    unread = [place for place in range(len(table.names)) if place != label and place not in text]
+    if table.first:
+        columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))
+        described = f"no header, label in column {label}, text in {columns}{how}"
+        left = "column " + ", ".join(map(str, unread))
+    else:
+        named = [repr(table.names[place]) for place in text]
+        described = f"header, label {table.names[label]!r}, text {' + '.join(named)}{how}"
+        left = ", ".join(repr(table.names[place]) for place in unread)
+    return described + (f"; not read: {left}" if unread else "")
 
 
 def _advice(table: Table, label: int, text: Sequence[int]) -> str:
@@ -332,26 +326,27 @@ def _refuse_unseen_header(table: Table) -> None:
     if labels:
         label = min(labels)[-1]
         text = max((each for each in range(len(columns)) if each != label), key=size.__getitem__)
-        names = [_typed(table.first[number]) for number in (label, text)]
+        label_name, text_name = _typed(table.first[label]), _typed(table.first[text])
         raise DataError(
             f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
-            f" {table.first[label]!r}: {list(table.first)}; give label_column={names[0]}"
-            f" text_column={names[1]}, or give header='no'"
+            f" {table.first[label]!r}: {list(table.first)}; give label_column={label_name}"
+            f" text_column={text_name}, or give header='no'"
         )
 
 
-def _no_column(table: Table, missing: dict[str, str]) -> DataError:
-    problems = []
-    shown = [name[:SHOWN] for name in table.names]
+def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:
+    problems, shown = [], [name[:SHOWN] for name in names]
     for role, column in missing.items():
-        known = " or ".join(LABEL_NAMES if role == "label" else map(" + ".join, TEXT_NAMES))
-        absent = [part for part in map(str.strip, column.split(",")) if part not in table.names]
-        near = "; ".join(
-            f"{part[:SHOWN]!r} (nearest: {', '.join(nearest_names(part, shown))})"
-            for part in absent
+        wanted = (
+            f"named {' or '.join(LABEL_NAMES if role == 'label' else map(' + '.join, TEXT_NAMES))}"
         )
-        wanted = f"named {known}" if column == AUTO else near
-        problems.append(f"{table.where}:1: no {role} column {wanted}; give {role}_column=NAME")
+        if column != AUTO:
+            wanted = "; ".join(
+                f"{part[:SHOWN]!r} (nearest: {', '.join(nearest_names(part, shown))})"
+                for part in map(str.strip, column.split(","))
+                if part not in names
+            )
+        problems.append(f"{where}:1: no {role} column {wanted}; give {role}_column=NAME")
     return DataError(f"the header {shown} lacks a column:\n" + listed(problems))
 
 
@@ -372,50 +367,39 @@ def has_class_folders(data: str) -> bool:
     return False
 
 
-def _read_folders(data: str) -> tuple[dict[Split, LabelledTexts], dict[str, Any]]:
+def _read_folders(data: str) -> tuple[dict[Split, LabelledTexts], Described]:
     """Read ``<split>/<class>/<name>.txt``, as the release of IMDb; `UNLABELLED` is left out and
     described."""
-    folders = find_split_folders(Path(data))
     tables: dict[Split, LabelledTexts] = {}
-    files: dict[Split, dict[str, Any]] = {}
-    for split, folder in folders.items():
-        tables[split], files[split] = _read_class_folder(folder)
-    left_out = [f"{f.name}/{UNLABELLED}" for f in folders.values() if (f / UNLABELLED).is_dir()]
-    return tables, {"source": data, "files": files, "left_out_without_label": left_out}
+    described: dict[Split, Described] = {}
+    left_out: list[str] = []
+    for split, folder in splits.find_split_folders(Path(data)).items():
+        tables[split], described[split] = _read_class_folder(folder)
+        left_out += [f"{folder.name}/{UNLABELLED}"] if (folder / UNLABELLED).is_dir() else []
+    return tables, {"source": data, "files": described, "left_out_without_label": left_out}
 
 
-def _read_class_folder(folder: Path) -> tuple[LabelledTexts, dict[str, Any]]:
-    texts: list[str] = []
-    labels: list[str] = []
-    files: list[str] = []
-    problems: list[str] = []
-    digest = hashlib.sha256()
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    for name in classes:
-        paths = sorted((folder / name).glob("*.txt")) if name != UNLABELLED else []
-        problems += [] if paths or name == UNLABELLED else [f"{folder / name}: no .txt file"]
-        for path in paths:
-            stored = path.read_bytes()
-            digest.update(stored)
-            try:
-                texts.append(stored.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                byte = f"byte 0x{stored[error.start]:02x} at offset {error.start}"
-                problems.append(f"{path}: not UTF-8: {byte}")
-            labels.append(name)
-            files.append(f"{name}/{path.name}")
-    if problems or not files:
-        raise DataError(
-            f"{folder}: expected a folder of .txt files for each class:\n"
-            + listed(problems or ["no class"])
-        )
-    columns = "one folder a class, one file a text"
-    described = {"path": str(folder), "files": len(files), "sha256": digest.hexdigest()}
-    table = LabelledTexts(str(folder), texts, labels, files, columns)
-    return table, {**described, "columns": columns}
+def _read_class_folder(folder: Path) -> tuple[LabelledTexts, Described]:
+    classes, paths, numbers, described = splits.find_class_files(
+        folder, (".txt",), left_out=UNLABELLED
+    )
+    texts, problems, digest = [], [], hashlib.sha256()
+    for path in paths:
+        stored = path.read_bytes()
+        digest.update(stored)
+        try:
+            texts.append(stored.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{stored[error.start]:02x} at offset {error.start}"
+            problems.append(f"{path}: not UTF-8: {byte}")
+    files.refuse_rows(folder, problems)
+    columns, labels = "one folder a class, one file a text", [classes[n] for n in numbers]
+    places = [path.relative_to(folder).as_posix() for path in paths]
+    described |= {"sha256": digest.hexdigest(), "columns": columns}
+    return LabelledTexts(str(folder), texts, labels, places, columns), described
 
 
-def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[str], dict[str, Any]]:
+def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[str], Described]:
     """Return the names of ``labels`` and, for the description, where they are from.
 
     Names are ``given`` between commas; for ``auto``, line n of ``classes.txt`` beside the train
@@ -434,7 +418,7 @@ def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[st
     file = Path(train).parent / "classes.txt"
     if not Path(train).is_file() or not file.is_file():
         return list(labels), {}
-    read = read_text(file)
+    read = files.read_text(file)
     lines = read.text.strip().split("\n")
     known = {str(number): name.strip() for number, name in enumerate(lines, 1)}
     if len(set(known.values())) != len(known) or not set(labels) <= set(known):
@@ -443,7 +427,7 @@ def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[st
             " name of its own"
         )
         return list(labels), {"class_names": f"{file} not used: {reason}"}
-    return [known[label] for label in labels], {"class_names": read.description()}
+    return [known[label] for label in labels], {"class_names": read.described}
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:

@@ -22,23 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
-from wellposed.tasks.data.files import (
-    TABLE_SUFFIXES,
-    Table,
-    hub_table,
-    missing_file,
-    objects_column,
-    read_table,
-    read_text,
-)
-from wellposed.tasks.data.splits import (
-    SPLIT_WORDS,
-    SPLITS,
-    Split,
-    cut_missing,
-    load_hub_split,
-    load_splits,
-)
+from wellposed.options import CheckedOptions
+from wellposed.tasks.data import files, splits
+from wellposed.tasks.data.files import Table
+from wellposed.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
 
 WORDS: dict[Split, tuple[str, ...]] = {
     "train": SPLIT_WORDS["train"],
@@ -50,18 +37,35 @@ NO_LANGUAGES = ("tsv", "csv", "json", "jsonl", "parquet", "md")
 
 
 @dataclass(frozen=True)
-class Languages:
-    """What a user says about the pair: languages, the test set where a folder has several, the
-    columns of a file without a header."""
+class ParallelOptions(CheckedOptions):
+    """Where sentence pairs are, and of which languages."""
 
+    data: str
+    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file
+    of pairs, or hf:name[:config]."""
     src: str
+    """Language translated from, as the files name it."""
     tgt: str
+    """Language translated to."""
+    test: str | None = None
+    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with
+    newstest2014.en beside it), a file of pairs, or hf:name[:config], of which the test split is
+    read."""
     test_set: str | None = None
+    """Which test set, where the folder has several: a part of its name."""
     columns: str | None = None
+    """Languages of the columns of a TSV without a header, in order, as en,fr."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the languages and the test set."""
+        same = [f"src = tgt = {self.src!r}; expected two languages"] if self.src == self.tgt else []
+        both = self.test is not None and self.test_set is not None
+        two = [f"test = {self.test!r} and test_set = {self.test_set!r}: give one"] if both else []
+        return same + two
 
     @property
     def both(self) -> tuple[str, str]:
-        """Source and target."""
+        """Source and target language."""
         return self.src, self.tgt
 
 
@@ -92,44 +96,47 @@ class ParallelTexts:
         return replace(self, source=source, target=target)
 
 
-def load_parallel(
-    data: str, languages: Languages, *, test: str | None = None
-) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
+def load_parallel(options: ParallelOptions) -> tuple[dict[Split, ParallelTexts], Described]:
     """Return the pairs of every split and the description of where they came from.
 
     A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as
-    such. ``test`` says where the test split is instead.
+    such.
     """
-    if languages.src == languages.tgt:
-        raise ConfigError(f"src = tgt = {languages.src!r}; expected two languages")
-    if test is not None and languages.test_set is not None:
-        raise ConfigError(f"test = {test!r} and test_set = {languages.test_set!r}: give one")
-    stems = {} if data.startswith("hf:") else _aligned_stems(Path(data), languages)
-    if stems:
-        pairs, described = _from_stems(data, stems, languages)
+    on_hub = options.data.startswith("hf:")
+    if stems := {} if on_hub else _aligned_stems(Path(options.data), options):
+        pairs, described = _from_stems(options.data, stems, options)
     else:
-        pairs, described = load_splits(
-            data,
-            suffixes=TABLE_SUFFIXES,
-            read_file=lambda path: _read_file(path, languages),
-            read_hub=lambda rows, where: _pairs(hub_table(rows, where), languages),
+        pairs, described = splits.load_splits(
+            DataOptions(options.data),
+            suffixes=files.TABLE_SUFFIXES,
+            read_file=lambda path: _read_file(path, options),
+            read_hub=lambda rows, where: _pairs(files.hub_table(rows, where), options),
         )
-    if test is not None:
-        pairs["test"], described["test"] = _load_test(test, languages)
+    if options.test is not None:
+        pairs["test"], described["test"] = _load_test(options.test, options)
     for texts in pairs.values():
         _refuse_empty(texts)
-    where, remedy = pairs["train"].paths[0], "put files of these splits beside it"
-    pairs, cut = cut_missing(pairs, where, noun="pairs", at_least=MIN_PAIRS_TO_CUT, remedy=remedy)
-    return pairs, {**described, "languages": list(languages.both), **cut}
+    pairs, cut = splits.cut_missing(
+        pairs,
+        pairs["train"].paths[0],
+        noun="pairs",
+        at_least=MIN_PAIRS_TO_CUT,
+        remedy="put files of these splits beside it",
+    )
+    return pairs, {**described, "languages": list(options.both), **cut}
 
 
-def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, Path]]:
+Stems = dict[Split, tuple[Path, Path]]
+"""The files of source and target of every split."""
+
+
+def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
     """Return the two files of every split, or nothing where the place holds no file of either
     language."""
     if not root.exists():
-        raise missing_file(root)
+        raise files.missing_file(root)
     if root.is_file():
-        return _stems_of_file(root, languages)
+        return _stems_of_file(root, options)
     found: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
     plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
     for path in plain_first:
@@ -137,49 +144,50 @@ def _aligned_stems(root: Path, languages: Languages) -> dict[Split, tuple[Path, 
         split = _split_of(stem)
         if path.is_file() and stem and split and language not in NO_LANGUAGES:
             found[split].setdefault(stem, {}).setdefault(language, path)
-    names = {language for stems in found.values() for files in stems.values() for language in files}
-    if not names & set(languages.both):
+    names = {language for stems in found.values() for each in stems.values() for language in each}
+    if not names & set(options.both):
         if names:
-            raise _no_language(root, found["train"], languages)
+            raise _no_language(root, found["train"], options)
         return {}
-    chosen: dict[Split, tuple[Path, Path]] = {}
+    chosen: Stems = {}
     for split, stems in found.items():
-        complete = {stem: files for stem, files in stems.items() if set(languages.both) <= {*files}}
+        complete = {stem: each for stem, each in stems.items() if set(options.both) <= {*each}}
         if split == "train" and not complete:
-            raise _no_language(root, stems, languages)
-        stem = _one_stem(root, split, list(complete), languages.test_set)
+            raise _no_language(root, stems, options)
+        stem = _one_stem(root, split, list(complete), options.test_set)
         if stem is not None:
-            chosen[split] = (complete[stem][languages.src], complete[stem][languages.tgt])
+            chosen[split] = (complete[stem][options.src], complete[stem][options.tgt])
     return chosen
 
 
-def _load_test(test: str, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
+def _load_test(test: str, options: ParallelOptions) -> tuple[ParallelTexts, Described]:
     """Return the pairs of a test set that lies elsewhere, and the description of where they came
     from."""
     if test.startswith("hf:"):
-        table = hub_table(load_hub_split(test, "test"), f"{test} (test)")
-        return _pairs(table, languages), {"source": test, "rows": len(table.places)}
+        table = files.hub_table(splits.load_hub(test, split="test"), f"{test} (test)")
+        return _pairs(table, options), {"source": test, "rows": len(table.places)}
     path = Path(test)
     if not path.is_file():
-        raise missing_file(path)
-    if stems := _stems_of_file(path, languages):
-        pairs, described = _from_stems(test, stems, languages)
+        raise files.missing_file(path)
+    if stems := _stems_of_file(path, options):
+        pairs, described = _from_stems(test, stems, options)
         return pairs["train"], described
-    return _read_file(path, languages)
+    return _read_file(path, options)
 
 
-def _stems_of_file(path: Path, languages: Languages) -> dict[Split, tuple[Path, Path]]:
+def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
     """Return the pair of files that a file of one of the languages belongs to; a file of columns
     belongs to none."""
     stem, _, language = path.name.removesuffix(".gz").rpartition(".")
-    if language not in languages.both:
+    if language not in options.both:
         return {}
     pair = []
-    for wanted in languages.both:
-        options = [path.parent / f"{stem}.{wanted}{ending}" for ending in ("", ".gz")]
-        pair.append(next((option for option in options if option.is_file()), options[0]))
+    for wanted in options.both:
+        plain = path.with_name(f"{stem}.{wanted}")
+        packed = path.with_name(f"{plain.name}.gz")
+        pair.append(packed if packed.is_file() and not plain.is_file() else plain)
         if not pair[-1].is_file():
-            raise missing_file(pair[-1])
+            raise files.missing_file(pair[-1])
     return {"train": (pair[0], pair[1])}
 
 
@@ -215,21 +223,18 @@ def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) 
 
 
 def _no_language(
-    root: Path, train: Mapping[str, Mapping[str, Path]], languages: Languages
+    root: Path, train: Mapping[str, Mapping[str, Path]], options: ParallelOptions
 ) -> DataError:
     """Build the error for languages without a train file; those that exist are named."""
-    exist = sorted({language for files in train.values() for language in files})
-    lacking = [language for language in languages.both if language not in exist]
+    exist = sorted({language for held in train.values() for language in held})
+    lacking = [language for language in options.both if language not in exist]
     if not lacking:
-        stems = ", ".join(f"{stem} ({', '.join(sorted(files))})" for stem, files in train.items())
+        stems = ", ".join(f"{stem} ({', '.join(sorted(held))})" for stem, held in train.items())
         return DataError(
-            f"{root}: no train file has both {languages.src} and {languages.tgt}; found: {stems}"
+            f"{root}: no train file has both {options.src} and {options.tgt}; found: {stems}"
         )
-    hints = [
-        f"{language!r} (nearest: {near[0]})" if near else language
-        for language in lacking
-        if (near := nearest_names(language, exist, count=1)) is not None
-    ]
+    nearest = {language: nearest_names(language, exist, count=1) for language in lacking}
+    hints = [f"{name!r} (nearest: {near[0]})" if near else name for name, near in nearest.items()]
     return DataError(
         f"{root}: no train file for language {', '.join(hints)}; languages that exist there:"
         f" {', '.join(exist) or 'none'}"
@@ -237,19 +242,19 @@ def _no_language(
 
 
 def _from_stems(
-    data: str, stems: Mapping[Split, tuple[Path, Path]], languages: Languages
-) -> tuple[dict[Split, ParallelTexts], dict[str, Any]]:
+    data: str, stems: Stems, options: ParallelOptions
+) -> tuple[dict[Split, ParallelTexts], Described]:
     pairs: dict[Split, ParallelTexts] = {}
-    files: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for split, paths in stems.items():
-        both = [read_text(path) for path in paths]
+        both = [files.read_text(path) for path in paths]
         source, target = ([line for _, line in file.lines()] for file in both)
         _refuse_unequal(paths, source, target)
         named = (str(paths[0]), str(paths[1]))
         pairs[split] = ParallelTexts(source, target, named, range(1, len(source) + 1))
-        described = [file.description() for file in both]
-        files[split] = dict(zip(languages.both, described, strict=True))
-    return pairs, {"source": data, "files": files}
+        held = [file.described for file in both]
+        described[split] = dict(zip(options.both, held, strict=True))
+    return pairs, {"source": data, "files": described}
 
 
 def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[str]) -> None:
@@ -265,67 +270,63 @@ def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[st
     )
 
 
-def _read_file(path: Path, languages: Languages) -> tuple[ParallelTexts, dict[str, Any]]:
-    wanted = set(languages.both)
-    table, described = read_table(path, has_header=lambda first: wanted <= {*map(_plain, first)})
-    names, how = ",".join(map(_plain, table.names)), "header"
+def _read_file(path: Path, options: ParallelOptions) -> tuple[ParallelTexts, Described]:
+    def has_header(first: Sequence[str]) -> bool:
+        return set(options.both) <= {name.strip().lower() for name in first}
+
+    table, described = files.read_table(path, has_header=has_header)
+    how = "given" if table.first else "header"
     if table.first:
-        names, how = _given_names(table, languages), "given"
-        table = replace(table, names=tuple(map(str.strip, names.split(","))))
-    described["columns"] = f"{names} ({how})"
-    return _pairs(table, languages), described
+        table = replace(table, names=_given_names(table, options))
+    names = ",".join(name if table.first else name.strip().lower() for name in table.names)
+    return _pairs(table, options), described | {"columns": f"{names} ({how})"}
 
 
-def _plain(name: str) -> str:
-    return name.strip().lower()
-
-
-def _given_names(table: Table, languages: Languages) -> str:
+def _given_names(table: Table, options: ParallelOptions) -> tuple[str, ...]:
     """Return the names that the user gives to the columns of a file without a header."""
-    if languages.columns is None:
+    if options.columns is None:
         raise ConfigError(
-            f"{table.where}:1: no header names {languages.src} and {languages.tgt} (the line has"
+            f"{table.where}:1: no header names {options.src} and {options.tgt} (the line has"
             f" {len(table.first)} columns: {' | '.join(cell[:30] for cell in table.first)}); name"
-            f" the columns in order, as columns={languages.src},{languages.tgt}; a column that is"
+            f" the columns in order, as columns={options.src},{options.tgt}; a column that is"
             " not used may have any name"
         )
-    names = list(map(str.strip, languages.columns.split(",")))
-    lacking = [language for language in languages.both if names.count(language) != 1]
+    names = tuple(map(str.strip, options.columns.split(",")))
+    lacking = [language for language in options.both if names.count(language) != 1]
     if lacking:
-        raise ConfigError(f"columns = {languages.columns!r} must hold {' and '.join(lacking)} once")
+        raise ConfigError(f"columns = {options.columns!r} must hold {' and '.join(lacking)} once")
     if len(names) != len(table.first):
         raise DataError(f"{table.where}:1: {len(table.first)} columns, columns names {len(names)}")
-    return languages.columns
+    return names
 
 
-def _pairs(table: Table, languages: Languages) -> ParallelTexts:
+def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
     """Return the columns of the languages, or those of the objects of one column
     ``translation``."""
     if "translation" in table.names:
         held = table.column(table.names.index("translation"))
         objects = [row if isinstance(row, dict) else {} for row in held]
         names = tuple(dict.fromkeys(name for row in objects for name in row))
-        table = replace(table, names=names, column=objects_column(objects, names))
-    else:
-        plain = tuple(map(_plain, table.names))
-        table = table if set(languages.both) <= {*table.names} else replace(table, names=plain)
-    lacking = [language for language in languages.both if language not in table.names]
+        table = replace(table, names=names, column=files.objects_column(objects, names))
+    elif not set(options.both) <= {*table.names}:
+        table = replace(table, names=tuple(name.strip().lower() for name in table.names))
+    lacking = [language for language in options.both if language not in table.names]
     if lacking:
         table.refuse()
         raise DataError(
             f"{table.where}: no {' and '.join(lacking)}; it has {', '.join(table.names)}"
         )
-    source, target = map(table.strings, languages.both)
+    source, target = map(table.strings, options.both)
     return ParallelTexts(source, target, (table.where, table.where), table.places)
 
 
 def _refuse_empty(pairs: ParallelTexts) -> None:
-    sides = (pairs.source, pairs.target)
+    sides = {"source": pairs.source, "target": pairs.target}
     problems = [
         f"{pairs.where(i, side)}: the {name} is empty"
         for i in range(len(pairs))
-        for side, name in enumerate(("source", "target"))
-        if not sides[side][i].strip()
+        for side, (name, texts) in enumerate(sides.items())
+        if not texts[i].strip()
     ]
     if problems:
         raise DataError(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, listed, missing_extra
+from wellposed.options import CheckedOptions
 from wellposed.tasks.data.files import missing_file
 
 Split: TypeAlias = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
 SPLIT_WORDS: Mapping[Split, tuple[str, ...]] = {
     "train": ("train",),
-    "valid": ("valid", "validation", "val", "dev"),
+    "valid": ("valid", "validation", "val", "dev", "eval"),
     "test": ("test",),
 }
 CUT_SHARE = 0.05
@@ -23,8 +25,21 @@ MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
 
 Rows = TypeVar("Rows", bound="Selectable")
 Read = TypeVar("Read")
-Draw = Callable[[Sequence[Split], int], dict[Split, list[int]]]
-"""From the missing splits and the rows wanted for each to the rows of each and of train."""
+Described: TypeAlias = "dict[str, Any]"
+Draw = Callable[[Any, Sequence[Split], int], dict[Split, list[int]]]
+"""From train, the missing splits and the rows wanted for each to the rows of each and of train."""
+
+
+@dataclass(frozen=True)
+class DataOptions(CheckedOptions):
+    """Where the data of a task is."""
+
+    data: str
+    """A file, a folder, or hf:name[:config]."""
+    valid: str | None = None
+    """File of the valid split; found beside the train file, or cut from it, where not given."""
+    test: str | None = None
+    """File of the test split; found beside the train file, or cut from it, where not given."""
 
 
 class Selectable(Protocol):
@@ -35,69 +50,65 @@ class Selectable(Protocol):
     def select(self: Rows, rows: Sequence[int], /) -> Rows: ...
 
 
+def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of the named options that are not None."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def refuse_options(options: Any, names: Iterable[str], reason: str) -> None:
+    """Raise `ConfigError` where one of the named options is given, though it would not be read."""
+    if given := given_options(options, names):
+        raise ConfigError(f"option {' and '.join(given)}: {reason}")
+
+
 def load_splits(
-    data: str,
+    options: DataOptions,
     *,
-    valid: str | None = None,
-    test: str | None = None,
     suffixes: Sequence[str],
-    read_file: Callable[[Path], tuple[Read, dict[str, Any]]],
+    read_file: Callable[[Path], tuple[Read, Described]],
     read_hub: Callable[[Any, str], Read] | None = None,
     unlike: re.Pattern[str] | None = None,
-) -> tuple[dict[Split, Read], dict[str, Any]]:
-    """Read every split that ``data`` has, and describe where it came from.
+) -> tuple[dict[Split, Read], Described]:
+    """Read every split that the data has, and describe where it came from.
 
     A file is read by ``read_file``, from its path to what it holds and its description; a split of
-    a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``,
-    ``data`` is always a path. Of a folder, names that hold ``unlike`` are left aside.
+    a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``, data
+    is always a path. Of a folder, names that hold ``unlike`` are left aside.
     """
+    data = options.data
     if data == "builtin":
         raise ConfigError(
             "data = 'builtin': this task has no built-in data; give a file, a folder or"
             " hf:name[:config]"
         )
     if read_hub is not None and data.startswith("hf:"):
-        refuse_split_files("hf: data sets bring their own splits", valid=valid, test=test)
+        reason = "only with data=FILE; hf: data sets bring their own splits"
+        refuse_options(options, ("valid", "test"), reason)
         hub, how = load_hub_dataset(data), "published"
-        read: dict[Split, tuple[Read, dict[str, Any]]] = {}
+        read: dict[Split, tuple[Read, Described]] = {}
         for split, rows in hub.items():
             file = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
             read[split] = read_hub(rows, f"{data} ({split})"), file
     else:
-        paths, how = find_split_files(
-            data, valid=valid, test=test, suffixes=suffixes, unlike=unlike
-        )
+        paths, how = find_split_files(options, suffixes=suffixes, unlike=unlike)
         read = {split: read_file(path) for split, path in paths.items()}
     files = {split: file for split, (_, file) in read.items()}
     contents: dict[Split, Read] = {split: content for split, (content, _) in read.items()}
     return contents, {"source": data, "files": files, "splits": how}
 
 
-def refuse_split_files(reason: str, *, valid: str | None, test: str | None) -> None:
-    """Raise `ConfigError` where files of valid or test are given that would not be read."""
-    given = [name for name, path in (("valid", valid), ("test", test)) if path is not None]
-    if given:
-        raise ConfigError(f"option {' and '.join(given)} needs data=FILE; {reason}")
-
-
 def find_split_files(
-    data: str,
-    *,
-    valid: str | None = None,
-    test: str | None = None,
-    suffixes: Sequence[str],
-    unlike: re.Pattern[str] | None = None,
+    options: DataOptions, *, suffixes: Sequence[str], unlike: re.Pattern[str] | None = None
 ) -> tuple[dict[Split, Path], str]:
     """Return the files of the splits of a train file or a folder, and how they were found.
 
     A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same
-    name with ``train`` replaced by valid, validation, val or dev, and by test, with or without
+    name with ``train`` replaced by valid, validation, val, dev or eval, and by test, with or without
     ``.gz``. In a folder the one file with ``train`` in its name is taken, and names with one more
     part, as in ``test_a.tsv.gz``, are accepted too.
     """
-    root = Path(data)
-    given: dict[Split, str | None] = {"valid": valid, "test": test}
-    explicit: dict[Split, Path] = {split: Path(path) for split, path in given.items() if path}
+    root = Path(options.data)
+    explicit = {n: Path(path) for n, path in given_options(options, ("valid", "test")).items()}
     for path in (root, *explicit.values()):
         if not path.exists():
             raise missing_file(path)
@@ -117,6 +128,37 @@ def find_split_folders(root: Path) -> dict[Split, Path]:
         folders = [root / word for word in words if (root / word).is_dir()]
         found |= {split: folders[0]} if folders else {}
     return found
+
+
+def find_class_files(
+    folder: Path, suffixes: Sequence[str], *, left_out: str = ""
+) -> tuple[list[str], list[Path], list[int], Described]:
+    """Return the classes of ``folder/<class>/`` in alphabetical order, their files at any depth,
+    the number of the class of each, and a description.
+
+    As torchvision's ``ImageFolder`` does. A class without a file is an error; files of other
+    suffixes are counted.
+    """
+    held = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    classes = [name for name in held if name != left_out]
+    paths: list[Path] = []
+    labels: list[int] = []
+    problems: list[str] = []
+    others = 0
+    for number, name in enumerate(classes):
+        files = sorted(path for path in (folder / name).rglob("*") if path.is_file())
+        found = [path for path in files if path.suffix.lower() in suffixes]
+        paths += found
+        labels += [number] * len(found)
+        others += len(files) - len(found)
+        problems += [] if found else [f"{folder / name}: no file named {', '.join(suffixes)}"]
+    if problems or not classes:
+        raise DataError(
+            f"{folder}: expected a folder of files for each class:\n"
+            + listed(problems or ["it has none"])
+        )
+    unread = {"other_files_not_read": others} if others else {}
+    return classes, paths, labels, {"path": str(folder), "files": len(paths), **unread}
 
 
 def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] | None) -> Path:
@@ -148,18 +190,17 @@ def train_position(name: str) -> tuple[int, int] | None:
 def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
     """Return the file of a split beside the train file; ``loose`` accepts one more part in its
     name."""
-    position = train_position(train.name)
-    if position is None:
+    if (position := train_position(train.name)) is None:
         return None
     before, after = train.name[: position[0]], train.name[position[1] :]
     plain = re.escape(after.removesuffix(".gz"))
     names = sorted(entry.name for entry in train.parent.iterdir() if entry.is_file())
-    more = (rf"[._-].*{plain}(\.gz)?",) if loose else ()
+    more = rf"[._-].*{plain}(\.gz)?"
     for word in SPLIT_WORDS[split]:
-        for end in (re.escape(after), plain, rf"{plain}\.gz", *more):
+        for end in (re.escape(after), plain, rf"{plain}\.gz", *([more] if loose else [])):
             pattern = re.compile(re.escape(before + word) + end, re.IGNORECASE)
             matches = [name for name in names if pattern.fullmatch(name)]
-            if len(matches) > 1 and (end,) == more:
+            if len(matches) > 1 and end == more:
                 raise DataError(
                     f"{train.parent}: {len(matches)} files could be the {split} split of"
                     f" {train.name}: {', '.join(matches)}; name one with the option {split!r}"
@@ -169,24 +210,18 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
     return None
 
 
-def load_hub_split(data: str, split: Split) -> Any:
-    """Load one split of ``hf:name[:config]``, by the name it has there."""
-    return _load_hub(data, split=split)
-
-
 def load_hub_dataset(data: str) -> dict[Split, Any]:
     """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
-    loaded = _load_hub(data)
+    loaded = load_hub(data)
     if "train" not in loaded:
         raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
-    splits: dict[Split, Any] = {}
-    for split, words in SPLIT_WORDS.items():
-        held = [word for word in words if word in loaded]
-        splits |= {split: loaded[held[0]]} if held else {}
-    return splits
+    held = {split: [w for w in words if w in loaded] for split, words in SPLIT_WORDS.items()}
+    return {split: loaded[words[0]] for split, words in held.items() if words}
 
 
-def _load_hub(data: str, **how: Any) -> Any:
+def load_hub(data: str, **how: Any) -> Any:
+    """Load ``hf:name[:config]`` by `datasets.load_dataset`; ``split=`` loads one, by its name
+    there."""
     try:
         import datasets
     except ImportError as error:
@@ -226,30 +261,28 @@ def cut_missing(
     ((15,), {'cut_from_train': {'test': '1 of 20 rows, by a fixed shuffle'}})
     """
     missing: list[Split] = [split for split in SPLITS if split not in splits]
-    if not missing:
-        return {split: splits[split] for split in SPLITS}, {}
-    train = splits["train"]
+    train, cut = splits["train"], dict(splits)
     names = " and ".join(missing)
-    if len(train) < at_least:
+    if missing and len(train) < at_least:
         raise DataError(
             f"{where}: {len(train)} {noun} are too few to cut {names} from, expected at least"
             f" {at_least}; " + remedy.format(missing=names)
         )
     count = max(1, round(len(train) * share))
-    if draw is None:
-        order = shuffled(range(len(train)))
-        rows: dict[Split, list[int]] = {
-            split: order[place * count : (place + 1) * count] for place, split in enumerate(missing)
-        }
-        rows["train"] = order[len(missing) * count :]
-    else:
-        rows = draw(missing, count)
-    cut = {**splits, **{split: train.select(sorted(chosen)) for split, chosen in rows.items()}}
+    rows = (draw or _draw)(train, missing, count) if missing else {}
+    cut |= {split: train.select(sorted(chosen)) for split, chosen in rows.items()}
     described = {
         split: f"{len(rows[split])} of {len(train)} {noun}{note}, by a fixed shuffle"
         for split in missing
     }
-    return {split: cut[split] for split in SPLITS}, {"cut_from_train": described}
+    ordered: dict[Split, Rows] = {split: cut[split] for split in SPLITS}
+    return ordered, {"cut_from_train": described} if missing else {}
+
+
+def _draw(train: Selectable, missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
+    order = shuffled(range(len(train)))
+    rows = {split: order[place * count :][:count] for place, split in enumerate(missing)}
+    return {**rows, "train": order[len(missing) * count :]}
 
 
 def shuffled(values: Sequence[Read]) -> list[Read]:
@@ -273,10 +306,8 @@ def cut_missing_text(
         )
     count = round(len(train) * CUT_SHARE)
     start = len(train) - count * len(missing)
-    cut: dict[Split, str] = {
-        split: train[start + i * count : start + (i + 1) * count] for i, split in enumerate(missing)
-    }
-    described = (
-        {"cut_from_train": dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")} if missing else {}
-    )
-    return {**texts, "train": train[:start], **cut}, described
+    cut: dict[Split, str] = {**texts, "train": train[:start]}
+    for place, split in enumerate(missing):
+        cut[split] = train[start + place * count :][:count]
+    described = dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")
+    return cut, {"cut_from_train": described} if missing else {}

@@ -2,63 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.data.files import Table, hub_table, is_named, read_table, read_text
+from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.prose import gather_prose
-from wellposed.tasks.data.splits import Split, cut_missing_text, load_splits, refuse_split_files
+from wellposed.tasks.data.splits import DataOptions, Described, Split
 
 COLUMN_SUFFIXES = (".jsonl", ".json", ".parquet")
 SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md", *COLUMN_SUFFIXES)
 PROBED_LINES, MEAN_TOKENS = 50, 4
 
 
+@dataclass(frozen=True)
+class TextOptions(DataOptions):
+    """Where running text is."""
+
+    data: str = "builtin"
+    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
+    parquet file with a column text, a folder, or hf:name[:config]."""
+
+
 def load_texts(
-    data: str, *, valid: str | None, test: str | None, text_format: str = "plain"
-) -> tuple[dict[Split, str], dict[str, Any]]:
+    options: DataOptions, text_format: str = "plain"
+) -> tuple[dict[Split, str], Described]:
     """Return the text of each split and the description of where it came from.
 
     ``text_format`` is plain, spaced (see `unspace`), or auto, which looks at the first lines.
     """
-    if data == "builtin":
-        refuse_split_files("builtin prose brings its own splits", valid=valid, test=test)
+    if options.data == "builtin":
+        reason = "only with data=FILE; builtin prose brings its own splits"
+        splits.refuse_options(options, ("valid", "test"), reason)
         prose, identity = gather_prose()
         source = "builtin: documentation topics and library docstrings of CPython"
-        described = {"source": source, **identity}
-        texts, cut = cut_missing_text({"train": prose}, "builtin prose")
-        return texts, described | cut
+        texts, cut = splits.cut_missing_text({"train": prose}, "builtin prose")
+        return texts, {"source": source, **identity, **cut}
     spaced: list[str] = []
 
-    def read_file(path: Path) -> tuple[str, dict[str, Any]]:
-        if is_named(path, *COLUMN_SUFFIXES):
-            table, described = read_table(path)
+    def read_file(path: Path) -> tuple[str, Described]:
+        if files.is_named(path, *COLUMN_SUFFIXES):
+            table, described = files.read_table(path)
             return _lines(table), described | {"columns": "text"}
-        file = read_text(path)
+        file = files.read_text(path)
         if text_format == "plain" or (text_format == "auto" and not looks_spaced(file.text)):
-            return file.text, file.description()
+            return file.text, file.described
         spaced.append(str(path))
-        return unspace(file.text, str(path)), file.description()
+        return unspace(file.text, str(path)), file.described
 
-    texts, described = load_splits(
-        data,
-        valid=valid,
-        test=test,
+    texts, described = splits.load_splits(
+        options,
         suffixes=SUFFIXES,
         read_file=read_file,
-        read_hub=lambda rows, where: _lines(hub_table(rows, where)),
+        read_hub=lambda rows, where: _lines(files.hub_table(rows, where)),
     )
     if spaced:
         named = [split for split, file in described["files"].items() if file["path"] in spaced]
         described["spaced_format"] = (
             f"space between characters removed, _ read as a space, in: {', '.join(named)}"
         )
-    texts, cut = cut_missing_text(texts, data)
+    texts, cut = splits.cut_missing_text(texts, options.data)
     return texts, described | cut
 
 
-def _lines(table: Table) -> str:
+def _lines(table: files.Table) -> str:
     if "text" not in table.names:
         table.refuse()
         raise DataError(f"{table.where}: no column 'text'; it has {', '.join(table.names)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from wellposed.errors import DataError, listed
-from wellposed.tasks.batches import (
-    Ragged,
-    Rows,
-    bucketed_batches,
-    collate_classification,
-    shuffle_key,
-)
+from wellposed.tasks import batches, objectives
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.objectives import accuracy_sums
 from wellposed.tasks.task import Example, Kind, Task, TokenTask
 
 if TYPE_CHECKING:
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LabelledExamples(Rows[Example]):
+class LabelledExamples(batches.Rows[Example]):
     """Rows of token ids, each with the number of its label; of pairs in two inputs the second too."""
 
     ids: Ragged
@@ -43,7 +36,7 @@ class LabelledExamples(Rows[Example]):
     second: NDArray[np.integer] | None = None
     """Which is the second."""
 
-    @functools.cached_property
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, both documents together."""
         sizes = self.ids.lengths
@@ -58,15 +51,12 @@ class LabelledExamples(Rows[Example]):
         return len(self.labels)
 
     def _row(self, index: int) -> Example:
-        row = {"labels": [int(self.labels[index])]}
+        labels = [int(self.labels[index])]
         if self.first is not None and self.second is not None:
-            second = self.ids[int(self.second[index])].tolist()
-            ids = self.ids[int(self.first[index])].tolist()
-            return {"input_ids": ids, "input_ids_pair": second, **row}
-        row = {"input_ids": self.ids[index].tolist(), **row}
-        if self.segments is None:
-            return row
-        return {**row, "token_type_ids": self.segments[index].tolist()}
+            ids, pair = (self.ids[int(side[index])].tolist() for side in (self.first, self.second))
+            return {"input_ids": ids, "input_ids_pair": pair, "labels": labels}
+        row = {"input_ids": self.ids[index].tolist(), "labels": labels}
+        return row | ({"token_type_ids": self.segments[index].tolist()} if self.segments else {})
 
 
 class LabelTask(Task):
@@ -95,11 +85,7 @@ class LabelTask(Task):
     def metric_sums(
         self, logits: Tensor, batch: Mapping[str, Tensor]
     ) -> dict[str, tuple[float, float]]:
-        return {"accuracy": accuracy_sums(logits, batch["labels"])}
-
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        correct, count = totals["accuracy"]
-        return {"accuracy": correct / count}
+        return {"accuracy": objectives.accuracy_sums(logits, batch["labels"])}
 
     def reference(self) -> dict[str, float]:
         """Return the share of valid's most frequent label."""
@@ -116,8 +102,7 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
     """Classification of token sequences, or of pairs of them; a subclass says where the examples
     come from.
 
-    ``accuracy`` is the share of rows whose largest logit is on the label. The reference is the
-    share of the most frequent label of valid, which no constant answer beats.
+    ``max_length`` is the length of the longest example where it is not given.
     """
 
     kind: ClassVar[Kind] = "sequence_classification"
@@ -125,19 +110,14 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
     def __init__(
         self,
         *,
-        encoder: Any,
         examples: Mapping[Split, LabelledExamples],
         labels: Sequence[str],
-        source: Mapping[str, Any],
-        details: Mapping[str, Any],
         max_length: int | None = None,
+        **parts: Any,
     ) -> None:
         longest = max_length or max(examples[split].longest for split in SPLITS)
-        super().__init__(
-            encoder=encoder, examples=examples, max_length=longest, source=source, details=details
-        )
+        super().__init__(examples=examples, max_length=longest, **parts)
         self.labels = tuple(labels)
-        self._lengths = {split: examples[split].lengths.tolist() for split in SPLITS}
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**TokenTask.model_kwargs(self), **LabelTask.model_kwargs(self)}
@@ -146,15 +126,14 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
         return self._examples[split].labels
 
     def lengths(self, split: Split) -> Sequence[int]:
-        return self._lengths[split]
+        return self._examples[split].lengths.tolist()
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        return bucketed_batches(
-            self._lengths[split], batch_size, shuffle=shuffle_key(split, seed, epoch)
-        )
+        key = batches.shuffle_key(split, seed, epoch)
+        return batches.bucketed_batches(self.lengths(split), batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        return collate_classification(examples, pad_id=self._encoder.pad_id)
+        return batches.collate_classification(examples, pad_id=self._encoder.pad_id)
 
     def _describe_examples(self) -> dict[str, Any]:
         held = self._examples

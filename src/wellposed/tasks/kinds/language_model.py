@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +11,7 @@ import numpy as np
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.batches import Rows, bucketed_batches, collate_causal_lm, shuffle_key
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.objectives import frequency_entropy
+from wellposed.tasks.objectives import frequency_entropy, perplexity
 from wellposed.tasks.task import Example, Kind, TokenTask
 
 if TYPE_CHECKING:
@@ -89,11 +88,9 @@ class BlockDataset(Rows[Example]):
     def _row(self, index: int) -> Example:
         start, stop = self.bounds(index + len(self) if index < 0 else index)
         block = {"input_ids": self.tokens[start:stop].tolist()}
-        return (
-            block
-            if self.token_bytes is None
-            else {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
-        )
+        if self.token_bytes is None:
+            return block
+        return {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
 
 
 class BlockLengths(Rows[int]):
@@ -178,14 +175,12 @@ class LanguageModelTask(TokenTask[BlockDataset]):
         source: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> None:
-        encoded: dict[Split, Encoded] = {
-            split: self._encode(encoder, texts[split]) for split in SPLITS
-        }
-        blocks: dict[Split, BlockDataset] = {
-            split: self._cut(encoder, found, seq_len=seq_len, where=f"{source['source']} ({split})")
-            for split, found in encoded.items()
-        }
-        unknown = {split: encoded[split].unknown_description() for split in SPLITS}
+        blocks: dict[Split, BlockDataset] = {}
+        unknown: dict[Split, Any] = {}
+        for split in SPLITS:
+            found, where = self._encode(encoder, texts[split]), f"{source['source']} ({split})"
+            blocks[split] = self._cut(encoder, found, seq_len=seq_len, where=where)
+            unknown[split] = found.unknown_description()
         details = {**details, f"unknown_{self.noun}s": unknown}
         super().__init__(
             encoder=encoder, examples=blocks, max_length=seq_len, source=source, details=details
@@ -208,12 +203,9 @@ class LanguageModelTask(TokenTask[BlockDataset]):
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         blocks, key = self._examples[split], shuffle_key(split, seed, epoch)
-        offset = (
-            random.Random(f"offset/{key}").randrange(blocks.num_offsets) if split == "train" else 0
-        )
-        return bucketed_batches(
-            self.lengths(split), batch_size, shuffle=key, indices=blocks.indices(offset)
-        )
+        draw = random.Random(f"offset/{key}").randrange
+        indices = blocks.indices(draw(blocks.num_offsets) if split == "train" else 0)
+        return bucketed_batches(self.lengths(split), batch_size, shuffle=key, indices=indices)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         return collate_causal_lm(examples, pad_id=self._encoder.pad_id)
@@ -231,9 +223,9 @@ class LanguageModelTask(TokenTask[BlockDataset]):
     def reference(self) -> dict[str, float]:
         return self._metrics(frequency_entropy(self._examples["valid"].tokens[1:]))
 
-    @abstractmethod
     def _metrics(self, nats: float) -> dict[str, float]:
         """Return the metrics of a mean of -ln p."""
+        return {self.nats_name: nats, "perplexity": perplexity(nats)}
 
     def _describe_examples(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Drawn shapes: a tiny set of gray images for trying the task ``image`` without any file."""
+"""Drawn shapes: a tiny set of gray images for trying tasks of images without any file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from wellposed.tasks.data.images import Images
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,15 +15,15 @@ GENERATOR_VERSION = 1
 _NOISE = 24
 
 
-def draw_shapes(count: int, size: int, seed: str) -> Images:
-    """Return ``count`` noisy images of one bright shape each, the classes in turn, by (seed,
+def draw_shapes(count: int, size: int, seed: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return ``count`` noisy images of one bright shape each and their classes, in turn, by (seed,
     number) alone."""
     labels = np.arange(count, dtype=np.int64) % len(SHAPES)
     drawn = [
         _draw(SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}"))
         for index, label in enumerate(labels.tolist())
     ]
-    return Images(np.stack(drawn), labels)
+    return np.stack(drawn), labels
 
 
 def _draw(shape: str, size: int, generator: random.Random) -> NDArray[np.uint8]:
@@ -41,7 +39,5 @@ def _draw(shape: str, size: int, generator: random.Random) -> NDArray[np.uint8]:
         "square": np.maximum(x, y) <= 0.85 * radius,
         "cross": (np.maximum(x, y) <= radius) & (np.minimum(x, y) <= 0.3 * radius),
     }[shape]
-    noise = np.frombuffer(generator.randbytes(size * size), np.uint8).reshape(size, size) % (
-        2 * _NOISE
-    )
-    return (noise + level * inside).astype(np.uint8)
+    noise = np.frombuffer(generator.randbytes(size * size), np.uint8).reshape(size, size)
+    return (noise % (2 * _NOISE) + level * inside).astype(np.uint8)
