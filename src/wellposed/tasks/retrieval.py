@@ -86,7 +86,7 @@ class RetrievalTask(ClassificationTask):
     def __init__(self, options: RetrievalOptions) -> None:
         self.options = options
         tables, source = _load(options)
-        documents = {split: table.documents for split, table in tables.items()}
+        documents: dict[Split, LabelledTexts] = {s: each.documents for s, each in tables.items()}
         texts = documents["train"].texts
         encoder = build_encoder(options.tokenizer, texts, max_words=options.max_words)
         encoded, details = encode_labelled(encoder, documents, options, noun="documents")

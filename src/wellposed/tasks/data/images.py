@@ -394,11 +394,8 @@ def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     _refuse_split_files(options)
     folder = batches[0].parent
     read = [_read_cifar_batch(path) for path in batches]
-    images: dict[Split, Images] = {
-        "train": Images(
-            *(np.concatenate([getattr(i, n) for i in read]) for n in ("items", "labels"))
-        )
-    }
+    items, labels = ([getattr(each, name) for each in read] for name in ("items", "labels"))
+    images: dict[Split, Images] = {"train": Images(np.concatenate(items), np.concatenate(labels))}
     test, names = folder / "test_batch.bin", folder / "batches.meta.txt"
     if test.exists() and Path(options.data).is_dir():
         images["test"] = _read_cifar_batch(test)

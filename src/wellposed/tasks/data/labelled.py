@@ -318,7 +318,7 @@ def _refuse_unseen_header(table: Table) -> None:
     """Refuse a first row that looks like a header: alone in a column of values that all repeat."""
     columns = [list(table.column(number)) for number in range(len(table.first))]
     size = [sum(map(len, values)) for values in columns]
-    labels = []
+    labels: list[tuple[int, int, int]] = []
     for number, values in enumerate(columns):
         counts = Counter(values[1:])
         if counts and values[0] not in counts and min(counts.values()) > 1:

@@ -215,8 +215,11 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
     loaded = load_hub(data)
     if "train" not in loaded:
         raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
-    held = {split: [w for w in words if w in loaded] for split, words in SPLIT_WORDS.items()}
-    return {split: loaded[words[0]] for split, words in held.items() if words}
+    found: dict[Split, Any] = {}
+    for split, words in SPLIT_WORDS.items():
+        held = [word for word in words if word in loaded]
+        found |= {split: loaded[held[0]]} if held else {}
+    return found
 
 
 def load_hub(data: str, **how: Any) -> Any:
@@ -281,8 +284,10 @@ def cut_missing(
 
 def _draw(train: Selectable, missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
     order = shuffled(range(len(train)))
-    rows = {split: order[place * count :][:count] for place, split in enumerate(missing)}
-    return {**rows, "train": order[len(missing) * count :]}
+    rows: dict[Split, list[int]] = {"train": order[len(missing) * count :]}
+    for place, split in enumerate(missing):
+        rows[split] = order[place * count :][:count]
+    return rows
 
 
 def shuffled(values: Sequence[Read]) -> list[Read]:
