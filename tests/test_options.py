@@ -87,10 +87,10 @@ def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
     with pytest.raises(OptionsError) as caught:
         build_options(Outer, wrong, where="x")
     assert caught.value.problems == [
-        "x: [sized]: unknown option 'widee'; nearest: wide, size, level",
+        "x: [sized]: unknown option 'widee'; nearest: wide",
         "x: [sized]: size = 'huge', expected 'small', 'large' or None",
         "x: [bounded]: value = 0, expected an integer >= 1",
-        "x: unknown option 'nome'; nearest: name, bounded, sized",
+        "x: unknown option 'nome'; nearest: name",
         "x: option 'name' is missing",
     ]
     with pytest.raises(ConfigError, match=r"x: sized = 3, expected a table of options"):

@@ -36,7 +36,7 @@ def test_mcgrath2024_chooses_key_and_query() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ConfigError, match="nearest: III, II, I"):
+    with pytest.raises(ConfigError, match="nearest: III, II"):
         zhang2021("IIII")
     with pytest.raises(ConfigError, match="positive"):
         zhang2021("I", 0.0)

@@ -79,24 +79,27 @@ class CheckpointError(WellposedError, RuntimeError):
 
 
 def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """Return the ``count`` known names nearest to ``name``, nearest first.
+    """Return at most ``count`` known names like ``name``, nearest first: none that is far less like
+    it than the nearest.
 
     >>> nearest_names("post_nl", ["post_ln", "pre_ln", "rezero", "oc1"])
-    ['post_ln', 'pre_ln', 'oc1']
+    ['post_ln']
     """
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
+    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
+    likeness = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
+    return [each for each, like in zip(found, likeness, strict=True) if like >= 0.7 * likeness[0]]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Build the error for a name that is not registered; the nearest three are listed.
+    """Build the error for a name that is not registered; at most three near ones are listed.
 
     >>> str(unknown_name("variant", "post_nl", ["post_ln", "pre_ln", "rezero", "oc1"]))
-    "unknown variant 'post_nl'; nearest: post_ln, pre_ln, oc1"
+    "unknown variant 'post_nl'; nearest: post_ln"
     """
     known, name = list(known), name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
-    hint = (
-        f"nearest: {', '.join(nearest_names(name, known))}" if known else f"no {kind} is registered"
-    )
+    hint = f"expected one of {shortened(known)}" if known else f"no {kind} is registered"
+    if difflib.get_close_matches(name, known, cutoff=0.25):
+        hint = f"nearest: {', '.join(nearest_names(name, known))}"
     return ConfigError(f"unknown {kind} {name!r}; {hint}")
 
 
