@@ -4,7 +4,7 @@ convergence."""
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import (
+    PIECE,
     SVD_MARGIN,
-    _gram_by_blocks,
-    _ritz_vectors,
+    add_product_,
     certified_spectral_norm,
+    ritz_vectors,
+    symmetric_product,
 )
-from wellposed.linalg._polar import compute_dtype, full_precision, tall
+from wellposed.linalg._polar import compute_dtype, factor, full_precision, tall
 
 CapMethod = Literal["inside", "polynomial", "exact"]
 # Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most
@@ -31,10 +33,6 @@ _LANCZOS = 16
 _SLACKS = (1e-2, 5e-2)
 # A proof in float32 may be this loose (in the squared norm); beyond, it is made in float64.
 _LOOSE = 4e-2
-# Products are summed in pieces of this many terms, which keeps the worst rounding of long sums
-# small.
-_PIECE = 128
-_PANEL = 192
 # Up to this side a Gram matrix is one product, and eigenvectors cost no more than what would avoid
 # them.
 _WHOLE = 128
@@ -152,70 +150,66 @@ def _cap_(stack: Tensor, bound: float, *, nearest: bool) -> list[SpectralCap]:
         raise ConvergenceError(
             f"cap_spectral_norm_: the {tuple(stack.shape[1:])} matrix is not finite"
         )
-    caps = [SpectralCap("exact", size * bound * (1.0 + SVD_MARGIN)) for size in sizes]
-    outside = [index for index, size in enumerate(sizes) if size > 1.0 - _ROOM]
-    for index in set(range(len(caps))).difference(outside):
-        caps[index] = caps[index]._replace(method="inside")
-    near = [index for index in outside if sizes[index] <= _NEAR * math.sqrt(stack.shape[-1])]
-    left = sorted(set(outside).difference(near))
+    top = 1.0 - _ROOM
+    caps = [
+        SpectralCap("inside" if size <= top else "exact", size * bound * (1.0 + SVD_MARGIN))
+        for size in sizes
+    ]
+    limit = _NEAR * math.sqrt(stack.shape[-1])
+    near = [place for place, size in enumerate(sizes) if top < size <= limit]
+    left = [place for place, size in enumerate(sizes) if size > limit]
     if near:
-        left += _cap_near_(stack, near, bound, caps, nearest=nearest)
+        part = stack if len(near) == len(stack) else stack[near]
+        for place, cap in zip(near, _cap_near_(part, bound, nearest=nearest), strict=True):
+            if cap is None:
+                left.append(place)
+            elif cap.method != "exact":
+                caps[place] = cap
+        if part is not stack:
+            stack[near] = part
     if left:
-        clipped = torch.stack(
-            [_clipped_in_float64(stack[index], bound * (1.0 - _ROOM)) for index in left]
-        )
+        before, values, after = factor(stack[left])
+        clipped = before * values.clamp(max=bound * top).unsqueeze(-2) @ after
         stack[left] = _proved(clipped, stack.dtype, bound)
     return caps
 
 
-def _cap_near_(
-    stack: Tensor, members: list[int], bound: float, caps: list[SpectralCap], *, nearest: bool
-) -> list[int]:
-    """Prove or cap the matrices ``members`` of the stack, and note how; return those for which no
-    proof was found."""
-    dtype, top = torch.float64 if nearest else compute_dtype(stack), 1.0 - _ROOM
-    kept_off = (
-        0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps
-    )  # rounded once more when stored
-    point = (stack if len(members) == len(stack) else stack[members]).to(dtype) / bound
-
-    def keep(capped: Tensor, places: list[int]) -> None:
-        capped = capped * bound
-        capped = _proved(capped.double(), stack.dtype, bound) if kept_off else capped
-        stack[[members[place] for place in places]] = capped
-
+def _cap_near_(part: Tensor, bound: float, *, nearest: bool) -> list[SpectralCap | None]:
+    """Prove or cap every matrix in place, and tell how; None for those no proof was found for."""
+    dtype, top = torch.float64 if nearest else compute_dtype(part), 1.0 - _ROOM
+    # They are rounded once more when they are stored.
+    kept_off = 0.0 if dtype == part.dtype else torch.finfo(part.dtype).eps
+    point = part.to(dtype) / bound
     grams = _measure(point)
-    inside = _within(grams, [top * top] * len(point))
-    for place in inside:
-        caps[members[place]] = SpectralCap("inside", top * bound)
-    left = _without(range(len(point)), inside)
-    soft = [] if nearest or grams.gram.shape[-1] <= _WHOLE else left
-    if soft:
-        found = zip(soft, _strengths(grams.of(soft), top - kept_off, _unit(dtype)), strict=True)
+    caps: list[SpectralCap | None] = [None] * len(point)
+
+    def keep(places: list[int], capped: Tensor, how: list[SpectralCap]) -> list[int]:
+        """Store the matrices of these places; return the places that are left."""
+        capped = capped * bound
+        part[places] = _proved(capped.double(), part.dtype, bound) if kept_off else capped
+        for place, cap in zip(places, how, strict=True):
+            caps[place] = cap
+        return [place for place, cap in enumerate(caps) if cap is None]
+
+    for place in _within(grams, [top * top] * len(point)):
+        caps[place] = SpectralCap("inside", top * bound)
+    left = [place for place, cap in enumerate(caps) if cap is None]
+    if left and not nearest and grams.gram.shape[-1] > _WHOLE:
+        found = zip(left, _strengths(grams.of(left), top - kept_off, _unit(dtype)), strict=True)
         bent = {place: strength for place, strength in found if strength is not None}
         if bent:
-            places = list(bent)
-            for place in places:
-                caps[members[place]] = SpectralCap("polynomial", math.sqrt(bent[place][1]) * bound)
-            keep(
-                _bent(point[places], grams.gram[places], [bent[place][0] for place in places]),
-                places,
-            )
-        left = _without(left, bent)
-    if not left:
-        return []
-    clipped = _clipped(point[left], grams.of(left), top)
-    after = _measure(clipped)
-    # It is rounded once more when it is stored.
-    own = [kept_off + 4.0 * _unit(dtype) * size for size in after.size]
-    shown = _within(after, [(top - off) ** 2 for off in own])
-    if shown:
-        keep(clipped[shown], [left[place] for place in shown])
-    return [members[left[place]] for place in _without(range(len(left)), shown)]
-
-
-def _without(places: Iterable[int], others: Container[int]) -> list[int]:
-    return [place for place in places if place not in others]
+            places, (strengths, limits) = list(bent), zip(*bent.values(), strict=True)
+            how = [SpectralCap("polynomial", math.sqrt(limit) * bound) for limit in limits]
+            left = keep(places, _bent(point[places], grams.gram[places], strengths), how)
+    if left:
+        clipped = _clipped(point[left], grams.of(left), top)
+        after = _measure(clipped)
+        off = [kept_off + 4.0 * _unit(dtype) * size for size in after.size]
+        shown = _within(after, [(top - each) ** 2 for each in off])
+        if shown:
+            how = [SpectralCap("exact", math.inf)] * len(shown)
+            keep([left[index] for index in shown], clipped[shown], how)
+    return caps
 
 
 class _Grams(NamedTuple):
@@ -237,7 +231,7 @@ def _measure(point: Tensor) -> _Grams:
     terms = _worst_sum(rows)
     if point.dtype != torch.float64 and terms * columns * _unit(torch.float32) > _LOOSE:
         point = point.double()
-    gram = _symmetric_product(point.mT, point)
+    gram = symmetric_product(point.mT, point)
     size = torch.linalg.vector_norm(point, dim=(-2, -1)).double() * (
         1.0 + rows * columns * _unit(point.dtype)
     )
@@ -277,7 +271,7 @@ def _factor_slack(gram: Tensor, shift: Tensor, trace: Tensor) -> Tensor:
 def _top_quotients(gram: Tensor) -> Tensor:
     """Return ``v^T G v / v^T v`` of each matrix for the last of its Ritz vectors, in float64 on the
     CPU."""
-    vectors = _ritz_vectors(gram, _LANCZOS)[..., -1:].to(gram)
+    vectors = ritz_vectors(gram, _LANCZOS)[..., -1:].to(gram)
     return (
         (((gram @ vectors) * vectors).sum((-2, -1)) / vectors.square().sum((-2, -1))).double().cpu()
     )
@@ -333,44 +327,24 @@ def _strength(
     error = length * error + (g + unit) * own * (length**7 * own + error)
     slope = length**9 - error
     strength = (
-        (length - top + (columns / _PIECE + 10) * unit * own) / slope if slope > 0.0 else math.inf
+        (length - top + (columns / PIECE + 10) * unit * own) / slope if slope > 0.0 else math.inf
     )
     # Beyond, s - a s^9 would not grow up to the largest s.
     return strength if 9.0 * strength * length**8 <= 1.0 else None
 
 
-def _bent(point: Tensor, gram: Tensor, strengths: list[float]) -> Tensor:
-    """Return ``X (I - a G^4)``, each matrix with its own a; ``point`` is used up."""
+def _bent(point: Tensor, gram: Tensor, strengths: Sequence[float]) -> Tensor:
+    """Return ``X (I - a G^4)``, each matrix with its own a."""
     square = gram.to(point)
-    square = _symmetric_product(square, square)
-    fourth = _symmetric_product(square, square)
+    square = symmetric_product(square, square)
+    fourth = symmetric_product(square, square)
     fourth *= -torch.tensor(strengths, dtype=point.dtype, device=point.device)[:, None, None]
-    return _by_pieces(point.clone(), point, fourth)
-
-
-def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right``, known to be symmetric, multiplied up to the diagonal and
-    mirrored."""
-    size = right.shape[-1]
-    out = right.new_zeros(*right.shape[:-2], size, size)
-    for start in range(0, size, _PANEL):
-        end = min(start + _PANEL, size)
-        _by_pieces(out[:, start:end, :end], left[:, start:end], right[:, :, :end])
-        out[:, :start, start:end] = out[:, start:end, :start].mT
-    return out
-
-
-def _by_pieces(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add ``left @ right`` to ``out`` in sums of `_PIECE` terms."""
-    for start in range(0, right.shape[-2], _PIECE):
-        piece = slice(start, start + _PIECE)
-        out.baddbmm_(left[..., piece], right[..., piece, :])
-    return out
+    return add_product_(point.clone(), point, fourth)
 
 
 def _worst_sum(terms: int) -> float:
     """Return how many roundings a sum of so many products, made in pieces, may carry."""
-    return 1.1 * (min(terms, _PIECE) + terms / _PIECE + 8)
+    return 1.1 * (min(terms, PIECE) + terms / PIECE + 8)
 
 
 def _clipped(point: Tensor, grams: _Grams, top: float) -> Tensor:
@@ -394,18 +368,6 @@ def _clipped(point: Tensor, grams: _Grams, top: float) -> Tensor:
     return torch.baddbmm(
         point, images * (1.0 - goal / lengths.maximum(goal)), vectors.mT, alpha=-1.0
     )
-
-
-def _clipped_in_float64(target: Tensor, limit: float) -> Tensor:
-    """Return the matrix in float64 with every singular value above ``limit`` set to it."""
-    scale = float(target.abs().amax())
-    point = target.double() / scale  # no square overflows
-    vectors = torch.linalg.eigh(_gram_by_blocks(point.mT)).eigenvectors
-    images = point @ vectors
-    lengths = torch.linalg.vector_norm(images, dim=0)
-    is_outside = lengths > limit / scale
-    excess = images[:, is_outside] * (1.0 - limit / scale / lengths[is_outside])
-    return (point - excess @ vectors[:, is_outside].mT) * scale
 
 
 def _proved(value: Tensor, dtype: torch.dtype, bound: float) -> Tensor:

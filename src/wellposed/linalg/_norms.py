@@ -5,9 +5,7 @@ Power iteration is nowhere in this file: it approaches the norm from below, so i
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -27,6 +25,10 @@ _CHOLESKY_FROM = 192
 _CHOLESKY_TRIES = ((1, (2e-5, 1.8e-4)), (3, (1.8e-4,)))
 # Lanczos in float32 stops where a step adds this little: some units of its rounding.
 _NOTHING_NEW = 3e-6
+# Products are summed in pieces of this many terms, which keeps the worst rounding of long sums
+# small, and symmetric ones made in panels of so many rows.
+PIECE = 128
+_PANEL = 192
 # Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a
 # batch.
 _ONE_BY_ONE = 64
@@ -181,13 +183,14 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
     matrix = wide_enough(weight.detach(), dtype=torch.float64)
     if matrix.numel() == 0 or min(matrix.shape[-2:]) < _CHOLESKY_FROM:
         return _svd_norm(weight.detach())
-    grams, outers = _scaled_gram(matrix, _gram_by_blocks)
-    size = grams.shape[-1]
+    flat = matrix.reshape(-1, *matrix.shape[-2:])
+    grams, outers = _scaled_gram(flat, by_panels=True)
     # The factor proves a bound whatever was guessed; the guess is guarded so that the bound is the
     # same every time.
     with full_precision(matrix.device.type):
-        squares = [_gram_norm(gram) for gram in grams.reshape(-1, size, size)]
-    return _rescaled(torch.stack(squares).reshape(outers.shape).sqrt() * (1 + SVD_MARGIN), outers)
+        squares = torch.stack([_gram_norm(gram) for gram in grams])
+    norms = _rescaled(squares.sqrt() * (1 + SVD_MARGIN), outers)
+    return norms.reshape(matrix.shape[:-2])
 
 
 def _gram_norm(gram: Tensor) -> Tensor:
@@ -215,11 +218,11 @@ def _rayleigh_quotient(gram: Tensor, steps: int) -> Tensor:
     """Return ``v^T G v / v^T v``, never above the largest eigenvalue, for v from Lanczos steps;
     deterministic."""
     # The vector may be rough, since its quotient is taken in the precision of the matrix.
-    top = _ritz_vectors(gram, steps)[:, -1].to(gram)
+    top = ritz_vectors(gram, steps)[:, -1].to(gram)
     return (top @ (gram @ top)) / top.square().sum()
 
 
-def _ritz_vectors(grams: Tensor, steps: int) -> Tensor:
+def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
     """Return (..., n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``: the last is
     near the top one.
 
@@ -229,7 +232,7 @@ def _ritz_vectors(grams: Tensor, steps: int) -> Tensor:
     """
     side = grams.shape[-1]
     if grams.ndim == 3 and grams.device.type == "cpu" and side > _ONE_BY_ONE:
-        return torch.stack([_ritz_vectors(gram, steps) for gram in grams])
+        return torch.stack([ritz_vectors(gram, steps) for gram in grams])
     largest = grams.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(grams.dtype).tiny)
     rough = (grams / largest[..., None, None]).float()
     # The sine of squares looks random: it has a share in every structured eigenvector, such as ones
@@ -258,35 +261,40 @@ def _ritz_vectors(grams: Tensor, steps: int) -> Tensor:
     return basis.mT @ torch.linalg.eigh(projected).eigenvectors
 
 
-def _scaled_gram(
-    matrix: Tensor, product: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def _scaled_gram(matrix: Tensor, *, by_panels: bool = False) -> tuple[Tensor, Tensor]:
     """Return the smaller Gram matrix of ``W / m`` and ``m``, a magnitude chosen so that squares
     keep their digits."""
-    product = product or _gram
-    gram = product(matrix)
+    gram = _gram(matrix, by_panels=by_panels)
     diagonal = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     if bool(((diagonal < 1e200) & (diagonal > 1e-200)).all()):
         return gram, torch.ones_like(diagonal)
     matrix, outer = _unit_scaled(matrix)
-    return product(matrix), outer
+    return _gram(matrix, by_panels=by_panels), outer
 
 
-def _gram(matrix: Tensor) -> Tensor:
-    return matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
-
-
-def _gram_by_blocks(matrix: Tensor, blocks: int = 4) -> Tensor:
-    """`_gram` with the upper triangle mirrored instead of multiplied: 5/8 of the work at four
-    blocks; no gradient."""
+def _gram(matrix: Tensor, *, by_panels: bool) -> Tensor:
     wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
-    size = wide.shape[-2]
-    gram = wide.new_empty(*wide.shape[:-1], size)
-    edges = [size * block // blocks for block in range(blocks + 1)]
-    for start, end in itertools.pairwise(edges):
-        gram[..., start:end, :end] = wide[..., start:end, :] @ wide[..., :end, :].mT
-        gram[..., :start, start:end] = gram[..., start:end, :start].mT
-    return gram
+    return symmetric_product(wide, wide.mT) if by_panels else wide @ wide.mT
+
+
+def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right``, a batch known to be symmetric, multiplied up to the diagonal and
+    mirrored: down to half the work; no gradient."""
+    size = right.shape[-1]
+    out = right.new_zeros(*right.shape[:-2], size, size)
+    for start in range(0, size, _PANEL):
+        end = min(start + _PANEL, size)
+        add_product_(out[:, start:end, :end], left[:, start:end], right[:, :, :end])
+        out[:, :start, start:end] = out[:, start:end, :start].mT
+    return out
+
+
+def add_product_(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add ``left @ right`` to ``out`` in sums of `PIECE` terms."""
+    for start in range(0, right.shape[-2], PIECE):
+        piece = slice(start, start + PIECE)
+        out.baddbmm_(left[..., piece], right[..., piece, :])
+    return out
 
 
 def power_of_two(magnitude: Tensor) -> Tensor:
