@@ -134,16 +134,10 @@ class LocalSlope:
                 .reshape(batch, tokens, features)
             )
             return left, torch.einsum("btf,btfij->bij", left, jacobian).sign()
-        # Every output token is tried; its direction is found by alternation from the leading
-        # singular vector.
-        by_token = pushed = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
-        for _ in range(12):
-            pulled = torch.einsum("btf,btfij->btij", by_token, jacobian)
-            pushed = torch.einsum("btij,btfij->btf", _unit(pulled), jacobian)
-            by_token = _unit(pushed)
-        best = pushed.norm(dim=-1).argmax(-1)
-        left = by_token * nn.functional.one_hot(best, tokens).to(jacobian).unsqueeze(-1)
-        return left, _unit(torch.einsum("btf,btfij->bij", left, jacobian))
+        # The dual of norm sum is tok: the transposed Jacobian has the same norm there.
+        if self.norm == "sum":
+            return _tok_pair(jacobian.permute(0, 3, 4, 1, 2))[::-1]
+        return _tok_pair(jacobian)
 
     def _align_output(self, pushed: Tensor) -> Tensor:
         """The functional of dual norm 1 that attains the norm of ``J v``."""
@@ -153,7 +147,20 @@ class LocalSlope:
         chosen = nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(pushed)
         if self.norm == "inf":
             return (chosen * pushed.flatten(1).sign()).view_as(pushed)
-        return _unit(pushed) * chosen.unsqueeze(-1)
+        return _unit(pushed) if self.norm == "sum" else _unit(pushed) * chosen.unsqueeze(-1)
+
+
+def _tok_pair(jacobian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return u, one output token of norm 1, and v, input tokens of norm 1, that make ``u^T J v``
+    large: every output token is tried, by alternation from its leading singular vector."""
+    by_token = pushed = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
+    for _ in range(12):
+        pulled = torch.einsum("btf,btfij->btij", by_token, jacobian)
+        pushed = torch.einsum("btij,btfij->btf", _unit(pulled), jacobian)
+        by_token = _unit(pushed)
+    best = pushed.norm(dim=-1).argmax(-1)
+    left = by_token * nn.functional.one_hot(best, jacobian.shape[1]).to(jacobian).unsqueeze(-1)
+    return left, _unit(torch.einsum("btf,btfij->bij", left, jacobian))
 
 
 def _jacobian(y: Tensor, x: Tensor) -> Tensor:

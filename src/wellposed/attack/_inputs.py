@@ -165,8 +165,8 @@ class Call:
 
 
 def perturbation_size(delta: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of each perturbation of a batch ``(batch, tokens, width)``, in tok, 2 or inf:
-    ``(batch,)``.
+    """Return the norm of each perturbation of a batch ``(batch, tokens, width)``, in tok, 2, inf or
+    sum: ``(batch,)``.
 
     >>> import torch
     >>> perturbation_size(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), "tok")
@@ -174,7 +174,10 @@ def perturbation_size(delta: Tensor, norm: Norm) -> Tensor:
     """
     if norm == 2:
         return delta.flatten(1).norm(dim=-1)
-    return delta.norm(dim=-1).amax(-1) if norm == "tok" else delta.abs().flatten(1).amax(-1)
+    if norm == "inf":
+        return delta.abs().flatten(1).amax(-1)
+    lengths = delta.norm(dim=-1)
+    return lengths.sum(-1) if norm == "sum" else lengths.amax(-1)
 
 
 def steepest_direction(gradient: Tensor, norm: Norm) -> Tensor:
@@ -187,6 +190,10 @@ def steepest_direction(gradient: Tensor, norm: Norm) -> Tensor:
     """
     if norm == "inf":
         return gradient.sign()
+    if norm == "sum":
+        lengths = gradient.norm(dim=-1, keepdim=True)
+        chosen = torch.zeros_like(lengths).scatter_(1, lengths.argmax(1, keepdim=True), 1.0)
+        gradient = gradient * chosen
     size = (
         gradient.flatten(1).norm(dim=-1)[:, None, None]
         if norm == 2

@@ -118,9 +118,9 @@ def lipschitz_lower_bound(
             counts. A Hugging Face model is called with ``inputs_embeds``. Modules are copied, cast
             to ``dtype`` and put in eval mode.
         shape: of one input, ``(tokens, width)``.
-        norm: ``"tok"``, ``2`` or ``"inf"``. In "tok" the last dimension is the token; outputs
-            without a token dimension count as one token. In "tok" and "inf" without ``exact`` the
-            direction found may be a local maximum.
+        norm: ``"tok"``, ``2``, ``"inf"`` or ``"sum"``. In "tok" and "sum" the last dimension is the
+            token; outputs without a token dimension count as one token. In "tok", "sum" and "inf"
+            without ``exact`` the direction found may be a local maximum.
         restarts: independent inputs, ascended in one batch.
         steps: Adam steps.
         inner: alternations per step (the direction is kept from step to step).
@@ -160,7 +160,7 @@ def lipschitz_lower_bound(
     >>> round(lipschitz_lower_bound(linear, (4, 2), norm=2, steps=10).value, 4)
     3.0
     """
-    check_norm(norm)
+    check_norm(norm, sums=True)
     if not callable(module):
         require_module("lipschitz_lower_bound", module)
     moving = dtype or torch.float64

@@ -187,15 +187,17 @@ def dot_product_ball_bound(
     *,
     radius: float,
     seq_len: int,
-    norm: Literal["tok", 2] = "tok",
+    norm: Literal["tok", 2, "sum"] = "tok",
     mask: MaskKind = "any",
     rotary: bool = False,
 ) -> Bound:
-    """Return the bound of dot-product self-attention on ``|x_i| <= radius`` in norm tok or 2 (B5).
+    """Return the bound of dot-product self-attention on ``|x_i| <= radius`` in norm tok, 2 or sum
+    (B5, B14).
 
     Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a
-    R^2 + beta R)``; norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``. Any mask with non-empty
-    rows; key and value biases drop out. Never above the constant of Castin, Ablin, Peyre (2024).
+    R^2 + beta R)``; norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``; sum ``|W_V| (kP^2 + a R^2 +
+    2 kP^2 (a R^2 + beta R))``. Any mask with non-empty rows; key and value biases drop out. Never
+    above the constant of Castin, Ablin, Peyre (2024) in norm 2.
     With ``rotary``, queries and keys are rotated by their positions: ``a R^2`` is ``|W_Q| (|W_K| R
     + |b_k|) R/sqrt d``, ``a R^2 + beta R`` so with q and k exchanged.
     """
@@ -218,6 +220,11 @@ def dot_product_ball_bound(
     if norm == "tok":
         return join_heads(1 + query + key, weights, "ball R, tok (B5)")
     masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in spreads])
+    if norm == "sum":
+        per_head = (masses.square() * (1 + 2 * key) + query) * (1 + 1e-12)
+        # Heads may move different tokens, so the root of a sum of squares has no place here.
+        apart = (weights.path_norms * per_head).sum() * (1 + 1e-12)
+        return Bound(apart, "ball R, sum (B14), sum |V_h W_O,h| L_h")
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
     per_head = join_heads(masses + query + key_masses * key, weights, "ball R, norm 2 (B5)")
     # The multi-head form of B5 in norm 2: every head sees the whole perturbation once.
@@ -298,6 +305,9 @@ def on_the_ball(
 
     def found() -> LayerBound:
         out_radius = averaged_values_radius(weights, site.radius)
+        if site.norm == "sum":
+            choice = bound(norm="sum")
+            return LayerBound(float(choice.value), choice.form, out_radius=out_radius)
         by_norm_2 = partial(bound, norm=2)
         return in_norm(bound(norm="tok"), by_norm_2, site, width, out_radius=out_radius)
 

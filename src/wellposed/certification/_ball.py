@@ -31,21 +31,22 @@ from wellposed.nn import (
 )
 
 
-@register_rule(BallProjection)
+@register_rule(BallProjection, sums=True)
 def _ball_projection(module: BallProjection, site: Site) -> LayerBound:
     if site.radius <= module.radius:
-        return LayerBound(1.0, "identity inside the ball", "exact", out_radius=site.radius)
+        form = "identity inside the ball"
+        return LayerBound(1.0, form, "exact", out_radius=site.radius, skip=1.0)
     factor = (1 + math.sqrt(module.embed_dim)) / 2 if site.norm == "inf" else 1.0
     return LayerBound(factor, "projection onto a ball", "exact", out_radius=module.radius)
 
 
-@register_rule(MaxMin)
+@register_rule(MaxMin, sums=True)
 def _maxmin(module: MaxMin, site: Site) -> LayerBound:
     del module
     return LayerBound(1.0, "a permutation almost everywhere", "exact", out_radius=site.radius)
 
 
-@register_rule(MaxMinFeedForward)
+@register_rule(MaxMinFeedForward, sums=True)
 def _maxmin_feedforward(module: MaxMinFeedForward, site: Site) -> LayerBound:
     return site.chain(named(module, "up_proj", "activation", "down_proj"))
 
@@ -60,7 +61,7 @@ def _unit_embedding(module: UnitEmbedding, site: Site) -> LayerBound:
     )
 
 
-@register_rule(BallAttention)
+@register_rule(BallAttention, sums=True)
 def _ball_attention(module: BallAttention, site: Site) -> LayerBound:
     weights = site.remember(module, "ball_weights", lambda: _ball_weights(module))
     bound, inside = partial(dot_product_ball_bound, weights), site.at_radius(min(1.0, site.radius))

@@ -132,8 +132,8 @@ def gated_feedforward_bound(
     return times(site.operator_norm(down), inner) * (1 + 1e-12)
 
 
-@register_rule(OrthogonalLinear)
-@register_rule(nn.Linear)
+@register_rule(OrthogonalLinear, sums=True)
+@register_rule(nn.Linear, sums=True)
 def _linear(module: nn.Linear, site: Site) -> LayerBound:
     return linear_bound(module.weight, module.bias, site)
 
@@ -149,23 +149,24 @@ def linear_bound(weight: Tensor, bias: Tensor | None, site: Site) -> LayerBound:
     return LayerBound(site.operator_norm(weight), form, "exact", out_radius=radius)
 
 
-@register_rule(nn.Identity)
+@register_rule(nn.Identity, sums=True)
 @register_rule(nn.Flatten)
 def _identity(module: nn.Module, site: Site) -> LayerBound:
     if isinstance(module, nn.Flatten):
         return site.refuse(
             "flattening mixes tokens into one vector, for which the token norms are not defined"
         )
-    return LayerBound(1.0, "identity", "exact", out_radius=site.radius)
+    return LayerBound(1.0, "identity", "exact", out_radius=site.radius, skip=1.0)
 
 
 _IN_PLACE = "inplace=True also changes the tensor that a residual around it adds; build it with inplace=False"
 
 
-@register_rule(nn.Dropout)
+@register_rule(nn.Dropout, sums=True)
 def _dropout(module: nn.Dropout, site: Site) -> LayerBound:
     if not module.training or module.p == 0.0:
-        return LayerBound(1.0, "identity in eval mode", "exact", out_radius=site.radius)
+        form = "identity in eval mode"
+        return LayerBound(1.0, form, "exact", out_radius=site.radius, skip=1.0)
     if module.inplace:
         return site.refuse(_IN_PLACE)
     scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
@@ -182,7 +183,7 @@ def slope_rule(
 ) -> None:
     """Register the rule of a scalar nonlinearity by its largest slope."""
 
-    @register_rule(module_type)
+    @register_rule(module_type, sums=True)
     def _activation(module: nn.Module, site: Site) -> LayerBound:
         largest = slope(module) if callable(slope) else slope
         if getattr(module, "inplace", False) and not (largest <= 1 and zero_at_zero):
@@ -277,13 +278,13 @@ def norm_bound(
     return LayerBound(bound, NORM_FORM, out_radius=radius * (1 + 1e-6))
 
 
-@register_rule(nn.Sequential)
+@register_rule(nn.Sequential, sums=True)
 def _sequential(module: nn.Sequential, site: Site) -> LayerBound:
     # named_children() would leave out a module that stands here twice.
     return site.chain((name, child) for name, child in module._modules.items() if child is not None)
 
 
-@register_rule(MLP)
+@register_rule(MLP, sums=True)
 def _mlp(module: MLP, site: Site) -> LayerBound:
     up = site.child(module.up_proj, "up_proj")
     inner = function_bound(module.activation, site.at_radius(up.out_radius))
@@ -315,7 +316,7 @@ def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float
     return float(first), float(second)
 
 
-@register_rule(Block)
+@register_rule(Block, sums=True)
 def _block(module: Block, site: Site) -> LayerBound:
     first = _sublayer(module, "attention", site)
     second = _sublayer(module, "feedforward", site.at_radius(first.out_radius))
@@ -386,7 +387,7 @@ def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> Lay
     return product_of(bounds)
 
 
-@register_rule(TransformerStack)
+@register_rule(TransformerStack, sums=True)
 def _stack(module: TransformerStack, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
     layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
@@ -429,9 +430,10 @@ def _encoder(module: nn.TransformerEncoder, site: Site) -> LayerBound:
 
 
 def mean_pooling(site: Site) -> LayerBound:
-    """Mean over the real tokens: ``1/sqrt(n)`` in norm 2 with n >= ``min_tokens``, 1 in tok and inf
-    (B9)."""
-    bound = site.min_tokens**-0.5 if site.norm == 2 else 1.0
+    """Mean over the real tokens, n >= ``min_tokens`` of them: ``1/n`` in norm sum, ``1/sqrt(n)`` in
+    norm 2, 1 in tok and inf (B9)."""
+    power = {2: -0.5, "sum": -1.0}.get(site.norm, 0.0)
+    bound = site.min_tokens**power
     return LayerBound(bound, "mean over real tokens", "exact", out_radius=site.radius)
 
 

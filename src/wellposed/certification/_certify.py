@@ -84,15 +84,17 @@ def certify(
             which move together.
         seq_len: largest number of tokens N; of a pair, in each of its texts.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is
-            also one in norm 2), ``2`` (Frobenius) or ``"inf"`` (largest entry).
+            also one in norm 2), ``2`` (Frobenius), ``"inf"`` (largest entry) or ``"sum"`` (of the
+            2-norms of the real tokens: k replaced words move it by the sum of k distances; for the
+            parts of the variant lipschitz, B14).
         radius: for maps without a global constant (dot-product attention): every input token has
             2-norm at most this, before and after the perturbation. The whole space where not given.
         mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or
-            ``"any"`` (the default) for any mask that keeps the diagonal. Sharpens norm 2 only.
+            ``"any"`` (the default) for any mask that keeps the diagonal. Sharpens norms 2 and sum.
             Padded queries attend to themselves alone; those of torch.nn and Hugging Face attend to
             real tokens, so for these a pattern says that nothing is padded.
-        min_tokens: fewest real tokens of an input; sharpens mean pooling in norm 2 by
-            ``1/sqrt(min_tokens)``.
+        min_tokens: fewest real tokens of an input; sharpens mean pooling by ``1/sqrt(min_tokens)``
+            in norm 2, by ``1/min_tokens`` in norm sum.
         cross_check: try the bounds out by a few forward passes of a few tokens in the module's own
             dtype.
 
@@ -118,7 +120,7 @@ def certify(
     True
     """
     require_module("certify", module)
-    check_norm(norm)
+    check_norm(norm, sums=True)
     if mask is not None and mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
     for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):
@@ -176,6 +178,7 @@ def certify(
         ball=ball,
         notes=(*walk.notes, *_notes(module)),
         head=walk.head,
+        skip=walk.skip,
         cross_check=tried,
         reason=reason,
         weights=weights_digest(module) if has_bound else "",

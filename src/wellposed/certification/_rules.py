@@ -38,6 +38,9 @@ class LayerBound:
     label: Label = "certified"
     reason: str = ""
     out_radius: float = math.inf
+    skip: float = 0.0
+    """``f(x) = skip x + r(x) + constant`` where r has the bound ``lipschitz - skip``; 0 is always
+    right."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.lipschitz) or self.lipschitz < 0:
@@ -59,10 +62,11 @@ def times(*factors: float) -> float:
 
 
 def product_of(bounds: Sequence[LayerBound], radius: float | None = None) -> LayerBound:
-    """Compose bounds, first applied first: ``Lip(g o f) <= Lip(g) Lip(f)``."""
+    """Compose bounds, first applied first: ``Lip(g o f) <= Lip(g) Lip(f)``; skips multiply too."""
     total = times(*(part.lipschitz for part in bounds))
     out_radius = bounds[-1].out_radius if radius is None else radius
-    return _composed(total, "product of the parts", bounds, out_radius)
+    found = _composed(total, "product of the parts", bounds, out_radius)
+    return replace(found, skip=math.prod(part.skip for part in bounds))
 
 
 def residual_of(skip: float, scale: float, branch: LayerBound, radius: float) -> LayerBound:
@@ -71,7 +75,9 @@ def residual_of(skip: float, scale: float, branch: LayerBound, radius: float) ->
     total = abs(skip) + times(abs(scale), branch.lipschitz)
     out_radius = times(abs(skip), radius) + times(abs(scale), branch.out_radius)
     identity = LayerBound(1.0, "identity")
-    return _composed(total, f"|{skip:g}| + |{scale:.4g}| L(branch)", [identity, branch], out_radius)
+    form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
+    found = _composed(total, form, [identity, branch], out_radius)
+    return replace(found, skip=max(skip, 0.0))
 
 
 def _composed(
@@ -106,6 +112,7 @@ class Walk:
     vouched: set[int] = field(default_factory=set)
     """Ids of parts that a rule reads by itself and whose class it knows."""
     head: tuple[Tensor, float] | None = None
+    skip: float = 0.0
     without_bound: str = ""
     """The first part without a bound whatever the ball: what follows it has no ball either."""
 
@@ -119,7 +126,7 @@ class Site:
     radius: float
     """Largest 2-norm of a token entering the module; infinite on the whole space."""
     norm: Norm
-    """``"tok"``, ``"inf"`` or ``2``; every bound of one certificate is in this norm."""
+    """``"tok"``, ``"inf"``, ``2`` or ``"sum"``; every bound of one certificate is in this norm."""
     seq_len: int
     """At most this many tokens."""
     min_tokens: int = 1
@@ -230,15 +237,16 @@ class Site:
         name ``form``."""
         # The row of the module itself is still open (None) and stays.
         self.walk.visits[1:] = other.walk.visits
-        self.walk.head = other.walk.head
+        self.walk.head, self.walk.skip = other.walk.head, other.walk.skip
         self.walk.notes.append(f"layer bounds are in norm {other.norm}")
         return replace(bound, form=form)
 
-    def set_head(self, weight: Tensor, body: LayerBound) -> None:
+    def set_head(self, weight: Tensor, body: LayerBound, *, skip: float = 0.0) -> None:
         """Tell the certificate the last linear map, whose row differences sharpen
-        `Certificate.radius`."""
+        `Certificate.radius`, and what part of a state is its own token; see `LayerBound.skip`."""
         if self.path == "":
             self.walk.head = (weight.detach().clone(), body.lipschitz)
+            self.walk.skip = skip
 
     def refuse(self, reason: str) -> LayerBound:
         """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with
@@ -273,6 +281,8 @@ R = TypeVar("R", bound=Callable[..., LayerBound])
 
 # Under the class, or under its full name where its library is not imported for the rule's sake.
 _RULES: dict[type[nn.Module] | str, Rule] = {}
+_IN_NORM_SUM: set[Rule] = set()
+"""Those that are proved in norm sum too."""
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:
@@ -282,7 +292,9 @@ def certifiable_classes() -> tuple[type[nn.Module], ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
+def register_rule(
+    module_type: type[nn.Module] | str, *, sums: bool = False
+) -> Callable[[R], R]:
     """Teach `certify` that ``rule(module, site)`` bounds every ``module_type``: ``|f(x) - f(y)| <=
     lipschitz |x - y|``.
 
@@ -296,6 +308,8 @@ def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
         module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``)
             where the rule should not import the library: it is for the class that stands under this
             name when it is met.
+        sums: the rule is right in norm ``"sum"`` too, where it is never asked otherwise. A map of
+            each token by itself is, with its constant in norm tok.
 
     Returns:
         A decorator. The rule gets the module and a `Site`: ``site.norm``, ``site.seq_len``,
@@ -325,6 +339,8 @@ def register_rule(module_type: type[nn.Module] | str) -> Callable[[R], R]:
 
     def store(rule: R) -> R:
         _RULES[module_type] = rule
+        if sums:
+            _IN_NORM_SUM.add(rule)
         return rule
 
     return store
@@ -418,6 +434,11 @@ def _as_called(module: nn.Module, site: Site, place: int) -> LayerBound:
     rule = _rule_of(kind)
     if rule is None:
         return site.refuse(_without_rule(module, kind))
+    if site.norm == "sum" and rule not in _IN_NORM_SUM:
+        return site.refuse(
+            f"no bound of {kind.__name__} is proved in norm sum, which counts words; the parts of"
+            " the variant lipschitz have one (B14)"
+        )
     differs = deviation(module)
     if differs is not None:
         return site.refuse(differs)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
 
-Norm = Literal["tok", "inf", 2]
+Norm = Literal["tok", "inf", 2, "sum"]
 MaskKind = Literal["full", "causal", "any"]
 NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
 MASK_KINDS: tuple[MaskKind, ...] = ("full", "causal", "any")
@@ -28,12 +28,14 @@ MASK_KINDS: tuple[MaskKind, ...] = ("full", "causal", "any")
 _ONE_KEY = 0.27846454276107374
 
 
-def check_norm(norm: object) -> Norm:
-    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, else raise `ConfigError`."""
-    if isinstance(norm, bool) or norm not in NORMS:
+def check_norm(norm: object, *, sums: bool = False) -> Norm:
+    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, and with ``sums`` also
+    ``"sum"``, else raise `ConfigError`."""
+    if isinstance(norm, bool) or norm not in (*NORMS, *(["sum"] if sums else [])):
+        also = ", 'sum' (of the tokens' 2-norms)" if sums else ""
         raise ConfigError(
             f"unknown norm {norm!r}; known: 'tok' (max over tokens of the 2-norm), 'inf', 2"
-            " (Frobenius)"
+            f" (Frobenius){also}"
         )
     return norm  # type: ignore[return-value]
 

@@ -84,7 +84,7 @@ def _transject(module: TransJectModel, site: Site) -> LayerBound:
     return site.child(module.stack, "stack")
 
 
-@register_rule(WellposedModel)
+@register_rule(WellposedModel, sums=True)
 def _body(module: WellposedModel, site: Site) -> LayerBound:
     site = site.under_mask("causal" if module.is_causal else "full")
     embeddings = module.embeddings
@@ -98,9 +98,8 @@ def _body(module: WellposedModel, site: Site) -> LayerBound:
         places = torch.arange(module.config.max_position_embeddings, device=token.weight.device)
         largest = float(embeddings.position(places).double().norm(dim=-1).max())
     scale = float(embeddings.scale)
-    bound = LayerBound(
-        scale, "scale of the embeddings", "exact", out_radius=scale * (site.radius + largest)
-    )
+    form, radius = "scale of the embeddings", scale * (site.radius + largest)
+    bound = LayerBound(scale, form, "exact", out_radius=radius, skip=scale)
     embedded = site.record(embeddings, "embeddings", bound)
     dropout = site.child(embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
     layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
@@ -154,7 +153,8 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         )
         site.set_head(module.classifier.output.weight, site.product([before, hidden]))
     else:
-        site.set_head(module.classifier.weight, before)
+        own = body.skip if pooling is mean_pooling else 0.0
+        site.set_head(module.classifier.weight, before, skip=own)
     return site.product([before, head])
 
 

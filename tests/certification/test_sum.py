@@ -1,0 +1,164 @@
+"""Norm sum, which counts words (B14): bounds against ascended and measured slopes, and what has
+none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.certification.test_ball import MARGIN, attention, block, ratio
+from wellposed.certification import LayerBound, certify, lipschitz_lower_bound, register_rule
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.nn import BudgetResidual, ConvexResidual, L2SelfAttention
+
+ROUNDING = 1 + 1e-9
+
+
+def classifier(blocks: int = 1, **options: Any) -> WellposedForSequenceClassification:
+    """A certifiable classifier of texts with tables drawn at random, in eval mode."""
+    torch.manual_seed(blocks)
+    given = {"vocab_size": 24, "hidden_size": 8, "num_hidden_layers": blocks, "num_labels": 3}
+    parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "residual": "convex"}
+    sizes = {"num_attention_heads": 2, "max_position_embeddings": 16, "ball_temperature": 0.5}
+    config = WellposedConfig(**{**given, **parts, **sizes, "unit_embeddings": True, **options})
+    model = WellposedForSequenceClassification(config).eval()
+    nn.init.normal_(model.get_input_embeddings().weight)
+    return model
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens(exact: bool):
+    """Independently: the largest sum of output norms over unit vectors in one token."""
+    torch.manual_seed(0)
+    mixing = torch.randn(3, 3, dtype=torch.float64)
+
+    def mix(x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("ij,bjd->bid", mixing.to(x), x)
+
+    found = lipschitz_lower_bound(mix, (3, 2), norm="sum", exact=exact, steps=20)
+    expected = float(mixing.abs().sum(0).max())
+    assert found.value == pytest.approx(expected, rel=1e-6)
+    assert found.slope == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["full", "causal", "any"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0])
+def test_ball_attention_is_below_its_bound(how: Any, heads: int, temperature: float):
+    for tokens in (1, 2, 5, 9):
+        unit = heads == 1
+        layer = attention(2 * heads, heads, temperature=temperature, unit_lipschitz=unit)
+        causal = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
+        certificate = certify(layer, seq_len=tokens, norm="sum", mask=how)
+        attacked = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), "exact": tokens < 5}
+        found = lipschitz_lower_bound(
+            layer, (tokens, 2 * heads), norm="sum", **attacked, **causal
+        )
+        assert 0.02 < max(found.value, found.slope) / certificate.total <= ROUNDING
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 64])
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 2.0])
+def test_the_bound_is_the_formula(tokens: int, temperature: float):
+    layer = attention(4, 1, temperature=temperature, unit_lipschitz=False)
+    t = temperature
+    column = tokens * math.exp(2 * t) / (tokens - 1 + math.exp(2 * t))
+    total = certify(layer, seq_len=tokens, norm="sum", mask="full").total
+    assert total == pytest.approx(column * (1 + 2 * t) + t, rel=MARGIN)
+    assert column <= min(tokens, math.exp(2 * t))
+
+
+def test_swapped_words_of_aligned_heads_stay_below():
+    """Finite swaps of one unit token, heads aligned: the worst that was found by hand."""
+    generator = torch.Generator().manual_seed(1)
+    worst = 0.0
+    for temperature in (0.1, 0.5, 1.0, 2.0):
+        layer = attention(4, 1, temperature=temperature, unit_lipschitz=False)
+        for part in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+            nn.init.eye_(part.weight)
+        for tokens in (4, 16, 64):
+            bound = certify(layer, seq_len=tokens, norm="sum", mask="full").total
+            x = torch.randn(200, tokens, 4, dtype=torch.float64, generator=generator)
+            x[:100] = x[:100, :1]
+            x = nn.functional.normalize(x, dim=-1)
+            y = x.clone()
+            y[:, 0] = nn.functional.normalize(
+                torch.randn(200, 4, dtype=torch.float64, generator=generator), dim=-1
+            )
+            y[::2, 0] = -x[::2, 0]
+            with torch.no_grad():
+                moved = (layer(x) - layer(y)).norm(dim=-1).sum(-1)
+            worst = max(worst, float((moved / (x - y).norm(dim=-1).sum(-1)).max()) / bound)
+    assert 0.2 < worst <= ROUNDING
+
+
+def test_blocks_and_both_residuals():
+    for residuals in (
+        (ConvexResidual(0.3), ConvexResidual(0.6)),
+        (BudgetResidual(4.0, 2), BudgetResidual(4.0, 2, share=0.9)),
+    ):
+        assert 0.02 < ratio(block(residuals), 3, 4, "sum", steps=15) <= ROUNDING
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_a_classifier_moves_by_no_more_than_its_share_of_the_words(blocks: int, padded: bool):
+    """Pooling divides by the real tokens; padding changes neither side."""
+    model = classifier(blocks, position="none").double()
+    total = certify(model, seq_len=9, norm="sum", min_tokens=6).total
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[:, 6:] = not padded
+    real = mask[0] if padded else None
+    found = lipschitz_lower_bound(
+        model, (9, 8), norm="sum", steps=15, forward_kwargs={"attention_mask": mask.long()},
+        perturbed=real,
+    )  # fmt: skip
+    assert max(found.value, found.slope) <= total * ROUNDING
+    if blocks == 0:
+        assert found.value > 0.5 * total
+    assert certify(model, seq_len=9, norm="sum").total == pytest.approx(6 * total, rel=1e-9)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks: int):
+    """What is left of the states without it is ``body - skip`` Lipschitz."""
+    model = classifier(blocks, position="none").double()
+    certificate = certify(model, seq_len=5, norm="sum")
+    assert certificate.head is not None
+    rest = certificate.head[1] - certificate.skip
+    assert (rest == pytest.approx(0, abs=1e-12)) == (blocks == 0)
+
+    def residue(x: torch.Tensor) -> torch.Tensor:
+        return model.model(inputs_embeds=x).last_hidden_state - certificate.skip * x
+
+    found = lipschitz_lower_bound(residue, (5, 8), norm="sum", steps=15, scales=(0.2, 1.0))
+    assert found.value <= rest * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True), L2SelfAttention(4, 2)],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_is_not_proved_is_infinite(module: nn.Module):
+    certificate = certify(module.eval(), seq_len=3, norm="sum", radius=1.0)
+    assert math.isinf(certificate.total)
+    assert type(module).__name__ in certificate.uncertified[0].reason
+
+
+def test_a_rule_of_ones_own_is_asked_only_where_it_says_so():
+    class Halve(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / 2
+
+    def halve(module: nn.Module, site: Any) -> LayerBound:
+        return LayerBound(0.5, "definition", "exact")
+
+    register_rule(Halve)(halve)
+    assert math.isinf(certify(Halve(), seq_len=2, norm="sum").total)
+    register_rule(Halve, sums=True)(halve)
+    assert certify(Halve(), seq_len=2, norm="sum").total == 0.5
