@@ -169,6 +169,8 @@ class TransformerOptions(PartOptions):
     """Multiply token and position vectors by sqrt(D)."""
     unit_embeddings: bool = False
     """Token vectors of norm 1, which are then not multiplied by sqrt(D)."""
+    ball_embeddings: bool = False
+    """Token vectors inside the unit ball, words that say nothing short; not multiplied by sqrt(D) either."""
 
 
 @read_by(architecture="wellposed", feedforward="mlp")

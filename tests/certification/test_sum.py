@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.certification.test_ball import MARGIN, attention, block, ratio
 from torch import nn
 
-from tests.certification.test_ball import MARGIN, attention, block, ratio
 from wellposed.certification import LayerBound, certify, lipschitz_lower_bound, register_rule
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import BudgetResidual, ConvexResidual, L2SelfAttention
@@ -55,9 +55,7 @@ def test_ball_attention_is_below_its_bound(how: Any, heads: int, temperature: fl
         causal = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
         certificate = certify(layer, seq_len=tokens, norm="sum", mask=how)
         attacked = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), "exact": tokens < 5}
-        found = lipschitz_lower_bound(
-            layer, (tokens, 2 * heads), norm="sum", **attacked, **causal
-        )
+        found = lipschitz_lower_bound(layer, (tokens, 2 * heads), norm="sum", **attacked, **causal)
         assert 0.02 < max(found.value, found.slope) / certificate.total <= ROUNDING
 
 

@@ -24,6 +24,7 @@ from wellposed.linalg import Bound
 from wellposed.nn import (
     BallAttention,
     BallCrossAttention,
+    BallEmbedding,
     BallProjection,
     MaxMin,
     MaxMinFeedForward,
@@ -52,11 +53,12 @@ def _maxmin_feedforward(module: MaxMinFeedForward, site: Site) -> LayerBound:
 
 
 @register_rule(UnitEmbedding)
-def _unit_embedding(module: UnitEmbedding, site: Site) -> LayerBound:
+@register_rule(BallEmbedding)
+def _unit_embedding(module: UnitEmbedding | BallEmbedding, site: Site) -> LayerBound:
     del module
     return site.refuse(
         "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with"
-        " radius=1, since every token vector has norm 1 and a word exchanged for another moves one"
+        " radius=1, since no token vector has a norm above 1 and a word exchanged for another moves one"
         " token by 2 at most"
     )
 

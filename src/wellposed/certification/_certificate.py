@@ -97,9 +97,9 @@ class Certificate:
     head: tuple[Tensor, float] | None = field(default=None, repr=False, compare=False)
     """Weight of the last linear map and the bound of everything before it, where known: sharpens
     `radius`."""
-    skip: float = 0.0
-    """What is pooled before the last linear map is ``skip x_i + r_i(X)``, where r has the bound of
-    the body minus skip."""
+    skip: float | None = None
+    """Of a classifier that pools by the mean: its states are ``skip x_i + r_i(X)``, where r has the
+    bound of the body minus skip."""
     cross_check: str = "not run"
     """What came of trying the bounds out by a few forward passes."""
     reason: str = ""

@@ -112,7 +112,7 @@ class Walk:
     vouched: set[int] = field(default_factory=set)
     """Ids of parts that a rule reads by itself and whose class it knows."""
     head: tuple[Tensor, float] | None = None
-    skip: float = 0.0
+    skip: float | None = None
     without_bound: str = ""
     """The first part without a bound whatever the ball: what follows it has no ball either."""
 
@@ -241,7 +241,7 @@ class Site:
         self.walk.notes.append(f"layer bounds are in norm {other.norm}")
         return replace(bound, form=form)
 
-    def set_head(self, weight: Tensor, body: LayerBound, *, skip: float = 0.0) -> None:
+    def set_head(self, weight: Tensor, body: LayerBound, *, skip: float | None = None) -> None:
         """Tell the certificate the last linear map, whose row differences sharpen
         `Certificate.radius`, and what part of a state is its own token; see `LayerBound.skip`."""
         if self.path == "":
@@ -292,9 +292,7 @@ def certifiable_classes() -> tuple[type[nn.Module], ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-def register_rule(
-    module_type: type[nn.Module] | str, *, sums: bool = False
-) -> Callable[[R], R]:
+def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> Callable[[R], R]:
     """Teach `certify` that ``rule(module, site)`` bounds every ``module_type``: ``|f(x) - f(y)| <=
     lipschitz |x - y|``.
 

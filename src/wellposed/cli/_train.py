@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellposed.cli._arguments import (
@@ -45,9 +45,12 @@ def run(words: Sequence[str]) -> int:
         print(task_usage("train"))
         return 0
     base = base_config(task, rest)
-    named = first_look(rest, ["variant"])[0]["variant"]
-    if named:
-        base = apply_variant(named, base)
+    seen = first_look(rest, ["variant", "margin-loss"])[0]
+    if seen["variant"]:
+        # What a variant is made of may depend on what it is trained for.
+        if (seen["margin-loss"] or "").startswith("words"):
+            base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
+        base = apply_variant(seen["variant"], base)
     config, options = parse("train", base, rest, TrainArguments, _description())
 
     from wellposed.training import train

@@ -101,6 +101,7 @@ def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
         "residual": "plain",
         "qk_norm": False,
         "unit_embeddings": False,
+        "ball_embeddings": False,
     }
     if (
         base.model.init == "t_fixup"
@@ -300,6 +301,8 @@ LIPSCHITZ_TEMPERATURE = 10.0
 # Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1
 # of a token's norm with rate 0.005; 0.831 and 0.50 with 0.02; 0.818 and 0.53 with 0.1).
 LIPSCHITZ_RATE = 20.0
+# Temperature at the start where words are trained for.
+COOL = 0.25
 
 
 @VARIANTS.register("lipschitz")
@@ -310,7 +313,9 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
     value of a weight ever exceeds 1, so the certified total is at most L after every step. The
     learning rate is 20 x the base's, and the loss reads ten times the logits unless the base has a
-    ``temperature``. With ``num_hidden_layers=0`` it is the control without blocks.
+    ``temperature``. With ``num_hidden_layers=0`` it is the control without blocks. Where words are
+    trained for (``margin_loss = words:k``), embeddings lie in the ball, not on the sphere, tokens
+    have no positions, and attention starts cool, since what a word can do grows as e^(2 t).
     """
     if not 1 <= budget < float("inf"):
         raise ConfigError(
@@ -320,13 +325,16 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     residual: dict[str, Any] = (
         {"residual": "convex"} if budget == 1 else {"residual": "budget", "budget": budget}
     )
+    embeddings: dict[str, Any] = {"unit_embeddings": True}
+    if (base.train.margin_loss or "").startswith("words"):
+        embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}
     config = _with_model(
         base,
         attention="ball",
         feedforward="maxmin",
         norm="none",
-        unit_embeddings=True,
         attention_dropout=0.0,
+        **embeddings,
         **residual,
     )
     temperature = LIPSCHITZ_TEMPERATURE if base.train.temperature == 1 else base.train.temperature

@@ -34,7 +34,7 @@ from wellposed.models._pair_head import PairHead, before_output
 from wellposed.models._pooling import first_pool, max_pool, mean_pool
 from wellposed.models._transject import TransJectModel
 from wellposed.models._wellposed import Embeddings, WellposedModel
-from wellposed.nn import DecoderBlock, UnitEmbedding
+from wellposed.nn import BallEmbedding, DecoderBlock, UnitEmbedding
 
 
 def embedding_radius(model: nn.Module) -> float:
@@ -48,7 +48,7 @@ def embedding_radius(model: nn.Module) -> float:
     True
     """
     table = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    if isinstance(table, UnitEmbedding):
+    if isinstance(table, (UnitEmbedding, BallEmbedding)):
         return 1.0
     weight = table.weight
     return float(weight.detach().double().norm(dim=-1).max())
@@ -153,7 +153,7 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         )
         site.set_head(module.classifier.output.weight, site.product([before, hidden]))
     else:
-        own = body.skip if pooling is mean_pooling else 0.0
+        own = body.skip if pooling is mean_pooling else None
         site.set_head(module.classifier.weight, before, skip=own)
     return site.product([before, head])
 

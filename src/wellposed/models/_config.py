@@ -54,6 +54,7 @@ class WellposedConfig(CheckedConfig):
         feedforward: registered feed-forward.
         unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by
             sqrt(D).
+        ball_embeddings: token vectors of norm below 1 (`wellposed.nn.BallEmbedding`), likewise.
         norm: where LayerNorm stands: pre, post or none.
         residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0.
         qk_norm: normalise queries and keys per head.
@@ -114,6 +115,7 @@ class WellposedConfig(CheckedConfig):
     position: str = "learned"
     scale_embeddings: bool = True
     unit_embeddings: bool = False
+    ball_embeddings: bool = False
     tie_word_embeddings: bool = True
     dropout: Rate = 0.0
     attention_dropout: Rate = 0.0
@@ -174,6 +176,8 @@ class WellposedConfig(CheckedConfig):
         width, heads = self.hidden_size, self.num_attention_heads
         if not (fits(width, Size) and fits(heads, Size)):
             return found
+        if self.unit_embeddings and self.ball_embeddings:
+            found.append("unit_embeddings and ball_embeddings: received both, expected one of them")
         if width % heads:
             found.append(
                 f"hidden_size: received {width}; expected a multiple of num_attention_heads ="

@@ -17,7 +17,7 @@ from wellposed.models._config import WellposedConfig
 from wellposed.models._init import INITS
 from wellposed.models._inputs import ModelInputs, read_inputs, takes
 from wellposed.models._pretrained import CheckedPreTrainedModel
-from wellposed.nn import POSITIONS, Block, SinusoidalPositions, UnitEmbedding
+from wellposed.nn import POSITIONS, BallEmbedding, Block, SinusoidalPositions, UnitEmbedding
 from wellposed.nn import attention_mask as make_mask
 from wellposed.nn.block import build_layers, run_block
 from wellposed.nn.checks import on_host
@@ -55,7 +55,7 @@ class MemoryView:
 
 class Embeddings(nn.Module):
     """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout; E of norm 1
-    with `unit_embeddings`.
+    with `unit_embeddings`, below 1 with `ball_embeddings`.
 
     Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after
     the factor, as there. `position_scale` is a further factor on sines; see `WellposedConfig`.
@@ -76,15 +76,14 @@ class Embeddings(nn.Module):
     ) -> None:
         super().__init__()
         table = UnitEmbedding if config.unit_embeddings else nn.Embedding
+        table = BallEmbedding if config.ball_embeddings else table
         self.token = table(config.vocab_size, config.hidden_size) if own_tokens else None
         self.position = POSITIONS.get(config.position)(config)
         if isinstance(self.position, SinusoidalPositions):
             self.position.rescale(position_scale)
-        self.scale = (
-            math.sqrt(config.hidden_size)
-            if config.scale_embeddings and not config.unit_embeddings
-            else 1.0
-        )
+        in_ball = config.unit_embeddings or config.ball_embeddings
+        scaled = config.scale_embeddings and not in_ball
+        self.scale = math.sqrt(config.hidden_size) if scaled else 1.0
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

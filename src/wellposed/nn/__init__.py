@@ -77,6 +77,7 @@ from wellposed.nn.transject.spectrum import LearnedSpectrum as LearnedSpectrum
 from wellposed.nn.transject.spectrum import TransJectCache as TransJectCache
 from wellposed.nn.transject.stack import TransJectOutput as TransJectOutput
 from wellposed.nn.transject.stack import TransJectStack as TransJectStack
+from wellposed.nn.unit_ball import BallEmbedding as BallEmbedding
 from wellposed.nn.unit_ball import BallProjection as BallProjection
 from wellposed.nn.unit_ball import UnitEmbedding as UnitEmbedding
 from wellposed.nn.unit_ball import project_to_ball as project_to_ball

@@ -87,20 +87,20 @@ class _DividedBranch(Part):
         """Set the scalar to its start value."""
         nn.init.constant_(self.logit, math.log(self._start) - math.log1p(-self._start))
 
-    def _weights(self) -> tuple[Tensor | None, Tensor]:
-        """What `x` (None: 1) and the branch are multiplied by."""
+    def weights(self) -> tuple[Tensor | None, Tensor]:
+        """Return what `x` (None: 1) and the branch are multiplied by, with gradient."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
         """Join the branch `g(x)` to `x`."""
-        skip, scale = self._weights()
+        skip, scale = self.weights()
         x = x if skip is None else x * skip.to(x.dtype)
         return torch.addcmul(x, branch, scale.to(branch.dtype))
 
     @torch.no_grad()
     def coefficients(self) -> tuple[float, float]:
         """Return the two numbers that `x` and `g(x)` are multiplied by."""
-        skip, scale = self._weights()
+        skip, scale = self.weights()
         return 1.0 if skip is None else float(skip), float(scale)
 
 
@@ -131,7 +131,7 @@ class ConvexResidual(_DividedBranch):
     def __init__(self, share: Share = 0.5, divisor: Divisor = 1.0) -> None:
         super().__init__(share, divisor)
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
+    def weights(self) -> tuple[Tensor, Tensor]:
         share = torch.sigmoid(self.logit)
         return 1 - share, share / self.divisor
 
@@ -177,7 +177,7 @@ class BudgetResidual(_DividedBranch):
         self.budget = float(budget)
         self.blocks = blocks
 
-    def _weights(self) -> tuple[None, Tensor]:
+    def weights(self) -> tuple[None, Tensor]:
         share = torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks)
         return None, torch.expm1(share) / self.divisor
 

@@ -63,6 +63,35 @@ class BallProjection(Part):
         return project_to_ball(x, self.radius)
 
 
+class BallEmbedding(nn.Embedding):
+    r"""`v -> E_v / sqrt(1 + |E_v|^2)`: every token vector lies in the open unit ball, and words
+    that say nothing may be short.
+
+    Exact up to rounding, at the call: the table `weight` stays a plain parameter, whose rows may
+    have any length, with a gradient along it everywhere. Exchanging one word for another moves one
+    token by less than 2, and a short one by less than 1 plus its length (theory note B14).
+
+    Args:
+        num_embeddings: number of tokens.
+        embedding_dim: width D.
+        padding_idx, ...: everything that `torch.nn.Embedding` takes.
+
+    Cost: a lookup and one norm for each token.
+    When not to use: where every word should weigh the same: `UnitEmbedding`.
+
+    >>> embedding = BallEmbedding(10, 4)
+    >>> bool((embedding(torch.tensor([3, 7])).norm(dim=-1) < 1).all())
+    True
+    """
+
+    __init__ = checked_arguments(nn.Embedding.__init__, num_embeddings=Size, embedding_dim=Size)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        """Map token ids (...) to (..., D)."""
+        rows = read_table(self, input, self.num_embeddings, super().forward)
+        return rows * (1 + rows.square().sum(-1, keepdim=True)).rsqrt()
+
+
 class UnitEmbedding(nn.Embedding):
     r"""`v -> E_v / |E_v|`: every token vector has norm 1, so no word is far from, or close to,
     zero.

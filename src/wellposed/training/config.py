@@ -9,6 +9,7 @@ the fields are the command line's help.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -115,6 +116,17 @@ class ConstrainOptions(CheckedOptions):
         return [part.strip() for part in self.where.split(",")] if self.where else []
 
 
+def words_of(margin_loss: str | None) -> float:
+    """Return K of a margin loss ``words:K``; 0 for the others, and NaN where K is no number."""
+    name, _, count = (margin_loss or "").partition(":")
+    if name != "words":
+        return 0.0
+    try:
+        return float(count)
+    except ValueError:
+        return math.nan
+
+
 @dataclass(frozen=True)
 class TrainOptions(CheckedOptions):
     """How a model is trained."""
@@ -159,8 +171,9 @@ class TrainOptions(CheckedOptions):
     """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
     margin_radius: Strength = 0.0
     """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
-    margin_loss: Literal["ce", "certified", "hinge"] | None = None
-    """certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead."""
+    margin_loss: str | None = None
+    """ce; certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead;
+    words:K: cross entropy of the logits that K replaced words could reach, K growing from 0 over half of the steps."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -213,6 +226,9 @@ class TrainOptions(CheckedOptions):
         whole = {
             "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
             "margin_radius, whose loss reads the whole head": self.margin_radius,
+            f"margin_loss = {self.margin_loss}, which reads the whole head": words_of(
+                self.margin_loss
+            ),
             "compile, whose graphs hold whole weights": self.compile,
         }
         for name, is_given in whole.items():
@@ -221,6 +237,13 @@ class TrainOptions(CheckedOptions):
 
     def _margin_problems(self) -> Iterator[str]:
         loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
+        words = words_of(loss)
+        if not 0 <= words < math.inf or ((loss or "").startswith("words") and not words):
+            yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
+        elif not words and loss not in (None, "ce", "certified", "hinge"):
+            yield f"margin_loss = {loss!r}, expected 'ce', 'certified', 'hinge', 'words:K' or None"
+        if words and radius:
+            yield f"margin_radius = {radius} with margin_loss = {loss}, expected one of them"
         if loss == "ce" and radius:
             yield (
                 f"margin_radius = {radius} with margin_loss = ce, which has no margin; take"

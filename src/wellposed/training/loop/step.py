@@ -17,10 +17,11 @@ from torch.nn import functional
 from wellposed.errors import ConfigError
 from wellposed.linalg.sharded import gathered
 from wellposed.tasks.objectives import IGNORED_LABEL
-from wellposed.training.config import TrainOptions
+from wellposed.training.config import TrainOptions, words_of
 from wellposed.training.loop import batches
 from wellposed.training.loop.batches import Batch
 from wellposed.training.loop.machine import sum_over_processes
+from wellposed.training.loop.word_margin import word_logits
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -161,6 +162,7 @@ def compute_gradients(
     penalty: Penalty | None = None,
     check_targets: bool = False,
     loss_scale: float = 1.0,
+    progress: float = 1.0,
 ) -> StepNumbers:
     """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over
     all micro-batches.
@@ -170,7 +172,8 @@ def compute_gradients(
     are spread. The penalty of a micro-batch, and the loss a model has of its own
     (``output.auxiliary_loss``), weigh as its share of the sequences. Gradients are computed of
     ``loss_scale`` times the loss, a power of two, and divided by it: fp16 holds smaller ones. The
-    global norm is clipped to ``max_grad_norm``. Losses, penalty and norm come to the host in a
+    global norm is clipped to ``max_grad_norm``. ``progress``, the share of the steps that are done,
+    tells how many words a loss of words counts. Losses, penalty and norm come to the host in a
     single transfer, which the guard before the optimizer needs.
 
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
@@ -184,6 +187,7 @@ def compute_gradients(
     device = accelerator.device
     sums = torch.zeros(3, device=device)  # of losses, penalties and the model's own losses
     has_auxiliary, counted = False, 0.0
+    words = words_of(options.margin_loss) * min(1.0, 2 * progress)
     for number, batch in enumerate(micro_batches):
         share = batches.sequence_count(batch) / sequences
         batch = batches.to_device(batch, device)
@@ -193,10 +197,10 @@ def compute_gradients(
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             with autocast(device, options):
                 logits, auxiliary = batches.forward_with_auxiliary(model, batch)
-                rows = None
+                rows, whole = None, accelerator.unwrap_model(model)
+                logits = word_logits(logits, batch, whole, words)
                 if options.margin_radius:
                     rows = rows_of(task.kind, batch["labels"])
-                    whole = accelerator.unwrap_model(model)
                     logits = certified_logits(logits, rows, whole, options.margin_radius)
                 logits = scaled(logits, options)
                 if rows is not None and options.margin_loss == "hinge":

@@ -1,0 +1,179 @@
+"""What one changed character can make of words between white space (theory note B14)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError
+from wellposed.training.certified.words import Menu, WordBounds
+
+Shape = tuple[int, int]
+"""How many words an edit removes, and how many it adds."""
+
+
+class CharacterEdits:
+    """Which words one inserted, deleted or substituted character can make of the words of a text.
+
+    For tokenizers by words between white space. A character inside a word leaves one word, a blank
+    makes two of it, and a lost blank makes one of two; a word that the vocabulary lacks is the
+    unknown word. What an unknown word was is not known: one character may make any words of it.
+
+    Args:
+        bounds: of the model that reads the words.
+        vocabulary: ids by word, without special tokens.
+        unknown: id of the unknown word.
+        limit: most tokens of a text; one that is as long may have been cut, and its cut moves.
+    """
+
+    def __init__(
+        self, bounds: WordBounds, vocabulary: Mapping[str, int], unknown: int, limit: int
+    ) -> None:
+        self.bounds, self.vocabulary = bounds, vocabulary
+        self.unknown, self.limit = unknown, limit
+        self.words = {number: word for word, number in vocabulary.items()}
+        self._gaps: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for word, number in vocabulary.items():
+            for place in range(len(word)):
+                self._gaps[place, word[:place] + word[place + 1 :]].append(number)
+        self._edits: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], dict[Shape, Tensor]] = {}
+        self._projected: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, bounds: WordBounds, tokenizer: Any, limit: int) -> CharacterEdits:
+        """Read a tokenizer of words between white space.
+
+        Raises:
+            ConfigError: it cuts text in another way, so that what one character can change is not
+                known.
+        """
+        import json
+
+        inner = getattr(tokenizer, "backend_tokenizer", None)
+        form = {} if inner is None else json.loads(inner.to_str())
+        kinds = [(form.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
+        if kinds != ["WordLevel", "WhitespaceSplit"] or form["normalizer"] is not None:
+            raise ConfigError(
+                "words and characters are counted for words between white space, and this tokenizer"
+                f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer;"
+                " train with --data-tokenizer word"
+            )
+        special = set(tokenizer.all_special_tokens)
+        words = {word: n for word, n in tokenizer.get_vocab().items() if word not in special}
+        return cls(bounds, words, tokenizer.unk_token_id, limit)
+
+    def menu(self, ids: Tensor, label: int, count: int) -> Menu:
+        """Return the most that ``count`` edits can gain, for each number of words they remove and
+        add.
+
+        Edits that touch words of their own are looked up one by one; those that meet are any words.
+        """
+        if len(ids) >= self.limit:
+            return self.bounds.any_words(ids, label, [(2 * count, 2 * count, 4 * count)])
+        found: dict[Shape, list[Tensor]] = defaultdict(list)
+        words = ids.tolist()
+        for start in range(len(words)):
+            for touched in (words[start : start + 1], words[start : start + 2]):
+                for shape, gain in self._gains(tuple(touched), label).items():
+                    found[shape].append(gain)
+        for shape, gain in self._gains((), label).items():
+            found[shape] += [gain] * count
+        sums = {
+            shape: torch.stack(gains).sort(0, descending=True).values[:count].cumsum(0)
+            for shape, gains in found.items()
+        }
+        menu: dict[Shape, Tensor] = {}
+        for together in (0, *range(2, count + 1)):
+            reach, total = together + together // 2, together + together // 2 * 2
+            met = self.bounds.any_words(ids, label, [(reach, reach, total)])
+            for (shape, gain), (more, other) in itertools.product(
+                self._alone(sums, count - together).items(), met.items()
+            ):
+                key = (shape[0] + more[0], shape[1] + more[1])
+                both = gain + other
+                menu[key] = torch.maximum(menu[key], both) if key in menu else both
+        return menu
+
+    def _gains(self, words: tuple[int, ...], label: int) -> dict[Shape, Tensor]:
+        """Return the most that one edit of exactly these neighbouring words gains for each class,
+        by how many words it removes and adds."""
+        key = (label, words)
+        if key not in self._known:
+            along = self._along(label)
+            best, lost = along.amax(0), along[list(words)].sum(0)
+            if set(words) <= self.words.keys():
+                by_size: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+                for added in self._made(words):
+                    by_size[len(added)].append(added)
+                gains = {
+                    size: along[torch.tensor(some, dtype=torch.long)].sum(1).amax(0)
+                    for size, some in by_size.items()
+                }
+            else:
+                gains = {size: size * best for size in ((0, 1, 2) if len(words) == 1 else (1,))}
+            self._known[key] = {(len(words), size): gain - lost for size, gain in gains.items()}
+        return self._known[key]
+
+    def _along(self, label: int) -> Tensor:
+        if label not in self._projected:
+            directions = self.bounds.directions(label)
+            self._projected[label] = self.bounds.vectors @ directions.mT
+        return self._projected[label]
+
+    def _alone(self, sums: Mapping[Shape, Tensor], count: int) -> dict[Shape, Tensor]:
+        """Return the most that up to ``count`` edits of words of their own gain, for each number of
+        words they remove and add."""
+        menu: dict[Shape, Tensor] = {(0, 0): next(iter(sums.values()))[0] * 0.0}
+        for chosen in range(1, count + 1):
+            for shapes in itertools.combinations_with_replacement(sums, chosen):
+                if any(shapes.count(shape) > len(sums[shape]) for shape in shapes):
+                    continue
+                gain = menu[0, 0]
+                for shape in set(shapes):
+                    gain = gain + sums[shape][shapes.count(shape) - 1]
+                key = (sum(shape[0] for shape in shapes), sum(shape[1] for shape in shapes))
+                menu[key] = torch.maximum(menu[key], gain) if key in menu else gain
+        return menu
+
+    def _made(self, words: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        """Return what one character makes of known neighbouring words that it all touches; of none,
+        which words it adds."""
+        if words not in self._edits:
+            look = self.vocabulary.get
+            made = {(self.unknown,)}
+            if not words:
+                made |= {(number,) for word, number in self.vocabulary.items() if len(word) == 1}
+            elif len(words) == 2:
+                first, second = (self.words[number] for number in words)
+                made.add((look(first + second, self.unknown),))
+                made |= {(n,) for n in self._gaps.get((len(first), first + second), ())}
+            else:
+                word = self.words[words[0]]
+                for place in range(len(word) + 1):
+                    left, right = word[:place], word[place:]
+                    made |= {(n,) for n in self._gaps.get((place, word), ())}
+                    for parts in ((left, right), (left, right[1:]), (left + right[1:],)):
+                        made.add(tuple(look(part, self.unknown) for part in parts if part))
+                    made |= {(n,) for n in self._gaps.get((place, left + right[1:]), ())}
+            self._edits[words] = sorted(made - {words})
+        return self._edits[words]
+
+    def proposals(self, ids: Tensor, target: int) -> Sequence[Tensor]:
+        """Return every text that one character makes of the known words of a text, for an
+        attack."""
+        del target
+        words = tuple(ids.tolist())
+        texts = {
+            (*words[:start], *added, *words[start + size :])
+            for size in (1, 2)
+            for start in range(len(words) + 1 - size)
+            if set(words[start : start + size]) <= self.words.keys()
+            for added in self._made(words[start : start + size])
+        }
+        return [torch.tensor(text) for text in texts if 0 < len(text) <= self.limit]

@@ -1,0 +1,298 @@
+"""How many words, or characters, of a text can be changed with the answer of a classifier held
+(theory note B14)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.attack import in_dtype
+from wellposed.certification import certify
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.models import input_vectors
+
+EditKind = Literal["words", "edits", "characters"]
+_ROUNDING = 1e-9
+"""Relative to what is compared, and absolute: far above what float64 rounds here."""
+_ROWS = 256
+
+Menu = Mapping[tuple[int, int], Tensor]
+"""(words removed, words added) -> the largest gain of the linear part for each class, (classes,)."""
+
+
+@dataclass(frozen=True)
+class WordBounds:
+    """What changed words can do to the logits of a classifier ``W mean_i(s x_i + r_i(X)) + b``.
+
+    Certified (B14), for exact arithmetic with the weights as stored: k words of n, replaced by any
+    words of the vocabulary, raise ``z_c - z_y`` by at most the sum of their k largest gains,
+    divided by n. Exact where r is constant: for a model without blocks.
+    """
+
+    model: nn.Module = field(repr=False)
+    """A copy in float64, in eval mode."""
+    vectors: Tensor = field(repr=False)
+    """(words, D) float64, what every word of the vocabulary is embedded as."""
+    weight: Tensor = field(repr=False)
+    """(classes, D) float64, W."""
+    skip: float
+    """s."""
+    rest: float
+    """The constant of r in norm sum, for at most `tokens` tokens."""
+    free_rest: float
+    """The same for any number of tokens; infinite where the order of words is read, since an
+    inserted word then moves all that follow."""
+    tokens: int
+    longest: float
+    """Largest norm of a word."""
+    tables: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether k replaced words can do all that is allowed for."""
+        return self.rest <= _ROUNDING
+
+    def directions(self, label: int) -> Tensor:
+        """Return ``s (w_c - w_y)`` of every class c, (classes, D)."""
+        return self.skip * (self.weight - self.weight[label])
+
+    def sizes(self, label: int) -> Tensor:
+        """Return ``|w_c - w_y|`` of every class c."""
+        return (self.weight - self.weight[label]).norm(dim=-1)
+
+    def gains(self, label: int, ids: Tensor) -> Tensor:
+        """Return the most that replacing each of these words adds to ``n (z_c - z_y)``, (words,
+        classes).
+
+        ``max_w s (w_c - w_y) . (e_w - e_v) + rest |w_c - w_y| |e_w - e_v|``; computed once for
+        each word and label.
+        """
+        rows = len(self.vectors)
+        table = self.tables.setdefault(
+            label, self.weight.new_full((rows, len(self.weight)), math.nan)
+        )
+        new = ids.unique()
+        new = new[table[new, label].isnan()]
+        if len(new):
+            table[new] = self._computed(label, new)
+        return table[ids]
+
+    def _computed(self, label: int, ids: Tensor) -> Tensor:
+        along = self.vectors @ self.directions(label).mT
+        widen = self.rest * self.sizes(label)
+        if self.exact:
+            return along.amax(0) - along[ids] + 2 * self.longest * widen
+        squares = self.vectors.square().sum(-1)
+        found = []
+        for rows in ids.split(_ROWS):
+            products = self.vectors[rows] @ self.vectors.mT
+            # What is added is above the rounding of the difference of squares.
+            apart = (squares[rows, None] + squares - 2 * products).clamp_min(0)
+            apart = (apart + 1e-12 * self.longest**2).sqrt()
+            gains = [
+                torch.add(along[:, c], apart, alpha=float(widen[c])).amax(1) - along[rows, c]
+                for c in range(len(widen))
+            ]
+            found.append(torch.stack(gains, 1))
+        return torch.cat(found)
+
+    def held_words(self, logits: Tensor, ids: Tensor, label: int) -> int:
+        """Return the largest k such that no k replaced words make another class than ``label``
+        win; -1 where one wins already."""
+        ahead = _ahead(logits, label)
+        if not bool((ahead > 0).all()):
+            return -1
+        moved = self.gains(label, ids).sort(0, descending=True).values.cumsum(0) / len(ids)
+        holds = (_above(moved) < ahead).all(1)
+        return int(holds.long().cumprod(0).sum())
+
+    def words_held(self, logits: Tensor, ids: Tensor, label: int, most: int) -> int:
+        """Return `held_words` up to ``most``, which all are where every word of the text may go."""
+        held = self.held_words(logits, ids, label)
+        return most if held == len(ids) else min(held, most)
+
+    def held_menu(self, logits: Tensor, ids: Tensor, label: int, menu: Menu) -> bool:
+        """Return whether no entry of a menu of removed and added words makes another class win.
+
+        The sum of the linear part is known, its divisor changes with the number of words, and what
+        is left moves by its constant times the share of words that are not the same (a distance of
+        two distributions of words, B14).
+        """
+        ahead, n = _ahead(logits, label), len(ids)
+        if not bool((ahead > 0).all()) or math.isinf(self.free_rest):
+            return False
+        linear = (self.vectors[ids] @ self.directions(label).mT).sum(0)
+        widen = 2 * self.longest * self.free_rest * self.sizes(label)
+        for (removed, added), gain in menu.items():
+            left = n + added - removed
+            if left < 1:
+                return False
+            share = max(removed, added) / max(n, left)
+            moved = (linear + gain) / left - linear / n + widen * share
+            if not bool((_above(moved) < ahead).all()):
+                return False
+        return True
+
+    def any_words(self, ids: Tensor, label: int, most: Sequence[tuple[int, int, int]]) -> Menu:
+        """Return the menu of removing the d least helpful words and adding b of the best, for every
+        d <= D, b <= B, d + b <= T of one of ``most = [(D, B, T), ...]``."""
+        directions = self.directions(label)
+        best = (self.vectors @ directions.mT).amax(0)
+        along = (self.vectors[ids] @ directions.mT).sort(0).values
+        lost = torch.cat([along.new_zeros(1, along.shape[1]), along.cumsum(0)])
+        return {
+            (removed, added): added * best - lost[removed]
+            for removals, additions, total in most
+            for removed, added in itertools.product(range(removals + 1), range(additions + 1))
+            if removed + added <= total and removed <= len(ids)
+        }
+
+
+def _ahead(logits: Tensor, label: int) -> Tensor:
+    """How far the label is ahead of every class; of itself infinitely far."""
+    ahead = logits[label] - logits
+    ahead[label] = math.inf
+    return ahead
+
+
+def _above(moved: Tensor) -> Tensor:
+    return moved + _ROUNDING * (1 + moved.abs())
+
+
+@torch.no_grad()
+def bound_words(model: Any, *, seq_len: int) -> WordBounds:
+    """Return what changed words can do to a classifier of texts of at most ``seq_len`` tokens.
+
+    Certified; see `WordBounds`.
+
+    Args:
+        model: of our kind ``WellposedForSequenceClassification``, pooled by the mean; copied.
+        seq_len: most tokens of a text.
+
+    Raises:
+        NotLipschitzError: a part has no bound in norm sum (LayerNorm, dot-product attention); all
+            are named with the reason.
+        ConfigError: another model, or another pooling.
+
+    Cost: that of `certify` and of embedding the vocabulary.
+    """
+    exact = in_dtype(model, torch.float64).eval()
+    found = certify(exact, seq_len=seq_len, norm="sum").require()
+    if found.head is None or found.skip is None:
+        raise ConfigError(
+            f"words are counted for a classifier of texts that pools by the mean; received a"
+            f" {type(model).__name__} with pooling"
+            f" {getattr(model.config, 'pooling', 'of its own')!r}; train with --model.pooling mean"
+        )
+    weight, body = found.head
+    ids = torch.arange(len(exact.get_input_embeddings().weight))[:, None]
+    vectors = input_vectors(exact, ids, torch.ones_like(ids))[:, 0].double()
+    skip = found.skip
+
+    def rest_of(total: float) -> float:
+        return max(0.0, total - skip) + 1e-12 * total
+
+    free = math.inf
+    if _is_unordered(exact):
+        # As the number of tokens grows, the columns of attention grow to their limit.
+        anywhere = certify(exact, seq_len=2**40, norm="sum", cross_check=False).head
+        assert anywhere is not None
+        free = rest_of(anywhere[1])
+    return WordBounds(
+        model=exact,
+        vectors=vectors,
+        weight=weight.double(),
+        skip=skip,
+        rest=rest_of(body),
+        free_rest=free,
+        tokens=seq_len,
+        longest=float(vectors.norm(dim=-1).max()) * (1 + 1e-12),
+    )
+
+
+def _is_unordered(model: Any) -> bool:
+    """Whether the model reads a text as the set of its words, counted."""
+    body = model.model
+    codes = body.embeddings.position(torch.arange(model.config.max_position_embeddings))
+    return not body.is_causal and bool((codes == codes[:1]).all())
+
+
+@dataclass(frozen=True)
+class TextHeld:
+    """One text: its answer, and how much of it can change."""
+
+    label: int
+    predicted: int
+    words: int
+    """Words of the text."""
+    held: dict[EditKind, int]
+    """For each kind, the largest number of edits, of those asked for, that is certified; -1 where
+    the answer is not the label."""
+
+
+def hold_texts(
+    bounds: WordBounds,
+    batches: Iterable[Mapping[str, Tensor]],
+    asked: Mapping[EditKind, int],
+    characters: Any = None,
+) -> list[TextHeld]:
+    """Return how many edits of each kind hold for every text, up to those ``asked`` for.
+
+    Args:
+        bounds: of the model.
+        batches: with ``input_ids``, ``attention_mask`` and, where the answer is judged, ``labels``.
+        asked: the largest number for each kind.
+        characters: what one character can do, `wellposed.training.certified.characters`; needed
+            where characters are asked for.
+
+    Raises:
+        ShapeError: a text is longer than the bounds cover.
+
+    Cost: one forward pass in float64, and a look-up and a sort for each text.
+    """
+    found = []
+    for batch in batches:
+        inputs, mask = batch["input_ids"], batch["attention_mask"].bool()
+        if int(mask.sum(1).max()) > bounds.tokens:
+            raise ShapeError(
+                f"words: a text of {int(mask.sum(1).max())} tokens, and the bounds are for at most"
+                f" {bounds.tokens}; ask for a larger seq_len"
+            )
+        with torch.no_grad():
+            logits = bounds.model(input_ids=inputs, attention_mask=mask.long()).logits.double()
+        predicted = logits.argmax(-1)
+        labels = batch.get("labels", predicted)
+        rows = zip(logits, inputs, mask, labels.tolist(), predicted.tolist(), strict=True)
+        for scores, tokens, real, label, answer in rows:
+            ids = tokens[real]
+            held = {
+                kind: _held_edits(bounds, (scores, ids, label), kind, most, characters)
+                for kind, most in asked.items()
+            }
+            found.append(TextHeld(label, answer, len(ids), held))
+    return found
+
+
+def _held_edits(
+    bounds: WordBounds, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
+) -> int:
+    logits, ids, label = text
+    if kind == "words":
+        return bounds.words_held(logits, ids, label, most)
+    held = 0 if bool((_ahead(logits, label) > 0).all()) else -1
+    while 0 <= held < most:
+        k = held + 1
+        if kind == "edits":
+            menu = bounds.any_words(ids, label, [(k, k, 2 * k)])
+        else:
+            menu = characters.menu(ids, label, k)
+        if not bounds.held_menu(logits, ids, label, menu):
+            break
+        held = k
+    return held
