@@ -26,7 +26,9 @@ def classifier(blocks: int = 1, **options: Any) -> WellposedForSequenceClassific
     sizes = {"num_attention_heads": 2, "max_position_embeddings": 16, "ball_temperature": 0.5}
     config = WellposedConfig(**{**given, **parts, **sizes, "unit_embeddings": True, **options})
     model = WellposedForSequenceClassification(config).eval()
-    nn.init.normal_(model.get_input_embeddings().weight)
+    table = model.get_input_embeddings()
+    assert isinstance(table, nn.Embedding)
+    nn.init.normal_(table.weight)
     return model
 
 
@@ -52,9 +54,14 @@ def test_ball_attention_is_below_its_bound(how: Any, heads: int, temperature: fl
     for tokens in (1, 2, 5, 9):
         unit = heads == 1
         layer = attention(2 * heads, heads, temperature=temperature, unit_lipschitz=unit)
-        causal = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
+        causal: dict[str, Any] = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
         certificate = certify(layer, seq_len=tokens, norm="sum", mask=how)
-        attacked = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), "exact": tokens < 5}
+        attacked: dict[str, Any] = {
+            "restarts": 6,
+            "steps": 25,
+            "scales": (0.3, 3.0),
+            "exact": tokens < 5,
+        }
         found = lipschitz_lower_bound(layer, (tokens, 2 * heads), norm="sum", **attacked, **causal)
         assert 0.02 < max(found.value, found.slope) / certificate.total <= ROUNDING
 
@@ -126,12 +133,13 @@ def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks: int):
     """What is left of the states without it is ``body - skip`` Lipschitz."""
     model = classifier(blocks, position="none").double()
     certificate = certify(model, seq_len=5, norm="sum")
-    assert certificate.head is not None
-    rest = certificate.head[1] - certificate.skip
+    assert certificate.head is not None and certificate.skip is not None
+    skip = certificate.skip
+    rest = certificate.head[1] - skip
     assert (rest == pytest.approx(0, abs=1e-12)) == (blocks == 0)
 
     def residue(x: torch.Tensor) -> torch.Tensor:
-        return model.model(inputs_embeds=x).last_hidden_state - certificate.skip * x
+        return model.model(inputs_embeds=x).last_hidden_state - skip * x
 
     found = lipschitz_lower_bound(residue, (5, 8), norm="sum", steps=15, scales=(0.2, 1.0))
     assert found.value <= rest * (1 + 1e-9) + 1e-12

@@ -26,7 +26,7 @@ CHANGES = words(
     "vocab_size=14 max_position_embeddings=11 hidden_size=24 num_hidden_layers=3 num_hidden_layers=0"
     " num_attention_heads=2 intermediate_size=20 activation=relu attention=other-for-this-test"
     " attention=ball feedforward=maxmin norm=pre norm=none residual=rezero residual=convex"
-    " residual=budget unit_embeddings=True qk_norm=True position=sinusoidal scale_embeddings=False"
+    " residual=budget unit_embeddings=True ball_embeddings=True qk_norm=True position=sinusoidal scale_embeddings=False"
     " dropout=0.5 attention_dropout=0.5 init=other-for-this-test pooling=first pooling=max"
     " is_causal=True layer_norm_eps=0.5 num_labels=7"
 )

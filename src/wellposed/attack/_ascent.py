@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.attack._inputs import Call, perturbation_size, steepest_direction
-from wellposed.linalg import Norm
+from wellposed.linalg import TokenNorm
 
 ROUNDING = 8
 """This many eps of the two outputs' sizes are taken off their difference before it counts."""
@@ -82,7 +82,7 @@ class LocalSlope:
     """Finds ``|J(x) v|`` and the v of norm 1 that makes it large, for every input of a batch."""
 
     call: Call
-    norm: Norm
+    norm: TokenNorm
     allowed: Tensor
     """(tokens, 1), 1 where a token may move."""
     exact: bool
@@ -136,7 +136,8 @@ class LocalSlope:
             return left, torch.einsum("btf,btfij->bij", left, jacobian).sign()
         # The dual of norm sum is tok: the transposed Jacobian has the same norm there.
         if self.norm == "sum":
-            return _tok_pair(jacobian.permute(0, 3, 4, 1, 2))[::-1]
+            direction, left = _tok_pair(jacobian.permute(0, 3, 4, 1, 2))
+            return left, direction
         return _tok_pair(jacobian)
 
     def _align_output(self, pushed: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class SlopeMeter:
     whatever its gradients say."""
 
     call: Callable[[Tensor], Tensor]
-    norm: Norm
+    norm: TokenNorm
     dtype: torch.dtype
     allowed: Tensor
     """(tokens, 1), 1 where a token may move."""

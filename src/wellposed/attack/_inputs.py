@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
-from wellposed.linalg import Norm
+from wellposed.linalg import TokenNorm
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Call:
         return out.unsqueeze(1) if out.ndim == 2 else out.flatten(1, -2)
 
 
-def perturbation_size(delta: Tensor, norm: Norm) -> Tensor:
+def perturbation_size(delta: Tensor, norm: TokenNorm) -> Tensor:
     """Return the norm of each perturbation of a batch ``(batch, tokens, width)``, in tok, 2, inf or
     sum: ``(batch,)``.
 
@@ -180,7 +180,7 @@ def perturbation_size(delta: Tensor, norm: Norm) -> Tensor:
     return lengths.sum(-1) if norm == "sum" else lengths.amax(-1)
 
 
-def steepest_direction(gradient: Tensor, norm: Norm) -> Tensor:
+def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
     """Return the perturbation of norm 1 along which a function with this gradient grows fastest,
     same shape.
 

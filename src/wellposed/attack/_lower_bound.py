@@ -17,7 +17,7 @@ from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg import Norm, check_norm
+from wellposed.linalg import TokenNorm, check_token_norm
 
 Bounder = Callable[[Any], Tensor]
 
@@ -26,7 +26,7 @@ class UpperBound(Protocol):
     """What a lower bound is compared with: a `wellposed.Certificate`."""
 
     @property
-    def norm(self) -> Norm: ...
+    def norm(self) -> TokenNorm: ...
     @property
     def total(self) -> float: ...
 
@@ -39,7 +39,7 @@ class LowerBound:
     value: float
     """`jacobian` where a ``dtype`` was asked for, `slope` where the module was attacked in its
     own."""
-    norm: Norm
+    norm: TokenNorm
     input: Tensor = field(repr=False)
     """The input found, ``shape``."""
     direction: Tensor = field(repr=False)
@@ -84,7 +84,7 @@ def lipschitz_lower_bound(
     module: Callable[..., Any],
     shape: Sequence[int],
     *,
-    norm: Norm = "tok",
+    norm: TokenNorm = "tok",
     restarts: int = 8,
     steps: int = 100,
     inner: int = 2,
@@ -160,7 +160,7 @@ def lipschitz_lower_bound(
     >>> round(lipschitz_lower_bound(linear, (4, 2), norm=2, steps=10).value, 4)
     3.0
     """
-    check_norm(norm, sums=True)
+    check_token_norm(norm)
     if not callable(module):
         require_module("lipschitz_lower_bound", module)
     moving = dtype or torch.float64
@@ -213,7 +213,7 @@ def lipschitz_lower_bound(
 
 
 def _report(
-    found: Found, pairs: Found, dtype: torch.dtype, norm: Norm, *, by_jacobian: bool
+    found: Found, pairs: Found, dtype: torch.dtype, norm: TokenNorm, *, by_jacobian: bool
 ) -> LowerBound:
     chosen = found if by_jacobian else pairs
     if not bool(torch.isfinite(chosen.scores).any()):

@@ -20,7 +20,7 @@ from wellposed.certification._rules import (
     residual_of,
     times,
 )
-from wellposed.linalg import Norm
+from wellposed.linalg import TokenNorm
 from wellposed.nn import (
     MLP,
     Block,
@@ -73,7 +73,7 @@ def layer_norm_bound(
     eps: float,
     width: int,
     *,
-    norm: Norm = "tok",
+    norm: TokenNorm = "tok",
     min_std: float = 0.0,
     centred: bool = True,
 ) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed
-from wellposed.linalg import Norm
+from wellposed.linalg import TokenNorm
 from wellposed.text_table import aligned
 
 Label = Literal["exact", "certified", "empirical", "uncertified"]
@@ -82,7 +82,7 @@ class Certificate:
     total: float
     layers: tuple[CertifiedLayer, ...]
     label: Label
-    norm: Norm
+    norm: TokenNorm
     tokens: int
     """The bound holds for at most this many tokens."""
     min_tokens: int

@@ -24,7 +24,7 @@ from wellposed.certification._certificate import (
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._rules import Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
-from wellposed.linalg import MASK_KINDS, MaskKind, Norm, check_norm
+from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
 USELESS = 1e3
 """From this total on a margin of 1 is certified against moves of a thousandth of a token's norm at
@@ -58,7 +58,7 @@ def certify(
     module: nn.Module,
     *,
     seq_len: int,
-    norm: Norm = "tok",
+    norm: TokenNorm = "tok",
     radius: float | None = None,
     mask: MaskKind | None = None,
     min_tokens: int = 1,
@@ -120,7 +120,7 @@ def certify(
     True
     """
     require_module("certify", module)
-    check_norm(norm, sums=True)
+    check_token_norm(norm)
     if mask is not None and mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
     for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wellposed.attack import Call, patch_grid, perturbation_size, steepest_direction
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
-from wellposed.linalg import Norm, full_precision
+from wellposed.linalg import TokenNorm, full_precision
 from wellposed.nn import frozen
 from wellposed.watch import quiet_run
 
@@ -43,7 +43,7 @@ class Claim:
     module: nn.Module
     total: float
     parts: Sequence[tuple[str, nn.Module, float]]
-    norm: Norm
+    norm: TokenNorm
     radius: float | None
     tokens: int
     """How many tokens to try it out with."""
@@ -118,7 +118,7 @@ def _placed(direction: Tensor, claim: Claim) -> Tensor:
     return (direction * scale[:, None, None]).to(claim.dtype)
 
 
-def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: Norm) -> Tensor | None:
+def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tensor | None:
     """The direction that moves a random functional of the output most; None where the output does
     not depend on x."""
     start = x.detach().requires_grad_()
@@ -281,6 +281,6 @@ def _width(module: nn.Module) -> int | None:
     return next((width for width in widths if isinstance(width, int)), None)
 
 
-def _size(x: Tensor, norm: Norm) -> Tensor:
+def _size(x: Tensor, norm: TokenNorm) -> Tensor:
     x = x.double()
     return perturbation_size(x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2), norm)

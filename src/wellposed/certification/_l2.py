@@ -6,7 +6,7 @@ import math
 
 from wellposed.certification._rules import LayerBound, Site, register_rule
 from wellposed.errors import WellposedError
-from wellposed.linalg import L2Layer, l2_constants
+from wellposed.linalg import L2Layer, check_norm, l2_constants
 from wellposed.nn import L2SelfAttention
 
 Layers = tuple[L2Layer, L2Layer]
@@ -26,7 +26,7 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
         return _contractive(module, site, layers)
     constants = l2_constants(site.seq_len, mask=site.mask)
     layer = site.remember(module, "L2Layer", lambda: module.bound_layers("cholesky")[1])
-    bound = layer.bound(constants, norm=site.norm)
+    bound = layer.bound(constants, norm=check_norm(site.norm))
     # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant
     # through.
     spread = layer.bound(l2_constants(1), per_head_only=True).value
@@ -46,7 +46,9 @@ def _contractive(module: L2SelfAttention, site: Site, layers: Layers) -> LayerBo
         return _contraction(module, site, float(module.contractive or math.inf), layers)
     try:
         value = float(
-            module.lipschitz_bound(site.seq_len, norm=site.norm, mask=site.mask, layers=layers)
+            module.lipschitz_bound(
+                site.seq_len, norm=check_norm(site.norm), mask=site.mask, layers=layers
+            )
         )
     except WellposedError as error:
         return site.refuse(str(error))

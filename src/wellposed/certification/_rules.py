@@ -23,7 +23,7 @@ from wellposed.certification._as_called import (
 )
 from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
 from wellposed.errors import ConfigError, NotLipschitzError, listed
-from wellposed.linalg import MaskKind, Norm, certified_spectral_norm, infinity_norm
+from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Visit:
 
     row: CertifiedLayer
     module: nn.Module | None
-    norm: Norm
+    norm: TokenNorm
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Site:
     path: str
     radius: float
     """Largest 2-norm of a token entering the module; infinite on the whole space."""
-    norm: Norm
+    norm: TokenNorm
     """``"tok"``, ``"inf"``, ``2`` or ``"sum"``; every bound of one certificate is in this norm."""
     seq_len: int
     """At most this many tokens."""
@@ -217,7 +217,7 @@ class Site:
         """Return this site with another ball."""
         return replace(self, radius=radius)
 
-    def in_norm(self, norm: Norm, ignored_classes: frozenset[str] | None = None) -> Site:
+    def in_norm(self, norm: TokenNorm, ignored_classes: frozenset[str] | None = None) -> Site:
         """Return this site in another norm, with rows of its own, to compare two routes; see
         `adopt`."""
         if ignored_classes is None:

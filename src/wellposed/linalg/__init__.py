@@ -14,7 +14,9 @@ from wellposed.linalg._l2_constants import NORMS as NORMS
 from wellposed.linalg._l2_constants import L2Constants as L2Constants
 from wellposed.linalg._l2_constants import MaskKind as MaskKind
 from wellposed.linalg._l2_constants import Norm as Norm
+from wellposed.linalg._l2_constants import TokenNorm as TokenNorm
 from wellposed.linalg._l2_constants import check_norm as check_norm
+from wellposed.linalg._l2_constants import check_token_norm as check_token_norm
 from wellposed.linalg._l2_constants import kim_bracket as kim_bracket
 from wellposed.linalg._l2_constants import l2_bracket as l2_bracket
 from wellposed.linalg._l2_constants import l2_constants as l2_constants

@@ -127,7 +127,7 @@ def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
 @register_rule(TransJectForSequencePairClassification)
 @register_rule(WellposedForSequencePairClassification)
 @register_rule(TransJectForSequenceClassification)
-@register_rule(WellposedForSequenceClassification)
+@register_rule(WellposedForSequenceClassification, sums=True)
 def _classifier(module: Classifier[Any], site: Site) -> LayerBound:
     return of_one_vector(partial(_classifier_route, module), site)
 

@@ -146,7 +146,7 @@ class CharacterEdits:
         which words it adds."""
         if words not in self._edits:
             look = self.vocabulary.get
-            made = {(self.unknown,)}
+            made: set[tuple[int, ...]] = {(self.unknown,)}
             if not words:
                 made |= {(number,) for word, number in self.vocabulary.items() if len(word) == 1}
             elif len(words) == 2:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wellposed.attack import in_dtype
 from wellposed.certification import certify
@@ -35,7 +35,7 @@ class WordBounds:
     divided by n. Exact where r is constant: for a model without blocks.
     """
 
-    model: nn.Module = field(repr=False)
+    model: Any = field(repr=False)
     """A copy in float64, in eval mode."""
     vectors: Tensor = field(repr=False)
     """(words, D) float64, what every word of the vocabulary is embedded as."""
@@ -182,7 +182,7 @@ def bound_words(model: Any, *, seq_len: int) -> WordBounds:
 
     Cost: that of `certify` and of embedding the vocabulary.
     """
-    exact = in_dtype(model, torch.float64).eval()
+    exact: Any = in_dtype(model, torch.float64).eval()
     found = certify(exact, seq_len=seq_len, norm="sum").require()
     if found.head is None or found.skip is None:
         raise ConfigError(
@@ -271,7 +271,7 @@ def hold_texts(
         rows = zip(logits, inputs, mask, labels.tolist(), predicted.tolist(), strict=True)
         for scores, tokens, real, label, answer in rows:
             ids = tokens[real]
-            held = {
+            held: dict[EditKind, int] = {
                 kind: _held_edits(bounds, (scores, ids, label), kind, most, characters)
                 for kind, most in asked.items()
             }
