@@ -133,7 +133,8 @@ def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks: int):
     """What is left of the states without it is ``body - skip`` Lipschitz."""
     model = classifier(blocks, position="none").double()
     certificate = certify(model, seq_len=5, norm="sum")
-    assert certificate.head is not None and certificate.skip is not None
+    assert certificate.head is not None
+    assert certificate.skip is not None
     skip = certificate.skip
     rest = certificate.head[1] - skip
     assert (rest == pytest.approx(0, abs=1e-12)) == (blocks == 0)
