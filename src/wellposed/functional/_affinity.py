@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.functional.as_dot_product import broadcasts
+from wellposed.functional.as_dot_product import broadcasts, check_padding_shape
 
 Estimator = Literal["exact", "probes"]
 _CHUNK = 1 << 25  # elements of A held at once by the exact form
@@ -80,13 +80,12 @@ def affinity_penalty(
     >>> affinity_penalty(x, x).item(), affinity_penalty(x * 0, x).item()  # A = I, and A = 1/4 everywhere
     (0.0, 3.0)
     """
-    _check(query, key, estimator, num_probes)
-    _check_masks(query, attn_mask, key_padding_mask)
+    _check(query, key, attn_mask, key_padding_mask, estimator=estimator, num_probes=num_probes)
     lead = query.shape[:-2]
     query, key, attn_mask, key_padding_mask = _four_dimensional(
         query, key, attn_mask, key_padding_mask
     )
-    key = _repeated(key, query.shape[1])
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     masks = _Masks.read(scale, attn_mask, key_padding_mask, is_causal)
     with torch.autocast(query.device.type, enabled=False):
@@ -145,27 +144,16 @@ class _Masks:
     def read(
         cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
     ) -> _Masks:
-        allowed = bias = None
-        reachable = None if padded is None else ~padded
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                allowed = open_to = attn_mask
-            else:
-                bias = attn_mask
-                open_to = _is_open(attn_mask)
-            if is_causal:
-                tokens = attn_mask.shape[-1]
-                open_to = (
-                    open_to
-                    & torch.ones(tokens, tokens, dtype=torch.bool, device=open_to.device).tril()
-                )
-            seen = open_to.any(dim=-2)
-            reachable = seen if reachable is None else reachable & seen
-        return cls(scale, allowed, bias, padded, reachable, is_causal)
-
-    def count(self, query: Tensor) -> Tensor | int:
-        """Return the number of real tokens, broadcastable to (B, H)."""
-        return query.shape[-2] if self.real is None else self.real.sum(dim=-1)
+        if attn_mask is None:
+            real = None if padded is None else ~padded
+            return cls(scale, None, None, padded, real, is_causal)
+        flags = attn_mask.dtype == torch.bool
+        seen = attn_mask if flags else _is_open(attn_mask)
+        real = (seen & ~_later(seen) if is_causal else seen).any(dim=-2)
+        allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
+        return cls(
+            scale, allowed, bias, padded, real if padded is None else real & ~padded, is_causal
+        )
 
     def chunk(self, start: int, stop: int) -> _Masks:
         """Return the masks of batch rows start to stop."""
@@ -173,25 +161,15 @@ class _Masks:
         own = {name: m for name, m in masks.items() if m is not None and m.shape[0] != 1}
         return replace(self, **{name: mask[start:stop] for name, mask in own.items()})
 
-
-def _affinities(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
-    """Return A with the rows and columns of padded tokens set to zero."""
-    scores = (query * masks.scale) @ key.mT
-    if masks.bias is not None:
-        scores += masks.bias
-    if masks.allowed is not None:
-        scores.masked_fill_(~masks.allowed, -torch.inf)
-    if masks.is_causal:
-        scores.masked_fill_(
-            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1),
-            -torch.inf,
-        )
-    if masks.padded is not None:
-        scores.masked_fill_(masks.padded[..., None, :], -torch.inf)
-    if masks.real is None:
-        return scores.softmax(dim=-1)
-    padding = ~masks.real[..., None]
-    return scores.masked_fill_(padding, 0).softmax(dim=-1).masked_fill_(padding, 0)
+    def closed(self, query: Tensor) -> Tensor | None:
+        """Return which keys a query may not see, by flags of any kind; None: all are seen."""
+        closed = None if self.allowed is None else ~self.allowed
+        if self.padded is not None:
+            padded = self.padded[..., None, :]
+            closed = padded if closed is None else closed | padded
+        if self.is_causal:
+            closed = _later(query) if closed is None else closed | _later(query)
+        return closed
 
 
 class _Exact(torch.autograd.Function):
@@ -209,12 +187,15 @@ class _Exact(torch.autograd.Function):
         for start in range(0, batch, step):
             q, k = query[start : start + step].to(kept), key[start : start + step].to(kept)
             part = masks.chunk(start, start + step)
-            affinity = _affinities(q, k, part)
-            value, upstream = _value_and_gradient(affinity, any((need_query, need_key, need_bias)))
-            values.append(value + part.count(q))
+            scores, closed = (q * masks.scale) @ k.mT, part.closed(q)
+            if part.bias is not None:
+                scores += part.bias
+            if closed is not None:
+                scores.masked_fill_(closed, -torch.inf)
+            value, upstream = _value_and_gradient(scores, part.real, any(ctx.needs_input_grad[:3]))
+            values.append(value)
             if upstream is None:
                 continue
-            upstream = _through_softmax(upstream, affinity)
             if need_query:
                 grads["query"].append((upstream @ k).mul_(masks.scale).to(query.dtype))
             if need_key:
@@ -242,16 +223,14 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        padded = ~_is_open(logits).any(dim=-2)
+        real = _is_open(logits).any(dim=-2)
         kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(
-            padded[..., None, :], -torch.inf
+            ~real[..., None, :], -torch.inf
         )
-        rows = padded[..., None]
-        affinity = kept.masked_fill_(rows, 0).softmax(dim=-1).masked_fill_(rows, 0)
-        value, upstream = _value_and_gradient(affinity, ctx.needs_input_grad[0])
+        value, upstream = _value_and_gradient(kept, real, ctx.needs_input_grad[0])
         if upstream is not None:
-            ctx.save_for_backward(_through_softmax(upstream, affinity).to(logits.dtype))
-        return value + (~padded).sum(dim=-1)
+            ctx.save_for_backward(upstream.to(logits.dtype))
+        return value
 
     @staticmethod
     @once_differentiable
@@ -260,22 +239,40 @@ class _FromLogits(torch.autograd.Function):
         return upstream * grad[..., None, None].to(upstream.dtype)
 
 
-def _through_softmax(upstream: Tensor, affinity: Tensor) -> Tensor:
-    """Turn the gradient by A into the gradient by the logits, in place."""
-    upstream -= (upstream * affinity).sum(dim=-1, keepdim=True)
-    return upstream.mul_(affinity)
-
-
 def _is_open(bias: Tensor) -> Tensor:
     """Tell which additive mask entries let a query see a key."""
     return bias.detach() > torch.finfo(bias.dtype).min / 2
 
 
-def _value_and_gradient(affinity: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Return |A A^T|_F^2 - 2 |A|_F^2 per head and, if asked, its gradient 4 (A A^T A - A)."""
+def _later(query: Tensor) -> Tensor:
+    """Which keys come after a query, (N, N)."""
+    tokens = query.shape[-2]
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+
+
+def _value_and_gradient(
+    logits: Tensor, real: Tensor | None, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return |A A^T|_F^2 - 2 |A|_F^2 + N per head, A without the rows of padded tokens, and its
+    gradient by the logits, which are overwritten."""
+    if real is None:
+        affinity = logits.softmax(dim=-1)
+    else:
+        rows = ~real[..., None]
+        affinity = logits.masked_fill_(rows, 0).softmax(dim=-1).masked_fill_(rows, 0)
     outer = affinity @ affinity.mT
     value = outer.square().sum(dim=(-2, -1)) - 2 * affinity.square().sum(dim=(-2, -1))
-    return value, (outer @ affinity).sub_(affinity).mul_(4) if gradient else None
+    value = value + _count(logits, real)
+    if not gradient:
+        return value, None
+    upstream = (outer @ affinity).sub_(affinity).mul_(4)
+    upstream -= (upstream * affinity).sum(dim=-1, keepdim=True)
+    return value, upstream.mul_(affinity)
+
+
+def _count(tokens: Tensor, real: Tensor | None) -> Tensor | int:
+    """The number of real tokens, broadcastable to (B, H)."""
+    return tokens.shape[-2] if real is None else real.sum(dim=-1)
 
 
 def _probes(
@@ -299,7 +296,7 @@ def _probes(
     first, second = mixed.split(num_probes, dim=-1)
     of_gram = (first.mT @ second).square().sum(dim=(-2, -1)) / num_probes**2
     of_affinity = mixed.square().sum(dim=(-2, -1)) / (2 * num_probes)
-    return of_gram - 2 * of_affinity + masks.count(query)
+    return of_gram - 2 * of_affinity + _count(query, masks.real)
 
 
 def _sdpa_masking(
@@ -307,23 +304,14 @@ def _sdpa_masking(
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
     """Return query, key, mask and causality for one SDPA call; padded rows may attend anywhere, as
     they are dropped."""
-    mask: Tensor | None = None
     if masks.allowed is not None or masks.bias is not None:
-        rows = None if masks.real is None else ~masks.real[..., None]
-        if masks.allowed is not None:
-            allowed = (
-                masks.allowed
-                if masks.padded is None
-                else masks.allowed & ~masks.padded[..., None, :]
-            )
-            allowed = allowed & _lower(query) if masks.is_causal else allowed
-            mask = allowed if rows is None else allowed | rows
-        elif masks.bias is not None:
-            closed = None if masks.padded is None else masks.padded[..., None, :]
-            mask = masks.bias if closed is None else masks.bias.masked_fill(closed, -torch.inf)
-            mask = mask.masked_fill(~_lower(query), -torch.inf) if masks.is_causal else mask
-            mask = (mask if rows is None else mask.masked_fill(rows, 0)).to(query.dtype)
-        return query, key, mask, False
+        closed = masks.closed(query)
+        assert masks.real is not None
+        rows = ~masks.real[..., None]
+        if masks.bias is None:
+            return query, key, rows if closed is None else ~closed | rows, False
+        mask = masks.bias if closed is None else masks.bias.masked_fill(closed, -torch.inf)
+        return query, key, mask.masked_fill(rows, 0).to(query.dtype), False
     if masks.padded is None:
         return query, key, None, masks.is_causal
     if not masks.is_causal:
@@ -338,18 +326,20 @@ def _sdpa_masking(
     return F.pad(query, (0, 1), value=1.0), torch.cat([key, closed], dim=-1), None, True
 
 
-def _lower(query: Tensor) -> Tensor:
-    return torch.ones(
-        query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device
-    ).tril()
-
-
-def _check(query: Tensor, key: Tensor, estimator: str, num_probes: int) -> None:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    padding: Tensor | None,
+    *,
+    estimator: str,
+    num_probes: int,
+) -> None:
+    shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
     if not 2 <= query.ndim <= 4 or query.ndim != key.ndim or query.shape[-2:] != key.shape[-2:]:
         raise ShapeError(
-            f"affinity_penalty: query {tuple(query.shape)} and key {tuple(key.shape)} must both be"
-            " (..., tokens, head_dim) with the same tokens and head_dim, in two to four"
-            " dimensions; cross-attention has no square affinity"
+            f"affinity_penalty: {shapes} must both be (..., tokens, head_dim) with the same tokens"
+            " and head_dim, in two to four dimensions; cross-attention has no square affinity"
         )
     if query.ndim > 2 and query.shape[-3] % key.shape[-3]:
         raise ShapeError(
@@ -366,23 +356,17 @@ def _check(query: Tensor, key: Tensor, estimator: str, num_probes: int) -> None:
         raise ConfigError(
             "affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there"
         )
-
-
-def _check_masks(query: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> None:
     *lead, tokens, _ = query.shape
-    if attn_mask is not None and not broadcasts(attn_mask.shape, (*lead, tokens, tokens)):
+    square, expected = (*lead, tokens, tokens), (lead[0] if lead else 1, tokens)
+    if attn_mask is not None and not broadcasts(attn_mask.shape, square):
         raise ShapeError(
             f"affinity_penalty: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to"
-            f" {(*lead, tokens, tokens)}"
+            f" {square}"
         )
-    expected = (lead[0] if lead else 1, tokens)
-    if padding is not None and (
-        padding.dtype != torch.bool or padding.numel() != math.prod(expected)
-    ):
-        raise ShapeError(
-            f"affinity_penalty: key_padding_mask is {padding.dtype} {tuple(padding.shape)}, expected"
-            f" torch.bool {expected}, True = padding"
-        )
+    if padding is not None and padding.numel() == math.prod(expected):
+        padding = padding.reshape(expected)
+    if padding is not None:
+        check_padding_shape("affinity_penalty", padding, expected)
 
 
 def _four_dimensional(
@@ -394,19 +378,11 @@ def _four_dimensional(
         query, key = query[None, None], key[None, None]
     elif query.ndim == 3:
         query, key = query[:, None], key[:, None]
-        attn_mask = (
-            attn_mask[:, None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
-        )
+        if attn_mask is not None and attn_mask.ndim == 3:
+            attn_mask = attn_mask[:, None]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-        if attn_mask.shape[-2] == 1:
-            attn_mask = attn_mask.expand(
-                *attn_mask.shape[:-2], query.shape[-2], attn_mask.shape[-1]
-            )
+        attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[-2], -1)
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask.reshape(-1, 1, query.shape[-2])
     return query, key, attn_mask, key_padding_mask
-
-
-def _repeated(key: Tensor, heads: int) -> Tensor:
-    return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], dim=1)

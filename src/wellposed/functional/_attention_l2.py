@@ -76,11 +76,23 @@ def l2_attention(
     check_attention_inputs(
         "l2_attention", (query, key, value), attn_mask=attn_mask, key_padding_mask=key_padding_mask
     )
-    _check_options(scale, attn_mask, is_causal)
+    if scale is not None and not scale > 0:
+        raise ConfigError(
+            f"l2_attention: scale is {scale}; expected a positive number (default 1 /"
+            " sqrt(head_dim))"
+        )
+    if attn_mask is not None and is_causal:
+        raise ConfigError(
+            "l2_attention: received attn_mask and is_causal=True; expected one of them; put the"
+            " causal mask into attn_mask, or pass padding as key_padding_mask"
+        )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     tied = value is key
-    padding = None if key_padding_mask is None else _align_padding(key_padding_mask, len(lead))
+    padding = key_padding_mask
+    if padding is not None and lead:
+        # (batch, 1, .., keys)
+        padding = padding.reshape(padding.shape[0], *(1,) * (len(lead) - 1), padding.shape[-1])
     query, key = query.expand(*lead, -1, -1), key.expand(*lead, -1, -1)
     value = key if tied else value.expand(*lead, -1, -1)
 
@@ -91,13 +103,10 @@ def l2_attention(
     value_dim = value.shape[-1]
     wide_query, wide_key = l2_vectors(query, key, shift, padding=padding, value_dim=value_dim)
     dtype = wide_key.dtype
-    wide_value = (
-        wide_key if shares_keys else F.pad(value.to(dtype), (0, wide_key.shape[-1] - value_dim))
-    )
+    missing = (0, wide_key.shape[-1] - value_dim)
+    wide_value = wide_key if shares_keys else F.pad(value.to(dtype), missing)
     joined = F.scaled_dot_product_attention(
-        _four_dimensional(wide_query, lead),
-        _four_dimensional(wide_key, lead),
-        _four_dimensional(wide_value, lead),
+        *(_four_dimensional(part, lead) for part in (wide_query, wide_key, wide_value)),
         attn_mask=_align_mask(attn_mask, lead),
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -119,25 +128,3 @@ def _align_mask(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
     if mask is None or mask.dim() <= 2 or len(lead) == 2:
         return mask
     return mask.expand(*lead, *mask.shape[-2:]).reshape(lead.numel(), 1, *mask.shape[-2:])
-
-
-def _align_padding(padding: Tensor, lead: int) -> Tensor:
-    """View (batch, keys) as (batch, 1, .., keys)."""
-    return (
-        padding
-        if lead == 0
-        else padding.reshape(padding.shape[0], *(1,) * (lead - 1), padding.shape[-1])
-    )
-
-
-def _check_options(scale: float | None, attn_mask: Tensor | None, is_causal: bool) -> None:
-    if scale is not None and not scale > 0:
-        raise ConfigError(
-            f"l2_attention: scale is {scale}; expected a positive number (default 1 /"
-            " sqrt(head_dim))"
-        )
-    if attn_mask is not None and is_causal:
-        raise ConfigError(
-            "l2_attention: received attn_mask and is_causal=True; expected one of them; put the"
-            " causal mask into attn_mask, or pass padding as key_padding_mask"
-        )

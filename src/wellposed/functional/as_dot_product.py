@@ -61,24 +61,28 @@ def check_attention_inputs(
             f"attn_mask is {tuple(attn_mask.shape)}; expected (..., queries, keys) {rows}"
         )
     if key_padding_mask is not None:
-        expected = (*query.shape[: 1 if query.dim() > 2 else 0], keys)
-        if key_padding_mask.dtype is not torch.bool or tuple(key_padding_mask.shape) != expected:
-            problems.append(
-                f"key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)};"
-                f" expected torch.bool {expected}, True = padding"
-            )
+        batch = query.shape[: 1 if query.dim() > 2 else 0]
+        problems += padding_problems(key_padding_mask, (*batch, keys))
     if problems:
         raise ShapeError(f"{call}:\n" + listed(problems))
 
 
+def padding_problems(padding: Tensor, *shapes: tuple[int, ...]) -> list[str]:
+    """Return in a line what is wrong with a padding mask that is not bool or of none of the
+    shapes."""
+    if padding.dtype is torch.bool and tuple(padding.shape) in shapes:
+        return []
+    return [
+        f"key_padding_mask is {padding.dtype} {tuple(padding.shape)}; expected torch.bool"
+        f" {shapes[0]}, True = padding; from a Hugging Face attention_mask (1 = real token) pass"
+        " attention_mask == 0"
+    ]
+
+
 def check_padding_shape(where: str, padding: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raise `ShapeError` where a padding mask is not bool, or of none of the shapes."""
-    if padding.dtype is not torch.bool or tuple(padding.shape) not in shapes:
-        raise ShapeError(
-            f"{where}: key_padding_mask is {padding.dtype} {tuple(padding.shape)}; expected"
-            f" torch.bool {shapes[0]}, True = padding; from a Hugging Face attention_mask (1 = real"
-            " token) pass attention_mask == 0"
-        )
+    """Raise `ShapeError` for what `padding_problems` finds."""
+    for problem in padding_problems(padding, *shapes):
+        raise ShapeError(f"{where}: {problem}")
 
 
 def broadcasts(first: Sequence[int], second: Sequence[int]) -> bool:
@@ -116,7 +120,8 @@ def l2_vectors(
     """
     dtype = _compute_dtype(query)
     columns = _HALF_COLUMNS if dtype in _HALVES else 1
-    width = _round_up(max(query.shape[-1] + columns, value_dim))
+    width = max(query.shape[-1] + columns, value_dim)
+    width += -width % _WIDTH_MULTIPLE
     centre = shift
     if key.dim() > 2 and query.shape[-3] != key.shape[-3]:
         centre = shift.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -172,11 +177,9 @@ def _exact_shift(query: Tensor, key: Tensor, unseen: Tensor | None) -> Tensor:
         ends = _range(together, unseen if together.shape[-2] == key.shape[-2] else None)
         low, high = torch.minimum(low, ends[0]), torch.maximum(high, ends[1])
     found = low <= high
-    positive, negative = (
-        found & (low > 0) & (high <= 2 * low),
-        found & (high < 0) & (low >= 2 * high),
-    )
-    return torch.where(positive, low, torch.where(negative, high, torch.zeros_like(low)))
+    positive = found & (low > 0) & (high <= 2 * low)
+    negative = found & (high < 0) & (low >= 2 * high)
+    return torch.where(positive, low, torch.where(negative, high, 0.0))
 
 
 def _range(tokens: Tensor, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -190,25 +193,21 @@ def _range(tokens: Tensor, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
 def _augmented_query(query: Tensor, columns: int, width: int) -> Tensor:
     """Append ones against the norm columns (of the unit they are stored in), then zeros."""
     unit = _FLOAT16_UNIT if query.dtype is torch.float16 else 1.0
-    tail = (torch.arange(width - query.shape[-1], device=query.device) < columns).to(
-        query.dtype
-    ) * unit
+    places = torch.arange(width - query.shape[-1], device=query.device)
+    tail = (places < columns).to(query.dtype) * unit
     return torch.cat([query, tail.expand(*query.shape[:-1], -1)], -1)
 
 
 def _augmented_key(key: Tensor, padding: Tensor | None, columns: int, width: int) -> Tensor:
     """Append `-|k|^2 / 2` in one or three columns, padding marked there as well, then zeros."""
-    half = key.dtype in _HALVES
-    unit, padded = (
-        (_FLOAT16_UNIT, _PADDED_FLOAT16) if key.dtype is torch.float16 else (1.0, _PADDED)
-    )
+    narrow = key.dtype is torch.float16
+    unit, padded = (_FLOAT16_UNIT, _PADDED_FLOAT16) if narrow else (1.0, _PADDED)
     # Never under autocast: the norm must be summed in float32.
-    norm = key.float().square().sum(-1) if half else (key * key).sum(-1)
-    norm = norm * (-0.5 / unit)
+    wide = key.float() if key.dtype in _HALVES else key
+    norm = (wide * wide).sum(-1) * (-0.5 / unit)
     if padding is not None:
         norm = torch.where(padding, padded, norm)
-    parts = _split(norm, key.dtype, columns) if half else [norm]
-    tail = torch.stack(parts, -1)
+    tail = torch.stack(_split(norm, key.dtype, columns), -1)
     return torch.cat([key, F.pad(tail, (0, width - key.shape[-1] - columns))], -1)
 
 
@@ -221,7 +220,3 @@ def _split(number: Tensor, dtype: torch.dtype, columns: int) -> list[Tensor]:
         rest = rest - parts[-1].detach().float()
         parts.append(rest.to(dtype))
     return parts
-
-
-def _round_up(width: int) -> int:
-    return -(-width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE

@@ -52,21 +52,16 @@ def gram_attention(
             f"gram_attention: sigma has shape {tuple(sigma.shape)}, one for each token; it cannot"
             " be folded"
         )
-    experts, width = left.shape[:-2], x.shape[-1]
+    if folded and sigma.dim() == 2:
+        rows = sigma.expand(len(x), -1).unsqueeze(1)
+        if left.dim() == 2:
+            return F.elu(x @ ((left * rows) @ right))
+        return F.elu(x @ ((left.unsqueeze(1) * rows) @ right.unsqueeze(1)))
     if folded:
-        scaled = _scaled_columns(left, sigma, x.shape[0])
-        mixing = scaled @ (right if right.dim() == 2 or sigma.dim() == 1 else right.unsqueeze(1))
-        if sigma.dim() == 1:
-            return F.elu(_project(x, mixing))
-        if not experts:
-            return F.elu(x @ mixing)
-        repeated = x.expand(*experts, *x.shape).reshape(-1, *x.shape[1:])
-        return F.elu(torch.bmm(repeated, mixing.reshape(-1, width, width)).view(*experts, *x.shape))
+        return F.elu(_project(x, (left * sigma) @ right))
     inner = _project(x, left) * per_token(sigma)
-    if not experts:
-        return F.elu(inner @ right)
-    flat = inner.view(experts[0], -1, width)
-    return F.elu(torch.bmm(flat, right)).view(inner.shape)
+    flat = inner.view(*left.shape[:-2], -1, x.shape[-1])
+    return F.elu((flat @ right).view(inner.shape))
 
 
 def folding_pays(x: Tensor, sigma: Tensor) -> bool:
@@ -89,20 +84,12 @@ def spectrum_fits(x: Tensor, sigma: Tensor) -> bool:
     return x.dim() == 3 and sigma.shape in (x.shape[2:], x.shape[::2], (1, x.shape[2]), x.shape)
 
 
-def _scaled_columns(left: Tensor, sigma: Tensor, batch: int) -> Tensor:
-    """`U diag(sigma)`: (d, d), (batch, d, d), (experts, d, d) or (experts, batch, d, d)."""
-    if sigma.dim() == 1:
-        return left * sigma
-    rows = sigma.expand(batch, -1).unsqueeze(1)
-    return (left if left.dim() == 2 else left.unsqueeze(1)) * rows
-
-
 def _project(x: Tensor, weight: Tensor) -> Tensor:
     """`x W` for one W, or for a stack of them in one batched product."""
     if weight.dim() == 2:
         return x @ weight
-    flat = x.reshape(1, -1, x.shape[-1]).expand(weight.shape[0], -1, -1)
-    return torch.bmm(flat, weight).view(weight.shape[0], *x.shape)
+    flat = x.reshape(1, -1, x.shape[-1]).expand(len(weight), -1, -1)
+    return torch.bmm(flat, weight).view(len(weight), *x.shape)
 
 
 def _check_shapes(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor) -> None:

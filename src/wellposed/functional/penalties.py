@@ -66,19 +66,11 @@ def gram_penalty(
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     check_weights(weights)
-    columns = weights[0].shape[1]
     if side not in ("columns", "rows"):
         raise ConfigError(f"gram_penalty: side = {side!r}, expected 'columns' or 'rows'")
-    rows = sum(item.shape[0] for item in weights)
-    shards = _Shards.of(weights)
-    plan = (
-        _Plan(rows >= columns, gram_dtype)
-        if shards is None
-        else _Plan(shards.by_rows, gram_dtype, shards.groups)
-    )
-    value: Tensor = _Gram.apply(plan, *(weights if shards is None else shards.local))  # type: ignore[assignment]
-    wanted = columns if side == "columns" else rows
-    value = value + (wanted - (columns if plan.by_columns else rows))
+    plan, local = _Plan.of(weights, gram_dtype)
+    value: Tensor = _Gram.apply(plan, *local)  # type: ignore[assignment]
+    value = value + plan.missing(weights, side)
     return mean_over_ranks(value if squared else _root(value), weights)
 
 
@@ -163,50 +155,43 @@ def check_weights(weights: Sequence[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class _Shards:
-    """The local blocks of distributed weights, and the process groups over which their Gram
-    matrices add up."""
+class _Plan:
+    """Which Gram matrix is formed (W^T W or W W^T), in which dtype, and over which process groups
+    those of local blocks are summed."""
 
-    local: list[Tensor]
-    by_rows: bool
-    groups: tuple[Any, ...]
+    by_columns: bool
+    dtype: torch.dtype
+    groups: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor]) -> _Shards | None:
-        """Return None for plain tensors."""
+    def of(
+        cls, weights: Sequence[Tensor], dtype: torch.dtype | None
+    ) -> tuple[_Plan, Sequence[Tensor]]:
+        """Return it, and the weights themselves, or the local blocks of distributed ones."""
+        dtype = dtype or torch.promote_types(weights[0].dtype, torch.float32)
+        is_tall = sum(map(len, weights)) >= weights[0].shape[1]
         if not any(is_sharded(weight) for weight in weights):
-            return None
-        placements = {tuple(getattr(weight, "placements", ())) for weight in weights}
-        first, *others = placements
+            return cls(is_tall, dtype), weights
+        first, *others = {tuple(getattr(weight, "placements", ())) for weight in weights}
         dims = {placement.dim for placement in first if placement.is_shard()}
         if others or len(dims) > 1 or any(placement.is_partial() for placement in first):
             # Not one common direction: gather, which autograd turns into a scatter of the gradient.
-            return cls([gathered(weight) for weight in weights], _is_tall(weights), ())
+            return cls(is_tall, dtype), [gathered(weight) for weight in weights]
         mesh: Any = weights[0].device_mesh  # type: ignore[attr-defined]
-        groups = tuple(
-            mesh.get_group(index) for index, placement in enumerate(first) if placement.is_shard()
-        )
+        cut = [index for index, placement in enumerate(first) if placement.is_shard()]
+        groups = tuple(mesh.get_group(index) for index in cut)
         local = [weight.to_local() for weight in weights]  # type: ignore[attr-defined]
-        return cls(local, dims == {0} if dims else _is_tall(weights), groups)
+        return cls(dims == {0} if dims else is_tall, dtype, groups), local
 
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which Gram matrix is formed (W^T W or W W^T), in which dtype, and over which groups it is
-    summed."""
-
-    by_columns: bool
-    dtype: torch.dtype | None
-    groups: tuple[Any, ...] = ()
-
-    def dtype_for(self, weights: Sequence[Tensor]) -> torch.dtype:
-        return self.dtype or torch.promote_types(weights[0].dtype, torch.float32)
+    def missing(self, weights: Sequence[Tensor], side: Side) -> int:
+        """Return what the other Gram matrix's penalty is larger by, where that is asked for."""
+        more = weights[0].shape[1] - sum(map(len, weights))
+        return more * ((side == "columns") - self.by_columns)
 
 
 def _gram_minus_identity(plan: _Plan, weights: Sequence[Tensor]) -> Tensor:
-    dtype = plan.dtype_for(weights)
     with torch.autocast(weights[0].device.type, enabled=False):
-        cast = [weight.to(dtype) for weight in weights]
+        cast = [weight.to(plan.dtype) for weight in weights]
         if plan.by_columns:
             gram = cast[0].t() @ cast[0]
             for item in cast[1:]:
@@ -236,18 +221,15 @@ def accumulate_gram_penalty_(
 
     Returns the penalty, strength included. A weight whose entry in ``gradients`` is None is frozen.
     """
-    rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    plan = _Plan(rows >= columns, gram_dtype)
+    plan, _ = _Plan.of(weights, gram_dtype)
     gram = _gram_minus_identity(plan, weights)
-    constant = (columns if side == "columns" else rows) - (columns if plan.by_columns else rows)
-    value = torch.dot(gram.view(-1), gram.view(-1)) + constant
-    slope = torch.full_like(
-        value, 4 * strength
-    )  # of |G|^2 by W, times 1 / (2 |G|) for the norm itself
+    value = torch.dot(gram.view(-1), gram.view(-1)) + plan.missing(weights, side)
+    # Of |G|^2 by W, times 1 / (2 |G|) for the norm itself.
+    slope = torch.full_like(value, 4 * strength)
     if not squared:
         value = _root(value)
         slope = torch.where(value > 0, slope / (2 * value), 0.0)
-    products = _products(plan, weights, gram.mul_(slope).to(plan.dtype_for(weights)))
+    products = _products(plan, weights, gram.mul_(slope).to(plan.dtype))
     with torch.autocast(gram.device.type, enabled=False):
         for (left, right), gradient in zip(products, gradients, strict=True):
             if gradient is not None and gradient.dtype == left.dtype:
@@ -284,13 +266,9 @@ class _Gram(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gram, *weights = ctx.saved_tensors
         with torch.autocast(gram.device.type, enabled=False):
-            scaled = (gram * (4 * grad)).to(ctx.plan.dtype_for(weights))
+            scaled = (gram * (4 * grad)).to(ctx.plan.dtype)
             grads = [left @ right for left, right in _products(ctx.plan, weights, scaled)]
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
-
-
-def _is_tall(weights: Sequence[Tensor]) -> bool:
-    return sum(weight.shape[0] for weight in weights) >= weights[0].shape[1]
 
 
 class _GramSchmidt(torch.autograd.Function):
