@@ -1,78 +1,12 @@
-"""Cosine attention modules against explicit float64 sums, and their Lipschitz bound against
-Jacobians."""
-
-import math
+"""The Lipschitz bound of cosine attention against Jacobians, and its builder."""
 
 import pytest
 import torch
-from tests.support.close import within
-from tests.support.layers import built, draw, gradients_are_right, heads_of, stack_config
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.layers import draw, stack_config
+from tests.support.refusal import bad_config
 from torch.autograd.functional import jacobian
-from torch.testing import assert_close
 
 from wellposed.nn import ATTENTIONS, AttentionMask, CosineCrossAttention, CosineSelfAttention
-
-D, H = 8, 2
-
-
-def normalized(tokens, eps):
-    return tokens / (tokens.square().sum(-1, keepdim=True) + eps).sqrt()
-
-
-def reference(layer, x, memory, allowed):
-    state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
-    parts = heads_of(layer, x, memory)
-    heads = []
-    for h in range(layer.num_heads):
-        q, k, v = (normalized(part[h], layer.eps) for part in parts)
-        logits = float(state["log_tau"][h].exp()) * q @ k.transpose(-1, -2)
-        heads.append(state["nu"][h] * logits.masked_fill(~allowed, -math.inf).softmax(-1) @ v)
-    return torch.cat(heads, -1) @ state["o_proj.weight"].T + state.get("o_proj.bias", 0)
-
-
-def build(kind, **options):
-    return built(kind, D, H, **options)
-
-
-OPTIONS = [{}, {"eps": 1.0}, {"tau": 0.5, "nu": 2.0}, {"learn_scales": False}, {"bias": False}]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_self_attention_matches_reference(options, size):
-    layer, x = build(CosineSelfAttention, **options), draw(2, 6, D, size=size)
-    full, causal = torch.ones(6, 6).bool(), torch.ones(6, 6).tril().bool()
-    within(layer(x), reference(layer, x, x, full), 1e-11)
-    within(layer(x, is_causal=True), reference(layer, x, x, causal), 1e-11)
-
-
-@pytest.mark.parametrize("options", [*OPTIONS, {"memory_dim": 5}])
-def test_cross_attention_matches_reference(options):
-    layer = build(CosineCrossAttention, **options)
-    x, memory = draw(2, 4, D), draw(2, 7, options.get("memory_dim", D), seed=2)
-    padding = torch.zeros(2, 7, dtype=torch.bool)
-    padding[0, 5:] = True
-    expected = reference(layer, x, memory, ~padding[:, None, :])
-    within(layer(x, memory, key_padding_mask=padding), expected, 1e-11)
-    shorter = layer(x[:1], memory[:1, :5])
-    within(layer(x, memory, key_padding_mask=padding)[:1], shorter, 1e-12)
-
-
-def test_a_memory_of_padding_only_is_finite_in_both_directions():
-    layer, x = build(CosineCrossAttention), draw(1, 3, D).requires_grad_()
-    out = layer(x, draw(1, 4, D), key_padding_mask=torch.ones(1, 4, dtype=torch.bool))
-    out.square().sum().backward()
-    assert_close(out[0, 0], layer.o_proj.bias)
-    assert x.grad is not None
-    assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_gradcheck(options):
-    layer, x = build(CosineCrossAttention, **options), draw(1, 3, D).requires_grad_()
-    memory = draw(1, 4, D, seed=2).requires_grad_()
-    assert gradients_are_right(layer, x, memory)
 
 
 def tok_norm(matrix):
@@ -120,32 +54,11 @@ def test_the_stated_bounds_hold(size, eps):
     assert tok_norm(matrix) <= bound * torch.linalg.matrix_norm(layer.o_proj.weight.detach(), 2)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"dropout": 0.3}])
-def test_save_and_load_and_arguments_matter(options, tmp_path):
-    layer, x = build(CosineSelfAttention, **options).eval(), draw(2, 4, D)
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    fresh = CosineSelfAttention(D, H, **options).double().eval()
-    fresh.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    assert torch.equal(fresh(x), layer(x))
-    if "learn_scales" in options:
-        assert not any("tau" in name for name, _ in layer.named_parameters())
-    elif options:
-        torch.manual_seed(0)
-        plain = CosineSelfAttention(D, H)
-        torch.manual_seed(0)
-        changed = CosineSelfAttention(D, H, **options)
-        assert not torch.allclose(plain(x.float()), changed(x.float()), rtol=1e-3)
-
-
 def test_builder_and_bad_options():
     layer = ATTENTIONS.get("cosine")(stack_config(attention_dropout=0.1))
     assert isinstance(layer, CosineSelfAttention)
     assert (layer.dropout, layer.eps) == (0.1, 0.01)
     with bad_config(match="qk_norm"):
         ATTENTIONS.get("cosine")(stack_config(qk_norm=True))
-    with bad_shape(match="key_padding_mask"):
-        CosineCrossAttention(8, 2)(
-            torch.zeros(1, 2, 8),
-            torch.zeros(1, 3, 8),
-            key_padding_mask=torch.zeros(1, 2, dtype=torch.bool),
-        )
+    fixed = CosineSelfAttention(8, 2, learn_scales=False)
+    assert not any("tau" in name for name, _ in fixed.named_parameters())

@@ -1,6 +1,8 @@
 """What every attention module promises alike: padding, causality, caches, saving, low precision,
 gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.support.close import within
@@ -98,6 +100,17 @@ def test_a_cache_in_any_portions_changes_nothing(name, padding, steps):
 
 
 @every
+def test_a_sequence_of_padding_alone_is_finite_in_both_directions(name):
+    layer, x = build(name), tokens().requires_grad_()
+    mask = torch.tensor([[True] * N, [False] * N])
+    for is_causal in (False, True):
+        out = layer(x, key_padding_mask=mask, is_causal=is_causal)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        assert out.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+@every
 def test_it_comes_back_from_disk(name, tmp_path):
     layer, x, (kind, options) = build(name), tokens(), FORMS[name]
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
@@ -143,3 +156,34 @@ def test_compiles_in_one_graph(name):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for how in ({"key_padding_mask": PADDING}, {"is_causal": True}):
         assert_close(compiled(x, **how), layer(x, **how))
+
+
+CROSS = [wn.CrossAttention, wn.CosineCrossAttention, wn.BallCrossAttention]
+across = pytest.mark.parametrize("kind", CROSS)
+
+
+@across
+def test_a_memory_is_read_without_its_padding_and_once(kind):
+    layer, x, memory = built(kind, D, H, memory_dim=5), tokens(n=3), draw(2, 7, 5, seed=2)
+    padding = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
+    out = layer(x, memory, key_padding_mask=padding)
+    within(out[:1], layer(x[:1], memory[:1, :5]), 1e-12)
+    kept = []
+    cache = SimpleNamespace(once=lambda make: kept[0] if kept else kept.append(make()) or kept[0])
+    for read in (memory, torch.zeros_like(memory)):
+        within(layer(x, read, key_padding_mask=padding, cache=cache), out, 1e-12)
+
+
+@across
+def test_a_memory_of_padding_alone_gives_the_bias(kind):
+    layer, x = built(kind, D, H, bias=True), tokens(n=3).requires_grad_()
+    out = layer(x, tokens(), key_padding_mask=torch.ones(2, N, dtype=torch.bool))
+    within(out, layer.o_proj.bias.expand_as(out), 1e-12)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    assert gradient.isfinite().all()
+
+
+@across
+def test_gradcheck_across(kind):
+    layer, x, memory = built(kind, D, H, memory_dim=5), tokens(1, 3), draw(1, 4, 5, seed=2)
+    assert gradients_are_right(layer, x.requires_grad_(), memory.requires_grad_())

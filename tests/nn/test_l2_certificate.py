@@ -7,7 +7,6 @@ import pytest
 import torch
 from tests.support.refusal import bad_config, bad_shape
 from torch.autograd.functional import jacobian
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError, NotLipschitzError
@@ -141,27 +140,6 @@ def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it():
     assert_close(known, layer(x))
     ratio = l2_bracket(64, norm=2, mask="full") / l2_bracket(64, norm=2, mask="any")
     assert_close(unknown, ratio * known, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("norm", [2, "inf"])
-def test_gradient_ascent_on_inputs_and_weights_does_not_break_the_bound(norm):
-    torch.manual_seed(0)
-    layer = L2SelfAttention(2, 1, bias=False).double()
-    x = torch.randn(4, 2, dtype=torch.float64).requires_grad_()
-    optimizer = torch.optim.Adam([x, *layer.parameters()], lr=0.05)
-    ratios = []
-    with sdpa_kernel(SDPBackend.MATH):
-        for _ in range(25):
-            matrix = jacobian(lambda x: layer(x[None])[0], x, create_graph=True)
-            bound = layer.lipschitz_bound(4, norm=norm, mask="full", method="gram")
-            loss = bound.log() - operator_norm(matrix, norm).log()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            ratios.append(math.exp(-float(loss.detach())))
-    assert max(ratios) <= 1
-    assert max(ratios) > ratios[0]
-    assert max(ratios) > 0.3
 
 
 def test_bound_of_a_layer_known_by_hand():

@@ -44,7 +44,13 @@ def gram_attention(
     >>> bool(torch.allclose(gram_attention(x, u, v, torch.ones(2, 4)), torch.nn.functional.elu(x)))
     True
     """
-    _check_shapes(x, left, right, sigma)
+    check_spectrum("gram_attention", x, sigma)
+    square = (*left.shape[:-2], x.shape[-1], x.shape[-1])
+    if left.dim() not in (2, 3) or not left.shape == square == right.shape:
+        raise ShapeError(
+            f"gram_attention: received left {tuple(left.shape)} and right {tuple(right.shape)} for"
+            f" x {tuple(x.shape)}; expected (d, d) or (experts, d, d)"
+        )
     if folded is None:
         folded = folding_pays(x, sigma)
     elif folded and sigma.dim() == 3:
@@ -78,10 +84,18 @@ def per_token(sigma: Tensor) -> Tensor:
     return sigma.unsqueeze(1) if sigma.dim() == 2 else sigma
 
 
-def spectrum_fits(x: Tensor, sigma: Tensor) -> bool:
-    """Whether x is (batch, tokens, d) and sigma a spectrum of it: (d,), (batch, d), (1, d) or
-    (batch, tokens, d)."""
-    return x.dim() == 3 and sigma.shape in (x.shape[2:], x.shape[::2], (1, x.shape[2]), x.shape)
+def check_spectrum(where: str, x: Tensor, sigma: Tensor, *, each_token: bool = True) -> None:
+    """Raise `ShapeError` where x is not (batch, tokens, d), or sigma no spectrum of it: (d,),
+    (batch, d), (1, d) or, ``each_token``, (batch, tokens, d)."""
+    shapes = (x.shape[2:], x.shape[::2], (1, x.shape[-1]), *([x.shape] if each_token else []))
+    if x.dim() != 3 or sigma.shape not in shapes:
+        own = (
+            " or (batch, tokens, d)" if each_token else "; one for each token needs is_causal=True"
+        )
+        raise ShapeError(
+            f"{where}: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)}; expected x"
+            f" (batch, tokens, d) and sigma (d,), (batch, d){own}"
+        )
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,15 +104,3 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight
     flat = x.reshape(1, -1, x.shape[-1]).expand(len(weight), -1, -1)
     return torch.bmm(flat, weight).view(len(weight), *x.shape)
-
-
-def _check_shapes(x: Tensor, left: Tensor, right: Tensor, sigma: Tensor) -> None:
-    width = x.shape[-1] if x.dim() == 3 else -1
-    square = (*left.shape[:-2], width, width)
-    if spectrum_fits(x, sigma) and left.dim() in (2, 3) and left.shape == square == right.shape:
-        return
-    raise ShapeError(
-        f"gram_attention: received x {tuple(x.shape)}, left {tuple(left.shape)}, right"
-        f" {tuple(right.shape)}, sigma {tuple(sigma.shape)}; expected x (batch, tokens, d), left"
-        " and right (d, d) or (experts, d, d), sigma (d,), (batch, d) or (batch, tokens, d)"
-    )

@@ -162,25 +162,16 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map (batch, tokens, width) to the same shape; the keywords are those of every
         attention."""
-        return self.feed(
-            self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
-        )
+        seen = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        return self.part("feedforward", self.part("attention", x, **seen, cache=cache))
 
-    def attend(self, x: Tensor, **how: Any) -> Tensor:
-        """Return the first half, the self-attention one; keywords as `forward`."""
-
-        def branch(hidden: Tensor) -> Tensor:
-            return self.dropout(self.attention(hidden, **how))
-
-        return self.attention_norm.around(x, branch, self.attention_residual)
-
-    def feed(self, x: Tensor) -> Tensor:
-        """Return the second half, the feed-forward one."""
+    def part(self, name: str, x: Tensor, *inputs: Tensor, **reading: Any) -> Tensor:
+        """Return `P(x, f)` for the part of this name, called with all the rest."""
 
         def branch(hidden: Tensor) -> Tensor:
-            return self.dropout(self.feedforward(hidden))
+            return self.dropout(getattr(self, name)(hidden, *inputs, **reading))
 
-        return self.feedforward_norm.around(x, branch, self.feedforward_residual)
+        return getattr(self, f"{name}_norm").around(x, branch, getattr(self, f"{name}_residual"))
 
 
 class TransformerStack(nn.Module):
@@ -330,13 +321,7 @@ class DecoderBlock(Block):
         The first three keywords are those of every attention, the last two those of every
         cross-attention.
         """
-
-        def read(hidden: Tensor) -> Tensor:
-            found = self.cross_attention(
-                hidden, memory, key_padding_mask=memory_mask, cache=memory_cache
-            )
-            return self.dropout(found)
-
-        x = self.attend(x, key_padding_mask=key_padding_mask, is_causal=is_causal, cache=cache)
-        x = self.cross_attention_norm.around(x, read, self.cross_attention_residual)
-        return self.feed(x)
+        seen = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        x = self.part("attention", x, **seen, cache=cache)
+        of_memory = {"key_padding_mask": memory_mask, "cache": memory_cache}
+        return self.part("feedforward", self.part("cross_attention", x, memory, **of_memory))

@@ -138,19 +138,29 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def check_tokens(
-    module: nn.Module, x: object, width: int, *, name: str = "x", batched: bool = False
+    module: nn.Module,
+    x: object,
+    width: int,
+    *,
+    name: str = "x",
+    batched: bool = False,
+    least: int = 0,
 ) -> None:
-    """Raise `ShapeError` where x is no tensor (..., width), or, ``batched``, (batch, tokens, width).
+    """Raise `ShapeError` where x is no tensor (..., width), or, ``batched``, (batch, tokens, width)
+    of ``least`` tokens.
 
     >>> check_tokens(nn.Identity(), torch.zeros(2, 3), 4)
     Traceback (most recent call last):
     ...
     wellposed.errors.ShapeError: Identity: received x (2, 3); expected a tensor (..., 4)
     """
-    if isinstance(x, Tensor) and x.dim() and x.shape[-1] == width and (x.dim() == 3 or not batched):
+    received: Any = f"of type {type(x).__name__}"
+    if isinstance(x, Tensor):
+        received = tuple(x.shape)
+    fits = isinstance(received, tuple) and received[-1:] == (width,)
+    if fits and (not batched or (len(received) == 3 and received[1] >= least)):
         return
-    received = tuple(x.shape) if isinstance(x, Tensor) else f"of type {type(x).__name__}"
-    shape = "batch, tokens" if batched else "..."
+    shape = "batch, tokens" + (f" >= {least}" if least else "") if batched else "..."
     raise ShapeError(
         f"{type(module).__name__}: received {name} {received}; expected a tensor ({shape}, {width})"
     )
@@ -165,7 +175,8 @@ def read_table(
             return read(ids)
     except IndexError:
         pass
+    ends = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
     raise ShapeError(
-        f"{type(module).__name__}: received ids in {ids.dtype} of shape {tuple(ids.shape)}; expected"
-        f" torch.int64 or torch.int32 in [0, {rows})"
+        f"{type(module).__name__}: received ids{ends} in {ids.dtype} of shape {tuple(ids.shape)};"
+        f" expected torch.int64 or torch.int32 in [0, {rows})"
     )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from wellposed.errors import ConfigError, NotContractiveError, ShapeError, listed
-from wellposed.functional.gram import spectrum_fits
+from wellposed.errors import ConfigError, NotContractiveError, listed
+from wellposed.functional.gram import check_spectrum
 from wellposed.linalg import Workspace
-from wellposed.nn.checks import Eps, is_plain
+from wellposed.nn.checks import Eps, check_tokens, is_plain
 from wellposed.nn.invertible.residual import InvertibleResidual
 from wellposed.nn.transject.experts import ExpertMixture, Gating, GramAttention, check_gates
 from wellposed.nn.transject.inference import RowBlocks
@@ -94,7 +93,11 @@ class TransJectBlock(ResetByParts):
             ShapeError: x, sigma or gates do not fit, or those for each token are given without
                 `is_causal`.
         """
-        self._check_given(x, sigma, gates, is_causal)
+        check_tokens(self, x, self.embed_dim, batched=True, least=1)
+        check_spectrum("TransJectBlock", x, sigma, each_token=is_causal)
+        if gates is not None:
+            experts = self.attention.num_experts
+            check_gates("TransJectBlock", gates, x, experts, each_token=is_causal)
         if not is_causal and self._runs_in_blocks(x, sigma):
             scale, work = self.residual.coefficients()[1], workspace or Workspace()
             run = RowBlocks(self.attention, self.feedforward, scale, work)
@@ -102,10 +105,11 @@ class TransJectBlock(ResetByParts):
         # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks
         # would try to move.
         plain = is_plain(self.residual, InjectiveResidual)
+        join = self.residual.scale() if plain else self.residual.__call__
         branch, used = self.attention(
             x,
             sigma,
-            self.residual.scale() if plain else self.residual.__call__,
+            join,
             key_padding_mask=key_padding_mask,
             is_causal=is_causal,
             cache=cache,
@@ -113,20 +117,6 @@ class TransJectBlock(ResetByParts):
         )
         x = self.residual(x, branch)
         return self.residual(x, self.feedforward(x)), used
-
-    def _check_given(self, x: Tensor, sigma: Tensor, gates: Tensor | None, is_causal: bool) -> None:
-        fits = spectrum_fits(x, sigma) and x.shape[1:] == (max(x.shape[1], 1), self.embed_dim)
-        if not fits or (sigma.dim() == 3 and not is_causal):
-            raise ShapeError(
-                f"TransJectBlock: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)};"
-                f" expected x (batch, tokens >= 1, {self.embed_dim}) and sigma ({self.embed_dim},)"
-                f" or (batch, {self.embed_dim}), or, with is_causal=True, (batch, tokens,"
-                f" {self.embed_dim})"
-            )
-        if gates is not None:
-            check_gates(
-                "TransJectBlock", gates, x, self.attention.num_experts, each_token=is_causal
-            )
 
     def _runs_in_blocks(self, x: Tensor, sigma: Tensor) -> bool:
         """Whether no gradient, no hook and no other part is there to notice that modules are not
@@ -209,6 +199,9 @@ class _Half(nn.Module):
     """`r f(x)` of one sublayer, with everything but x fixed: of the attention where sigma and gates
     are given."""
 
+    sigma: Tensor | None
+    gates: Tensor | None
+
     def __init__(
         self, block: TransJectBlock, sigma: Tensor | None = None, gates: Tensor | None = None
     ) -> None:
@@ -220,11 +213,10 @@ class _Half(nn.Module):
         self.register_buffer("gates", gates, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        block, sigma = self.block, cast("Tensor | None", self.sigma)
+        block, sigma, gates = self.block, self.sigma, self.gates
         scale = block.residual.scale()
-        branch = (
-            block.feedforward(x)
-            if sigma is None
-            else block.attention(x, sigma, scale, gates=cast(Tensor, self.gates))[0]
-        )
+        if sigma is None or gates is None:
+            branch = block.feedforward(x)
+        else:
+            branch, _ = block.attention(x, sigma, scale, gates=gates)
         return scale.to(x.dtype) * branch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.functional.gram import gram_attention, per_token, spectrum_fits
+from wellposed.functional.gram import check_spectrum, gram_attention, per_token
 from wellposed.nn.checks import Eps, is_plain
 from wellposed.nn.transject.orthogonal import OrthogonalLinear, ResetByParts
 from wellposed.nn.transject.spectrum import SeenTokens, TransJectCache
@@ -72,11 +72,7 @@ class GramAttention(ResetByParts):
                 " expected plain OrthogonalLinear; leave folded out, or merge the adapter and"
                 " remove the hooks"
             )
-        if not spectrum_fits(x, sigma):
-            raise ShapeError(
-                f"GramAttention: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)};"
-                " expected x (batch, tokens, d) and sigma (d,), (batch, d) or (batch, tokens, d)"
-            )
+        check_spectrum("GramAttention", x, sigma)
         return F.elu(self.right(self.left(x) * per_token(sigma)))
 
     def has_plain_maps(self) -> bool:

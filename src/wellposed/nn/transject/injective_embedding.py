@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.nn.checks import INTEGERS, is_plain, on_host, read_table
+from wellposed.nn.checks import INTEGERS, is_plain, read_table
 from wellposed.nn.positions import (
     LearnedPositions,
     SinusoidalPositions,
@@ -99,46 +99,29 @@ class InjectiveEmbedding(ResetByParts):
                 f"InjectiveEmbedding: input_ids is {tuple(input_ids.shape)}; expected (batch,"
                 " tokens)"
             )
-        for name, values in (("input_ids", input_ids), ("positions", positions)):
-            if values is not None and values.dtype not in INTEGERS:
-                raise ShapeError(
-                    f"InjectiveEmbedding: {name} is {values.dtype}; expected torch.int64 or"
-                    " torch.int32"
-                )
         tokens = read_table(self, input_ids, self.token.num_embeddings, self.token)
-        return torch.cat(
-            (tokens, self._codes(input_ids, positions).to(tokens.dtype).expand_as(tokens)), dim=-1
-        )
+        codes = self._codes(input_ids, positions).to(tokens.dtype)
+        return torch.cat((tokens, codes.expand_as(tokens)), dim=-1)
 
     def _codes(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
         length = input_ids.shape[1]
-        if positions is not None and positions.shape not in ((length,), tuple(input_ids.shape)):
+        shapes = ((length,), tuple(input_ids.shape))
+        if positions is not None and (
+            positions.dtype not in INTEGERS or tuple(positions.shape) not in shapes
+        ):
             raise ShapeError(
-                f"InjectiveEmbedding: positions is {tuple(positions.shape)}; expected ({length},)"
-                f" or {tuple(input_ids.shape)}"
+                f"InjectiveEmbedding: positions is {positions.dtype} {tuple(positions.shape)};"
+                f" expected torch.int64 or torch.int32 {shapes[0]} or {shapes[1]}"
             )
         # Sines that are wrapped or hooked are called, and end where their table does.
         counted = torch.arange(length, device=input_ids.device) if positions is None else positions
         if self.position_kind == "learned" or not is_plain(self.position, SinusoidalPositions):
             if positions is None:
                 check_length(length, self.max_positions, "InjectiveEmbedding")
-            else:
-                self._check_positions(positions)
             return self.position(counted)
         if positions is None and length <= self.max_positions:
             return cast(Tensor, self.position.table)[:length]
         return sines_and_cosines(counted, self.embed_dim // 2)
-
-    def _check_positions(self, positions: Tensor) -> None:
-        if not on_host(positions) or not positions.numel():
-            return
-        least, largest = (int(end) for end in torch.aminmax(positions))
-        if least < 0 or largest >= self.max_positions:
-            raise ShapeError(
-                f"InjectiveEmbedding: received positions from {least} to {largest}; expected"
-                f" positions in [0, {self.max_positions}); build it with max_positions >="
-                f" {largest + 1}, or with position='sinusoidal'"
-            )
 
     @torch.no_grad()
     def token_margin(self, *, rows_at_a_time: int = 1024) -> float:

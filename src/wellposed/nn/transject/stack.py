@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError
 from wellposed.linalg import Workspace
 from wellposed.nn.checks import Eps, check_tokens
 from wellposed.nn.invertible.reversible import ReversibleSequential
@@ -109,11 +109,11 @@ class TransJectStack(ResetByParts):
         super().__init__()
         self.embed_dim = embed_dim
         self.is_causal = is_causal
-        self.spectrum: GramSpectrum | LearnedSpectrum = (
-            GramSpectrum(embed_dim, normalization=spectrum_norm, eps=eps)
-            if spectrum == "gram"
-            else LearnedSpectrum(embed_dim)
-        )
+        self.spectrum: GramSpectrum | LearnedSpectrum
+        if spectrum == "gram":
+            self.spectrum = GramSpectrum(embed_dim, normalization=spectrum_norm, eps=eps)
+        else:
+            self.spectrum = LearnedSpectrum(embed_dim)
         self.layers = nn.ModuleList(
             TransJectBlock(
                 embed_dim,
@@ -163,38 +163,31 @@ class TransJectStack(ResetByParts):
             ConfigError: a cache for a stack that is not causal, or whose recomputed layers would
                 fill it twice; or there are not L gates.
         """
-        self._check_tokens(x)
-        if cache is not None and not self.is_causal:
-            raise ConfigError(
-                "TransJectStack: a cache needs is_causal=True: otherwise later tokens change"
-                " earlier ones"
-            )
-        if cache is not None:
-            cache.check_batch(len(x))
+        check_tokens(self, x, self.embed_dim, batched=True, least=1)
         recomputes = self.recomputes()
-        if cache is not None and recomputes:
-            raise ConfigError(
-                "TransJectStack: recomputed layers (gradient checkpointing) would fill the cache"
-                " twice; use torch.no_grad() or eval()"
-            )
+        if cache is not None:
+            if not self.is_causal:
+                raise ConfigError(
+                    "TransJectStack: a cache needs is_causal=True: otherwise later tokens change"
+                    " earlier ones"
+                )
+            cache.check_batch(len(x))
+            if recomputes:
+                raise ConfigError(
+                    "TransJectStack: recomputed layers (gradient checkpointing) would fill the"
+                    " cache twice; use torch.no_grad() or eval()"
+                )
         if gates is not None:
             self._check_count(gates, "TransJectStack")
         padding = check_padding(key_padding_mask, x, cache)
-        spectrum: Tensor = (
-            self.spectrum(x, key_padding_mask=padding, is_causal=self.is_causal, cache=cache)
-            if sigma is None
-            else sigma
-        )
+        reading = {"key_padding_mask": padding, "is_causal": self.is_causal, "cache": cache}
+        spectrum: Tensor = self.spectrum(x, **reading) if sigma is None else sigma
         hidden, workspace = [x], Workspace()
         found: list[Tensor] = []
         for index, layer in enumerate(self.layers):
+            given = None if gates is None else gates[index]
             run: Callable[..., tuple[Tensor, Tensor]] = partial(
-                layer,
-                key_padding_mask=padding,
-                is_causal=self.is_causal,
-                cache=cache,
-                gates=None if gates is None else gates[index],
-                workspace=workspace,
+                layer, gates=given, workspace=workspace, **reading
             )
             if recomputes and index % self.recompute_every == 0:
                 run = partial(self._gradient_checkpointing_func, run)
@@ -204,9 +197,8 @@ class TransJectStack(ResetByParts):
                 hidden.append(x)
         if cache is not None:
             cache.num_tokens += x.shape[1]
-        return TransJectOutput(
-            x, spectrum, tuple(found), tuple(hidden) if output_hidden_states else None
-        )
+        states = tuple(hidden) if output_hidden_states else None
+        return TransJectOutput(x, spectrum, tuple(found), states)
 
     def recomputes(self) -> bool:
         """Return whether a pass now would keep only inputs of layers, for a backward pass that runs
@@ -260,19 +252,12 @@ class TransJectStack(ResetByParts):
         Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each
         weight.
         """
-        self._check_tokens(y)
+        check_tokens(self, y, self.embed_dim, batched=True, least=1)
         self._check_count(gates, "TransJectStack.inverse")
         halves: list[nn.Module] = []
         for layer, kept in zip(self.layers, gates, strict=True):
             halves += cast(TransJectBlock, layer).sublayers(sigma, kept)
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
-
-    def _check_tokens(self, x: Tensor) -> None:
-        check_tokens(self, x, self.embed_dim, batched=True)
-        if not x.shape[1]:
-            raise ShapeError(
-                f"TransJectStack: received x {tuple(x.shape)}; expected at least one token"
-            )
 
     def _check_count(self, gates: Sequence[Tensor], where: str) -> None:
         if len(gates) != len(self.layers):

@@ -1,0 +1,196 @@
+"""Every attention against explicit float64 sums, head by head, from the stored weights alone."""
+
+import math
+
+import pytest
+import torch
+from tests.support.close import within
+from tests.support.layers import built, draw
+from tests.support.tiny import options
+from tests.support.words import words
+
+from wellposed import nn as wn
+
+D, H, N = 8, 2, 6
+PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 2 + [False] * 4])
+
+
+def normed(tokens, weight):
+    """LayerNorm without a bias."""
+    apart = tokens - tokens.mean(-1, keepdim=True)
+    return apart / (apart.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def scaled(tokens, eps):
+    return tokens / (tokens.square().sum(-1, keepdim=True) + eps).sqrt()
+
+
+def inside(tokens):
+    """Each token, or the nearest point of the unit ball."""
+    rows = [row / max(1.0, float(row.norm())) for row in tokens.reshape(-1, tokens.shape[-1])]
+    return torch.stack(rows).reshape(tokens.shape)
+
+
+def dot_product(layer, state, h, q, k, v):
+    if layer.q_norm is not None:
+        q, k = normed(q, state["q_norm.weight"]), normed(k, state["k_norm.weight"])
+    return q @ k.mT / math.sqrt(layer.head_dim), v
+
+
+def cosine(layer, state, h, q, k, v):
+    q, k, v = (scaled(part, layer.eps) for part in (q, k, v))
+    return state["log_tau"][h].exp() * q @ k.mT, state["nu"][h] * v
+
+
+def ball(layer, state, h, q, k, v):
+    shares = state["mix_logit"].exp() / state["mix_logit"].exp().sum()
+    t = layer.max_temperature / (1 + (-state["temperature_logit"]).exp())
+    divisor = float((shares * (1 + 2 * t)).sum()) if layer.unit_lipschitz else 1.0
+    return t[h] * q @ k.mT, shares[h] / divisor * v
+
+
+def l2(layer, state, h, q, k, v):
+    apart = q[..., :, None, :] - k[..., None, :, :]
+    logits = -apart.square().sum(-1) / math.sqrt(layer.head_dim)
+    if layer.values == "plain":
+        return logits, v
+    if layer.values == "free":
+        return logits, k @ state["mix"][h]
+    w, own = (state[f"{name}.weight"].chunk(layer.num_heads)[h].T for name in ("q_proj", "v_proj"))
+    bias = state.get("v_proj.bias", torch.zeros(layer.embed_dim)).chunk(layer.num_heads)[h]
+    return logits, k @ (w.T @ own) / math.sqrt(layer.head_dim) + bias
+
+
+FORMULAS = {
+    wn.DotProductAttention: dot_product, wn.CrossAttention: dot_product, wn.L2SelfAttention: l2,
+    wn.CosineSelfAttention: cosine, wn.CosineCrossAttention: cosine,
+    wn.BallAttention: ball, wn.BallCrossAttention: ball,
+}  # fmt: skip
+
+
+def reference(layer, x, memory, allowed):
+    """`allowed`: bool, broadcasts to (batch, queries, keys)."""
+    state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
+    formula = FORMULAS[type(layer)]
+    if formula is ball:
+        x, memory = inside(x), inside(memory)
+
+    def heads_of(name, tokens):
+        if f"{name}.weight" not in state:  # a tied layer has no keys, free values no projection
+            return heads_of("q_proj", tokens)
+        full = tokens @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
+        return full.chunk(layer.num_heads, -1)
+
+    parts = heads_of("q_proj", x), heads_of("k_proj", memory), heads_of("v_proj", memory)
+    heads = []
+    for h, own in enumerate(zip(*parts, strict=True)):
+        logits, value = formula(layer, state, h, *own)
+        heads.append(logits.masked_fill(~allowed, -math.inf).softmax(-1) @ value)
+    if formula is ball:
+        outputs = state["o_proj.weight"].chunk(layer.num_heads, 1)
+        joined = sum(head @ output.T for head, output in zip(heads, outputs, strict=True))
+    else:
+        joined = torch.cat(heads, -1) @ state["o_proj.weight"].T
+    return joined + state.get("o_proj.bias", 0)
+
+
+def allowed_pairs(padding, is_causal):
+    """Real tokens see real tokens (earlier ones where causal), padding sees itself."""
+    return torch.tensor(
+        [
+            [
+                [
+                    i == j or not (out or hidden or (is_causal and j > i))
+                    for j, hidden in enumerate(row)
+                ]
+                for i, out in enumerate(row)
+            ]
+            for row in padding.tolist()
+        ]
+    )
+
+
+SELF = [
+    *((wn.DotProductAttention, given) for given in ("", "qk_norm=True", "bias=False")),
+    *((wn.CosineSelfAttention, given) for given in ("", "eps=1.0", "tau=0.5 nu=2.0", "bias=False")),
+    *((wn.BallAttention, given) for given in words(
+        "temperature=0.5 max_temperature=3.0 unit_lipschitz=False bias=True"
+    )),
+    *((wn.L2SelfAttention, given) for given in (
+        "", *words("values=free values=plain tied=False query_width=2 bias=False"),
+        "query_width=2 values=free", "query_width=2 tied=False",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "given"), SELF)
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_self_attentions_are_their_formulas(kind, given, heads, size):
+    layer = built(kind, D, heads, **options(given))
+    x = draw(2, N, D, size=size)
+    nobody = torch.zeros(2, N, dtype=torch.bool)
+    kept = (torch.rand(1, 1, N, N) < 0.5) | torch.eye(N).bool()
+    by_hand = wn.AttentionMask(kept, False)
+    tolerance = 1e-11 * max(1.0, size)
+    within(layer(x, key_padding_mask=by_hand), reference(layer, x, x, kept[0]), tolerance)
+    for is_causal in (False, True):
+        for padding in (nobody, PADDING):
+            expected = reference(layer, x, x, allowed_pairs(padding, is_causal))
+            mask = None if padding is nobody else padding
+            found = layer(x, key_padding_mask=mask, is_causal=is_causal)
+            within(found, expected, tolerance)
+
+
+CROSS = {
+    wn.CrossAttention: ["", "qk_norm=True"],
+    wn.CosineCrossAttention: ["", "eps=1.0", "learn_scales=False"],
+    wn.BallCrossAttention: ["", "unit_lipschitz=False", "bias=True"],
+}
+
+
+@pytest.mark.parametrize(("kind", "given"), [(k, g) for k, gs in CROSS.items() for g in gs])
+@pytest.mark.parametrize("memory_dim", [None, 5])
+def test_cross_attentions_are_their_formulas(kind, given, memory_dim):
+    layer = built(kind, D, H, memory_dim=memory_dim, **options(given))
+    x, memory = draw(2, 4, D), draw(2, 7, memory_dim or D, seed=2)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[0, 5:] = True
+    expected = reference(layer, x, memory, ~padding[:, None, :])
+    within(layer(x, memory, key_padding_mask=padding), expected, 1e-11)
+
+
+CHANGES = [
+    *((wn.DotProductAttention, "", one) for one in words("qk_norm=True dropout=0.5 bias=False")),
+    (wn.DotProductAttention, "qk_norm=True", "eps=0.5"),
+    *((wn.CosineSelfAttention, "", one) for one in words("eps=1.0 tau=0.5 nu=2.0 dropout=0.3 bias=False")),
+    *((kind, "", one) for kind in (wn.BallAttention, wn.BallCrossAttention)
+      for one in words("temperature=1.0 unit_lipschitz=False bias=True")),
+    *((wn.L2SelfAttention, "", one) for one in words(
+        "tied=False values=free values=plain query_width=2 bias=False contractive=0.5 dropout=0.4 init_scale=0.1"
+    )),
+    *((wn.L2SelfAttention, "contractive=0.5", one) for one in words("norm=inf norm=2 max_tokens=40")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "base", "change"), CHANGES)
+def test_every_option_changes_something(kind, base, change):
+    outputs = []
+    for given in (base, f"{base} {change}"):
+        torch.manual_seed(0)
+        layer = kind(D, H, **options(given))
+        for name, bias in layer.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.constant_(bias, 0.5)
+        x = draw(2, N, D).float()
+        outputs.append(layer(x, x) if kind is wn.BallCrossAttention else layer(x))
+    assert not torch.allclose(outputs[0], outputs[1], rtol=1e-3)
+
+
+def test_a_number_of_heads_changes_every_attention():
+    for kind in {kind for kind, _ in SELF}:
+        outputs = []
+        for heads in (1, 2):
+            torch.manual_seed(0)
+            outputs.append(kind(D, heads)(draw(2, N, D).float()))
+        assert not torch.allclose(*outputs), kind
