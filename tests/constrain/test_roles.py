@@ -3,89 +3,40 @@ is refused."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from tests.support.constrained import isometry_error
+from tests.support.constrained import goes_on_bit_for_bit, isometry_error
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from wellposed.constrain import MuonAndAdamW, Set, constrain_, parameter_groups, select_weights
 from wellposed.errors import ConfigError, RoleNotFoundError
 
 transformers = pytest.importorskip("transformers")
+from tests.support.zoo import PLAIN, ZOO, Known  # noqa: E402
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=30, n_embd=16, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
+def cut(model: nn.Module, known: Known) -> Tensor:
+    """A part of a fused weight in (out, in) orientation, cut by hand."""
+    whole = model.get_parameter(known.parameter)
+    return (whole.T if known.transposed else whole)[
+        slice(*known.rows) if known.rows else slice(None)
+    ]
 
 
-def phi3() -> nn.Module:
-    config = transformers.Phi3Config(
-        vocab_size=30,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.Phi3ForCausalLM(config)
-
-
-class Torch(nn.Module):
-    """A language model of torch's own layers, whose attention fuses its three projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(30, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(16, 30)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
-        logits = self.head(self.layer(self.words(input_ids)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return type("Output", (), {"loss": loss})()
-
-
-def torch_model() -> nn.Module:
-    return Torch()
-
-
-# Of each model: the fused parameter of layer 0, and its query, key and value in (out, in)
-# orientation, cut by hand.
-FUSED: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
-    "gpt2": (
-        gpt2,
-        "transformer.h.0.attn.c_attn.weight",
-        lambda w: tuple(part.T for part in w.split(16, dim=1)),
-    ),
-    "phi3": (
-        phi3,
-        "model.layers.0.self_attn.qkv_proj.weight",
-        lambda w: tuple(w.split([16, 8, 8])),
-    ),
-    "torch": (torch_model, "layer.self_attn.in_proj_weight", lambda w: tuple(w.split(16))),
-}
-
-
-def sgd(model: nn.Module, rate: float = 0.3) -> torch.optim.Optimizer:
+def sgd(model: nn.Module, rate: float = 0.3) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    ids = torch.randint(0, 30, (4, 8), generator=torch.Generator().manual_seed(1))
+def train(kind: str, model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    """Drive the outputs of a model of the zoo to one."""
     losses = []
     for _ in range(steps):
+        torch.manual_seed(1)
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = (ZOO[kind].run(model) - 1.0).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -100,29 +51,28 @@ def in_set(weight: Tensor, to: Set) -> bool:
     return float(torch.linalg.svdvals(weight.detach().double())[0]) <= 1.0
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "torch encoder"])
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> None:
     torch.manual_seed(0)
-    build, name, cut = FUSED[kind]
-    model = build()
-    fused = model.get_parameter(name)
+    entry, model = ZOO[kind], ZOO[kind].build()
+    query, key, value = (entry.known[role] for role in ("query", "key", "value"))
+    fused = model.get_parameter(query.parameter)
     with torch.no_grad():
         fused.mul_(20.0)
-    value = cut(fused)[2].detach().clone()
-    optimizer = sgd(model)
+    before = cut(model, value).detach().clone()
+    optimizer = sgd(model, 0.1)
     handle = constrain_(model, optimizer, roles=("query", "key"), to=to)
-    assert sum(path.startswith(f"{name}[") for path in handle.paths) == 2
-    assert torch.equal(cut(fused)[2], value), "the value part is not held, so it is not moved"
+    assert sum(path.startswith(f"{query.parameter}[") for path in handle.paths) == 2
+    assert torch.equal(cut(model, value), before), "the value part is not held, so it is not moved"
     losses = []
     for _ in range(6):
-        losses += train(model, optimizer, 1)
-        query, key, _ = cut(fused)
-        assert in_set(query, to)
-        assert in_set(key, to)
+        losses += train(kind, model, optimizer, 1)
+        assert in_set(cut(model, query), to)
+        assert in_set(cut(model, key), to)
     assert losses[-1] < losses[0]
     assert not in_set(fused, to)
-    assert not torch.equal(cut(fused)[2], value), "and it trains freely"
+    assert not torch.equal(cut(model, value), before), "and it trains freely"
     assert handle.error().worst <= 1e-5
 
 
@@ -130,35 +80,30 @@ def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> N
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 def test_parts_are_held_under_muon_and_in_half_precision(to: Set, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = phi3().to(dtype)
+    model = ZOO["phi3"].build().to(dtype)
     optimizer = MuonAndAdamW(
         model, lr=5e-2, adamw_lr=1e-2, weight_decay=0.1, roles=("query", "key")
     )
     handle = constrain_(model, optimizer, roles=("query", "key"), to=to)
-    fused = model.get_parameter(FUSED["phi3"][1])
-    value = fused[24:].detach().clone()
-    losses = train(model, optimizer, 10)
+    value = ZOO["phi3"].known["value"]
+    before = cut(model, value).detach().clone()
+    losses = train("phi3", model, optimizer, 10)
     assert losses[-1] < losses[0]
     # of orthogonal and column weights what is left in bfloat16 is the rounding of their entries
     assert handle.error().worst <= (8e-3 if dtype == torch.bfloat16 else 1e-5)
     if to == "spectral":
         assert handle.error().worst == 0.0
-    assert not torch.equal(fused[24:], value)
+    assert not torch.equal(cut(model, value), before)
 
 
 def test_ignored_decay_is_left_out_of_the_held_part_alone() -> None:
     results = []
     for decay in (0.0, 0.3):
         torch.manual_seed(0)
-        model = gpt2().double().eval()
-        fused = model.get_parameter("transformer.h.0.attn.c_attn.weight")
+        model = ZOO["gpt2"].build().double()
+        fused = model.get_parameter("h.0.attn.c_attn.weight")
         optimizer = torch.optim.AdamW([fused], lr=1e-2, weight_decay=decay)
-        constrain_(
-            model,
-            optimizer,
-            where="transformer.h.0.attn.c_attn.weight[0:16]",
-            weight_decay="ignore",
-        )
+        constrain_(model, optimizer, "h.0.attn.c_attn.weight[0:16]", weight_decay="ignore")
         for _ in range(5):
             fused.grad = torch.ones_like(fused) + fused.detach()
             optimizer.step()
@@ -168,16 +113,15 @@ def test_ignored_decay_is_left_out_of_the_held_part_alone() -> None:
 
 
 def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts() -> None:
-    model = gpt2()
-    handle = constrain_(model, sgd(model), where="*.h.0.attn.c_attn")
+    model = ZOO["gpt2"].build()
+    handle = constrain_(model, sgd(model), where="h.0.attn.c_attn")
     assert len(handle.paths) == 3
     again = select_weights(model, list(handle.paths))
     assert tuple(place.label for place in again) == handle.paths
 
 
 def test_merged_gate_and_up_are_two_matrices() -> None:
-    model = phi3()
-    places = select_weights(model, "*.gate_up_proj")
+    places = select_weights(ZOO["phi3"].build(), "layers.0.mlp.gate_up_proj")
     assert [(place.rows, *place.roles) for place in places] == [
         ((0, 24), "feedforward_gate"),
         ((24, 48), "feedforward_in"),
@@ -208,16 +152,16 @@ def test_part_by_part_steps_are_those_of_three_separate_weights() -> None:
 
 
 def test_a_role_name_is_a_where_too() -> None:
-    model = gpt2()
+    model = ZOO["gpt2"].build()
     by_role = [place.label for place in select_weights(model, roles="output")]
     assert [place.label for place in select_weights(model, "output")] == by_role
-    assert by_role == [f"transformer.h.{layer}.attn.c_proj.weight" for layer in (0, 1)]
+    assert by_role == [f"h.{layer}.attn.c_proj.weight" for layer in (0, 1)]
     both = select_weights(model, ["*.mlp.c_fc", "output"])
     assert len(both) == 4
 
 
 def test_roles_that_nothing_plays_are_refused() -> None:
-    model = gpt2()
+    model = ZOO["gpt2"].build()
     with pytest.raises(RoleNotFoundError, match=r"role feedforward_gate; it has query, key, value"):
         constrain_(model, sgd(model), roles=("query", "feedforward_gate"))
     with pytest.raises(ConfigError, match="unknown role 'querry'; nearest: query"):
@@ -230,37 +174,28 @@ def test_roles_that_nothing_plays_are_refused() -> None:
 
 
 def test_two_calls_may_hold_two_parts_but_not_the_same() -> None:
-    model = gpt2()
+    model = ZOO["gpt2"].build()
     optimizer = sgd(model)
     first = constrain_(model, optimizer, roles="query")
     second = constrain_(model, optimizer, roles="key", to="spectral", bound=0.5)
     with pytest.raises(ConfigError, match=r"c_attn\.weight\[16:32\]: constrained already"):
         constrain_(model, optimizer, roles=("key", "value"))
-    train(model, optimizer, 3)
+    train("gpt2", model, optimizer, 3)
     assert first.error().worst <= 1e-5
     assert second.error().worst == 0.0
 
 
 def test_a_resumed_run_of_parts_goes_on_bit_for_bit() -> None:
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = gpt2().eval()
-        return model, torch.optim.AdamW(
-            parameter_groups(model, 0.1, roles=("query", "key")), lr=1e-2
-        )
+        model = ZOO["gpt2"].build()
+        groups = parameter_groups(model, 0.1, roles=("query", "key"))
+        return model, torch.optim.AdamW(groups, lr=1e-2)
 
-    model, optimizer = fresh()
-    constrain_(model, optimizer, roles=("query", "key"))
-    train(model, optimizer, 4)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    state = copy.deepcopy(optimizer.state_dict())
-    resumed, other = fresh()
-    resumed.load_state_dict(weights)
-    other.load_state_dict(state)
-    constrain_(resumed, other, roles=("query", "key"))
-    assert train(resumed, other, 4) == train(model, optimizer, 4)
-    assert all(
-        torch.equal(value, model.state_dict()[name]) for name, value in resumed.state_dict().items()
+    goes_on_bit_for_bit(
+        build,
+        lambda *pair: constrain_(*pair, roles=("query", "key")),
+        lambda *run: train("gpt2", *run),
     )
 
 
@@ -279,64 +214,49 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
-def adapted_bert() -> nn.Module:
+@pytest.fixture
+def adapted() -> Any:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=30,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    model = transformers.BertForSequenceClassification(config)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**PLAIN))
     for layer in model.bert.encoder.layer:
         for name in ("query", "value"):
             setattr(layer.attention.self, name, Adapted(getattr(layer.attention.self, name)))
     return model
 
 
-class TestAdapters:
-    def test_a_frozen_weight_is_refused_and_says_what_to_do(self) -> None:
-        model = adapted_bert()
-        for selection in ({"roles": "query"}, {"where": "*.query"}):
-            with pytest.raises(
-                ConfigError, match=r"query\.base_layer\.weight: frozen.*adapters=True"
-            ):
-                constrain_(model, sgd(model), **selection)
+def test_a_frozen_weight_is_refused_and_says_what_to_do(adapted: Any) -> None:
+    said = r"query\.base_layer\.weight: frozen.*adapters=True"
+    for selection in ({"roles": "query"}, {"where": "*.query"}):
+        with pytest.raises(ConfigError, match=said):
+            constrain_(adapted, sgd(adapted), **selection)
 
-    def test_the_factors_are_held_instead(self) -> None:
-        model = adapted_bert()
-        optimizer = sgd(model)
-        handle = constrain_(
-            model, optimizer, roles="query", adapters=True, to="spectral", bound=0.8
-        )
-        inside = "bert.encoder.layer.0.attention.self.query"
-        assert handle.paths[:2] == (
-            f"{inside}.lora_A.default.weight",
-            f"{inside}.lora_B.default.weight",
-        )
-        assert len(handle.paths) == 4
-        labels = torch.randint(0, 2, (8,))
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(input_ids=torch.randint(0, 30, (8, 5)), labels=labels).loss.backward()
-            optimizer.step()
-            for path in handle.paths:
-                assert (
-                    float(torch.linalg.svdvals(model.get_parameter(path).detach().double())[0])
-                    <= 0.8
-                )
-        assert bool(model.get_parameter(handle.paths[1]).any())
 
-    def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(self) -> None:
-        model = adapted_bert()
-        with pytest.raises(ConfigError, match=r"lora_B\.default\.weight: zero(.|\n)*") as caught:
-            constrain_(model, sgd(model), roles="query", adapters=True)
-        assert "to='spectral'" in str(caught.value)
-        assert "lora_A.default.weight:" not in str(caught.value)
-        assert constrain_(model, sgd(model), where="*.query.lora_A.*").error().worst <= 1e-5
+def test_the_factors_of_an_adapter_are_held_instead(adapted: Any) -> None:
+    optimizer = sgd(adapted)
+    options = {"adapters": True, "to": "spectral", "bound": 0.8}
+    handle = constrain_(adapted, optimizer, roles="query", **options)
+    inside = "bert.encoder.layer.0.attention.self.query"
+    names = [f"{inside}.lora_{side}.default.weight" for side in "AB"]
+    assert [*handle.paths[:2], len(handle.paths)] == [*names, 4]
+    labels = torch.randint(0, 2, (8,))
+    for _ in range(5):
+        optimizer.zero_grad()
+        adapted(input_ids=torch.randint(0, 30, (8, 5)), labels=labels).loss.backward()
+        optimizer.step()
+        for path in handle.paths:
+            weight = adapted.get_parameter(path).detach().double()
+            assert float(torch.linalg.svdvals(weight)[0]) <= 0.8
+    assert bool(adapted.get_parameter(names[1]).any())
 
-    def test_weights_without_an_adapter_are_named(self) -> None:
-        model = adapted_bert()
-        with pytest.raises(ConfigError, match=r"no adapter(.|\n)*attention\.self\.key\.weight"):
-            constrain_(model, sgd(model), roles=("query", "key"), adapters=True)
+
+def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted: Any) -> None:
+    with pytest.raises(ConfigError, match=r"lora_B\.default\.weight: zero(.|\n)*") as caught:
+        constrain_(adapted, sgd(adapted), roles="query", adapters=True)
+    assert "to='spectral'" in str(caught.value)
+    assert "lora_A.default.weight:" not in str(caught.value)
+    assert constrain_(adapted, sgd(adapted), where="*.query.lora_A.*").error().worst <= 1e-5
+
+
+def test_weights_without_an_adapter_are_named(adapted: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no adapter(.|\n)*attention\.self\.key\.weight"):
+        constrain_(adapted, sgd(adapted), roles=("query", "key"), adapters=True)
