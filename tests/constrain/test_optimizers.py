@@ -1,16 +1,16 @@
-"""Every optimizer of torch: within tolerance after fifty steps, on a square, a tall and a wide
-weight, or refused."""
+"""Every optimizer of torch: its steps, its moments, and which weights it steps together."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from tests.support.constrained import isometry_error
-from torch import nn
+from tests.support.constrained import held, isometry_error
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.constrain import ConstraintWarning, constrain_
@@ -73,3 +73,196 @@ def test_an_optimizer_without_one_step_for_one_gradient_is_refused(kind: str) ->
     with pytest.raises(ConfigError, match=f"{kind} does not take one step from one gradient"):
         constrain_(nn.Sequential(layer), optimizer, where="0")
     assert torch.equal(layer.weight, before)
+
+
+class Momentum(torch.optim.SGD):
+    """A class that torch did not make, whose state may hold what only it can make."""
+
+
+def layers() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"square": nn.Linear(5, 5, bias=False), "tall": nn.Linear(4, 7, bias=False)}
+    )
+
+
+def push(
+    model: nn.ModuleDict, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]
+) -> None:
+    for name, gradient in gradients.items():
+        model[name].weight.grad = gradient.clone()
+    optimizer.step()
+
+
+def noise(model: nn.ModuleDict) -> dict[str, Tensor]:
+    return {name: torch.randn_like(layer.weight) for name, layer in model.items()}
+
+
+def nothing(model: nn.ModuleDict) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(layer.weight) for name, layer in model.items()}
+
+
+def test_moments_of_square_weights_restart_from_zero_and_no_others() -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    push(model, optimizer, noise(model))
+    square, tall = model["square"].weight, model["tall"].weight
+    # Numbers beside the tensors restart as numbers of their kind; flags say how to compute, and
+    # stay.
+    optimizer.state[square].update(count=5, ratio=0.5, flag=True, name="n")
+    constrain_(model, optimizer, where=nn.Linear)
+    before, moment = square.detach().clone(), optimizer.state[tall]["momentum_buffer"].clone()
+    with pytest.warns(ConstraintWarning, match=r"restart from zero:\s+square\.weight$"):
+        push(model, optimizer, nothing(model))
+    assert float((square - before).detach().abs().max()) <= 1e-6
+    state = optimizer.state[square]
+    assert (state["count"], state["ratio"], state["flag"], state["name"]) == (0, 0.0, True, "n")
+    assert type(state["count"]) is int
+    assert type(state["ratio"]) is float
+    torch.testing.assert_close(optimizer.state[tall]["momentum_buffer"], 0.5 * moment)
+    # From now on they are kept: a second step without a gradient goes on along the first.
+    push(model, optimizer, noise(model))
+    buffer = optimizer.state[square]["momentum_buffer"].clone()
+    assert float(buffer.norm()) > 0.1
+    push(model, optimizer, nothing(model))
+    torch.testing.assert_close(optimizer.state[square]["momentum_buffer"], 0.5 * buffer)
+
+
+def test_the_state_of_a_class_of_somebody_else_is_made_anew() -> None:
+    model = layers()
+    optimizer = Momentum(model.parameters(), lr=0.1, momentum=0.5)
+    push(model, optimizer, noise(model))
+    optimizer.state[model["square"].weight]["table"] = torch.ones(3)
+    constrain_(model, optimizer, where="square")
+    before = model["square"].weight.detach().clone()
+    with pytest.warns(ConstraintWarning, match="restart from zero"):
+        push(model, optimizer, nothing(model))
+    assert "table" not in optimizer.state[model["square"].weight]
+    assert float((model["square"].weight - before).detach().abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("step", [torch.tensor(0.0), 0, 0.0, torch.tensor(1.0), 1, 0.5], ids=repr)
+def test_a_state_that_was_only_made_is_no_offence_and_one_that_stepped_once_is(step: Any) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    square = model["square"].weight
+    optimizer.state[square].update(step=step, momentum_buffer=torch.ones(5, 5))
+    constrain_(model, optimizer, where="square")
+    stepped = bool(step)
+    # A warning is an error in these tests.
+    with pytest.warns(ConstraintWarning, match="restart") if stepped else nullcontext():
+        push(model, optimizer, nothing(model))
+    expected = 0.0 if stepped else 0.5
+    assert bool((optimizer.state[square]["momentum_buffer"] == expected).all())
+
+
+def test_removing_restarts_the_moments_of_square_weights_and_no_others() -> None:
+    model, optimizer, handle = held("adamw", nn.Linear, model=layers(), lr=0.1)
+    push(model, optimizer, noise(model))
+    square, tall = model["square"].weight, model["tall"].weight
+    kept = {name: value.clone() for name, value in optimizer.state[tall].items()}
+    handle.remove()
+    assert sorted(optimizer.state[square]) == sorted(kept)
+    assert all(float(value.abs().sum()) == 0.0 for value in optimizer.state[square].values())
+    assert all(torch.equal(value, kept[name]) for name, value in optimizer.state[tall].items())
+    # Attached anew, the restarted moments are no offence.
+    constrain_(model, optimizer, where="square")
+    push(model, optimizer, noise(model))
+
+
+def test_plain_sgd_notes_the_drift_of_square_weights_alone_and_ends_without_a_state() -> None:
+    model, optimizer, handle = held("sgd", nn.Linear, model=layers())
+    push(model, optimizer, noise(model))
+    noted = {id(weight): list(state) for weight, state in optimizer.state.items() if state}
+    assert noted == {id(model["square"].weight): ["wellposed_lie_coordinates"]}
+    handle.remove()
+    assert not optimizer.state
+
+
+def test_a_half_weights_copy_lies_beside_the_moments_until_the_end() -> None:
+    model, optimizer, handle = held("adamw", nn.Linear, model=layers().to(torch.bfloat16))
+    push(model, optimizer, noise(model))
+    for weight in handle.weights:
+        saved = optimizer.state[weight.parameter]["wellposed_float32"]
+        assert saved.dtype == torch.uint8
+        assert weight.master is not None
+        assert torch.equal(saved.view(torch.float32), weight.master)
+    handle.remove()
+    for weight in handle.weights:
+        assert weight.master is None
+        assert "wellposed_float32" not in optimizer.state[weight.parameter]
+
+
+SETS: dict[str, str] = {
+    "orthogonal": "wellposed.constrain._stiefel.OrthogonalWeight",
+    "spectral": "wellposed.constrain._weight.SpectralWeight",
+    "columns": "wellposed.constrain._weight.ColumnWeight",
+}
+
+
+def groups_of_a_step(
+    shapes: Sequence[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    to: Any = "orthogonal",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[int]:
+    """Take one step and return the sizes of the groups whose weights were put back together,
+    largest first."""
+    sizes: list[int] = []
+    target = SETS[to]
+    module, _, name = target.rpartition(".")
+    kind = getattr(__import__(module, fromlist=[name]), name)
+    original = kind.retract_.__func__
+
+    def counted(cls: Any, weights: Sequence[Any], work: Any) -> Any:
+        sizes.extend([len(weights)] if len(weights) > 1 else [])
+        return original(cls, weights, work)
+
+    monkeypatch.setattr(f"{target}.retract_", classmethod(counted))
+    layers = nn.ModuleList(
+        nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in shapes
+    )
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+    handle = constrain_(layers, optimizer, where=nn.Linear, to=to, **options)
+    for weight in layers.parameters():
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert handle.error().worst <= (1e-5 if dtype == torch.float32 else 8e-3)
+    return sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("to", SETS)
+def test_small_weights_of_one_shape_are_worked_on_together(
+    to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
+    assert groups_of_a_step(shapes, monkeypatch, to=to) == [5, 3, 2]
+
+
+def test_none_are_where_it_is_not_wanted_and_half_weights_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert groups_of_a_step([(8, 8)] * 3, monkeypatch, batched=False) == []
+    assert groups_of_a_step([(8, 8)] * 3, monkeypatch, dtype=torch.bfloat16, batched=True) == []
+
+
+def test_a_cpu_stacks_up_to_16384_entries_by_itself_and_262144_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert groups_of_a_step([(128, 128)] * 2, monkeypatch, to="columns") == [2]
+    assert groups_of_a_step([(128, 129)] * 2, monkeypatch, to="columns") == []
+    assert groups_of_a_step([(128, 129)] * 2, monkeypatch, to="columns", batched=True) == [2]
+    # 2^18 entries hold sixteen matrices of 128 x 128, and four of 256 x 256; a larger one is worked
+    # on alone.
+    assert groups_of_a_step([(128, 128)] * 17, monkeypatch, to="columns") == [16]
+    assert groups_of_a_step([(256, 256)] * 7, monkeypatch, to="columns", batched=True) == [4, 3]
+    assert groups_of_a_step([(520, 520)] * 2, monkeypatch, to="columns", batched=True) == []
+
+
+def test_matrices_of_other_dtypes_and_gains_do_not_share_a_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert groups_of_a_step([(8, 8)] * 3, monkeypatch, gain="fit") == []
+    assert groups_of_a_step([(8, 8)] * 3, monkeypatch, gain=0.5) == [3]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from wellposed.constrain import decay_groups, parameter_groups, select_weights
+from wellposed.constrain import select_weights
 from wellposed.errors import ConfigError, RoleNotFoundError
 
 
@@ -72,6 +72,7 @@ def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     assert labels(None, owner, roles=("value", "query")) == [rows[0], rows[2]]
     assert labels("linear1", owner, roles="query") == [rows[0], "linear1.weight"]
     assert labels("key", owner) == rows[1:2]
+    assert labels(["linear1", "key"], owner) == [rows[1], "linear1.weight"]
     place = select_weights(owner, "key")[0]
     weight = owner.self_attn.in_proj_weight
     assert torch.equal(place.seen(weight), weight[4:8])
@@ -102,19 +103,12 @@ def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        (
-            "encodr",
+        *(
             (
-                "where='encodr' matches no module that holds a weight and no parameter; nearest:"
-                " encoder, norm, emb"
-            ),
-        ),
-        (
-            "*.encodr",
-            (
-                "where='*.encodr' matches no module that holds a weight and no parameter; nearest:"
-                " encoder, norm, emb"
-            ),
+                where,
+                f"where={where!r} matches no module that holds a weight and no parameter; nearest: encoder",
+            )
+            for where in ("encodr", "*.encodr")
         ),
         (
             nn.Conv1d,
@@ -159,28 +153,3 @@ def test_a_function_and_a_model_without_weights() -> None:
             select_weights(nn.Linear(2, 2), bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is not a regular expression"):
         select_weights(nn.Linear(2, 2), "re:(")
-
-
-def test_groups_by_what_may_decay() -> None:
-    owner = model()
-    owner.norm.requires_grad_(False)
-    names = {id(parameter): name for name, parameter in owner.named_parameters()}
-    free, held = parameter_groups(owner, 0.1, where=["encoder", "emb"])
-    assert (free["weight_decay"], held["weight_decay"]) == (0.1, 0.0)
-    assert [names[id(parameter)] for parameter in free["params"]] == [
-        "special.weight", "att.in_proj_weight", "att.out_proj.weight",
-    ]  # fmt: skip
-    assert [names[id(parameter)] for parameter in held["params"]] == [
-        "emb.weight", "encoder.weight", "encoder.bias", "att.in_proj_bias", "att.out_proj.bias",
-    ]  # fmt: skip
-    everything = parameter_groups(owner, 0.0)
-    assert [group["weight_decay"] for group in everything] == [0.0, 0.0]
-    (alone,) = decay_groups(nn.Linear(2, 2, bias=False), 0.3)
-    assert alone["weight_decay"] == 0.3
-    (alone,) = decay_groups(nn.LayerNorm(2), 0.3)
-    assert alone["weight_decay"] == 0.0
-    for decay in (-0.1, float("nan")):
-        with pytest.raises(ConfigError, match="at least 0"):
-            parameter_groups(owner, decay)
-    with pytest.raises(ConfigError, match="no parameter that trains"):
-        parameter_groups(owner.requires_grad_(False), 0.1)

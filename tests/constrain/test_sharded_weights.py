@@ -1,10 +1,13 @@
-"""Sharded weights step as plain ones do: the same gradients, the same weights; on a mesh of one
-process."""
+"""Sharded weights step as plain ones do: on a mesh of one process, and as DDP and FSDP2 on two."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +144,31 @@ def test_sharded_weights_are_not_watched_for_another_optimizer(mesh: DeviceMesh)
         for layer in trained.layers:
             layer.weight.full_tensor().square().sum().backward()
         other.step()  # a warning would be an error
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "support" / "constrain_worker.py"
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    pairs = [("ddp", "single"), ("fsdp2", "single")]
+    pairs += [(f"fsdp2 {how}", f"single {how}") for how in ("bf16", "decay")]
+    for to in ("spectral", "columns"):
+        pairs += [(f"{way} {to}", f"single {to}") for way in ("ddp", "fsdp2")]
+    for kind, reference in pairs:
+        half = "bf16" in kind
+        for found in ranks:
+            losses = ranks[0][reference]["losses"]
+            assert found[kind]["losses"] == pytest.approx(losses, rel=0.03 if half else 1e-5)
+            assert max(found[kind]["errors"].values()) <= (4e-3 if half else 1e-5)
+            assert len(found[kind]["errors"]) == 3
+            if not half:
+                for name, value in found[kind]["weights"].items():
+                    expected = torch.tensor(ranks[0][reference]["weights"][name])
+                    assert torch.allclose(torch.tensor(value), expected, atol=2e-5), (kind, name)
+        assert ranks[0][kind]["weights"] == ranks[1][kind]["weights"], kind
+    # The mark of Lie coordinates travels with a sharded optimizer checkpoint: one square weight has
+    # it.
+    assert ranks[0]["fsdp2"]["marks"] == 1

@@ -1,4 +1,4 @@
-"""`MuonAndAdamW`: bit for bit the two optimizers it is made of, one state, one set of groups."""
+"""Parameter groups by what may decay; `MuonAndAdamW`: bit for bit the two optimizers it is made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tests.support.constrained import NAMES, Mixed, problem, same_state, train
 from torch import nn
 
-from wellposed.constrain import MuonAndAdamW
+from wellposed.constrain import MuonAndAdamW, decay_groups, parameter_groups
 from wellposed.errors import ConfigError
 
 
@@ -82,3 +82,36 @@ def test_a_closure_runs_once() -> None:
 def test_a_model_without_hidden_matrices_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Embedding has no trainable matrix.*AdamW"):
         MuonAndAdamW(nn.Embedding(4, 4))
+
+
+def test_groups_by_what_may_decay() -> None:
+    owner = nn.ModuleDict(
+        {
+            "emb": nn.Embedding(5, 4),
+            "encoder": nn.Linear(4, 4),
+            "norm": nn.LayerNorm(4),
+            "special": nn.Linear(4, 3, bias=False),
+            "att": nn.MultiheadAttention(4, 2),
+        }
+    )
+    owner.norm.requires_grad_(False)
+    names = {id(parameter): name for name, parameter in owner.named_parameters()}
+    free, held = parameter_groups(owner, 0.1, where=["encoder", "emb"])
+    assert (free["weight_decay"], held["weight_decay"]) == (0.1, 0.0)
+    assert [names[id(parameter)] for parameter in free["params"]] == [
+        "special.weight", "att.in_proj_weight", "att.out_proj.weight",
+    ]  # fmt: skip
+    assert [names[id(parameter)] for parameter in held["params"]] == [
+        "emb.weight", "encoder.weight", "encoder.bias", "att.in_proj_bias", "att.out_proj.bias",
+    ]  # fmt: skip
+    everything = parameter_groups(owner, 0.0)
+    assert [group["weight_decay"] for group in everything] == [0.0, 0.0]
+    (alone,) = decay_groups(nn.Linear(2, 2, bias=False), 0.3)
+    assert alone["weight_decay"] == 0.3
+    (alone,) = decay_groups(nn.LayerNorm(2), 0.3)
+    assert alone["weight_decay"] == 0.0
+    for decay in (-0.1, float("nan")):
+        with pytest.raises(ConfigError, match="at least 0"):
+            parameter_groups(owner, decay)
+    with pytest.raises(ConfigError, match="no parameter that trains"):
+        parameter_groups(owner.requires_grad_(False), 0.1)
