@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.roles import Roles, find_roles
+from wellposed.roles import find_roles
 from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
 
@@ -106,18 +106,18 @@ def test_first_tensor_looks_into_what_models_return() -> None:
 def test_real_tokens_of_every_mask() -> None:
     mask = torch.tensor([[1, 1, 0]])
     real = mask.bool()
-    translating = find_roles(nn.Transformer(8, 2, 1, 1, 16, batch_first=True))
-    batches: list[tuple[Any, str | None, Roles]] = [
-        ({"attention_mask": mask}, "encoder", Roles()),
-        ({"attention_mask": mask}, None, Roles()),
-        ({"attention_mask": mask}, "decoder", Roles()),  # a decoder alone has no other mask
+    translating = find_roles(nn.Transformer(8, 2, 1, 1, 16, batch_first=True)).attention
+    batches: list[tuple[Any, str | None, Any]] = [
+        ({"attention_mask": mask}, "encoder", ()),
+        ({"attention_mask": mask}, None, ()),
+        ({"attention_mask": mask}, "decoder", ()),  # a decoder alone has no other mask
         ({"decoder_attention_mask": mask, "attention_mask": mask[:, :2]}, "decoder", translating),
         ({"src_key_padding_mask": ~real}, "encoder", translating),
         ({"tgt_key_padding_mask": ~real}, "decoder", translating),
         (
             {"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)},
             "encoder",
-            Roles(),
+            (),
         ),
     ]
     for batch, stack, roles in batches:
@@ -125,5 +125,5 @@ def test_real_tokens_of_every_mask() -> None:
         assert found is not None
         assert torch.equal(found, real)
     assert real_tokens({"attention_mask": mask}, "decoder", translating) is None
-    assert real_tokens({"attention_mask": mask[0]}, "encoder", Roles()) is None
-    assert real_tokens(mask, "encoder", Roles()) is None
+    assert real_tokens({"attention_mask": mask[0]}, "encoder", ()) is None
+    assert real_tokens(mask, "encoder", ()) is None

@@ -223,7 +223,7 @@ def _measured_inputs(
     stack."""
     meters: list[Meter] = []
     for step in steps:
-        owner, real = step.view.owner, real_tokens(batch, step.stack, roles)
+        owner, real = step.view.owner, real_tokens(batch, step.stack, roles.attention)
         meter = Meter(step.view.owner_path, [owner], real)
         if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
             meter.side = "value"
@@ -236,7 +236,7 @@ def _measured_inputs(
         each.stack: Meter(
             f"input of the {each.stack}",
             [model.get_submodule(each.layer_paths[0])],
-            real_tokens(batch, each.stack, roles),
+            real_tokens(batch, each.stack, roles.attention),
         )
         for each in layer_stacks
     }
@@ -408,7 +408,7 @@ def _entering_norms(
         stack.enter_context(quiet_run(model))
         stack.enter_context(reading([meter]))
         for batch in batches:
-            meter.real = real_tokens(batch, None, Roles())
+            meter.real = real_tokens(batch, None, ())
             call_model(model, batch)
     if not meter.norms:
         raise DataError(

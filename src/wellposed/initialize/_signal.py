@@ -174,7 +174,7 @@ def signal_propagation(
     layer_stacks = find_layer_stacks(roles)
     meters: dict[str, tuple[Meter, Meter]] = {}
     for layer_stack in layer_stacks:
-        real = real_tokens(batch, layer_stack.stack, roles)
+        real = real_tokens(batch, layer_stack.stack, roles.attention)
         for path in layer_stack.layer_paths:
             layer, name = [model.get_submodule(path)], path or "the layer"
             entering = Meter(f"input of {name}", layer, real)

@@ -85,7 +85,7 @@ def measure_activations(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return one row per layer, attention and feed-forward module, and notes on what was not
     seen."""
-    real = {stack: real_tokens(batch, stack, roles) for stack in ("encoder", "decoder")}
+    real = {stack: real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")}
     places = _places(roles)
 
     def found(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:

@@ -46,11 +46,12 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
         model: any model in which `find_roles` finds weights.
         batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of
             keywords such as ``{"input_ids": ..., "attention_mask": ...}``; ``None`` measures
-            weights alone.
+            weights alone. Roles come from it, too.
         spectra: keep all singular values of every weight.
 
     Returns:
-        `Measurement`; see there for the entries of a row.
+        `Measurement`; see there for the entries of a row. Matrices that play no role are listed in
+        its notes.
 
     Raises:
         RoleNotFoundError: no attention or feed-forward weight is recognised.
@@ -69,12 +70,15 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
     ['attention', 'layer']
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
-    roles = find_roles(model)
+    roles = find_roles(model, batch)
     weights = list(roles.weights())
     check_measurable(weights)
     rows = [weight_row(weight, spectra=spectra) for weight in weights]
     activations, notes = measure_activations(model, roles, batch) if batch is not None else ([], [])
-    return Measurement(rows=rows, activations=activations, notes=notes)
+    if roles.unnamed:
+        few = "1 matrix plays" if len(roles.unnamed) == 1 else f"{len(roles.unnamed)} matrices play"
+        notes.append(f"{few} no role and no number here is theirs: {', '.join(roles.unnamed)}")
+    return Measurement(rows=rows, activations=activations, notes=[*roles.notes, *notes])
 
 
 def check_measurable(weights: Sequence[RoleWeight]) -> None:
@@ -110,7 +114,9 @@ def weight_row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
         "role": weight.role,
         "kind": weight.kind,
         "path": weight.path,
-        "parameter": weight.view.parameter_name,
+        "parameter": weight.view.parameter_name
+        if weight.view.entry is None
+        else f"{weight.view.parameter_name}[{weight.view.entry}]",
         "rows": rows,
         "cols": cols,
         "scale_free_orthogonality_error": (

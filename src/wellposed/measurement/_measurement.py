@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,13 +258,16 @@ def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name per row: ``encoder.3.query``, ``decoder.0.cross_key``, ``token_embedding``.
 
     Where two weights would share a name (two towers, experts), the path of the owning module
-    follows after an @.
+    follows after an @, or the parameter where that is shared, too.
     """
-    plain = [_plain_name(row) for row in rows]
-    return [
-        name if plain.count(name) == 1 else f"{name}@{row.get('path')}"
-        for name, row in zip(plain, rows, strict=True)
-    ]
+    names = [_plain_name(row) for row in rows]
+    for column in ("path", "parameter"):
+        count = Counter(names)
+        names = [
+            name if count[name] == 1 else f"{name.partition('@')[0]}@{row.get(column)}"
+            for name, row in zip(names, rows, strict=True)
+        ]
+    return names
 
 
 def _plain_name(row: Mapping[str, Any]) -> str:

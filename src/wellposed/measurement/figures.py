@@ -27,6 +27,8 @@ ROLE_ORDER = (
     "feedforward_in",
     "feedforward_gate",
     "feedforward_out",
+    "latent",
+    "adapter",
     "token_embedding",
     "position_embedding",
 )

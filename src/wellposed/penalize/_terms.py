@@ -274,6 +274,4 @@ def _gradient(view: WeightView) -> Tensor | None:
         return None
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    gradient = parameter.grad.squeeze(0) if parameter.ndim == 3 else parameter.grad
-    gradient = gradient.t() if view.transposed else gradient
-    return gradient if view.rows is None else gradient[view.rows[0] : view.rows[1]]
+    return view.seen(parameter.grad)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from wellposed.call_checks import known_keywords, require_module
-from wellposed.errors import RoleNotFoundError, listed
+from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._patterns import roles_from_patterns
-from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles
-from wellposed.roles._views import WeightView
+from wellposed.roles._probe import Trace, trace
+from wellposed.roles._roles import (
+    AttentionRole,
+    EmbeddingRole,
+    FeedForwardRole,
+    Roles,
+    RoleWeight,
+)
+from wellposed.roles._views import WeightView, is_linear, shown_spans, spans_of
+from wellposed.roles.adapters import has_lora
 from wellposed.roles.families import FAMILIES, Role
-from wellposed.roles.layer_paths import shared_segments
+from wellposed.roles.layer_paths import layer_index, shared_segments
 
 _NOT_TOKENS = ("type", "segment", "relative", "class", "label")
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
@@ -24,39 +32,52 @@ _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 @known_keywords
 def find_roles(
-    model: nn.Module, *, patterns: Mapping[str, str | Sequence[str]] | None = None
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    patterns: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Roles:
     """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
 
-    Exact: each view shares storage with the real parameter and sends gradients to it; fused
-    projections (`torch.nn.MultiheadAttention`, GPT-2 ``c_attn``, ``qkv``) are sliced and stored
-    transposes are undone, without a copy. Modules are recognised by the names of their children, so
-    any model built like one of the families is
-    found: `torch.nn` Transformer layers, BERT, RoBERTa, DistilBERT, GPT-2, Llama, Mistral, Qwen,
-    T5, BART, Marian, ViT and wellposed's own models. A parameter that sits in two modules (tied
-    embeddings) appears once per role.
+    Roles come from what the model computes: one forward pass in evaluation mode, in which the
+    gradient of every query, key and value tells which rows of which weight reach it, by head,
+    whatever lies between (fused, grouped, shared or interleaved projections, rotary positions, norms of
+    heads); output and feed-forward weights are what is read from there. The batch is the given one,
+    or for models of transformers one made from the configuration. Where nothing can be run (no
+    batch, the meta device, sharded weights), modules are recognised by the names of their children:
+    `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, Phi-3, T5, BART, ViT, models
+    built like these, and wellposed's own. Each view shares storage with the real parameter and sends
+    gradients to it; rows that are no one block are copied. A parameter that sits in two modules
+    (tied embeddings) appears once per role.
+
+    Status: exact for what the pass reached. What has a name that is known and was not reached, and
+    everything with two dimensions that plays no role, is listed in the result.
 
     Args:
-        model: any module; nothing in it is changed.
-        patterns: role name -> shell-style pattern(s) on parameter names, for models of no known
-            family, for example ``{"query": "*.attn.wq.weight", "feedforward_in":
-            "*.mlp.w1.weight"}``. A role named here is found by its patterns alone, the others as
-            usual. Query, key, value and output of one module make up an attention role, in and out
-            a feed-forward role.
+        model: any module; parameters, buffers, gradients and random state are left as they are.
+        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of
+            keywords. Two tokens or more.
+        patterns: role name -> shell-style pattern(s) on parameter names, for example ``{"query":
+            "*.attn.wq.weight", "feedforward_in": "*.mlp.w1.weight"}``. A role named here is found
+            by its patterns alone, the others as usual. Query, key, value and output of one module
+            make up an attention role, in and out a feed-forward role.
 
     Returns:
         `Roles` in model order; printing it shows a table.
 
     Raises:
-        RoleNotFoundError: nothing matches (what was seen is listed), or a pattern matches no
+        RoleNotFoundError: nothing is found (what was seen is listed), or a pattern matches no
             parameter.
-        ConfigError: ``model`` is no module; a pattern matches a bias or another parameter that is
-            no matrix, or a role name is unknown.
+        ConfigError: ``model`` is no module; it fails on the batch; a pass contradicts what names
+            say, and both are shown; a weight is quantised; a pattern matches a bias or another
+            parameter that is no matrix, or a role name is unknown.
         ShapeError: heads do not divide the weights.
 
-    Cost: one walk over the modules, no arithmetic.
+    Cost: one forward pass that keeps its activations, and a backward pass through one projection
+    for each head; without a batch and a configuration one walk over the modules.
 
-    When not to use: convolutional attention and recurrent models have no such weights.
+    When not to use: attention without a softmax, or with convolutions in place of matrices, is
+    not seen, and recurrent models have no such weights.
 
     >>> from torch import nn
     >>> roles = find_roles(nn.TransformerEncoderLayer(16, 4, 32))
@@ -66,6 +87,32 @@ def find_roles(
     'self_attn.in_proj_weight'
     """
     require_module("find_roles", model)
+    roles = _by_name(model)
+    notes: list[str] = []
+    traced: Trace | None = None
+    try:
+        traced = trace(model, batch)
+    except ConfigError as error:
+        if batch is not None:
+            raise
+        notes.append(f"roles are by name alone: {error}")
+    if traced is not None:
+        roles = _combined(model, roles, traced)
+    roles = replace(
+        roles,
+        feedforward=tuple(_beside(role, roles.attention) for role in roles.feedforward),
+        embeddings=_embedding_roles(model),
+        loose=(*roles.loose, *_adapter_factors(model)),
+        notes=(*roles.notes, *notes),
+    )
+    if patterns is not None:
+        roles = roles_from_patterns(model, patterns, roles)
+    if not (roles.attention or roles.feedforward or roles.loose):
+        raise _nothing_found(model, notes)
+    return replace(roles, unnamed=_without_role(model, roles))
+
+
+def _by_name(model: nn.Module) -> Roles:
     modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
     families = [FAMILIES.get(name) for name in FAMILIES]
     attention: list[AttentionRole] = []
@@ -76,16 +123,102 @@ def find_roles(
     for place in modules:
         if not any(f"{place.path}.".startswith(f"{role.path}.") for role in attention):
             feedforward += _first(family.feedforward(place) for family in families)
-    roles = Roles(
-        tuple(attention),
-        tuple(_beside(role, attention) for role in feedforward),
-        _embedding_roles(modules),
-    )
-    if patterns is not None:
-        roles = roles_from_patterns(model, patterns, roles)
-    if not (roles.attention or roles.feedforward or roles.loose):
-        raise _nothing_found(model)
-    return roles
+    return Roles(tuple(attention), tuple(feedforward))
+
+
+def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
+    """Return what the pass shows, and what names say of modules that it did not show."""
+    unseen: list[str] = []
+    clashes: list[str] = []
+
+    def both(said: Sequence[Role], seen: Sequence[Role]) -> tuple[Role, ...]:
+        kept: list[Role] = list(seen)
+        for role in said:
+            views = _views(role)
+            rival = next((each for each in seen if _overlap(views, _views(each))), None)
+            if rival is None or any(v.parameter_name in traced.composite for v in views.values()):
+                kept = [each for each in kept if each is not rival] + [role]
+                if not any(traced.reached(view.parameter) for view in views.values()):
+                    unseen.append(role.path)
+                continue
+            others = _views(rival)
+            clashes.extend(
+                f"{role.path}: {name} is {view.label} by name, {others[name].label} in the pass"
+                for name, view in views.items()
+                if name in others and view.key != others[name].key
+            )
+            # a module that sits in two places has the name that a reader would give it
+            kept[kept.index(rival)] = replace(rival, path=role.path, **views)
+        order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+        return tuple(sorted(kept, key=lambda role: order[role.path]))
+
+    attention = both(named.attention, traced.roles.attention)
+    feedforward = both(named.feedforward, traced.roles.feedforward)
+    if clashes:
+        raise ConfigError(
+            f"names and one forward pass of {type(model).__name__} disagree:\n{listed(clashes)}\n"
+            "name the weights yourself: find_roles(model, patterns={'query': '*.wq.weight', ...}),"
+            " or build the model anew if its modules were edited"
+        )
+    notes = [f"not reached by this batch, found by name: {', '.join(unseen)}"] if unseen else []
+    whole = Roles(attention, feedforward)
+    known = {(id(weight.view.owner), weight.view.attribute) for weight in whole.weights()}
+    open_calls = {
+        str(each): each.found
+        for each in traced.incomplete
+        if not any((id(w.view.owner), w.view.attribute) in known for w in each.found)
+        and (each.found or not named.attention)
+    }
+    loose = {
+        (weight.role, weight.view.key): weight for each in open_calls.values() for weight in each
+    }
+    return replace(whole, loose=tuple(loose.values()), notes=(*notes, *open_calls))
+
+
+def _views(role: AttentionRole | FeedForwardRole) -> dict[str, WeightView]:
+    return {name: view for name, view in vars(role).items() if isinstance(view, WeightView)}
+
+
+def _overlap(first: Mapping[str, WeightView], second: Mapping[str, WeightView]) -> bool:
+    """Tell whether two roles have a weight in common."""
+    keys = {(id(view.owner), view.attribute, view.entry) for view in first.values()}
+    return any((id(view.owner), view.attribute, view.entry) in keys for view in second.values())
+
+
+def _adapter_factors(model: nn.Module) -> Iterator[RoleWeight]:
+    for path, module in model.named_modules():
+        if has_lora(module):
+            for name, factor in module.named_modules():
+                if name.startswith(("lora_A.", "lora_B.")) and is_linear(factor):
+                    view = WeightView(f"{path}.{name}", factor, "weight")
+                    yield RoleWeight("adapter", None, layer_index(path), path, view)
+
+
+def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
+    """Return the names of parameters with two dimensions or more that play no role, and the rows
+    that play none of those of which others do."""
+    covered: dict[str, list[WeightView]] = {}
+    for weight in roles.weights():
+        covered.setdefault(_plain(weight.view.parameter_name), []).append(weight.view)
+    result: list[str] = []
+    for name, parameter in model.named_parameters():
+        views = covered.get(_plain(name), [])
+        if parameter.ndim < 2:
+            continue
+        if not views:
+            result.append(f"{name} {tuple(parameter.shape)}")
+        elif all(view.spans is not None for view in views):
+            rows = parameter.shape[-1 if views[0].transposed else -2]
+            known = {row for view in views for span in view.spans or () for row in range(*span)}
+            left = spans_of(row for row in range(rows) if row not in known)
+            result += [f"{name}[{shown_spans(left)}]"] if left else []
+    return tuple(result)
+
+
+def _plain(name: str) -> str:
+    """Return the name of a weight, of those from which a parametrization computes it as well."""
+    head, inside, tail = f".{name}".rpartition(".parametrizations.")
+    return f"{head}.{tail.split('.')[0]}".lstrip(".") if inside else name
 
 
 def _first(found: Iterable[Role | None]) -> list[Role]:
@@ -103,10 +236,11 @@ def _beside(role: FeedForwardRole, attention: Sequence[AttentionRole]) -> FeedFo
     return replace(role, stack=nearest.stack)
 
 
-def _embedding_roles(modules: Iterable[LocatedModule]) -> tuple[EmbeddingRole, ...]:
+def _embedding_roles(model: nn.Module) -> tuple[EmbeddingRole, ...]:
     found: list[EmbeddingRole] = []
     seen: set[int] = set()
-    for place in modules:
+    for path, module in model.named_modules():
+        place = LocatedModule(path, module, model)
         for view, kind in _tables(place):
             if id(view.parameter) not in seen:
                 seen.add(id(view.parameter))
@@ -127,7 +261,7 @@ def _tables(place: LocatedModule) -> Iterable[tuple[WeightView, Literal["token",
             yield WeightView(place.path, place.module, attribute), "position"
 
 
-def _nothing_found(model: nn.Module) -> RoleNotFoundError:
+def _nothing_found(model: nn.Module, notes: Sequence[str]) -> RoleNotFoundError:
     seen = [
         f"{name} {tuple(weight.shape)}"
         for name, weight in model.named_parameters()
@@ -135,8 +269,10 @@ def _nothing_found(model: nn.Module) -> RoleNotFoundError:
     ]
     known = ", ".join(FAMILIES.names())
     return RoleNotFoundError(
-        f"no attention or feed-forward weight was recognised in {type(model).__name__}; known"
-        f" families: {known}.\nMatrices seen:\n{listed(seen) if seen else '  none'}\nName them"
-        " yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key': '*.wk.weight',"
-        " ...})"
+        f"no attention or feed-forward weight was recognised in {type(model).__name__}; families"
+        f" known by name: {known}.\nMatrices seen:\n{listed(seen) if seen else '  none'}\n"
+        + "".join(f"{note}\n" for note in notes)
+        + "Give a batch, so that one forward pass shows them: find_roles(model, batch); or name"
+        " them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key':"
+        " '*.wk.weight', ...})"
     )

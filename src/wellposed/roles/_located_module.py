@@ -12,7 +12,7 @@ from torch import nn
 
 from wellposed.errors import ShapeError
 from wellposed.roles._roles import AttentionRole, Stack
-from wellposed.roles._views import WeightView
+from wellposed.roles._views import Spans, WeightView
 from wellposed.roles.layer_paths import layer_index
 
 _CROSS = re.compile("encoder_attn|cross_?attn|cross_?attention|multihead_attn|EncDecAttention")
@@ -110,7 +110,19 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
         num_heads=num_heads,
         num_key_value_heads=key_rows // head_dim,
         head_dim=head_dim,
-        **views,
+        query=views["query"],
+        key=views["key"],
+        value=views["value"],
+        output=views["output"],
+        heads={role: _even(views[role], head_dim) for role in ("query", "key", "value")},
+    )
+
+
+def _even(view: WeightView, width: int) -> tuple[Spans, ...]:
+    """Return the rows of each head where heads of one width follow each other."""
+    first = view.spans[0][0] if view.spans else 0
+    return tuple(
+        ((first + start, first + start + width),) for start in range(0, view.shape[0], width)
     )
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from wellposed.roles._views import WeightView
+from wellposed.roles._views import Spans, WeightView
 from wellposed.text_table import MISSING, aligned, format_number
 
 ATTENTION = ("query", "key", "value", "output")
 FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
 """Role -> field of `FeedForwardRole`."""
-ROLE_NAMES = (*ATTENTION, *FEEDFORWARD, "token_embedding", "position_embedding")
+ROLE_NAMES = (
+    *ATTENTION,
+    *FEEDFORWARD,
+    "latent",
+    "adapter",
+    "token_embedding",
+    "position_embedding",
+)
 
 Stack = Literal["encoder", "decoder"]
 
@@ -20,7 +27,12 @@ Stack = Literal["encoder", "decoder"]
 @dataclass(frozen=True)
 class AttentionRole:
     """Query, key, value and output weight of one attention module; ``kind`` tells self- from
-    cross-attention."""
+    cross-attention.
+
+    ``heads`` holds by role (query, key, value) the rows of each head in the parameter. ``further``
+    holds weights with their role where a projection has several: the key's rotary part in latent
+    attention, and as ``latent`` the first factor of a projection that is a product of two.
+    """
 
     path: str
     kind: Literal["self", "cross"]
@@ -33,6 +45,13 @@ class AttentionRole:
     key: WeightView
     value: WeightView
     output: WeightView
+    heads: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict)
+    further: tuple[tuple[str, WeightView], ...] = ()
+
+    def by_head(self, role: str) -> tuple[WeightView, ...]:
+        """Return the rows of each head of the ``"query"``, the ``"key"`` or the ``"value"``."""
+        view: WeightView = getattr(self, role)
+        return tuple(replace(view, spans=spans) for spans in self.heads[role])
 
 
 @dataclass(frozen=True)
@@ -73,14 +92,19 @@ class RoleWeight:
 class Roles:
     """Every weight of a model by the part it plays; ``print`` it for a table.
 
-    ``loose`` holds weights found by user patterns that do not make up a whole attention or
-    feed-forward part.
+    ``loose`` holds weights that do not make up a whole attention or feed-forward part. ``unnamed``
+    holds the names of all parameters with two dimensions or more that play no role, and ``notes``
+    what else there is to say. ``norms`` are the paths of modules that rescale their input, where a
+    batch was seen.
     """
 
     attention: tuple[AttentionRole, ...] = ()
     feedforward: tuple[FeedForwardRole, ...] = ()
     embeddings: tuple[EmbeddingRole, ...] = ()
     loose: tuple[RoleWeight, ...] = ()
+    unnamed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
     def weights(self) -> Iterator[RoleWeight]:
         """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model
@@ -89,9 +113,11 @@ class Roles:
             for role in ATTENTION:
                 view = getattr(part, role)
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
+            for role, view in part.further:
+                yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
         for network in self.feedforward:
-            for role, field in FEEDFORWARD.items():
-                view = getattr(network, field)
+            for role, name in FEEDFORWARD.items():
+                view = getattr(network, name)
                 if view is not None:
                     yield RoleWeight(role, network.stack, network.layer, network.path, view)
         for table in self.embeddings:
@@ -118,8 +144,10 @@ class Roles:
                 format_number(item.layer),
                 item.role,
                 "x".join(map(str, item.view.shape)),
-                item.view.parameter_name,
+                item.view.label,
             )
             for item in self.weights()
         ]
-        return aligned([("stack", "layer", "role", "shape", "parameter"), *rows], "lrlrl")
+        table = aligned([("stack", "layer", "role", "shape", "parameter"), *rows], "lrlrl")
+        unnamed = f"no role: {', '.join(self.unnamed)}" if self.unnamed else ""
+        return "\n".join(line for line in (table, unnamed, *self.notes) if line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import nn
 from wellposed.errors import ConfigError, ShapeError
 
 _CONV1D = "Conv1D"
+
+Spans = tuple[tuple[int, int], ...]
+"""Half-open ranges of rows, in order."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,16 @@ class WeightView:
     Args:
         owner_path: dotted path of the module that owns the parameter.
         attribute: name of the parameter on that module.
-        rows: half-open range of output rows inside a fused weight, or None for all of them.
+        spans: half-open ranges of output rows inside a fused weight, or None for all of them.
         transposed: True where the parameter is stored ``(in_features, out_features)``.
+        entry: which matrix of a stack of them, as where the weights of all experts are one
+            parameter.
 
     Cost: no copy; a slice and a transpose of metadata.
 
     >>> from torch import nn
     >>> attention = nn.MultiheadAttention(8, 2)
-    >>> key = WeightView("", attention, "in_proj_weight", rows=(8, 16))
+    >>> key = WeightView("", attention, "in_proj_weight", spans=((8, 16),))
     >>> key.shape, key.tensor().data_ptr() == attention.in_proj_weight[8:].data_ptr()
     ((8, 8), True)
     """
@@ -42,8 +47,24 @@ class WeightView:
     owner_path: str
     owner: nn.Module = field(repr=False, compare=False)
     attribute: str
-    rows: tuple[int, int] | None = None
+    spans: Spans | None = None
     transposed: bool = False
+    entry: int | None = None
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """The half-open range of output rows inside a fused weight, or None for all of them.
+
+        Raises:
+            ConfigError: the rows are no one block.
+        """
+        if self.spans is None or len(self.spans) == 1:
+            return self.spans[0] if self.spans else None
+        raise ConfigError(
+            f"{self.parameter_name}: its rows {shown_spans(self.spans)} lie between those of other"
+            " roles, so they are no block that can be changed in place; take the rows of each head"
+            " by themselves (per='head'), or leave this weight out"
+        )
 
     @property
     def parameter_name(self) -> str:
@@ -54,6 +75,13 @@ class WeightView:
         return f"{self.owner_path}.{name}" if self.owner_path else name
 
     @property
+    def label(self) -> str:
+        """The parameter's name, with the matrix and the rows of it where they are a part."""
+        entry = "" if self.entry is None else f"[{self.entry}]"
+        rows = "" if self.spans is None else f"[{shown_spans(self.spans)}]"
+        return f"{self.parameter_name}{entry}{rows}"
+
+    @property
     def parameter(self) -> torch.Tensor:
         """The real parameter (for a parametrized weight, the weight the layer uses)."""
         return getattr(self.owner, self.attribute)
@@ -62,7 +90,7 @@ class WeightView:
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features) of the view."""
         shape = tuple(self.parameter.shape)
-        if len(shape) == 3 and shape[0] == 1:
+        if len(shape) == 3 and (self.entry is not None or shape[0] == 1):
             shape = shape[1:]
         if len(shape) != 2:
             raise ShapeError(
@@ -70,7 +98,7 @@ class WeightView:
                 " role is a matrix"
             )
         rows, columns = reversed(shape) if self.transposed else shape
-        return (rows if self.rows is None else self.rows[1] - self.rows[0]), columns
+        return (rows if self.spans is None else sum(b - a for a, b in self.spans)), columns
 
     @property
     def trainable(self) -> bool:
@@ -85,21 +113,27 @@ class WeightView:
         """What two views of the same numbers have in common: parameter identity, rows,
         orientation."""
         identity = id(self.owner) if self._parametrized else id(self.parameter)
-        return identity, self.rows, self.transposed
+        return identity, self.spans, self.transposed, self.entry
 
     def tensor(self) -> torch.Tensor:
-        """Return the weight, shape ``shape``: it shares storage with, and sends gradients to, the
-        real parameter."""
-        weight = self.parameter
-        if weight.ndim == 3:
-            weight = weight.squeeze(0)
+        """Return the weight, shape ``shape``: it sends gradients to the real parameter and shares
+        storage with it, but for rows that are no one block, which are copied."""
+        return self.seen(self.parameter)
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the matrix inside a tensor of the parameter's shape, such as its gradient."""
+        if tensor.ndim == 3:
+            tensor = tensor[self.entry or 0]
         if self.transposed:
-            weight = weight.t()
-        return weight if self.rows is None else weight[self.rows[0] : self.rows[1]]
+            tensor = tensor.t()
+        if self.spans is None:
+            return tensor
+        blocks = [tensor[start:stop] for start, stop in self.spans]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     def of_rows(self, start: int, stop: int) -> WeightView:
         """Return the view of some output rows of a whole weight."""
-        return replace(self, rows=(start, stop))
+        return replace(self, spans=((start, stop),))
 
     @property
     def _parametrized(self) -> bool:
@@ -152,15 +186,41 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
     result: list[WeightView] = []
     for view in views:
         last = result[-1] if result else None
-        if last is not None and last.rows and view.rows and _follows(last, view):
-            rows = (last.rows[0], view.rows[1])
-            whole = replace(last, rows=None)
-            result[-1] = whole if rows == (0, whole.shape[0]) else replace(last, rows=rows)
+        joint = _joint_rows(last, view) if last is not None else None
+        if last is not None and joint is not None:
+            whole = replace(last, spans=None)
+            is_all = joint == (0, whole.shape[0])
+            result[-1] = whole if is_all else last.of_rows(*joint)
         else:
             result.append(view)
     return tuple(result)
 
 
-def _follows(first: WeightView, second: WeightView) -> bool:
+def _joint_rows(first: WeightView, second: WeightView) -> tuple[int, int] | None:
+    """Return the rows of both where the second's follow the first's in one parameter."""
     same = first.owner is second.owner and first.attribute == second.attribute
-    return same and first.rows is not None and first.rows[1:] == (second.rows or ())[:1]
+    blocks = [view.spans[0] for view in (first, second) if view.spans and len(view.spans) == 1]
+    if not same or len(blocks) != 2 or blocks[0][1] != blocks[1][0]:
+        return None
+    return blocks[0][0], blocks[1][1]
+
+
+def spans_of(rows: Iterable[int]) -> Spans:
+    """Return sorted rows as ranges.
+
+    >>> spans_of([0, 1, 2, 8, 9])
+    ((0, 3), (8, 10))
+    """
+    spans: list[tuple[int, int]] = []
+    for row in rows:
+        if spans and spans[-1][1] == row:
+            spans[-1] = (spans[-1][0], row + 1)
+        else:
+            spans.append((row, row + 1))
+    return tuple(spans)
+
+
+def shown_spans(spans: Spans | None) -> str:
+    """Return rows for a message, such as ``0:8, 24:32``."""
+    shown = [f"{start}:{stop}" for start, stop in spans or ()]
+    return ", ".join([*shown[:4], *(["..."] if len(shown) > 4 else [])]) or "all"

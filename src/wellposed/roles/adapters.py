@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class AdaptedView(WeightView):
         factors."""
         weight = super().tensor()
         for a, b, scale in self._factors():
-            rows = b if self.rows is None else b[self.rows[0] : self.rows[1]]
+            rows = replace(self, transposed=False).seen(b)
             weight = weight + (scale * (rows @ a)).to(weight.dtype)
         return weight
 

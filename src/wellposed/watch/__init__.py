@@ -3,6 +3,7 @@ verbs share."""
 
 from wellposed.watch._attention import AttentionWatcher as AttentionWatcher
 from wellposed.watch._attention import ObservingHook as ObservingHook
+from wellposed.watch._attention import observing_paused as observing_paused
 from wellposed.watch._calls import AttentionCall as AttentionCall
 from wellposed.watch._calls import MultiheadCall as MultiheadCall
 from wellposed.watch._calls import ScaledDotProductCall as ScaledDotProductCall

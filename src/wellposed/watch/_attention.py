@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,12 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wellposed.roles import AttentionRole
-from wellposed.watch._calls import AttentionCall, MultiheadCall, ScaledDotProductCall, SoftmaxCall
+from wellposed.watch._calls import (
+    Attends,
+    AttentionCall,
+    MultiheadCall,
+    ScaledDotProductCall,
+    SoftmaxCall,
+)
 
 _SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax})
 
-Found = Callable[[AttentionRole, Sequence[tuple[AttentionCall, Tensor]]], None]
+Found = Callable[[Any, Sequence[tuple[AttentionCall, Tensor]]], None]
 """Receives a role and, for each call its module made, the call and what it returned."""
 
 
@@ -32,10 +39,10 @@ class AttentionWatcher:
     def __init__(
         self,
         model: nn.Module,
-        attention: Sequence[AttentionRole],
+        attention: Sequence[Attends],
         found: Found,
         *,
-        wanted: Callable[[AttentionRole], bool] = lambda _: True,
+        wanted: Callable[[Any], bool] = lambda _: True,
     ) -> None:
         self._found = found
         self._wanted = wanted
@@ -60,7 +67,7 @@ class AttentionWatcher:
             mode.active = False
         self._running.clear()
 
-    def _enter(self, role: AttentionRole, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _enter(self, role: Attends, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         nested = any(
             isinstance(item, Tensor) and item.is_nested for item in inputs
         )  # torch's evaluation fast path
@@ -69,7 +76,7 @@ class AttentionWatcher:
             self._running.append(mode)
             mode.__enter__()
 
-    def _leave(self, role: AttentionRole, *_: Any) -> None:
+    def _leave(self, role: Attends, *_: Any) -> None:
         if self._running and self._running[-1].role is role:
             mode = self._running.pop()
             mode.__exit__(None, None, None)
@@ -80,7 +87,7 @@ class AttentionWatcher:
 class _CallsOfModule(TorchFunctionMode):
     """Notes the attention calls of one module while it runs."""
 
-    def __init__(self, role: AttentionRole, module: nn.Module) -> None:
+    def __init__(self, role: Attends, module: nn.Module) -> None:
         super().__init__()
         self.role = role
         self.module = module
@@ -113,6 +120,19 @@ class _CallsOfModule(TorchFunctionMode):
         return SoftmaxCall.read(self.role, *args, **kwargs) if func in _SOFTMAX else None
 
 
+_PAUSED: ContextVar[bool] = ContextVar("observing paused", default=False)
+
+
+@contextmanager
+def observing_paused() -> Iterator[None]:
+    """Run a model without telling those that observe it."""
+    token = _PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _PAUSED.reset(token)
+
+
 class ObservingHook:
     """A hook that a copied or pickled model does not take along."""
 
@@ -124,7 +144,8 @@ class ObservingHook:
         self._bound = bound
 
     def __call__(self, *args: Any) -> None:
-        self._call(*self._bound, *args)
+        if not _PAUSED.get():
+            self._call(*self._bound, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObservingHook:
         return ObservingHook(_nothing)

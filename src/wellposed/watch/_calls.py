@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wellposed.roles import AttentionRole
+
+class Attends(Protocol):
+    """What is known of an attention module that is watched."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def num_heads(self) -> int: ...
 
 
 class AttentionCall(Protocol):
@@ -41,7 +50,7 @@ class ScaledDotProductCall:
     @classmethod
     def read(  # noqa: PLR0917 (torch's own order)
         cls,
-        role: AttentionRole,
+        role: Attends,
         query: Tensor,
         key: Tensor,
         value: Any,
@@ -93,7 +102,7 @@ class SoftmaxCall:
 
     @classmethod
     def read(
-        cls, role: AttentionRole, logits: Tensor, dim: int | None = None, *_: Any, **named: Any
+        cls, role: Attends, logits: Tensor, dim: int | None = None, *_: Any, **named: Any
     ) -> SoftmaxCall | None:
         """Read the arguments of a softmax; None where it cannot be one over keys."""
         if logits.ndim not in (3, 4) or named.get("dim", dim) not in (-1, logits.ndim - 1):

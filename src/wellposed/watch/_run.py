@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wellposed.errors import ConfigError, WellposedError, listed, nearest_names
-from wellposed.roles import Roles
+from wellposed.watch._calls import Attends
 
 _PADDING = {
     "key_padding_mask": "attention_mask",
@@ -76,7 +76,15 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         return model(*arguments, **keywords)
     except (WellposedError, torch.OutOfMemoryError):
         raise
-    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         taken = inspect.signature(model.forward).parameters
         received = [_described(name, value) for name, value in keywords.items()]
         received += [_described("argument", value) for value in arguments]
@@ -108,12 +116,12 @@ def first_tensor(value: Any) -> Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
-def real_tokens(batch: Any, stack: str | None, roles: Roles) -> Tensor | None:
+def real_tokens(batch: Any, stack: str | None, attention: Sequence[Attends]) -> Tensor | None:
     """Return the bool mask (batch, tokens) of a stack's real tokens; None where the batch holds
     none."""
     if not isinstance(batch, Mapping):
         return None
-    translating = any(role.kind == "cross" for role in roles.attention)
+    translating = any(role.kind == "cross" for role in attention)
     wanted = "decoder_attention_mask" if translating and stack == "decoder" else "attention_mask"
     mask = batch.get(wanted)
     if isinstance(mask, Tensor) and mask.ndim == 2:

@@ -1,0 +1,125 @@
+"""Run a model once to see its roles, on a batch or on what its configuration says that it eats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.roles._graph import Incomplete, roles_of
+from wellposed.roles._roles import Roles
+from wellposed.roles._trace import Tracer
+from wellposed.watch import call_model, observing_paused, quiet_run
+
+_TOKENS = 8
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one pass showed: roles, and the parameters that it read."""
+
+    roles: Roles
+    incomplete: tuple[Incomplete, ...]
+    composite: frozenset[str]
+    """Names of parameters that products read only in a form computed from several of them."""
+    storages: frozenset[int]
+    switched: bool
+
+    def reached(self, parameter: Tensor) -> bool:
+        """Tell whether the pass read a parameter."""
+        return parameter.untyped_storage().data_ptr() in self.storages
+
+
+def trace(model: nn.Module, batch: Any = None) -> Trace | None:
+    """Return what one forward pass shows, on a batch of the model's own where none is given; None
+    where nothing can be run."""
+    inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    weights = [*model.parameters(), *model.buffers()]
+    if any(type(each) not in _PLAIN or each.is_meta for each in weights):
+        return None
+    batch = _own_batch(inner) if batch is None else batch
+    if batch is None:
+        return None
+    first = _pass(model, inner, batch, forced=False)
+    if not first.switched:
+        return first
+    second = _pass(model, inner, batch, forced=True)
+    counts = [len(each.roles.attention) + len(each.roles.feedforward) for each in (first, second)]
+    return second if counts[1] > counts[0] else first
+
+
+def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
+    tracer = Tracer(model, forced=forced)
+    with (
+        observing_paused(),
+        quiet_run(model),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+        tracer,
+    ):
+        output = call_model(inner, _tracked(tracer, batch))
+    with torch.random.fork_rng(_devices([*model.parameters()])):
+        roles, incomplete = roles_of(model, tracer.record, list(_tensors(output)))
+    record = tracer.record
+    return Trace(
+        roles,
+        tuple(incomplete),
+        frozenset(record.composite),
+        frozenset(record.used),
+        record.switched,
+    )
+
+
+def _tracked(tracer: Tracer, value: Any) -> Any:
+    """Return a batch whose numbers the tracer knows."""
+    if isinstance(value, Tensor):
+        return tracer.given(value) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: _tracked(tracer, each) for name, each in value.items()}
+    return [_tracked(tracer, each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def _devices(weights: Sequence[Tensor]) -> list[int]:
+    return sorted({each.device.index or 0 for each in weights if each.device.type == "cuda"})
+
+
+def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return a small batch for a model of transformers, from its configuration; None for other
+    models."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if config is None or name is None:
+        return None
+    config = config.get_text_config() if name == "input_ids" else config
+    if name == "input_ids":
+        vocabulary = getattr(config, "vocab_size", 2)
+        batch = {name: torch.arange(_TOKENS)[None] % vocabulary}
+    elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
+        batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
+    else:
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = batch["input_ids"]
+    dtype = next(
+        (each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32
+    )
+    return {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
+    }
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)

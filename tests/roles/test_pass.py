@@ -1,0 +1,352 @@
+"""Roles from one forward pass: many families that no file of the library names, rows by head, and
+what must not change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.support.many_families import BATCHES, FAMILIES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError, RoleNotFoundError
+from wellposed.roles import Roles, RoleWeight, WeightView, find_roles
+
+REFUSED = {"squeezebert": "no attention", "xlnet": "an attention call"}
+"""Families whose projections are convolutions, or tensors of three dimensions."""
+
+EVEN = "0:8 8:16 16:24 24:32"
+PAIR = "0:8 8:16"
+
+
+def even(query: str, key: str, value: str, output: str, keys: str = EVEN) -> dict[str, str]:
+    return {
+        "query": f"{query} {EVEN}", "key": f"{key} {keys}", "value": f"{value} {keys}",
+        "output": output,
+    }  # fmt: skip
+
+
+LLAMA = even("q_proj", "k_proj", "v_proj", "o_proj", PAIR)
+MLP = {"up": "up_proj", "gate": "gate_proj", "down": "down_proj"}
+NEOX = {
+    "query": "query_key_value 0:8 24:32 48:56 72:80",
+    "key": "query_key_value 8:16 32:40 56:64 80:88",
+    "value": "query_key_value 16:24 40:48 64:72 88:96",
+    "output": "dense",
+    "up": "dense_h_to_4h",
+    "down": "dense_4h_to_h",
+}
+BLOCKS = {
+    "query": f"Wqkv {EVEN}",
+    "key": "Wqkv 32:40 40:48 48:56 56:64",
+    "value": "Wqkv 64:72 72:80 80:88 88:96",
+}
+
+# The last layer, as its code says: matrix, then the rows of each head (of each part, where the
+# whole matrix has two).
+TRUTH: dict[str, dict[str, str]] = {
+    "modernbert": {**BLOCKS, "output": "Wo", "gate": "Wi 0:48", "up": "Wi 48:96", "down": "Wo"},
+    "mpt": {**BLOCKS, "output": "out_proj", "up": "up_proj", "down": "down_proj"},
+    "deberta-v2": {
+        **even("self.query_proj", "self.key_proj", "self.value_proj", "output.dense"),
+        "up": "intermediate.dense",
+        "down": "output.dense",
+    },
+    "albert": {**even("query", "key", "value", "dense"), "up": "ffn", "down": "ffn_output"},
+    "phi": {**even("q_proj", "k_proj", "v_proj", "dense"), "up": "fc1", "down": "fc2"},
+    "gpt-neox": NEOX,
+    "bloom": NEOX,
+    "falcon": {
+        **NEOX,
+        "query": f"query_key_value {EVEN}",
+        "key": "query_key_value 32:40",
+        "value": "query_key_value 40:48",
+    },
+    "falcon-grouped": {
+        **NEOX,
+        "query": "query_key_value 0:8 8:16 32:40 40:48",
+        "key": "query_key_value 16:24 48:56",
+        "value": "query_key_value 24:32 56:64",
+    },
+    "gpt-bigcode": {
+        "query": f"c_attn {EVEN}", "key": "c_attn 32:40", "value": "c_attn 40:48",
+        "output": "c_proj", "up": "c_fc", "down": "c_proj",
+    },
+    "olmo2": {**LLAMA, **MLP},
+    "qwen3": {**LLAMA, **MLP},
+    "glm4": {**LLAMA, "gate": "gate_up_proj 0:48", "up": "gate_up_proj 48:96", "down": "down_proj"},
+    "mixtral": {
+        **LLAMA, "gate": "gate_up_proj[2] 0:48", "up": "gate_up_proj[2] 48:96",
+        "down": "down_proj[2]",
+    },
+    "gpt-oss": {
+        **LLAMA,
+        "gate": "gate_up_proj[2] " + " ".join(f"{row}:{row + 1}" for row in range(0, 96, 2)),
+        "up": "gate_up_proj[2] " + " ".join(f"{row}:{row + 1}" for row in range(1, 96, 2)),
+        "down": "down_proj[2]",
+    },
+    "deepseek-v3": {
+        "query": "q_b_proj 0:10 10:20 20:30 30:40",
+        "key": "kv_b_proj 0:6 16:22 32:38 48:54",
+        "value": "kv_b_proj 6:16 22:32 38:48 54:64",
+        "output": "o_proj",
+        **MLP,
+    },
+    "whisper": {
+        **even("q_proj", "k_proj", "v_proj", "out_proj"), "up": "fc1", "down": "fc2",
+    },
+}  # fmt: skip
+
+
+def roles_of(name: str) -> tuple[nn.Module, Roles]:
+    model = FAMILIES[name]()
+    return model, find_roles(model, BATCHES[name]() if name in BATCHES else None)
+
+
+def shown(view: WeightView, path: str, heads: Any = ()) -> str:
+    entry = "" if view.entry is None else f"[{view.entry}]"
+    name = view.parameter_name.removeprefix(f"{path}.").removesuffix(".weight") + entry
+    spans = [span for head in heads for span in head] if heads else view.spans or ()
+    return " ".join([name, *(f"{start}:{stop}" for start, stop in spans)])
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_the_last_layer_is_what_its_code_says(name: str) -> None:
+    _, roles = roles_of(name)
+    part, network = roles.attention[-1], roles.feedforward[-1]
+    found = {
+        role: shown(getattr(part, role), part.path, part.heads.get(role))
+        for role in ("query", "key", "value", "output")
+    }
+    views = {"up": network.up, "gate": network.gate, "down": network.down}
+    found |= {role: shown(view, network.path) for role, view in views.items() if view}
+    assert found == TRUTH[name]
+    assert part.kind == ("cross" if name == "whisper" else "self")
+    assert part.num_heads == 4
+    assert part.num_key_value_heads == len(part.heads["key"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_found_whole_or_refused_by_name(name: str) -> None:
+    if name == "squeezebert":
+        with pytest.raises(RoleNotFoundError, match=REFUSED[name]):
+            roles_of(name)
+        return
+    model, roles = roles_of(name)
+    if name == "xlnet":
+        assert any(REFUSED[name] in note for note in roles.notes)
+        assert not roles.attention
+        assert "layer.0.rel_attn.q (32, 4, 8)" in roles.unnamed
+        return
+    assert not roles.notes
+    assert not roles.loose
+    assert len({part.path for part in roles.attention}) == len(roles.attention) > 0
+    assert len(roles.feedforward) >= len([p for p in roles.attention if p.kind == "self"])
+    for part in roles.attention:
+        for role in ("query", "key", "value"):
+            rows = [row for view in part.by_head(role) for row in rows_of(view)]
+            assert sorted(rows) == rows_of(getattr(part, role))
+    named = {weight.view.parameter_name for weight in roles.weights()}
+    listed = {line.split(" ")[0].split("[")[0] for line in roles.unnamed}
+    assert named | listed >= {n for n, p in model.named_parameters() if p.ndim >= 2}
+
+
+def rows_of(view: WeightView) -> list[int]:
+    spans = view.spans or ((0, view.shape[0]),)
+    return [row for start, stop in spans for row in range(start, stop)]
+
+
+def test_latent_attention_names_both_factors() -> None:
+    _, roles = roles_of("deepseek-v3")
+    part = roles.attention[-1]
+    assert [(role, shown(view, part.path)) for role, view in part.further] == [
+        ("key", "kv_a_proj_with_mqa 8:12"),
+        ("latent", "q_a_proj"),
+        ("latent", "kv_a_proj_with_mqa 0:8"),
+    ]
+    assert len(roles.feedforward) == 1 + 4 + 1  # dense; routed experts and the shared one
+
+
+@pytest.mark.parametrize("name", ["gpt-neox", "gpt-oss", "deepseek-v3"])
+def test_the_gradient_of_a_view_lands_in_its_rows(name: str) -> None:
+    _, roles = roles_of(name)
+    for weight in roles.weights():
+        view, parameter = weight.view, weight.view.parameter
+        seed = torch.randn(view.shape)
+        (gradient,) = torch.autograd.grad((view.tensor() * seed).sum(), parameter)
+        assert torch.equal(view.seen(gradient), seed)
+        assert gradient.ne(0).sum() == seed.ne(0).sum()
+
+
+@pytest.mark.parametrize("name", ["bloom", "whisper", "mixtral"])
+@pytest.mark.parametrize("change", ["frozen", "half", "train"])
+def test_nothing_of_the_model_changes(name: str, change: str) -> None:
+    model = FAMILIES[name]()
+    if change == "half":
+        model.to(torch.bfloat16)
+    model.train(change == "train").requires_grad_(change != "frozen")
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    random = torch.get_rng_state()
+    batch = BATCHES[name]() if name in BATCHES else {"input_ids": torch.arange(3, 11)[None]}
+    if change == "half":
+        batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    torch.set_rng_state(random)
+    roles = find_roles(model, batch)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert modes == [module.training for module in model.modules()]
+    assert hooks == [len(module._forward_hooks) for module in model.modules()]
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.requires_grad == (change != "frozen") for p in model.parameters())
+    _, whole = roles_of(name)
+    assert [w.view.label for w in roles.weights()] == [w.view.label for w in whole.weights()]
+
+
+class Custom(nn.Module):
+    """A Transformer with names of its own, an in-place edit, and a weight that is not used."""
+
+    def __init__(self, *, skip: bool = False) -> None:
+        super().__init__()
+        self.skip = skip
+        self.a = nn.Linear(16, 48)
+        self.b = nn.Linear(16, 16)
+        self.c, self.d = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.lost = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.skip:
+            mixed = self.a(x)
+            mixed += 0.0
+            # (tokens, heads, [value, query, key], width): rows of each head lie together
+            v, q, k = mixed.unflatten(-1, (2, 3, 8)).transpose(-4, -3).unbind(-2)
+            weights = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+            heads = torch.einsum("bhij,bhjd->bihd", weights, v)
+            x = x + self.b(heads.flatten(-2))
+        return x + self.d(F.gelu(self.c(F.layer_norm(x, (16,)))))
+
+
+def test_a_model_of_nobodys_names_needs_a_batch() -> None:
+    with pytest.raises(RoleNotFoundError, match="Give a batch"):
+        find_roles(Custom())
+    roles = find_roles(Custom(), torch.randn(2, 5, 16))
+    (part,) = roles.attention
+    assert shown(part.value, "") == "a 0:8 24:32"
+    assert [view.spans for view in part.by_head("query")] == [((8, 16),), ((32, 40),)]
+    assert part.path == ""
+    assert roles.unnamed == ("lost.weight (16, 16)",)
+    assert [shown(w.view, "") for w in roles.weights() if w.role.startswith("feed")] == ["c", "d"]
+
+
+def test_a_batch_that_cannot_be_run_is_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)Custom fails on the batch.*float32 \(2, 5, 7\)"):
+        find_roles(Custom(), torch.randn(2, 5, 7))
+    with pytest.raises(ConfigError, match="batch: received int"):
+        find_roles(Custom(), 3)
+
+
+def test_no_attention_at_all() -> None:
+    roles = find_roles(Custom(skip=True), torch.randn(2, 5, 16))
+    assert not roles.attention
+    assert len(roles.feedforward) == 1
+    assert "a.weight (48, 16)" in roles.unnamed
+    with pytest.raises(RoleNotFoundError, match="no attention or feed-forward"):
+        find_roles(nn.Linear(3, 3), torch.randn(2, 3))
+
+
+def test_a_layer_that_this_batch_does_not_reach_is_named() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+            self.layers = nn.ModuleList([layer, copy.deepcopy(layer)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    roles = find_roles(Half(), torch.randn(2, 5, 16))
+    assert [part.path for part in roles.attention] == ["layers.0.self_attn", "layers.1.self_attn"]
+    (note,) = roles.notes
+    assert "not reached by this batch" in note
+    assert "layers.1.self_attn" in note
+
+
+def test_names_that_the_pass_contradicts_are_shown_beside_it() -> None:
+    class Swapped(nn.Module):
+        """Llama's names; the key projection makes the values."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 2
+            self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.v_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = [layer(x) for layer in (self.q_proj, self.v_proj, self.k_proj)]
+            q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
+            mixed = F.scaled_dot_product_attention(q, k, v)
+            return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    with pytest.raises(ConfigError, match=r"key is k_proj.weight by name, v_proj.weight in the"):
+        find_roles(Swapped(), torch.randn(2, 5, 8))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_own_attention_is_seen_inside(batch_first: bool) -> None:
+    model = nn.Transformer(16, 2, 1, 1, 24, batch_first=batch_first)
+    pair = (torch.randn(3, 5, 16), torch.randn(3, 4, 16))
+    roles = find_roles(model, pair if batch_first else tuple(x.transpose(0, 1) for x in pair))
+    assert [w.view.label for w in roles.weights()] == [
+        w.view.label for w in find_roles(model).weights()
+    ]
+    assert [part.kind for part in roles.attention] == ["self", "self", "cross"]
+    assert roles.attention[0].heads["key"] == (((16, 24),), ((24, 32),))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_are_named_beside_the_weights_that_they_adapt() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query_key_value", "dense", "dense_h_to_4h"])
+    model = peft.get_peft_model(FAMILIES["gpt-neox"](), config)
+    roles = find_roles(model)
+    _, plain = roles_of("gpt-neox")
+
+    def short(weights: list[RoleWeight]) -> list[str]:
+        names = [w.view.label.removeprefix("base_model.model.") for w in weights]
+        return [name.replace(".base_layer", "") for name in names]
+
+    found = [w for w in roles.weights() if w.role != "adapter"]
+    assert short(found) == short(list(plain.weights()))
+    assert sum(w.role == "adapter" for w in roles.weights()) == 2 * 2 * 3
+    assert not roles.unnamed
+
+
+def test_compiled_and_wrapped_models_are_looked_into() -> None:
+    model = Custom()
+    compiled: Any = torch.compile(model)
+    (part,) = find_roles(compiled, torch.randn(2, 5, 16)).attention
+    assert part.query.owner is model.a
+    meta = FAMILIES["gpt-neox"]().to("meta")
+    with pytest.raises(RoleNotFoundError, match="no attention"):
+        find_roles(meta)
+
+
+def test_layers_that_run_without_gradients_are_seen() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Custom()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.inner(x)
+
+    roles = find_roles(Frozen(), torch.randn(2, 5, 16))
+    assert [view.spans for view in roles.attention[0].by_head("key")] == [((16, 24),), ((40, 48),)]
+    assert len(roles.feedforward) == 1

@@ -1,0 +1,311 @@
+"""Small random models of many families, most of which no file of the library names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+PLAIN = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**PLAIN, "num_key_value_heads": 2}
+VISION = {"image_size": 16, "patch_size": 8, "num_channels": 3}
+SEQ2SEQ = {
+    "vocab_size": 40, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
+def _ids() -> Tensor:
+    return torch.arange(3, 11)[None]
+
+
+def model(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    """Return what builds a model of transformers."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return getattr(hf, name)(getattr(hf, config)(**options)).eval()
+
+    return build
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "modernbert": model(
+        "ModernBertModel",
+        "ModernBertConfig",
+        **PLAIN,
+        global_attn_every_n_layers=2,
+        local_attention=8,
+    ),
+    "deberta-v2": model(
+        "DebertaV2Model",
+        "DebertaV2Config",
+        **PLAIN,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        max_relative_positions=8,
+        share_att_key=True,
+    ),
+    "electra": model("ElectraModel", "ElectraConfig", **PLAIN, embedding_size=16),
+    "albert": model("AlbertModel", "AlbertConfig", **PLAIN, embedding_size=16),
+    "xlm-roberta": model("XLMRobertaModel", "XLMRobertaConfig", **PLAIN),
+    "mpnet": model("MPNetModel", "MPNetConfig", **PLAIN),
+    "qwen3": model("Qwen3Model", "Qwen3Config", **GROUPED, head_dim=8),
+    "qwen2": model("Qwen2Model", "Qwen2Config", **GROUPED),
+    "mistral": model("MistralModel", "MistralConfig", **GROUPED),
+    "gemma": model("GemmaModel", "GemmaConfig", **GROUPED, head_dim=8),
+    "gemma2": model("Gemma2Model", "Gemma2Config", **GROUPED, head_dim=8),
+    "gemma3": model("Gemma3TextModel", "Gemma3TextConfig", **GROUPED, head_dim=8),
+    "olmo2": model("Olmo2Model", "Olmo2Config", **GROUPED),
+    "smollm3": model("SmolLM3Model", "SmolLM3Config", **GROUPED),
+    "mixtral": model(
+        "MixtralModel", "MixtralConfig", **GROUPED, num_local_experts=3, num_experts_per_tok=2
+    ),
+    "qwen3-moe": model(
+        "Qwen3MoeModel",
+        "Qwen3MoeConfig",
+        **GROUPED,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    ),
+    "gpt-oss": model(
+        "GptOssModel",
+        "GptOssConfig",
+        **GROUPED,
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    ),
+    "gpt-neox": model("GPTNeoXModel", "GPTNeoXConfig", **PLAIN),
+    "gpt-neo": model(
+        "GPTNeoModel",
+        "GPTNeoConfig",
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        intermediate_size=48,
+        max_position_embeddings=64,
+    ),
+    "gpt-j": model(
+        "GPTJModel",
+        "GPTJConfig",
+        vocab_size=40,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=4,
+        n_inner=48,
+        n_positions=64,
+    ),
+    "opt": model("OPTModel", "OPTConfig", **PLAIN, ffn_dim=48, word_embed_proj_dim=32),
+    "bloom": model("BloomModel", "BloomConfig", vocab_size=40, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": model(
+        "FalconModel",
+        "FalconConfig",
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        multi_query=True,
+        new_decoder_architecture=False,
+    ),
+    "falcon-grouped": model(
+        "FalconModel",
+        "FalconConfig",
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
+    "mpt": model(
+        "MptModel",
+        "MptConfig",
+        vocab_size=40,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        expansion_ratio=2,
+        max_seq_len=64,
+    ),
+    "phi": model("PhiModel", "PhiConfig", **PLAIN),
+    "granite": model("GraniteModel", "GraniteConfig", **GROUPED),
+    "cohere": model("CohereModel", "CohereConfig", **GROUPED),
+    "stablelm": model("StableLmModel", "StableLmConfig", **GROUPED),
+    "starcoder2": model("Starcoder2Model", "Starcoder2Config", **GROUPED),
+    "gpt-bigcode": model(
+        "GPTBigCodeModel",
+        "GPTBigCodeConfig",
+        vocab_size=40,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_inner=48,
+        n_positions=64,
+    ),
+    "deepseek-v3": model(
+        "DeepseekV3Model",
+        "DeepseekV3Config",
+        **PLAIN,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=10,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=20,
+        n_shared_experts=1,
+    ),
+    "whisper": model(
+        "WhisperModel",
+        "WhisperConfig",
+        **{**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
+    ),
+    "pegasus": model("PegasusModel", "PegasusConfig", **SEQ2SEQ),
+    "clip-text": model("CLIPTextModel", "CLIPTextConfig", **PLAIN),
+    "clip-vision": model("CLIPVisionModel", "CLIPVisionConfig", **{**PLAIN, **VISION}),
+    "dinov2": model(
+        "Dinov2Model",
+        "Dinov2Config",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        **VISION,
+    ),
+    "swin": model(
+        "SwinModel",
+        "SwinConfig",
+        embed_dim=16,
+        depths=[1, 1],
+        num_heads=[2, 4],
+        window_size=2,
+        image_size=16,
+        patch_size=4,
+    ),
+    "deit": model("DeiTModel", "DeiTConfig", **{**PLAIN, **VISION}),
+    "beit": model("BeitModel", "BeitConfig", **{**PLAIN, **VISION}),
+    "wav2vec2": model(
+        "Wav2Vec2Model",
+        "Wav2Vec2Config",
+        **{
+            **PLAIN,
+            "conv_dim": (16,),
+            "conv_kernel": (4,),
+            "conv_stride": (2,),
+            "num_feat_extract_layers": 1,
+            "num_conv_pos_embedding_groups": 2,
+            "num_conv_pos_embeddings": 4,
+        },
+    ),
+    "hubert": model(
+        "HubertModel",
+        "HubertConfig",
+        **{
+            **PLAIN,
+            "conv_dim": (16,),
+            "conv_kernel": (4,),
+            "conv_stride": (2,),
+            "num_feat_extract_layers": 1,
+            "num_conv_pos_embedding_groups": 2,
+            "num_conv_pos_embeddings": 4,
+        },
+    ),
+    "t5": model(
+        "T5Model",
+        "T5Config",
+        vocab_size=40,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    ),
+    "mbart": model("MBartModel", "MBartConfig", **SEQ2SEQ),
+    "blenderbot": model("BlenderbotModel", "BlenderbotConfig", **SEQ2SEQ),
+    "squeezebert": model("SqueezeBertModel", "SqueezeBertConfig", **PLAIN, embedding_size=32),
+    "funnel": model(
+        "FunnelModel",
+        "FunnelConfig",
+        vocab_size=40,
+        d_model=32,
+        n_head=4,
+        d_head=8,
+        d_inner=48,
+        block_sizes=[1, 1],
+        num_decoder_layers=1,
+    ),
+    "xlnet": model(
+        "XLNetModel", "XLNetConfig", vocab_size=40, d_model=32, n_layer=2, n_head=4, d_inner=48
+    ),
+    "longformer": model("LongformerModel", "LongformerConfig", **PLAIN, attention_window=4),
+    "esm": model(
+        "EsmModel", "EsmConfig", **PLAIN, position_embedding_type="rotary", mask_token_id=3
+    ),
+    "llama4": model(
+        "Llama4TextModel",
+        "Llama4TextConfig",
+        **GROUPED,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        interleave_moe_layer_step=1,
+    ),
+    "nemotron": model("NemotronModel", "NemotronConfig", **GROUPED),
+    "glm4": model("Glm4Model", "Glm4Config", **GROUPED, head_dim=8),
+    "persimmon": model("PersimmonModel", "PersimmonConfig", **PLAIN),
+    "perceiver": model(
+        "PerceiverModel",
+        "PerceiverConfig",
+        num_latents=4,
+        d_latents=32,
+        d_model=16,
+        num_blocks=1,
+        num_self_attends_per_block=2,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
+    ),
+    "olmoe": model("OlmoeModel", "OlmoeConfig", **GROUPED, num_experts=3, num_experts_per_tok=2),
+    "segformer": model(
+        "SegformerModel",
+        "SegformerConfig",
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[16, 32],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        num_attention_heads=[2, 4],
+        mlp_ratios=[2, 2],
+    ),
+}
+
+BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "whisper": lambda: {"input_features": torch.randn(1, 8, 16), "decoder_input_ids": _ids()},
+    "wav2vec2": lambda: {"input_values": torch.randn(1, 64)},
+    "hubert": lambda: {"input_values": torch.randn(1, 64)},
+    "perceiver": lambda: {"inputs": torch.randn(1, 6, 16)},
+    "segformer": lambda: {"pixel_values": torch.randn(1, 3, 16, 16)},
+}
+"""What models eat whose configuration does not say it."""
