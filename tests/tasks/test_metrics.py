@@ -17,16 +17,20 @@ from hypothesis import strategies as st
 from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import ShapeError
-from wellposed.tasks.metrics.bleu import score_texts
 from wellposed.tasks.metrics.dialogue import (
     DIALOGUE_METRICS,
     VECTOR_METRICS,
     dialogue_scores,
     words_of,
 )
-from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores, read_word_vectors
-from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l
-from wellposed.tasks.metrics.sentence import hf_sentence_encoder, sentence_cosine
+from wellposed.tasks.metrics.embedding import (
+    WordVectors,
+    embedding_scores,
+    hf_sentence_encoder,
+    read_word_vectors,
+    sentence_cosine,
+)
+from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l, score_texts
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 

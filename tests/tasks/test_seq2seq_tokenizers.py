@@ -35,7 +35,7 @@ def test_texts_come_back_and_the_saved_tokenizer_is_the_same(tmp_path: Path, kin
     tokenizer = encoder.tokenizer(max_length=50)
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    for text, row in zip(TEXTS, encoder.encode(TEXTS), strict=True):
+    for text, row in zip(TEXTS, encoder.encode(TEXTS).ids, strict=True):
         ids = row.tolist()
         assert ids[-1] == EOS_ID
         assert UNK_ID not in ids
@@ -59,14 +59,18 @@ def test_white_space_is_read_as_one_space_and_markup_as_characters(kind: str) ->
 
 def test_unknown_characters_are_counted_and_named() -> None:
     encoder = build_pair_encoder("char", TEXTS, vocab_size=0)
-    found = encoder.unknown(["two ☃☃", "ž young"])
-    assert found == {"count": 3, "distinct": 2, "most_frequent": {"☃": 2, "ž": 1}}
-    assert encoder.encode(["☃ two"])[0].tolist().count(UNK_ID) == 1
+    found = encoder.encode(["two ☃☃", "ž young"])
+    assert found.unknown_description() == {
+        "count": 3,
+        "distinct": 2,
+        "most_frequent": {"☃": 2, "ž": 1},
+    }
+    assert found.ids.flat.tolist().count(UNK_ID) == 3
 
 
 def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint() -> None:
     encoder = build_pair_encoder("bpe", TEXTS, vocab_size=120)
-    lengths = encoder.encode(["young men", "zwei junge"]).lengths.tolist()
+    lengths = encoder.encode(["young men", "zwei junge"]).ids.lengths.tolist()
     assert lengths[0] < lengths[1] + 4 < len("young men")
     assert encoder.vocab_size <= 120
 

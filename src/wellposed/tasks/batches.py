@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -109,6 +109,7 @@ def pad_right(rows: Sequence[Sequence[int]], value: int) -> NDArray[np.int64]:
 
 
 POOL_BATCHES = 50
+Cut: TypeAlias = Callable[[list[int]], list[list[int]]]
 
 
 def bucketed_batches(
@@ -118,26 +119,22 @@ def bucketed_batches(
     arguments alone.
 
     Indices (all, where not given) are shuffled, cut into pools of 50 batches, each pool is sorted
-    by length and cut
-    into batches, and the batches are shuffled: composition and order stay random, and the padding
-    of a batch is small. Only one batch may be smaller than ``batch_size``. ``shuffle`` is a text
-    that seeds the shuffling.
+    by length and cut into batches, and the batches are shuffled: composition and order stay random,
+    and the padding of a batch is small. Only one batch may be smaller than ``batch_size``.
+    ``shuffle`` is a text that seeds the shuffling.
 
     >>> bucketed_batches([5, 1, 4, 2], 2, shuffle="a")
     [[3, 1], [0, 2]]
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size}, expected at least 1")
+
+    def cut(pool: list[int]) -> list[list[int]]:
+        pool.sort(key=lambda index: -lengths[index])
+        return [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
+
     order = list(range(len(lengths)) if indices is None else indices)
-    generator = random.Random(shuffle)
-    generator.shuffle(order)
-    batches: list[list[int]] = []
-    pool_size = batch_size * POOL_BATCHES
-    for start in range(0, len(order), pool_size):
-        pool = sorted(order[start : start + pool_size], key=lambda index: -lengths[index])
-        batches += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
-    generator.shuffle(batches)
-    return batches
+    return _pooled(order, batch_size, cut, shuffle)
 
 
 def token_batches(
@@ -158,38 +155,33 @@ def token_batches(
             f"tokens_per_batch = {tokens} and batch_size = {batch_size}, expected at least"
             f" {longest} (the longest sentence of the split) and at least 1"
         )
-    order = list(range(len(sources)))
+
+    def cut(pool: list[int]) -> list[list[int]]:
+        pool.sort(key=lambda index: (-targets[index], -sources[index]))
+        batches: list[list[int]] = []
+        width = 0
+        for index in pool:
+            side = max(sources[index], targets[index])
+            size, width = len(batches[-1]) + 1 if batches else 1, max(width, side)
+            if size == 1 or size > batch_size or width * size > tokens:
+                batches.append([])
+                width = side
+            batches[-1].append(index)
+        return batches
+
+    mean = max(1.0, sum(targets) / max(1, len(targets)))
+    size = max(1, min(batch_size, int(tokens / mean)))
+    return _pooled(list(range(len(sources))), size, cut, shuffle)
+
+
+def _pooled(order: list[int], batch_size: int, cut: Cut, shuffle: str) -> list[list[int]]:
+    """Return shuffled batches that ``cut`` makes of pools of `POOL_BATCHES` batches."""
     generator = random.Random(shuffle)
     generator.shuffle(order)
-    mean = max(1.0, sum(targets) / max(1, len(targets)))
-    pool_size = POOL_BATCHES * max(1, min(batch_size, int(tokens / mean)))
-    batches: list[list[int]] = []
-    for start in range(0, len(order), pool_size):
-        pool = sorted(
-            order[start : start + pool_size], key=lambda index: (-targets[index], -sources[index])
-        )
-        batches += _cut_by_tokens(pool, sources, targets, tokens, batch_size)
+    size = batch_size * POOL_BATCHES
+    pools = (order[start : start + size] for start in range(0, len(order), size))
+    batches = [batch for pool in pools for batch in cut(pool)]
     generator.shuffle(batches)
-    return batches
-
-
-def _cut_by_tokens(
-    pool: Sequence[int],
-    sources: Sequence[int],
-    targets: Sequence[int],
-    tokens: int,
-    batch_size: int,
-) -> list[list[int]]:
-    batches: list[list[int]] = []
-    longest = 0
-    for index in pool:
-        width = max(longest, sources[index], targets[index])
-        if batches and len(batches[-1]) < batch_size and width * (len(batches[-1]) + 1) <= tokens:
-            batches[-1].append(index)
-            longest = width
-        else:
-            batches.append([index])
-            longest = max(sources[index], targets[index])
     return batches
 
 
@@ -211,12 +203,9 @@ def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, 
     """
     import torch
 
-    inputs = pad_inputs(examples, pad_id=pad_id)
-    batch = {
-        **inputs,
-        "labels": torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], IGNORED_LABEL),
-    }
-    return batch | _padded(examples, "label_bytes")
+    batch = pad_inputs(examples, pad_id=pad_id)
+    labels = torch.where(batch["attention_mask"] == 1, batch["input_ids"], IGNORED_LABEL)
+    return {**batch, "labels": labels, **_padded(examples, "label_bytes")}
 
 
 def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
@@ -235,14 +224,9 @@ def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[
 
     batch = pad_inputs(examples, pad_id=pad_id) | _padded(examples, "token_type_ids")
     if "input_ids_pair" in examples[0]:
-        second = pad_inputs(
-            [{"input_ids": example["input_ids_pair"]} for example in examples], pad_id=pad_id
-        )
+        second = pad_inputs(examples, pad_id=pad_id, name="input_ids_pair")
         batch |= {f"{name}_pair": value for name, value in second.items()}
-    return {
-        **batch,
-        "labels": torch.tensor([example["labels"][0] for example in examples], dtype=torch.int64),
-    }
+    return {**batch, "labels": torch.tensor([each["labels"][0] for each in examples])}
 
 
 def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) -> dict[str, Tensor]:
@@ -271,20 +255,21 @@ def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) ->
 
 def _padded(examples: Sequence[Example], name: str) -> dict[str, Tensor]:
     """Return ``name`` of examples that have it, 0 on padding."""
+    if name not in examples[0]:
+        return {}
     import torch
 
-    return (
-        {name: torch.from_numpy(pad_right([row[name] for row in examples], 0))}
-        if name in examples[0]
-        else {}
-    )
+    return {name: torch.from_numpy(pad_right([row[name] for row in examples], 0))}
 
 
-def pad_inputs(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
-    """Return input_ids and attention_mask of examples, padded to the longest."""
+def pad_inputs(
+    examples: Sequence[Example], *, pad_id: int, name: str = "input_ids"
+) -> dict[str, Tensor]:
+    """Return the ids ``name`` of examples as input_ids and attention_mask, padded to the
+    longest."""
     import torch
 
-    rows = [example["input_ids"] for example in examples]
+    rows = [example[name] for example in examples]
     mask = [[1] * len(row) for row in rows]
     return {
         "input_ids": torch.from_numpy(pad_right(rows, pad_id)),

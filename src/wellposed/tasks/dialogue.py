@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
 
 from wellposed.errors import DataError, listed
 from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.dialogues import Dialogue, load_dialogues, read_synonyms, repeated
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Split
-from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
-from wellposed.tasks.metrics.bleu import TextScores
+from wellposed.tasks.kinds.seq2seq import Seq2SeqOptions, Seq2SeqTask
 from wellposed.tasks.metrics.dialogue import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
-from wellposed.tasks.metrics.embedding import WordVectors, read_word_vectors
-from wellposed.tasks.metrics.sentence import hf_sentence_encoder
+from wellposed.tasks.metrics.embedding import (
+    SentenceEncoder,
+    hf_sentence_encoder,
+    read_word_vectors,
+)
+from wellposed.tasks.metrics.overlap import TextScores
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
+from wellposed.tasks.text.tokenizers import describe_unknown
 
 LATER: tuple[Split, Split] = ("valid", "test")
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
 
 
 @dataclass(frozen=True)
-class DialogueOptions(DataOptions):
+class DialogueOptions(Seq2SeqOptions, DataOptions):
     """Options of the task `dialogue`."""
 
     data: str
@@ -41,34 +48,18 @@ class DialogueOptions(DataOptions):
     """Whose persona lines stand before the context, where the data has them: of who replies, of both, or none."""
     drop_repeated_test: bool = False
     """Leave out test dialogues that train or valid hold too; they are counted in the report in any case."""
-    tokenizer: str = "bpe"
-    """bpe (byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
-    vocab_size: Size = 8000
-    """Ids of the byte-pair encoding, special tokens included."""
-    max_tokens: Size = 128
-    """Most tokens of a context or a reply, its end token included; the positions of the model."""
     overflow: Literal["cut", "error"] = "cut"
     """A longer context loses its beginning and a longer reply its end (counted in the report), or is an error."""
-    lowercase: bool = False
-    """Lower-case contexts and replies, references included."""
     limit_dialogues: Size | None = None
     """Keep only the first dialogues of the train split."""
-    tokens_per_batch: Size | None = None
-    """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
     vectors: str | None = None
     """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
     sentence_encoder: str | None = None
     """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
     synonyms: str | None = None
     """File of words of equal meaning, one group a line, for METEOR; without it words match by form and stem."""
-    generate_beams: Size = 4
-    """Beams of the replies that are scored; 1 is greedy."""
     generate_length_penalty: float = 0.6
     """Exponent a of what log p is divided by in beam search."""
-    generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
-    generate_max_examples: Size | None = None
-    """Reply only to the first contexts of valid and of test; all where not given."""
 
 
 @register_task(
@@ -99,69 +90,59 @@ class DialogueTask(Seq2SeqTask):
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
-        if options.vectors:
-            _ = self._vectors
+        self._vectors = read_word_vectors(Path(options.vectors)) if options.vectors else None
         loaded, source = load_dialogues(options, options.format)
-        dialogues: dict[Split, Sequence[Dialogue]] = {
-            **loaded,
-            "train": loaded["train"][: options.limit_dialogues],
-        }
-        left_out = len(loaded["train"]) - len(dialogues["train"])
+        train = loaded["train"][: options.limit_dialogues]
+        dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": train}
         repetitions = _count_repetitions(dialogues)
         if options.drop_repeated_test:
             dialogues["test"] = _without_repeated(dialogues, options.data)
         pairs = {split: _pairs(dialogues[split], options, split) for split in SPLITS}
-        encoder = build_pair_encoder(
-            options.tokenizer,
-            _vocabulary_texts(dialogues["train"], options),
-            vocab_size=options.vocab_size,
-        )
+        texts = _vocabulary_texts(train, options)
+        encoder = build_pair_encoder(options.tokenizer, texts, vocab_size=options.vocab_size)
         self._cut: dict[Split, dict[str, int]] = {}
-        encoded: dict[Split, tuple[Ragged, Ragged]] = {
-            split: self._encode(encoder, pairs[split], split) for split in SPLITS
-        }
-        unknown = {
-            split: encoder.unknown(
-                text for pair in pairs[split] for text in (pair.context, pair.reply)
-            )
-            for split in LATER
-        }
+        unknown: dict[Split, Any] = {}
+        encoded: dict[Split, tuple[Ragged, Ragged]] = {}
+        for split in SPLITS:
+            contexts = encoder.encode([pair.context for pair in pairs[split]])
+            replies = encoder.encode_targets([pair.reply for pair in pairs[split]])
+            unknown[split] = describe_unknown(Counter(contexts.unknown) + Counter(replies.unknown))
+            encoded[split] = self._within_positions(contexts.ids, replies.ids, pairs[split], split)
         super().__init__(
             encoder=encoder,
             encoded=encoded,
             references={split: [pair.reply for pair in pairs[split]] for split in LATER},
-            options=options,
             source=source,
             details={
                 **_count_dialogues(dialogues),
                 **repetitions,
                 "repeated_test_dialogues_dropped": options.drop_repeated_test,
-                "train_dialogues_left_out_by_limit_dialogues": left_out,
+                "train_dialogues_left_out_by_limit_dialogues": len(loaded["train"]) - len(train),
                 "context": options.context,
                 "speaker_marks": options.speaker_marks,
                 "persona": options.persona,
                 "lowercase": options.lowercase,
                 "max_tokens": options.max_tokens,
                 "cut_to_max_tokens": self._cut,
-                "unknown_characters": unknown,
+                "unknown_characters": {split: unknown[split] for split in LATER},
                 "metrics_not_computed": _not_computed(options),
             },
         )
 
-    def _encode(self, encoder: Any, pairs: Sequence[_Pair], split: Split) -> tuple[Ragged, Ragged]:
+    def _within_positions(
+        self, contexts: Ragged, replies: Ragged, pairs: Sequence[_Pair], split: Split
+    ) -> tuple[Ragged, Ragged]:
         """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a
         reply its beginning."""
         limit = self.options.max_tokens
-        contexts = encoder.encode([pair.context for pair in pairs])
-        replies = encoder.encode_targets([pair.reply for pair in pairs])
         long = {"contexts": contexts.lengths > limit, "replies": replies.lengths > limit}
         self._cut[split] = {name: int(mask.sum()) for name, mask in long.items()}
         if self.options.overflow == "error" and any(self._cut[split].values()):
+            longest = np.maximum(contexts.lengths, replies.lengths).tolist()
             problems = [
-                f"{split}, dialogue at line {pair.line}:"
-                f" {max(contexts.lengths[i], replies.lengths[i])} tokens"
-                for i, pair in enumerate(pairs)
-                if long["contexts"][i] or long["replies"][i]
+                f"{split}, dialogue at line {pair.line}: {size} tokens"
+                for pair, size in zip(pairs, longest, strict=True)
+                if size > limit
             ]
             raise DataError(
                 f"contexts or replies with more than max_tokens = {limit} tokens; raise it, lower"
@@ -171,15 +152,11 @@ class DialogueTask(Seq2SeqTask):
         return kept, replies.truncated(limit)
 
     @functools.cached_property
-    def _vectors(self) -> WordVectors | None:
-        return read_word_vectors(Path(self.options.vectors)) if self.options.vectors else None
-
-    @functools.cached_property
-    def _sentence_encoder(self) -> Callable[[Sequence[str]], Any] | None:
+    def _sentence_encoder(self) -> SentenceEncoder | None:
         name = self.options.sentence_encoder
         return hf_sentence_encoder(name) if name else None
 
-    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Any:
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
         found = dialogue_scores(
             hypotheses,
             references,
@@ -187,9 +164,8 @@ class DialogueTask(Seq2SeqTask):
             sentence_encoder=self._sentence_encoder,
             synonyms=self._synonyms,
         )
-        return TextScores(
-            dict(found.scores), {name: str(value) for name, value in found.details.items()}
-        )
+        details = {name: str(value) for name, value in found.details.items()}
+        return TextScores(dict(found.scores), details)
 
 
 def _not_computed(options: DialogueOptions) -> dict[str, str]:

@@ -17,6 +17,7 @@ from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import register_task
+from wellposed.tasks.text.pretrained import count_unknown
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 
 if TYPE_CHECKING:
@@ -149,9 +150,7 @@ def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
         ids.append(np.array(found["input_ids"], np.int32))
         sizes.append(_bytes_up_to(piece, ends))
     tokens = np.concatenate(ids)
-    number, name = tokenizer.unk_token_id, tokenizer.unk_token
-    count = 0 if number in (None, tokenizer.eos_token_id) else int((tokens == number).sum())
-    unknown = {name: count} if count else {}
+    unknown = count_unknown(tokenizer, tokens)
     return Encoded(Ragged(tokens, [len(tokens)]), [len(tokens)], unknown, np.concatenate(sizes))
 
 

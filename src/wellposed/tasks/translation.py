@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.kinds.seq2seq import Seq2SeqTask
-from wellposed.tasks.metrics.bleu import TextScores, score_texts
+from wellposed.tasks.kinds.seq2seq import Seq2SeqOptions, Seq2SeqTask
+from wellposed.tasks.metrics.overlap import TextScores, score_texts
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
@@ -22,31 +22,15 @@ REPEATED: tuple[Split, Split] = ("valid", "test")
 
 
 @dataclass(frozen=True)
-class TranslationOptions(ParallelOptions):
+class TranslationOptions(Seq2SeqOptions, ParallelOptions):
     """Options of the task `translation`."""
 
-    tokenizer: str = "bpe"
-    """bpe (joint byte-pair encoding learnt from the train split), char, or hf:NAME_OR_PATH of an encoder-decoder."""
-    vocab_size: Size = 8000
-    """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: Size = 256
     """Most tokens of a sentence, its end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
     """A longer train pair is an error, or is dropped (counted in the report); in valid and test it is an error."""
-    lowercase: bool = False
-    """Lower-case both languages, references included."""
     limit_pairs: Size | None = None
     """Keep only the first pairs of the train split."""
-    tokens_per_batch: Size | None = None
-    """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
-    generate_beams: Size = 4
-    """Beams of the translations that BLEU and chrF are of; 1 is greedy."""
-    generate_length_penalty: float = 1.0
-    """Exponent a of what log p is divided by in beam search."""
-    generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
-    generate_max_examples: Size | None = None
-    """Translate only the first pairs of valid and of test; all where not given."""
     bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"
     """How BLEU cuts words: 13a for running text, none for text tokenised beforehand."""
 
@@ -74,35 +58,31 @@ class TranslationTask(Seq2SeqTask):
         self.options = options
         pairs, source = load_parallel(options)
         full = len(pairs["train"])
-        if options.limit_pairs is not None:
-            pairs["train"] = pairs["train"].select(range(min(options.limit_pairs, full)))
+        pairs["train"] = pairs["train"].select(range(min(options.limit_pairs or full, full)))
         left_out = full - len(pairs["train"])
         if options.lowercase:
             pairs = {split: texts.lowercased() for split, texts in pairs.items()}
-        train = pairs["train"]
-        encoder = build_pair_encoder(
-            options.tokenizer, [*train.source, *train.target], vocab_size=options.vocab_size
-        )
-        unknown = {
-            split: {side: encoder.unknown(getattr(texts, side)) for side in ("source", "target")}
-            for split, texts in pairs.items()
-        }
+        train = [*pairs["train"].source, *pairs["train"].target]
+        encoder = build_pair_encoder(options.tokenizer, train, vocab_size=options.vocab_size)
+        unknown: dict[Split, Any] = {}
         encoded: dict[Split, tuple[Ragged, Ragged]] = {}
         self._dropped = {"pairs": 0, "longest": 0}
         for split in SPLITS:
-            sides = encoder.encode(pairs[split].source), encoder.encode_targets(pairs[split].target)
-            pairs[split], encoded[split] = self._within_positions(split, pairs[split], sides)
+            texts = pairs[split]
+            sides = encoder.encode(texts.source), encoder.encode_targets(texts.target)
+            found = (side.unknown_description() for side in sides)
+            unknown[split] = dict(zip(("source", "target"), found, strict=True))
+            ids = sides[0].ids, sides[1].ids
+            pairs[split], encoded[split] = self._within_positions(split, texts, ids)
         rows = {
             split: list(zip(texts.source, texts.target, strict=True))
             for split, texts in pairs.items()
         }
         seen = set(rows["train"])
-        repeated = {split: sum(pair in seen for pair in rows[split]) for split in REPEATED}
         super().__init__(
             encoder=encoder,
             encoded=encoded,
             references={split: pairs[split].target for split in REPEATED},
-            options=options,
             source=source,
             details={
                 "max_tokens": options.max_tokens,
@@ -110,7 +90,9 @@ class TranslationTask(Seq2SeqTask):
                 "train_pairs_left_out_by_limit_pairs": left_out,
                 "lowercase": options.lowercase,
                 "unknown_characters": unknown,
-                "pairs_also_in_train": repeated,
+                "pairs_also_in_train": {
+                    split: sum(pair in seen for pair in rows[split]) for split in REPEATED
+                },
             },
         )
 

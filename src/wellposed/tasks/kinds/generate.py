@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wellposed.tasks.batches import pad_inputs
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,57 +57,38 @@ def generate_texts(
     ``rows`` are source ids with their end token. ``notify`` is called after every token with the
     rows that are done; what it raises ends the search.
     """
+    import torch
+
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        each_token = None if notify is None else partial(notify, start)
-        found = _generate_batch(
-            model, tokenizer, [rows[member] for member in members], decoding, each_token
+        padded = pad_inputs(
+            [{"input_ids": list(rows[member])} for member in members],
+            pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
         )
-        yield from zip(members, found, strict=True)
-
-
-def _generate_batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Sequence[int]],
-    decoding: Decoding,
-    each_token: Callable[[], None] | None,
-) -> list[list[Hypothesis]]:
-    import torch
-
-    inputs = pad_batch(rows, int(tokenizer.pad_token_id), model.device)  # type: ignore[arg-type]
-    keywords = generate_keywords(
-        model, tokenizer, longest=inputs["input_ids"].shape[1], decoding=decoding
-    )
-    if each_token is not None:
-        keywords["stopping_criteria"] = [_never_stop(each_token)]
-    with torch.inference_mode():
-        out: Any = model.generate(**inputs, **keywords)  # type: ignore[operator]
-    texts = tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
-    scores = getattr(out, "sequences_scores", None)
-    numbers = [None] * len(texts) if scores is None else scores.tolist()
-    pairs = [Hypothesis(text, score) for text, score in zip(texts, numbers, strict=True)]
-    return [pairs[i : i + decoding.num_return] for i in range(0, len(pairs), decoding.num_return)]
+        inputs = {name: value.to(model.device) for name, value in padded.items()}
+        longest = inputs["input_ids"].shape[1]
+        keywords = generate_keywords(model, tokenizer, longest=longest, decoding=decoding)
+        if notify is not None:
+            keywords["stopping_criteria"] = [_never_stop(partial(notify, start))]
+        with torch.inference_mode():
+            out: Any = model.generate(**inputs, **keywords)  # type: ignore[operator]
+        texts = tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
+        scores = getattr(out, "sequences_scores", None)
+        numbers = [None] * len(texts) if scores is None else scores.tolist()
+        found = [Hypothesis(text, score) for text, score in zip(texts, numbers, strict=True)]
+        for place, member in enumerate(members):
+            yield member, found[place * decoding.num_return :][: decoding.num_return]
 
 
 def _never_stop(each_token: Callable[[], None]) -> Callable[..., Tensor]:
     """Return a criterion that stops no row and calls ``each_token``."""
 
-    def criterion(input_ids: Tensor, scores: Any, **keywords: Any) -> Tensor:
-        del scores, keywords
+    def criterion(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         each_token()
         return input_ids.new_zeros(input_ids.shape[0]).bool()
 
     return criterion
-
-
-def pad_batch(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
-    """Return input_ids and attention_mask of rows of ids."""
-    from wellposed.tasks.batches import pad_inputs
-
-    inputs = pad_inputs([{"input_ids": list(row)} for row in rows], pad_id=pad_id)
-    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def generate_keywords(
@@ -114,22 +97,21 @@ def generate_keywords(
     """Return the keywords of ``generate`` for sources of at most ``longest`` tokens."""
     positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
     wanted = LENGTH_FACTOR * longest + LENGTH_MARGIN
+    end = tokenizer.eos_token_id
     special: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id]
     if tokenizer.bos_token_id not in tokenizer(text_target="")["input_ids"]:
         special.append(tokenizer.bos_token_id)
-    keywords: dict[str, Any] = {
+    beams = {"length_penalty": decoding.length_penalty, "early_stopping": False}
+    return {
         "max_new_tokens": min(wanted, positions) if positions else wanted,
         "num_beams": decoding.beams,
         "do_sample": False,
         "num_return_sequences": decoding.num_return,
-        "suppress_tokens": [
-            number for number in special if number not in (None, tokenizer.eos_token_id)
-        ],
+        "suppress_tokens": [number for number in special if number not in (None, end)],
         "return_dict_in_generate": True,
         "output_scores": decoding.beams > 1,
-        "eos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": end,
         "pad_token_id": tokenizer.pad_token_id,
+        **(beams if decoding.beams > 1 else {}),
+        **decoding.options,
     }
-    if decoding.beams > 1:
-        keywords |= {"length_penalty": decoding.length_penalty, "early_stopping": False}
-    return {**keywords, **decoding.options}

@@ -5,24 +5,49 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from wellposed.tasks.batches import Rows, bucketed_batches, shuffle_key, token_batches
+from wellposed.options import CheckedOptions, Size
+from wellposed.tasks import batches
+from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.splits import Split
+from wellposed.tasks.kinds.generate import Decoding, generate_texts
+from wellposed.tasks.metrics.overlap import TextScores
+from wellposed.tasks.objectives import frequency_entropy, perplexity
 from wellposed.tasks.task import Example, Kind, TokenTask
+from wellposed.tasks.text.tokenizers import TextEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wellposed.tasks.batches import Ragged
-    from wellposed.tasks.kinds.generate import Decoding
-    from wellposed.tasks.metrics.bleu import TextScores
-    from wellposed.tasks.text.pretrained import PretrainedPairEncoder
-    from wellposed.tasks.text.seq2seq_tokenizers import PairEncoder
+
+@dataclass(frozen=True)
+class Seq2SeqOptions(CheckedOptions):
+    """Options that all tasks of source and target texts share."""
+
+    tokenizer: str = "bpe"
+    """bpe (byte-pair encoding learnt from the train split, of both sides), char, or hf:NAME_OR_PATH of an
+    encoder-decoder."""
+    vocab_size: Size = 8000
+    """Ids of the byte-pair encoding, special tokens included."""
+    max_tokens: Size = 128
+    """Most tokens of a text on either side, its end token included; the positions of the model."""
+    lowercase: bool = False
+    """Lower-case both sides, references included."""
+    tokens_per_batch: Size | None = None
+    """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
+    generate_beams: Size = 4
+    """Beams of the texts that are scored; 1 is greedy."""
+    generate_length_penalty: float = 1.0
+    """Exponent a of what log p is divided by in beam search."""
+    generate_length_penalty_form: Literal["power", "gnmt"] = "power"
+    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
+    generate_max_examples: Size | None = None
+    """Generate only for the first pairs of valid and of test; all where not given."""
 
 
 @dataclass(frozen=True)
-class PairExamples(Rows[Example]):
+class PairExamples(batches.Rows[Example]):
     """Source ids as ``input_ids`` and target ids as ``labels``, each with its end token."""
 
     source: Ragged
@@ -40,9 +65,11 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     scored.
 
     ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from
-    `generate_metrics`. ``options`` has ``max_tokens``, ``tokens_per_batch`` and those that begin with
-    ``generate_``.
+    `generate_metrics`. A subclass sets ``options`` first.
     """
+
+    options: Any
+    """Of a subclass of `Seq2SeqOptions`."""
 
     kind: ClassVar[Kind] = "seq2seq_lm"
     headline: ClassVar[str] = "perplexity"
@@ -52,24 +79,17 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     def __init__(
         self,
         *,
-        encoder: PairEncoder | PretrainedPairEncoder,
+        encoder: TextEncoder,
         encoded: Mapping[Split, tuple[Ragged, Ragged]],
         references: Mapping[Split, Sequence[str]],
-        options: Any,
-        source: Mapping[str, Any],
-        details: Mapping[str, Any],
+        **parts: Any,
     ) -> None:
         pairs: dict[Split, PairExamples] = {
             split: PairExamples(*sides) for split, sides in encoded.items()
         }
         super().__init__(
-            encoder=encoder,
-            examples=pairs,
-            max_length=options.max_tokens,
-            source=source,
-            details=details,
+            encoder=encoder, examples=pairs, max_length=self.options.max_tokens, **parts
         )
-        self._pair_options = options
         self._start_id = encoder.start_id
         self._references = dict(references)
         self._signatures: dict[str, str] = {}
@@ -86,22 +106,19 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return [max(pair) for pair in zip(*self._sides[split], strict=True)]
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        key = shuffle_key(split, seed, epoch)
+        key = batches.shuffle_key(split, seed, epoch)
         sources, targets = self._sides[split]
-        tokens_per_batch = self._pair_options.tokens_per_batch
-        if tokens_per_batch is not None:
-            return token_batches(sources, targets, tokens_per_batch, batch_size, shuffle=key)
+        tokens = self.options.tokens_per_batch
+        if tokens is not None:
+            return batches.token_batches(sources, targets, tokens, batch_size, shuffle=key)
         # One number that sorts by target length, then by source length.
-        widths = [
-            target * (self._max_length + 1) + source
-            for source, target in zip(sources, targets, strict=True)
-        ]
-        return bucketed_batches(widths, batch_size, shuffle=key)
+        sides, longest = zip(sources, targets, strict=True), self._max_length + 1
+        widths = [target * longest + source for source, target in sides]
+        return batches.bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        from wellposed.tasks.batches import collate_seq2seq
-
-        return collate_seq2seq(examples, pad_id=self._encoder.pad_id, bos_id=self._start_id)
+        pad_id = self._encoder.pad_id
+        return batches.collate_seq2seq(examples, pad_id=pad_id, bos_id=self._start_id)
 
     def metric_sums(
         self, logits: Tensor, batch: Mapping[str, Tensor]
@@ -110,16 +127,12 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return {"perplexity": (float(total), float(count))}
 
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        from wellposed.tasks.objectives import perplexity
-
         total, count = totals["perplexity"]
         return {"perplexity": perplexity(total / count)}
 
     def reference(self) -> dict[str, float]:
         """Return loss and perplexity of the frequencies of valid's own target tokens, which no
         fixed guess beats."""
-        from wellposed.tasks.objectives import frequency_entropy, perplexity
-
         nats = frequency_entropy(self._examples["valid"].target.flat)
         return {"loss": nats, "perplexity": perplexity(nats)}
 
@@ -132,29 +145,26 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         max_examples: int | None = None,
         notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
-        from wellposed.tasks.kinds.generate import generate_texts
-
         source = self._examples[split].source
-        limit = max_examples or self._pair_options.generate_max_examples or len(source)
-        count = min(limit, len(source))
-        texts = [""] * count
+        limit = max_examples or self.options.generate_max_examples or len(source)
+        rows = [source[index].tolist() for index in range(min(limit, len(source)))]
+        texts = [""] * len(rows)
         was_training = model.training
         model.eval()
         try:
-            rows = [source[index].tolist() for index in range(count)]
             found = generate_texts(
                 model,
                 self.tokenizer,
                 rows,
                 self._decoding(),
                 batch_size=batch_size,
-                notify=None if notify is None else lambda done: notify(done, count),
+                notify=None if notify is None else lambda done: notify(done, len(rows)),
             )
             for index, hypotheses in found:
                 texts[index] = hypotheses[0].text
         finally:
             model.train(was_training)
-        scored = self._score(texts, self._references[split][:count])
+        scored = self._score(texts, self._references[split][: len(rows)])
         self._signatures = dict(scored.signatures)
         return dict(scored.scores)
 
@@ -164,21 +174,18 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return {
             "beams": decoding.beams,
             "length_penalty": float(decoding.length_penalty),
-            "length_penalty_form": self._pair_options.generate_length_penalty_form,
-            "max_examples": self._pair_options.generate_max_examples,
+            "length_penalty_form": self.options.generate_length_penalty_form,
+            "max_examples": self.options.generate_max_examples,
             "signatures": self._signatures,
         }
 
     def _decoding(self) -> Decoding:
-        from wellposed.tasks.kinds.generate import Decoding
-
-        options = self._pair_options
-        penalty = options.generate_length_penalty
-        if options.generate_length_penalty_form == "gnmt":
+        penalty = self.options.generate_length_penalty
+        if self.options.generate_length_penalty_form == "gnmt":
             from wellposed.models import GNMTLengthPenalty
 
             penalty = GNMTLengthPenalty(penalty)
-        return Decoding(beams=options.generate_beams, length_penalty=penalty)
+        return Decoding(beams=self.options.generate_beams, length_penalty=penalty)
 
     @abstractmethod
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...

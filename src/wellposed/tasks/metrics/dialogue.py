@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellposed.errors import ShapeError
-from wellposed.tasks.metrics.bleu import corpus_bleu
-from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores
-from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l
-from wellposed.tasks.metrics.sentence import sentence_cosine
+from wellposed.tasks.metrics.embedding import WordVectors, embedding_scores, sentence_cosine
+from wellposed.tasks.metrics.overlap import cider, corpus_bleu, meteor, rouge_l
 
 OVERLAP_METRICS = ("bleu_1", "bleu_4", "meteor", "rouge_l", "cider")
 """The measures of generated replies that need no file."""

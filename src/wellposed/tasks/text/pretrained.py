@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, ConfigError, missing_extra
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, describe_unknown
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
 PAIRS = "text_pairs"
@@ -100,31 +102,23 @@ class PretrainedEncoder(TextEncoder):
                     column[index] = row
         ids = Ragged.from_lists(encoded["input_ids"])
         segments = Ragged.from_lists(encoded[TOKEN_TYPES]) if TOKEN_TYPES in encoded else None
-        return Encoded(ids, full_lengths, self._unknown(ids), segments=segments)
+        unknown = count_unknown(self._tokenizer, ids.flat)
+        return Encoded(ids, full_lengths, unknown, segments=segments)
 
     def _columns(
         self, rows: Sequence[tuple[str, ...]], **options: Any
     ) -> dict[str, list[list[int]]]:
         """Return the ids of rows of one text or two, and the token types of pairs where the
         tokenizer gives them."""
-        names = ["input_ids", *([TOKEN_TYPES] if rows and len(rows[0]) == 2 else [])]
         if not rows:
             return {name: [] for name in ("input_ids", TOKEN_TYPES)}
+        names = ["input_ids", *([TOKEN_TYPES] if len(rows[0]) == 2 else [])]
         found = self._tokenizer(*map(list, zip(*rows, strict=True)), verbose=False, **options)
         return {name: found[name] for name in names if name in found}
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
         encoded = self.encode(texts)
         return encoded.ids, encoded.unknown
-
-    def _unknown(self, ids: Ragged) -> dict[str, int]:
-        unk_id, unk = self._tokenizer.unk_token_id, self._tokenizer.unk_token
-        count = (
-            0
-            if unk_id is None or unk_id == self._tokenizer.eos_token_id
-            else int((ids.flat == unk_id).sum())
-        )
-        return {unk: count} if count else {}
 
     def tokenizer(self, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
         if max_length is not None:
@@ -135,7 +129,14 @@ class PretrainedEncoder(TextEncoder):
         return {**super().description(), "pad_token_is_eos_token": self.pad_from_eos}
 
 
-class PretrainedPairEncoder:
+def count_unknown(tokenizer: Any, ids: NDArray[np.integer]) -> dict[str, int]:
+    """Return how many of ``ids`` are the unknown token, where the tokenizer has one of its own."""
+    number = tokenizer.unk_token_id
+    count = 0 if number in (None, tokenizer.eos_token_id) else int((ids == number).sum())
+    return {tokenizer.unk_token: count} if count else {}
+
+
+class PretrainedPairEncoder(PretrainedEncoder):
     """Sources through the tokenizer, targets through its ``text_target``; every target must end
     with its end token.
 
@@ -144,41 +145,21 @@ class PretrainedPairEncoder:
     """
 
     def __init__(self, name: str) -> None:
-        self._encoder = PretrainedEncoder(name)
-        self.vocab_size, self.pad_id = self._encoder.vocab_size, self._encoder.pad_id
-        self.bos_id: int | None = self._encoder.bos_id
-        self._tokenizer: Any = self._encoder.tokenizer()
-        end = self._encoder.eos_id
-        if end is None or self._targets([""])[0][-1:] != [end]:
+        super().__init__(name)
+        if self.eos_id is None or self._targets([""])[0][-1:] != [self.eos_id]:
             raise ConfigError(
-                f"tokenizer {self._encoder.kind!r} puts no end token behind a target, so a decoder"
+                f"tokenizer {self.kind!r} puts no end token behind a target, so a decoder"
                 " would never stop; give that of an encoder-decoder such as T5, BART or Marian"
             )
-        self.eos_id: int = end
-        start = _decoder_start(name)
-        self.start_id: int = next(
-            number for number in (start, self.bos_id, self.pad_id) if number is not None
-        )
+        starts = (_decoder_start(name), self.bos_id, self.pad_id)
+        self.start_id = next(number for number in starts if number is not None)
 
-    def encode(self, texts: Sequence[str]) -> Ragged:
-        """Return the ids of many source texts, special tokens included."""
-        return self._encoder.encode(texts).ids
-
-    def encode_targets(self, texts: Sequence[str]) -> Ragged:
-        """Return the ids of many target texts, special tokens included."""
-        return Ragged.from_lists(self._targets(texts))
-
-    def unknown(self, texts: Iterable[str]) -> dict[str, Any]:
-        """Return how many tokens of ``texts`` the vocabulary does not hold."""
-        return describe_unknown(self._encoder.encode(list(texts)).unknown)
-
-    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        """Return the tokenizer that is saved beside the model."""
-        return self._encoder.tokenizer(max_length=max_length)
+    def encode_targets(self, texts: Sequence[str]) -> Encoded:
+        ids = Ragged.from_lists(self._targets(texts))
+        return Encoded(ids, ids.lengths.tolist(), count_unknown(self._tokenizer, ids.flat))
 
     def description(self) -> dict[str, Any]:
-        """Return kind, vocabulary size and the start token of the decoder."""
-        return {**self._encoder.description(), "decoder_start_token_id": self.start_id}
+        return {**super().description(), "decoder_start_token_id": self.start_id}
 
     def _targets(self, texts: Sequence[str]) -> list[list[int]]:
         return self._tokenizer(text_target=list(texts), verbose=False)["input_ids"] if texts else []

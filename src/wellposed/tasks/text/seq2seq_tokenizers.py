@@ -8,19 +8,17 @@ equal data gives equal ids everywhere.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.text.tokenizers import describe_unknown, tokenizers_library, wrap_tokenizer
+from wellposed.tasks.batches import Ragged
+from wellposed.tasks.text.tokenizers import TextEncoder, tokenizers_library, wrap_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from wellposed.tasks.batches import Ragged
-    from wellposed.tasks.text.pretrained import PretrainedPairEncoder
 
 PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
 SPECIAL = (PAD, UNK, BOS, EOS)
@@ -34,60 +32,32 @@ PIECES = (
 )
 
 
-@dataclass(frozen=True)
-class PairEncoder:
-    """A tokenizer of both languages with its bulk encoder."""
+class PairEncoder(TextEncoder):
+    """A tokenizer of both languages with its bulk encoder; ``</s>`` ends every text."""
 
-    kind: str
-    inner: Any
-    """``tokenizers.Tokenizer``."""
-    characters: frozenset[str]
-    """Characters that have an id; others become the unknown token."""
-    pad_id: int = PAD_ID
-    bos_id: int = BOS_ID
-    eos_id: int = EOS_ID
+    bos_id, eos_id, start_id = BOS_ID, EOS_ID, BOS_ID
 
-    @property
-    def start_id(self) -> int:
-        """What a decoder reads first."""
-        return self.bos_id
+    def __init__(self, kind: str, inner: Any, characters: frozenset[str]) -> None:
+        self.kind, self.inner = kind, inner
+        self.characters = characters
+        """Characters that have an id; others become the unknown token."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
         return int(self.inner.get_vocab_size())
 
-    def encode(self, texts: Sequence[str]) -> Ragged:
-        """Return the ids of many texts, each with ``</s>`` at its end."""
-        from wellposed.tasks.batches import Ragged
-
-        return Ragged.from_lists([row.ids for row in self.inner.encode_batch_fast(list(texts))])
-
-    def encode_targets(self, texts: Sequence[str]) -> Ragged:
-        """Return the ids of many texts of the target language; one vocabulary serves both."""
-        return self.encode(texts)
-
-    def unknown(self, texts: Iterable[str]) -> dict[str, Any]:
-        """Return how many characters of ``texts`` have no id, and the most frequent of them."""
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(character for character in text if character not in self.characters)
-        return describe_unknown(counts)
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        ids = Ragged.from_lists([row.ids for row in self.inner.encode_batch_fast(list(texts))])
+        counts = Counter(itertools.chain.from_iterable(texts))
+        return ids, {char: counts[char] for char in counts.keys() - self.characters}
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        """Build the tokenizer that is saved beside the model."""
         names = ["input_ids", "attention_mask"]
         special = {"bos_token": BOS, "eos_token": EOS, "model_input_names": names}
         return wrap_tokenizer(self.inner, max_length, pad=PAD, unk=UNK, **special)
 
-    def description(self) -> dict[str, Any]:
-        """Return kind and vocabulary size."""
-        return {"kind": self.kind, "vocabulary": self.vocab_size}
 
-
-def build_pair_encoder(
-    kind: str, texts: Sequence[str], *, vocab_size: int
-) -> PairEncoder | PretrainedPairEncoder:
+def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> TextEncoder:
     """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or
     ``hf:NAME_OR_PATH``."""
     if kind.startswith("hf:") and kind != "hf:":

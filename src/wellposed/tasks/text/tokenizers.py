@@ -58,6 +58,8 @@ class TextEncoder(ABC):
     pad_id: int = PAD_ID
     bos_id: int | None = None
     eos_id: int | None = None
+    start_id: int = PAD_ID
+    """What a decoder reads first, of an encoder of source-target pairs."""
 
     @property
     @abstractmethod
@@ -83,6 +85,10 @@ class TextEncoder(ABC):
         them."""
         del pairs
         return self.encode(texts, max_length=max_length)
+
+    def encode_targets(self, texts: Sequence[str]) -> Encoded:
+        """Encode many texts of the target language; one vocabulary serves both."""
+        return self.encode(texts)
 
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]: ...
