@@ -208,12 +208,10 @@ def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_a_source_can_be_read_twice(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\ntwo")
-    for source in (
-        LineSource(text=None, path=tmp_path / "a.txt"),
-        LineSource(text="one\ntwo\n", path=None),
-    ):
-        assert list(source) == list(source) == ["one", "two"]
-    with pytest.raises(DataError, match=r"b\.txt: no such file; nearest: a\.txt"):
+    for given in ({"text": None, "path": tmp_path / "a.txt"}, {"text": "one\ntwo\n", "path": None}):
+        with LineSource(**given) as source:
+            assert list(source) == list(source) == ["one", "two"]
+    with pytest.raises(DataError, match=r"b\.txt: no such file or folder; nearest in .*: a\.txt"):
         LineSource(text=None, path=tmp_path / "b.txt")
     with pytest.raises(DataError, match="expected a file, found a folder"):
         LineSource(text=None, path=tmp_path)

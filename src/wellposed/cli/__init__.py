@@ -62,9 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130
     interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(
-        sys.stdout, TextIOWrapper
-    ):  # a name that is no text, or that the terminal cannot show, is escaped
+    # A name that is no text, or that the terminal cannot show, is escaped.
+    if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     flags: dict[str, Any] = {"debug": False}
     try:
@@ -83,12 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = None if flags["debug"] else _describe(error, words)
         if said is None:
             raise
-        print(
-            f"wellposed: {printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)}",
-            file=sys.stderr,
-        )
-        wrong_usage = isinstance(error, (ConfigError, ImportError))
-        return EXIT_USAGE if wrong_usage else EXIT_FAILED
+        said = printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)
+        print(f"wellposed: {said}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, (ConfigError, ImportError)) else EXIT_FAILED
 
 
 def _dispatch(words: list[str]) -> int:
@@ -105,8 +101,11 @@ def _dispatch(words: list[str]) -> int:
         )
     if words[0] not in COMMANDS:
         raise unknown_name("command", words[0], COMMANDS)
-    if words[0] not in TOGETHER:
-        _refuse_several_processes(words[0])
+    if words[0] not in TOGETHER and is_one_of_several():
+        raise ConfigError(
+            f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
+            " launch"
+        )
     for file in first_look(words, many=["import"])[0]["import"]:
         import_file(Path(file))
     return importlib.import_module(f"wellposed.cli._{words[0]}").run(words[1:])
@@ -117,7 +116,8 @@ def _notices() -> Iterator[None]:
     """Show on standard error what the verbs say of what they did, as ``logging.INFO``."""
     logger, handler = logging.getLogger("wellposed"), logging.StreamHandler(sys.stderr)
     handler.format = lambda record: printable(record.getMessage(), keep=NEWLINE_AND_TAB)
-    handler.addFilter(_is_notice)
+    # A training shows its progress itself, unless --quiet.
+    handler.addFilter(lambda each: each.name != "wellposed.training" or each.levelno > logging.INFO)
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if is_first() else logging.WARNING)
@@ -126,19 +126,6 @@ def _notices() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-
-
-def _is_notice(record: logging.LogRecord) -> bool:
-    # A training shows its progress itself, unless --quiet.
-    return record.name != "wellposed.training" or record.levelno >= logging.WARNING
-
-
-def _refuse_several_processes(command: str) -> None:
-    if is_one_of_several():
-        raise ConfigError(
-            f"wellposed {command} runs in one process; start it without torchrun or accelerate"
-            " launch"
-        )
 
 
 def _describe(error: Exception, words: Sequence[str]) -> str | None:

@@ -1,22 +1,23 @@
 """Turning words into a `RunConfig`: what `train` and `compare` share.
 
-Precedence, lowest first: defaults, ``--preset`` or ``--config``, the variant (``train`` only), the
-command line.
+Precedence, lowest first: defaults, ``--preset`` or ``--config``, or what a model named ``--from``
+asks for, the variant (``train`` only), the command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import tyro
 
-from wellposed.cli._start import READ_BY, start_config
 from wellposed.cli.first_look import first_look
+from wellposed.cli.load import model_folder
 from wellposed.cli.parser import (
     HELP,
     HELP_ALL,
@@ -29,6 +30,8 @@ from wellposed.cli.parser import (
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
+from wellposed.tasks.data.pixel_values import PROCESSOR_FILES, has_processor
+from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed.training.config import (
     ConstrainOptions,
     ModelOptions,
@@ -38,6 +41,9 @@ from wellposed.training.config import (
     TrainOptions,
     read_toml,
 )
+
+if TYPE_CHECKING:
+    from wellposed.training.loop.tracking import Images, Tracking
 
 COMMON = frozenset(
     {
@@ -50,6 +56,20 @@ COMMON = frozenset(
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 SECTIONS = ("train", "model", "penalty", "constrain")
 """Parts of a `RunConfig` whose options are those of the command line."""
+FINE_TUNING = TrainOptions(
+    epochs=3,
+    learning_rate=3e-5,
+    schedule="linear",
+    warmup_share=0.1,
+    adam_beta2=0.999,
+    adam_epsilon=1e-8,
+)
+"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix
+A.3)."""
+TrackerNames: TypeAlias = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction
+]
+"""The option ``--track``, for the arguments of a command; it may be given several times."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +102,7 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
     if words[0].startswith("-"):
         raise ConfigError(
             f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
-            f" {_task_names()}"
+            f" {', '.join(TASKS.names())}"
         )
     if words[0] not in TASKS:
         raise unknown_name("task", words[0], TASKS.names())
@@ -109,13 +129,13 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     if said["from"]:
         given = [name for name in READ_BY if said[name]]
         base = start_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
-    elif said["preset"]:
-        from wellposed.compare.named import NAMED
-
-        base = _of_task(NAMED.get(said["preset"])(), task, f"preset {said['preset']!r}")
-    elif said["config"]:
-        base = _of_task(read_config(Path(said["config"])), task, said["config"])
-        import_again(base.imports, where=said["config"])
+    elif sources:
+        base, where = _named_config(said)
+        if base.task != task:
+            raise ConfigError(
+                f"{where} is a configuration of task {base.task!r}, the command names {task!r}"
+            )
+        import_again(base.imports, where=where)
     if said["steps"] is None:
         return base
     if said["epochs"] not in (None, "None"):
@@ -126,13 +146,79 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
-def read_config(path: Path) -> RunConfig:
-    """Read a ``config.toml``; a missing file or a syntax error names the file and line."""
+def _named_config(said: dict[str, Any]) -> tuple[RunConfig, str]:
+    """Return the configuration of ``--preset`` or ``--config``, and where it comes from."""
+    if name := said["preset"]:
+        from wellposed.compare.named import NAMED
+
+        return NAMED.get(name)(), f"preset {name!r}"
+    path = Path(said["config"])
     if not path.is_file():
         raise DataError(
             f"{path}: no such configuration file; a run folder holds one as config.toml"
         )
-    return RunConfig.from_dict(read_toml(path), where=str(path))
+    return RunConfig.from_dict(read_toml(path), where=str(path)), str(path)
+
+
+def start_config(
+    task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()
+) -> RunConfig:
+    """Return what a run that starts from the model ``name`` does by default: reads as the model
+    does, and fine-tunes.
+
+    ``given`` are those of `READ_BY` that the user says.
+    """
+    from wellposed.models import check_start
+
+    is_config = Path(name).is_file()
+    source = name if is_config else model_folder(name)
+    if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
+        check_start(source, kind)
+    folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
+    known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
+    found = {
+        option: find(source, folder, random)
+        for option, find in READ_BY.items()
+        if option in known and option not in given
+    }
+    train = TrainOptions() if random else FINE_TUNING
+    task_options = {option: value for option, value in found.items() if value}
+    start = StartOptions(source, from_scratch=from_scratch)
+    return RunConfig(task, task_options, variant="plain", train=train, start=start)
+
+
+def _tokenizer(source: str, folder: Path, random: bool) -> str:
+    del source
+    if not folder.is_dir() or has_tokenizer(folder):
+        return f"hf:{folder}"
+    if random:
+        return ""
+    raise ConfigError(
+        f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it"
+        " there with tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or"
+        " give --from-scratch"
+    )
+
+
+def _processor(source: str, folder: Path, random: bool) -> str:
+    if random:
+        return f"config:{source}"
+    if not folder.is_dir() or has_processor(folder):
+        return f"hf:{folder}"
+    raise ConfigError(
+        f"{folder}: no {PROCESSOR_FILES[0]}, which says how the images of its weights became"
+        " numbers; copy it from where the model came from, name a folder that has one with"
+        f" --processor hf:FOLDER, or give --processor config:{folder} for its size with mean and"
+        " deviation of your images"
+    )
+
+
+READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
+    "tokenizer": _tokenizer,
+    "processor": _processor,
+}
+"""Options of tasks that say how inputs are read, and what finds them beside a model: of what is
+loaded, the folder with the files beside it, and whether its weights are drawn."""
 
 
 def parse(
@@ -145,11 +231,11 @@ def parse(
         if value is not None:
             meant = OTHER_SPELLINGS[f"--{name}"]
             raise ConfigError(f"{command} {base.task}: no option --{name}; did you mean {meant}?")
-    options = TASKS.get(base.task).options
+    task = TASKS.get(base.task)
     hints = {
         "command": Annotated[extra, Flat],
         "files": Annotated[FileArguments, Flat],
-        "task": Annotated[options, Flat],
+        "task": Annotated[task.options, Flat],
         "train": Annotated[TrainOptions, Flat],
         "model": ModelOptions,
         "penalty": PenaltyOptions,
@@ -162,69 +248,64 @@ def parse(
     default = arguments(
         command=extra(),
         files=FileArguments(),
-        task=_task_defaults(options, base),
+        task=_task_defaults(task.options, base),
         start=StartArguments(**dataclasses.asdict(base.start)),
         **{name: getattr(base, name) for name in SECTIONS},
     )
-    parsed: Any = parse_words(
-        arguments,
-        words,
-        default=default,
-        prog=f"wellposed {command} {base.task}",
-        description=summary,
-        common=COMMON,
-    )
+    prog = f"wellposed {command} {base.task}"
+    how = {"default": default, "prog": prog, "description": summary, "common": COMMON}
+    parsed: Any = parse_words(arguments, words, **how)
+    start = dataclasses.asdict(parsed.start)
     run = dataclasses.replace(
         base,
         task_options=dataclasses.asdict(parsed.task),
-        start=StartOptions(
-            **{**dataclasses.asdict(parsed.start), "model": base.start.model or parsed.start.model}
-        ),
+        start=StartOptions(**{**start, "model": base.start.model or parsed.start.model}),
         **{name: getattr(parsed, name) for name in SECTIONS},
         imports={**base.imports, **imported_files()},
     )
-    if not (run.start.model or TASKS.get(run.task).own_models):
+    if not (run.start.model or task.own_models):
         raise ConfigError(
             f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face"
             " model with --from FOLDER, or the config.json of one (docs/howto.md has one for small"
             " images); the task image reads pixels one by one"
         )
     if parsed.files.print_config:
-        _print_config(run)
+        import tomli_w
+
+        sys.stdout.write(tomli_w.dumps(run.to_dict()))
+        raise SystemExit(0)
     return run, parsed.command
 
 
-def command_words(command: str, words: Sequence[str]) -> list[str]:
-    """Return the exact command, as reports print it."""
-    return ["wellposed", command, *words]
-
-
 def _task_defaults(options: type, base: RunConfig) -> Any:
-    known = {item.name for item in dataclasses.fields(options)}
-    unknown = [name for name in base.task_options if name not in known]
-    if unknown:
-        raise unknown_name(f"option of task {base.task}", unknown[0], known)
     defaults = {
         item.name: tyro.MISSING if item.default is dataclasses.MISSING else item.default
         for item in dataclasses.fields(options)
     }
+    unknown = [name for name in base.task_options if name not in defaults]
+    if unknown:
+        raise unknown_name(f"option of task {base.task}", unknown[0], defaults)
     return unchecked(options, {**defaults, **base.task_options})
 
 
-def _of_task(config: RunConfig, task: str, where: str) -> RunConfig:
-    if config.task != task:
-        raise ConfigError(
-            f"{where} is a configuration of task {config.task!r}, the command names {task!r}"
-        )
-    return config
+def tracking(names: TrackerNames) -> Tracking:
+    """Return what `wellposed.training.train` reports to: these trackers, with the figures of a
+    report on the run.
+
+    Raises:
+        ConfigError: an unknown tracker, or one that is not installed.
+    """
+    from wellposed.training.loop.tracking import Tracking, check_trackers
+
+    check_trackers(names)
+    return Tracking(names, report_images)
 
 
-def _print_config(run: RunConfig) -> NoReturn:
-    import tomli_w
+def report_images(*runs: Path) -> Images:
+    """Return the figures of the report on some runs, as pixels."""
+    from wellposed.charts import drawn_images
+    from wellposed.report import build_report
 
-    sys.stdout.write(tomli_w.dumps(run.to_dict()))
-    raise SystemExit(0)
-
-
-def _task_names() -> str:
-    return ", ".join(TASKS.names())
+    with TemporaryDirectory() as folder, drawn_images() as images:
+        build_report(runs, Path(folder) / "report.html")
+    return images

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from wellposed.certification import Certificate
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
-    from wellposed.training.certified.accuracy import CertifiedAccuracy
-    from wellposed.training.certified.run import NearestWord
 
 _LOSSES = 6
 
@@ -65,20 +63,20 @@ def run(words: Sequence[str]) -> int:
     """Print the certificate, and for a classifier run its certified accuracy; return the exit
     status."""
     options = parse_with_model(CertifyArguments, "certify", words, __doc__)
-    radii = _radii(options.radii)
+    try:
+        radii = None if options.radii is None else list(map(float, options.radii.split(",")))
+    except ValueError:
+        raise ConfigError(
+            f"--radii {options.radii!r}: expected comma-separated numbers, for instance 0,0.1,0.2"
+        ) from None
 
     from wellposed.certification import certify
     from wellposed.cli.load import load_model_or_draw
 
     model = load_model_or_draw(options.model)
     norm: Norm = 2 if options.norm == "2" else options.norm
-    ask = partial(
-        certify,
-        model,
-        seq_len=options.seq_len or _positions(model, options.model),
-        norm=norm,
-        min_tokens=options.min_tokens,
-    )
+    length = options.seq_len or _positions(model, options.model)
+    ask = partial(certify, model, seq_len=length, norm=norm, min_tokens=options.min_tokens)
     certificate = ask(radius=options.radius)
     # Of a total of no use nothing that costs time is worth it.
     useless = bool(certificate.reason) or math.isinf(certificate.total)
@@ -114,64 +112,36 @@ def _accuracy(
     from wellposed.training.certified.run import first_batches, keep, key, nearest_words
 
     batches = first_batches(task, options.split, options.examples, options.batch_size)
-    curve = certified_accuracy(
-        model,
-        batches,
-        certificate,
-        radii=TOKEN_SHARES if radii is None else radii,
-        in_tokens=radii is None,
-        attack_steps=options.attack_steps,
-        restarts=options.restarts,
-    )
+    attack: Any = {"attack_steps": options.attack_steps, "restarts": options.restarts}
+    of: Any = {"radii": TOKEN_SHARES if radii is None else radii, "in_tokens": radii is None}
+    curve = certified_accuracy(model, batches, certificate, **of, **attack)
     print(
         f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded"
-        " input:"
+        f" input:\n{curve.table()}"
     )
-    print(curve.table())
-    _print_words(nearest_words(model, task.tokenizer, batches, curve.median_radius), curve)
+    if words := nearest_words(model, task.tokenizer, batches, curve.median_radius):
+        print(
+            "\nin words: the most frequent ones and the nearest to each; the median radius is"
+            f" {curve.median_radius:.4g}"
+        )
+        rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
+        for word in words:
+            radius = curve.median_radius
+            of_radius = f"{word.distance / radius:.3g}" if radius else "inf"
+            names = repr(word.word), repr(word.nearest)
+            share = f"{curve.in_tokens(word.distance):.3g}"
+            rows.append((*names, f"{word.distance:.4g}", of_radius, share, str(word.within)))
+        print(aligned(rows, "ll"))
     if options.out is not None:
         with replace_files(options.out) as there:
             curve.to_csv(there / "certified_accuracy.csv")
             curve.plot(there / "certified_accuracy.svg")
     if radii is None and options.norm == "tok":
-        made_by = key(
-            Path(options.model),
-            task,
-            split=options.split,
-            examples=options.examples,
-            attack_steps=options.attack_steps,
-            restarts=options.restarts,
-            certificate={
-                "seq_len": options.seq_len,
-                "min_tokens": options.min_tokens,
-                "radius": options.radius,
-            },
-        )
-        keep(Path(options.model), curve, TOKEN_SHARES, made_by)
-        print(f"kept for `wellposed report`: {Path(options.model) / NAME}")
-
-
-def _print_words(words: Sequence[NearestWord], curve: CertifiedAccuracy) -> None:
-    """Print what the certified radius means for the words that are read most often."""
-    if not words:
-        return
-    print(
-        "\nin words: the most frequent ones and the nearest to each; the median radius is"
-        f" {curve.median_radius:.4g}"
-    )
-    rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
-    rows += [
-        (
-            repr(word.word),
-            repr(word.nearest),
-            f"{word.distance:.4g}",
-            f"{word.distance / curve.median_radius:.3g}" if curve.median_radius else "inf",
-            f"{curve.in_tokens(word.distance):.3g}",
-            str(word.within),
-        )
-        for word in words
-    ]
-    print(aligned(rows, "ll"))
+        folder = Path(options.model)
+        asked = {name: getattr(options, name) for name in ("seq_len", "min_tokens", "radius")}
+        counted = {"split": options.split, "examples": options.examples, **attack}
+        keep(folder, curve, TOKEN_SHARES, key(folder, task, **counted, certificate=asked))
+        print(f"kept for `wellposed report`: {folder / NAME}")
 
 
 def _print_losses(certificate: Certificate) -> None:
@@ -190,30 +160,27 @@ def _print_losses(certificate: Certificate) -> None:
 
 def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     """Return the task of a run folder; None where certified accuracy is not defined."""
-    config_file = Path(options.model) / "config.toml"
-    if not config_file.is_file():
-        if options.data is not None:
-            raise ConfigError(
-                f"--data {options.data}: certified accuracy needs the task of a run, and"
-                f" {options.model} is not a run folder (no config.toml); name the folder that"
-                " `wellposed train --out` wrote"
-            )
-        return None
-    from wellposed.cli._arguments import read_config
-
-    config = read_config(config_file)
-    from wellposed.training.certified.run import has_certified_accuracy
-
-    if options.examples < 1 or not has_certified_accuracy(model):
-        if options.data is not None:
-            raise ConfigError(
-                f"--data {options.data}: certified accuracy is for labels and next tokens, with"
-                f" --examples >= 1; {options.model} holds a {type(model).__name__} and --examples"
-                f" is {options.examples}"
-            )
-        return None
+    from wellposed.cli.load import load_tokenizer
     from wellposed.tasks import build_task
+    from wellposed.training.certified.run import has_certified_accuracy
+    from wellposed.training.folder.run_folder import CONFIG, read_config
 
+    why, folder = "", Path(options.model)
+    if not (folder / CONFIG).is_file():
+        why = (
+            f"needs the task of a run, and {folder} is not a run folder (no {CONFIG}); name the"
+            " folder that `wellposed train --out` wrote"
+        )
+    elif options.examples < 1 or not has_certified_accuracy(model):
+        why = (
+            f"is for labels and next tokens, with --examples >= 1; {folder} holds a"
+            f" {type(model).__name__} and --examples is {options.examples}"
+        )
+    if why and options.data is not None:
+        raise ConfigError(f"--data {options.data}: certified accuracy {why}")
+    if why:
+        return None
+    config = read_config(folder)
     remote = [v for v in config.task_options.values() if isinstance(v, str) and v[:3] == "hf:"]
     if remote and options.data is None:
         print(
@@ -225,19 +192,13 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     if options.data is not None:
         config = replace(config, task_options={**config.task_options, "data": options.data})
     task = build_task(config.task, config.task_options)
-    _refuse_other_vocabulary(task, options)
-    return task
-
-
-def _refuse_other_vocabulary(task: Task, options: CertifyArguments) -> None:
-    from wellposed.cli.load import load_tokenizer
-
     if load_tokenizer(options.model).get_vocab() != task.tokenizer.get_vocab():
         raise ConfigError(
             f"{options.data or 'the data of the run'}: its vocabulary is not the one the model was"
             " trained with, so token numbers would mean something else; give --data with the"
             " training data of the run"
         )
+    return task
 
 
 def _positions(model: Any, name: str) -> int:
@@ -250,17 +211,6 @@ def _positions(model: Any, name: str) -> int:
             f"{name}: the model does not say how many tokens it takes; give --seq-len"
         )
     return length
-
-
-def _radii(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"--radii {text!r}: expected comma-separated numbers, for instance 0,0.1,0.2"
-        ) from None
 
 
 def _say_why(

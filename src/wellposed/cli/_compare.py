@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from wellposed.cli._arguments import (
+    TrackerNames,
     base_config,
-    command_words,
     parse,
+    report_images,
     split_task,
     task_usage,
+    tracking,
 )
 from wellposed.cli.first_look import first_look
-from wellposed.cli.tracking import TrackerNames, report_images, tracking
 from wellposed.compare.variants import VARIANTS, summary
 from wellposed.options import CheckedOptions, Count, Size
 from wellposed.training.loop.processes import is_first
-
-if TYPE_CHECKING:
-    from wellposed.report import Comparison
-    from wellposed.training.loop.tracking import Tracking
 
 VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
@@ -60,12 +57,12 @@ def run(words: Sequence[str]) -> int:
         print(task_usage("compare"))
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
-    config, options = parse(
-        "compare", base_config(task, rest), rest, CompareArguments, __doc__ or ""
-    )
+    base = base_config(task, rest)
+    config, options = parse("compare", base, rest, CompareArguments, __doc__ or "")
 
     from wellposed.compare.compare import ComparisonRuns, compare
     from wellposed.report import aggregate, build_report
+    from wellposed.training.loop.tracking import Trackers
 
     reported = tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
@@ -80,8 +77,8 @@ def run(words: Sequence[str]) -> int:
             out=options.out,
             resume=options.resume,
             progress=not options.quiet,
-            command=command_words("compare", words),
-            announce=None if options.quiet or not is_first() else _announce,
+            command=["wellposed", "compare", *words],
+            announce=None if options.quiet or not is_first() else partial(print, flush=True),
             certify=options.certify,
             tracking=reported,
         )
@@ -97,31 +94,12 @@ def run(words: Sequence[str]) -> int:
     print(found.table())
     print(f"report: {build_report(runs.folders, options.out / 'report.html')}")
     if options.track:
-        described = {**config.to_dict(), "variant": ",".join(names)}
-        _report_comparison(reported, options.out, described, runs.folders, found)
+        # One more record in each tracker: the means of every variant, the figures on all runs.
+        means = {f"{each['metric']},{each['variant']}": each["mean"] for each in found.records()}
+        reported = replace(reported, figures=lambda _: report_images(*runs.folders))
+        about = {**config.to_dict(), "variant": ",".join(names)}
+        with Trackers(reported, options.out, title=f"{task} compared", config=about) as trackers:
+            trackers.end(means, succeeded=True)
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0
-
-
-def _announce(line: str) -> None:
-    print(line, flush=True)
-
-
-def _report_comparison(
-    tracking: Tracking,
-    out: Path,
-    config: Mapping[str, Any],
-    folders: Sequence[Path],
-    found: Comparison,
-) -> None:
-    """Leave one more record in each tracker: the means of every variant and the figures of the
-    report on all runs."""
-    from wellposed.training.loop.tracking import Trackers
-
-    means = {
-        f"{record['metric']},{record['variant']}": record["mean"] for record in found.records()
-    }
-    reported = replace(tracking, figures=lambda _: report_images(*folders))
-    with Trackers(reported, out, title=f"{config['task']} compared", config=config) as trackers:
-        trackers.end(means, succeeded=True)

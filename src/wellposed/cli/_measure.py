@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.cli.parser import ModelArguments, parse_with_model
+from wellposed.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ def run(words: Sequence[str]) -> int:
     """Print the table, write the files and return the exit status."""
     options = parse_with_model(MeasureArguments, "measure", words)
 
-    from wellposed.cli.load import load_model_or_draw, load_tokenizer
+    from wellposed.cli.load import load_image_processor, load_model_or_draw, load_tokenizer
+    from wellposed.cli.prediction.labels import read_pixel_values
     from wellposed.measurement import measure
+    from wellposed.models import reads_images
+    from wellposed.training.folder.durable_files import replace_files
 
     model = load_model_or_draw(options.model)
     batch = None
@@ -35,14 +39,14 @@ def run(words: Sequence[str]) -> int:
         encoded = load_tokenizer(options.model)([options.text], return_tensors="pt")
         batch = {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
     if options.image is not None:
-        from wellposed.cli.prediction.image_labels import image_batch
-
-        batch = image_batch(model, options.model, options.image)
+        if not reads_images(model):
+            raise ConfigError(
+                f"--image: a {type(model).__name__} reads no images; give --text TEXT"
+            )
+        batch = read_pixel_values(load_image_processor(options.model), [options.image])
     measurement = measure(model, batch)
     print(measurement.table())
     if options.out is not None:
-        from wellposed.training.folder.durable_files import replace_files
-
         with replace_files(options.out) as there:
             measurement.to_csv(there / "measurement.csv")
             measurement.to_json(there / "measurement.json")

@@ -13,6 +13,7 @@ from wellposed.cli.parser import ModelArguments, parse_with_model
 from wellposed.cli.prediction.lines import LineSource, column_lines, line_writer
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import Seed, Size, Strength
+from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.images import IMAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -84,7 +85,12 @@ def run(words: Sequence[str]) -> int:
     model = load_model(options.model)
     if reads_images(model):
         return _write(_image_labels(model, options), options)
-    _refuse_images(model, options)
+    path, kind = options.input, type(model).__name__
+    if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
+        raise DataError(
+            f"{path}: is {'a folder' if path.is_dir() else 'an image'}, and a {kind} reads texts;"
+            " give a file of lines of text"
+        )
     tokenizer = load_tokenizer(options.model)
     if model.config.is_encoder_decoder:
         return _translate(model, tokenizer, options)
@@ -92,15 +98,9 @@ def run(words: Sequence[str]) -> int:
     if model.can_generate():
         from wellposed.cli.prediction.continuation import continue_text
 
-        text = continue_text(
-            model,
-            tokenizer,
-            _text(options),
-            max_new_tokens=options.max_new_tokens or MAX_NEW_TOKENS,
-            temperature=options.temperature,
-            seed=options.seed,
-        )
-        lines: Iterable[str] = [text]
+        count = options.max_new_tokens or MAX_NEW_TOKENS
+        how = {"max_new_tokens": count, "temperature": options.temperature, "seed": options.seed}
+        lines: Iterable[str] = [continue_text(model, tokenizer, _text(options), **how)]
     else:
         from wellposed.cli.prediction.labels import label_lines
 
@@ -118,7 +118,7 @@ def _write(lines: Iterable[str], options: PredictArguments) -> int:
 
 def _image_labels(model: PreTrainedModel, options: PredictArguments) -> Iterable[str]:
     from wellposed.cli.load import load_image_processor
-    from wellposed.cli.prediction.image_labels import find_images, label_images
+    from wellposed.cli.prediction.labels import find_images, label_images
 
     _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
     if options.input is None:
@@ -128,17 +128,6 @@ def _image_labels(model: PreTrainedModel, options: PredictArguments) -> Iterable
         )
     images = find_images(options.input)
     return label_images(model, load_image_processor(options.model), images, options.batch_size)
-
-
-def _refuse_images(model: PreTrainedModel, options: PredictArguments) -> None:
-    """Refuse images for a model of texts."""
-    path = options.input
-    if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
-        kind = "a folder" if path.is_dir() else "an image"
-        raise DataError(
-            f"{path}: is {kind}, and a {type(model).__name__} reads texts; give a file of lines of"
-            " text"
-        )
 
 
 def _refuse_missing_input(options: PredictArguments) -> None:
@@ -186,17 +175,13 @@ def _translate(
 
 
 def _text(options: PredictArguments) -> str:
-    path = options.input
-    if path is None:
+    if options.input is None:
         return options.text or ""
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 at byte {error.start}; convert it, for example with iconv"
-        ) from error
+    if str(options.input) != "-":
+        return read_text(options.input).text
+    text = sys.stdin.read()
     if not text.strip():
-        raise DataError(f"{path}: the file is empty; expected at least one line of text")
+        raise DataError("standard input: it is empty; expected at least one line of text")
     return text
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellposed.cli._arguments import (
+    TrackerNames,
     base_config,
-    command_words,
     parse,
     split_task,
     task_usage,
+    tracking,
 )
 from wellposed.cli.first_look import first_look
-from wellposed.cli.tracking import TrackerNames, tracking
 from wellposed.compare.variants import VARIANTS, apply_variant
 from wellposed.training.loop.processes import is_first
 
@@ -51,7 +51,8 @@ def run(words: Sequence[str]) -> int:
         if (seen["margin-loss"] or "").startswith("words"):
             base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
         base = apply_variant(seen["variant"], base)
-    config, options = parse("train", base, rest, TrainArguments, _description())
+    about = f"Train one model. Variants: {', '.join(VARIANTS)}; `wellposed compare` describes them."
+    config, options = parse("train", base, rest, TrainArguments, about)
 
     from wellposed.training import train
     from wellposed.training.folder.hub import check_repository, push_to_hub
@@ -65,7 +66,7 @@ def run(words: Sequence[str]) -> int:
         out,
         resume=options.resume,
         progress=not options.quiet,
-        command=command_words("train", words),
+        command=["wellposed", "train", *words],
         longer=True,
         tracking=tracking(options.track),
     )
@@ -79,7 +80,3 @@ def run(words: Sequence[str]) -> int:
     elif options.push_to_hub:
         print(f"{out}: {result.status}, so nothing was uploaded", file=sys.stderr)
     return result.exit_code
-
-
-def _description() -> str:
-    return f"Train one model. Variants: {', '.join(VARIANTS)}; `wellposed compare` describes them."

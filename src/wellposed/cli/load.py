@@ -50,15 +50,11 @@ def model_folder(name: str) -> str:
             f"{name}: is a file, expected a run folder or a saved model{only}; name the folder of a"
             " model"
         )
-    if _is_path(name):
+    # runs/ is where runs go, whether or not there is one yet.
+    below = os.sep in name and (path.parent.is_dir() or name.startswith("runs/"))
+    if below or _HUB_NAME.fullmatch(name) is None:
         raise DataError(f"{name}: no such folder{_nearest(path)}")
     return name
-
-
-def start_source(name: str) -> str:
-    """Return what a training that begins ``--from`` name reads: a ``config.json`` itself, else
-    `model_folder`."""
-    return name if Path(name).is_file() else model_folder(name)
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -116,31 +112,19 @@ def _verified(name: str, *, weights: bool) -> str:
     from wellposed.training import verify_final, verify_run_file
     from wellposed.training.folder.run_folder import CONFIG, import_recorded
 
-    folder = model_folder(name)
+    folder, config = model_folder(name), Path(name) / CONFIG
     verify_final(Path(folder), weights=weights)
     if Path(folder) != Path(name):
-        verify_run_file(Path(name) / CONFIG)
-        if (Path(name) / CONFIG).is_file():
+        verify_run_file(config)
+        if config.is_file():
             import_recorded(Path(name))
     return folder
-
-
-def _is_path(name: str) -> bool:
-    owner = Path(name).parent
-    return _HUB_NAME.fullmatch(name) is None or (
-        os.sep in name and (owner.is_dir() or name.startswith("runs/"))
-    )  # where runs go, whether or not there is one yet
 
 
 def _nearest(path: Path) -> str:
     """Return the nearest folders beside ``path`` that hold a model or a run, as the end of a
     message."""
-    parent = path.parent
-    there = (
-        sorted(entry for entry in parent.iterdir() if entry.name[0] != ".")
-        if parent.is_dir()
-        else []
-    )
-    models = [entry.name for entry in there if any((entry / file).is_file() for file in _FILES)]
-    near = nearest_names(path.name, models or [entry.name for entry in there if entry.is_dir()])
-    return f"; nearest: {', '.join(str(parent / entry) for entry in near)}" if near else ""
+    folders = sorted(entry for entry in path.parent.glob("[!.]*") if entry.is_dir())
+    models = [each for each in folders if any((each / file).is_file() for file in _FILES)]
+    near = nearest_names(path.name, [each.name for each in models or folders])
+    return f"; nearest: {', '.join(str(path.parent / name) for name in near)}" if near else ""

@@ -69,10 +69,9 @@ def parse_words(
             f"{description or ''}\n\nThe most used options; `{prog} {HELP_ALL}` lists all."
         )
     words = ["--help" if word == HELP_ALL else word for word in words]
+    how = {"default": default, "prog": prog, "description": description}
     with _REGISTRY, refused_together():
-        parsed = tyro.cli(
-            arguments, args=words, default=default, prog=prog, description=description
-        )
+        parsed = tyro.cli(arguments, args=words, **how)
     if getattr(getattr(parsed, "command", parsed), "quiet", False):
         logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
     return typing.cast(Arguments, parsed)
@@ -152,30 +151,17 @@ def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 _REGISTRY = ConstructorRegistry()
 
 
-@dataclass(frozen=True)
-class _Optional:
-    """Reads a value of one type, or the word None."""
-
-    kind: type
-
-    def read(self, words: Sequence[str]) -> Any:
-        return None if words == ["None"] else self.kind(words[0])
-
-    def holds(self, value: object) -> bool:
-        return value is None or isinstance(value, self.kind)
-
-
 @_REGISTRY.primitive_rule
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show ``int | None`` as INT; tyro's own rule shows {None}|INT."""
     kinds = [_unwrapped(kind)[0] for kind in typing.get_args(info.type)]
     if len(kinds) != 2 or kinds[1] is not type(None) or kinds[0] not in (int, float, str, Path):
         return None
-    optional = _Optional(kinds[0])
+    kind = kinds[0]
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=kinds[0].__name__.upper(),
-        instance_from_str=optional.read,
-        is_instance=optional.holds,
+        metavar=kind.__name__.upper(),
+        instance_from_str=lambda words: None if words == ["None"] else kind(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind),
         str_from_instance=lambda value: [str(value)],
     )

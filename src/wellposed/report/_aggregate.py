@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from wellposed.statistics import (
     holm_correction,
     mean_and_standard_error,
 )
-from wellposed.text_table import format_number, text_table
+from wellposed.text_table import MISSING, format_number, text_table
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test"}
 _METRIC_WORDS = {
@@ -29,8 +29,8 @@ _METRIC_WORDS = {
     "f1": "F1",
     "loss": "loss (nats)",
     "nats_per_char": "nats per character",
+    "bits_per_char": "bits per character",
 }
-_METRIC_WORDS |= {"bits_per_char": "bits per character"}
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,9 @@ class Comparison:
         """Write `records` and the runs that do not count as JSON."""
         path = Path(path)
         excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
+        content = {"schema_version": 1, "results": self.records(), "excluded": excluded}
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "schema_version": 1,
-            "results": self.records(),
-            "excluded": excluded,
-            "remarks": self.remarks(),
-        }
-        path.write_bytes(to_json(content, indent=2))
+        path.write_bytes(to_json({**content, "remarks": self.remarks()}, indent=2))
         return path
 
 
@@ -191,12 +186,9 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
 def compare_runs(found: FoundRuns) -> Comparison:
     """Return the comparison of runs that are already read."""
     groups = _by_label(found.runs, lambda run: run.task, _task_settings)
-    judged = {name: any(run.failure is None for run in runs) for name, runs in groups.items()}
-    return Comparison(
-        tuple(_compare_task(name, runs) for name, runs in groups.items() if judged[name]),
-        found.excluded,
-        tuple(name for name in groups if not judged[name]),
-    )
+    judged = [name for name, runs in groups.items() if any(run.failure is None for run in runs)]
+    tasks = tuple(_compare_task(name, groups[name]) for name in judged)
+    return Comparison(tasks, found.excluded, tuple(name for name in groups if name not in judged))
 
 
 def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
@@ -210,48 +202,35 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values
     )
     higher = bool(directions.get(headline, True))
-    reference = {
-        k: float(v) for k, v in (runs[0].result.get("reference") or {}).items() if v is not None
-    }
+    given = runs[0].result.get("reference") or {}
+    reference = {name: float(value) for name, value in given.items() if value is not None}
     # A score of generated text has no reference; whether such a task is learnt is read off the
     # loss.
-    judged = (
-        "loss" if reference_value(headline, reference) is None and "loss" in reference else headline
-    )
+    judged = headline
+    if reference_value(headline, reference) is None and "loss" in reference:
+        judged = "loss"
     expected = reference_value(judged, reference)
     known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
-    results, notes, finished = [], [], []
-    baseline: SeedResults | None = None
-    for variant, group in _by_label(found, lambda run: run.variant, _variant_settings).items():
-        mine = _finished(group)
-        seeds = _seed_results(variant, group, metric)
-        comparison = (
-            None if baseline is None else compare_seeds(seeds, baseline, higher_is_better=higher)
-        )
-        baseline = baseline or seeds
-        if (
-            comparison
-            and not comparison.obstacle
-            and comparison.pairs < max(len(baseline.values), len(mine))
-        ):
-            notes.append(
-                f"{variant} is tested on the {comparison.pairs} seeds it shares with the first"
-                " variant"
-            )
-        metrics = (
-            {m: _summary(m, mine) for m in mine[0].values if all(m in run.values for run in mine)}
-            if mine
-            else {}
-        )
+    groups = _by_label(found, lambda run: run.variant, _variant_settings)
+    finished = [
+        tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
+        for group in groups.values()
+    ]
+    first, *others = seeds = [
+        _seed_results(variant, group, mine, metric)
+        for (variant, group), mine in zip(groups.items(), finished, strict=True)
+    ]
+    tests = holm_correction([compare_seeds(of, first, higher_is_better=higher) for of in others])
+    results = []
+    for of, mine, test in zip(seeds, finished, [None, *tests], strict=True):
+        names = [m for m in mine[0].values if all(m in run.values for run in mine)] if mine else []
+        metrics = {m: _summary(m, mine) for m in names}
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
             learned = mean > expected if directions.get(judged, True) else mean < expected
-        failed = tuple(sorted(seeds.failures))
-        results.append(
-            VariantResult(variant, tuple(seeds.values), metrics, learned, comparison, failed)
-        )
-        finished.append(tuple(mine))
+        failed = tuple(sorted(of.failures))
+        results.append(VariantResult(of.name, tuple(of.values), metrics, learned, test, failed))
     return TaskComparison(
         task=name,
         metric=metric,
@@ -259,44 +238,34 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         reference=reference,
         reference_metric=known,
         reference_value=expected,
-        variants=tuple(_corrected(results)),
+        variants=tuple(results),
         runs=tuple(finished),
-        notes=tuple(notes),
+        notes=tuple(
+            f"{of.name} is tested on the {test.pairs} seeds it shares with the first variant"
+            for of, test in zip(others, tests, strict=True)
+            if not test.obstacle and test.pairs < max(len(first.values), len(of.values))
+        ),
     )
 
 
-def _finished(group: Sequence[Run]) -> list[Run]:
-    return sorted((run for run in group if run.failure is None), key=lambda run: run.seed)
-
-
-def _seed_results(variant: str, group: Sequence[Run], metric: str) -> SeedResults:
-    lacking = [run.folder / "result.json" for run in _finished(group) if metric not in run.values]
-    if lacking:
-        raise DataError(
-            f"{lacking[0]}: lacks {metric!r}, which other runs of {group[0].task} report"
-        )
+def _seed_results(
+    variant: str, group: Sequence[Run], finished: Sequence[Run], metric: str
+) -> SeedResults:
+    for run in finished:
+        if metric not in run.values:
+            raise DataError(
+                f"{run.folder / 'result.json'}: lacks {metric!r}, which other runs of {run.task}"
+                " report"
+            )
     failures = {run.seed: run.failure for run in group if run.failure is not None}
-    return SeedResults(
-        variant, {run.seed: run.values[metric] for run in _finished(group)}, failures
-    )
+    return SeedResults(variant, {run.seed: run.values[metric] for run in finished}, failures)
 
 
 def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
     """Return the reference for the headline metric: the entry of that name, else the only entry,
     else ``None``."""
-    if headline in reference:
-        return float(reference[headline])
-    return float(next(iter(reference.values()))) if len(reference) == 1 else None
-
-
-def _corrected(results: Sequence[VariantResult]) -> list[VariantResult]:
-    tested = [result for result in results if result.comparison is not None]
-    corrected = iter(
-        holm_correction([result.comparison for result in tested if result.comparison is not None])
-    )
-    return [
-        replace(r, comparison=next(corrected)) if r.comparison is not None else r for r in results
-    ]
+    only = next(iter(reference.values())) if len(reference) == 1 else None
+    return reference.get(headline, only)
 
 
 def _summary(metric: str, group: Sequence[Run]) -> Summary:
@@ -313,14 +282,10 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
         groups.setdefault((label(run), key), []).append(run)
     named: dict[str, list[Run]] = {}
     for (name, _), group in groups.items():
-        rivals = [
-            settings(other[0]) for (other_name, _), other in groups.items() if other_name == name
-        ]
-        mine = settings(group[0])
-        different = sorted(
-            k for k in {k for s in rivals for k in s} if len({str(s.get(k)) for s in rivals}) > 1
-        )
-        suffix = ", ".join(f"{k.rpartition('.')[2]}={mine.get(k)}" for k in different)
+        rivals = [settings(other[0]) for (of, _), other in groups.items() if of == name]
+        mine, keys = settings(group[0]), sorted({key for each in rivals for key in each})
+        different = [key for key in keys if len({str(each.get(key)) for each in rivals}) > 1]
+        suffix = ", ".join(f"{key.rpartition('.')[2]}={mine.get(key)}" for key in different)
         named[f"{name} ({suffix})" if suffix else name] = group
     return named
 
@@ -338,55 +303,42 @@ def _variant_settings(run: Run) -> dict[str, Any]:
 
 def _test_columns(c: PairedComparison | None) -> dict[str, Any]:
     names = ("mean_difference", "p_value", "p_holm", "verdict")
-    return {name: getattr(c, name) if c else None for name in names}
+    return {name: getattr(c, name, None) for name in names}
 
 
 def _task_table(task: TaskComparison) -> str:
     """Return the table of one task, and what it says in words."""
-    reference = ""
+    reference = "higher is better" if task.higher_is_better else "lower is better"
     if task.reference_value is not None:
-        reference = (
-            f"; learned: {task.reference_metric} better than {format_number(task.reference_value)}"
-        )
-    direction = "higher is better" if task.higher_is_better else "lower is better"
-    others = [m for m in task.metrics if m != task.metric and m.endswith(",test")]
-    columns = ["variant", "seeds", task.metric, *others, "learned", "difference", "p", "p (Holm)"]
-    rows = [
-        [
-            result.variant,
-            f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
-            if result.failed
-            else str(len(result.seeds)),
-            *(
-                str(result.metrics[m]) if m in result.metrics else "-"
-                for m in (task.metric, *others)
-            ),
-            {True: "yes", False: "NO", None: "-"}[result.learned],
-            *_difference_cells(result.comparison),
+        value = format_number(task.reference_value)
+        reference += f"; learned: {task.reference_metric} better than {value}"
+    shown = [task.metric]
+    shown += [m for m in task.metrics if m != task.metric and m.endswith(",test")]
+    columns = ["variant", "seeds", *shown, "learned", "difference", "p", "p (Holm)"]
+    rows = []
+    for result in task.variants:
+        seeds, test = str(len(result.seeds)), result.comparison
+        if result.failed:
+            seeds += f" of {len(result.seeds) + len(result.failed)}"
+        difference = getattr(test, "mean_difference", None)
+        row = [result.variant, seeds, *(str(result.metrics.get(m, MISSING)) for m in shown)]
+        row += [
+            {True: "yes", False: "NO", None: MISSING}[result.learned],
+            MISSING if difference is None else f"{difference:+.4g}",
+            *(format_number(getattr(test, name, None), 3) for name in ("p_value", "p_holm")),
         ]
-        for result in task.variants
-    ]
-    title = f"{task.task}: {task.metric}, mean ± standard error ({direction}{reference})"
+        rows.append(row)
+    title = f"{task.task}: {task.metric}, mean ± standard error ({reference})"
     return "\n".join([text_table(title, columns, rows), *conclusions(task)])
 
 
 def conclusions(task: TaskComparison) -> list[str]:
     """Return one sentence per variant against the first, then what a reader must know about the
     comparison."""
+    tested = [(r.variant, r.comparison) for r in task.variants if r.comparison]
     first = task.variants[0].variant
-    verdicts = [
-        f"{r.variant} against {first}: {r.comparison.verdict}"
-        for r in task.variants
-        if r.comparison
-    ]
+    verdicts = [f"{variant} against {first}: {test.verdict}" for variant, test in tested]
     return [*verdicts, *(f"note: {note}" for note in task.notes)]
-
-
-def _difference_cells(c: PairedComparison | None) -> list[str]:
-    if c is None:
-        return ["-", "-", "-"]
-    difference = "-" if c.mean_difference is None else f"{c.mean_difference:+.4g}"
-    return [difference, format_number(c.p_value, 3), format_number(c.p_holm, 3)]
 
 
 def metric_words(metric: str) -> str:

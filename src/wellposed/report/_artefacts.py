@@ -16,6 +16,7 @@ from wellposed.report._html_table import Column, Table, slug
 
 VERDICTS = {True: "holds", False: "does not hold", None: "cannot be said at this scale"}
 _NEEDED = ("recipe", "paper_says", "we_got", "holds")
+_SVG = "data:image/svg+xml;base64,"
 
 
 @dataclass(frozen=True)
@@ -40,54 +41,39 @@ def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            for folder in (path, *_folders_in(path)):
+            # A folder with a dot is one that a command is still writing.
+            inside = sorted(each for each in path.glob("[!.]*") if each.is_dir())
+            for folder in (path, *inside):
                 if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
                     folders.setdefault(folder.resolve(), folder)
     return [found for folder in folders.values() for found in _in_folder(folder)]
 
 
-def _folders_in(path: Path) -> list[Path]:
-    """Return the folders right below ``path``, without those that a command is still writing."""
-    return sorted(
-        child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")
-    )
-
-
 def overview(artefacts: Sequence[Artefact]) -> Table | None:
     """Return one row for each of several claims."""
-    claims = [artefact for artefact in artefacts if "verdict" in artefact.facts]
-    rows = [{"name": each.title, **each.facts} for each in claims]
+    if len(artefacts) < 2:
+        return None
+    rows = [{"name": each.title, **each.facts} for each in artefacts]
     shown = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
-    hidden = [
-        Column(name, name, "hidden")
-        for name in ("test", "uncertainty", "paper says", "we got", "command")
-    ]
+    names = ("test", "uncertainty", "paper says", "we got", "command")
+    hidden = [Column(name, name, "hidden") for name in names]
     columns = [Column("name", "table or figure", "text"), *shown, *hidden]
-    return (
-        Table("claims", "What the papers say and what we got", columns, rows)
-        if len(claims) > 1
-        else None
-    )
+    return Table("claims", "What the papers say and what we got", columns, rows)
 
 
 def _in_folder(folder: Path) -> Iterator[Artefact]:
     try:
         for file in sorted(folder.glob("*.json")):
-            values = _claim(file)
-            if values is not None:
+            try:
+                values = from_json(read_bytes(file))
+            except ValueError:
+                continue
+            if isinstance(values, dict) and all(name in values for name in _NEEDED):
                 yield _reproduction(file, values)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"{folder}: a table, text or drawing cannot be read ({error}); make it again"
         ) from error
-
-
-def _claim(file: Path) -> dict[str, Any] | None:
-    try:
-        values = from_json(read_bytes(file))
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) and all(name in values for name in _NEEDED) else None
 
 
 def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
@@ -96,21 +82,20 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
     verdict = VERDICTS[values["holds"] if values["holds"] in (True, False) else None]
     facts = {
         "paper says": values["paper_says"], "we got": values["we_got"], "verdict": verdict,
-        "test": test.get("test"), "seeds": test.get("seeds"), "uncertainty": test.get("uncertainty"),
+        **{name: test.get(name) for name in ("test", "seeds", "uncertainty")},
         "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),
     }  # fmt: skip
-    notes = values.get("notes")
+    notes, what = values.get("notes"), str(values["recipe"])
+    table, drawing = file.with_suffix(".csv"), file.with_suffix(".svg")
     return Artefact(
-        str(values["recipe"]),
+        what,
         {name: str(value) for name, value in facts.items() if value is not None},
         [str(note) for note in notes] if isinstance(notes, list) else [],
-        [_table(path) for path in [file.with_suffix(".csv")] if path.is_file()],
-        [
-            _drawing(path, str(values["recipe"]))
-            for path in [file.with_suffix(".svg")]
-            if path.is_file()
-        ],
+        [_table(table)] if table.is_file() else [],
+        [(what, _SVG + base64.b64encode(drawing.read_bytes()).decode())]
+        if drawing.is_file()
+        else [],
     )
 
 
@@ -119,20 +104,14 @@ def _table(file: Path) -> Table:
         heading, *rows = [row for row in csv.reader(lines) if row] or [[]]
     if len(set(heading)) < len(heading) or any(len(row) != len(heading) for row in rows):
         raise csv.Error(f"{file.name}: expected different headings, and as many cells in every row")
-    numeric = [
-        all(_number(row[k]) is not None for row in rows if row[k]) for k in range(len(heading))
-    ]
-    cells = [
-        {
-            name: _number(text) if number else text
-            for name, number, text in zip(heading, numeric, row, strict=True)
-        }
-        for row in rows
-    ]
-    columns = [
-        Column(name, name.replace("_", " "), "number" if number else "text")
-        for name, number in zip(heading, numeric, strict=True)
-    ]
+    columns, values = [], []
+    sides = list(zip(*rows, strict=True)) or [()] * len(heading)
+    for name, texts in zip(heading, sides, strict=True):
+        numbers = [_number(text) for text in texts]
+        numeric = None not in [n for n, text in zip(numbers, texts, strict=True) if text]
+        columns.append(Column(name, name.replace("_", " "), "number" if numeric else "text"))
+        values.append(numbers if numeric else texts)
+    cells = [dict(zip(heading, row, strict=True)) for row in zip(*values, strict=True)]
     return Table(slug(file.stem), f"{file.name}, {len(rows):,} rows", columns, cells)
 
 
@@ -143,7 +122,3 @@ def _number(text: str) -> float | int | None:
         except ValueError:
             continue
     return None
-
-
-def _drawing(file: Path, what: str) -> tuple[str, str]:
-    return what, f"data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}"

@@ -13,12 +13,13 @@ from wellposed.report._aggregate import SPLITS, TaskComparison, metric_words
 from wellposed.report._heat import Rows, Weights
 from wellposed.report._html_table import CsvLink, csv_link
 from wellposed.report._panels import common_limits, panel_svg
-from wellposed.report._runs import Run
+from wellposed.report._runs import Run, is_finite
 from wellposed.training.certified.record import CertifiedRun
 
 Numbers = Mapping[str, int]
 """Variant to its number on the page: its colour and its toggle."""
-Groups = Sequence[Sequence[Run]]
+Groups = Mapping[str, Sequence[Run]]
+"""The finished runs of each variant that has any, with their files read."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Figure:
     data: CsvLink
 
 
-def curves_figure(name: str, task: TaskComparison, runs: Groups, numbers: Numbers) -> Figure | None:
+def curves_figure(
+    name: str, task: TaskComparison, groups: Groups, numbers: Numbers
+) -> Figure | None:
     """Draw training loss, validation loss and the validation headline over steps; those in nats
     share their axis.
 
@@ -39,26 +42,20 @@ def curves_figure(name: str, task: TaskComparison, runs: Groups, numbers: Number
     seeds.
     """
     headline = task.metric.partition(",")[0]
-    places = dict.fromkeys([("train", "loss"), ("valid", "loss"), ("valid", headline)])
     found = {
         (split, metric): [
-            row
-            for result, group in zip(task.variants, runs, strict=True)
-            if group
-            for row in _curve_rows(result.variant, split, metric, group)
+            row for of, runs in groups.items() for row in _curve_rows(of, split, metric, runs)
         ]
-        for split, metric in places
+        for split, metric in (("train", "loss"), ("valid", "loss"), ("valid", headline))
     }
     if headline != "loss" and _same_means(found["valid", "loss"], found["valid", headline]):
         del found["valid", "loss"]  # nats per character are the loss: one panel is enough
     panels = [
-        _curve_panel(split, metric, rows, task.reference, numbers)
-        for (split, metric), rows in found.items()
-        if rows
+        _curve_panel(*place, rows, task.reference, numbers) for place, rows in found.items() if rows
     ]
     if not panels:
         return None
-    several = any(len(group) > 1 for group in runs)
+    several = any(len(runs) > 1 for runs in groups.values())
     band = "Mean over seeds; the band reaches from the lowest seed to the highest."
     every = [row for rows in found.values() for row in rows]
     return Figure(
@@ -69,16 +66,11 @@ def curves_figure(name: str, task: TaskComparison, runs: Groups, numbers: Number
     )
 
 
-def certified_figure(
-    name: str, task: TaskComparison, runs: Groups, numbers: Numbers
-) -> Figure | None:
+def certified_figure(name: str, groups: Groups, numbers: Numbers) -> Figure | None:
     """Draw accuracy against radius: certified as solid lines, under attack as dashed ones of the
     same colour."""
-    rows = [
-        row
-        for result, group in zip(task.variants, runs, strict=True)
-        for row in _certified_rows(result.variant, _certified_runs(group))
-    ]
+    measured = {of: [run.certified for run in runs if run.certified] for of, runs in groups.items()}
+    rows = [row for of, found in measured.items() for row in _certified_rows(of, found)]
     if not rows:
         return None
     styles: dict[str, Style] = {"certified": "solid", "attacked": "dashed"}
@@ -92,27 +84,21 @@ def certified_figure(
         "accuracy: certified (solid), attacked (dashed)", "radius (median token norms)", "accuracy", series,
         x_scale="symlog", legend=False, y_limits=(0, 1.02),
     )  # fmt: skip
-    measured = [run for group in runs for run in _certified_runs(group)]
-    return Figure(
-        "Certified against attacked accuracy",
-        _drawn([panel], name),
-        _certified_caption(measured),
-        csv_link(name, list(rows[0]), rows),
-    )
+    caption = _certified_caption([run for found in measured.values() for run in found])
+    title, data = "Certified against attacked accuracy", csv_link(name, list(rows[0]), rows)
+    return Figure(title, _drawn([panel], name), caption, data)
 
 
 def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
     """Draw singular values by role: median over layers, dashed before and solid after, and the
     range after."""
     series: dict[str, list[Series]] = {}
-    for variant, before, after in weights:
-        for role, spectra in spectra_by_role(before).items():
-            line = _spectrum(spectra, f"{variant}, before", numbers[variant])
-            series.setdefault(role, []).append(replace(line, style="dashed", band=()))
-        for role, spectra in spectra_by_role(after).items():
-            series.setdefault(role, []).append(
-                _spectrum(spectra, f"{variant}, after", numbers[variant])
-            )
+    for variant, *measured in weights:
+        for when, of_model in zip(("before", "after"), measured, strict=True):
+            for role, spectra in spectra_by_role(of_model).items():
+                line = _spectrum(spectra, f"{variant}, {when}", numbers[variant])
+                before = replace(line, style="dashed", band=())
+                series.setdefault(role, []).append(before if when == "before" else line)
     if not series:
         return None
     panels = [
@@ -126,13 +112,9 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
         " layer, with six digits."
     )
     columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
-    rows = [
-        {
-            **row,
-            "singular_values": " ".join(f"{v:.6g}" for v in row.get("singular_values") or ()),
-        }
-        for row in weight_rows(weights)
-    ]
+    rows = weight_rows(weights)
+    for row in rows:
+        row[columns[-1]] = " ".join(f"{v:.6g}" for v in row.get(columns[-1]) or ())
     return Figure("Singular values", _drawn(shared, name), caption, csv_link(name, columns, rows))
 
 
@@ -176,16 +158,11 @@ def _curve_rows(
     variant: str, split: str, metric: str, group: Sequence[Run]
 ) -> list[dict[str, Any]]:
     fixed = {"variant": variant, "split": split, "metric": metric, "seeds": len(group)}
-    columns = [
-        {
-            int(row["step"]): float(row[metric])
-            for row in run.metrics
-            if row["split"] == split
-            and isinstance(row.get(metric), (int, float))
-            and math.isfinite(row[metric])
-        }
-        for run in group
-    ]
+    columns = []
+    for run in group:
+        logged = [row for row in run.metrics if row["split"] == split]
+        known = [row for row in logged if is_finite(row.get(metric))]
+        columns.append({int(row["step"]): float(row[metric]) for row in known})
     return [
         {**fixed, "step": step, "mean": _mean(values), "low": min(values), "high": max(values)}
         for step, values in _shared(columns).items()
@@ -214,32 +191,27 @@ def _curve_panel(
     return Panel(words, "step", words.partition(" ")[2], series, legend=False, level=level)
 
 
-def _certified_runs(group: Sequence[Run]) -> list[CertifiedRun]:
-    return [run.certified for run in group if run.certified is not None]
-
-
 def _certified_rows(variant: str, measured: Sequence[CertifiedRun]) -> list[dict[str, Any]]:
     certified, attacked = (
         _shared([dict(zip(run.shares, getattr(run, name), strict=True)) for run in measured])
         for name in ("certified", "attacked")
     )
+    fixed = {"variant": variant, "seeds": len(measured)}
     return [
-        {
-            "variant": variant,
-            "seeds": len(measured),
-            "radius": radius,
-            "certified": _mean(values),
-            "attacked": _mean(attacked[radius]),
-        }
-        for radius, values in certified.items()
+        {**fixed, "radius": at, "certified": _mean(values), "attacked": _mean(attacked[at])}
+        for at, values in certified.items()
     ]
 
 
 def _certified_caption(measured: Sequence[CertifiedRun]) -> str:
     """Return what was measured: the examples, their split, the norm and the attack."""
-    splits = ", ".join(dict.fromkeys(SPLITS.get(run.split, run.split) for run in measured))
-    norms = ", ".join(dict.fromkeys(run.norm for run in measured))
-    attacks = ", ".join(dict.fromkeys(run.attack for run in measured))
+    splits, norms, attacks = (
+        ", ".join(
+            SPLITS.get(str(of), str(of))
+            for of in dict.fromkeys(getattr(run, name) for run in measured)
+        )
+        for name in ("split", "norm", "attack")
+    )
     low, high = min(run.examples for run in measured), max(run.examples for run in measured)
     examples = f"{low}" if low == high else f"{low} to {high}"
     return (
@@ -253,15 +225,12 @@ def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
     """Return the median of spectra, and their range, at places that all of them share."""
     import numpy as np
 
-    places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
-    curves = [
-        np.interp(
-            places,
-            (np.arange(len(values)) + 0.5) / len(values),
-            np.sort(np.asarray(values, float))[::-1],
-        )
-        for values, _ in spectra
-    ]
+    def shares(count: int) -> np.ndarray:
+        return (np.arange(count) + 0.5) / count
+
+    places = shares(SPECTRUM_POINTS)
+    largest_first = [np.sort(np.asarray(values, float))[::-1] for values, _ in spectra]
+    curves = [np.interp(places, shares(len(values)), values) for values in largest_first]
     middle, low, high = (of(curves, axis=0).tolist() for of in (np.median, np.min, np.max))
     return Series(label, places.round(4).tolist(), middle, band=(low, high), colour=number)
 

@@ -25,33 +25,33 @@ class _Scale:
         self.low, high = (min(values), max(values)) if values else (1e-3, 1.0)
         self.step = math.log(max(high / self.low, 1.01)) / LEVELS
 
-    def colour(self, value: float) -> str:
-        if not math.isfinite(value):
-            return "bad"
-        level = (
-            0 if value <= self.low else min(LEVELS - 1, int(math.log(value / self.low) / self.step))
-        )
-        return f"heat h{level}"
+    def cell(self, value: float | None, text: str = "") -> Cell | None:
+        """Return a value in its colour; None where there is none."""
+        if value is None:
+            return None
+        style = "bad"
+        if math.isfinite(value):
+            level = int(math.log(value / self.low) / self.step) if value > self.low else 0
+            style = f"heat h{min(LEVELS - 1, level)}"
+        return Cell(value, f"{text}{short_number(value)}", style)
 
     def ends(self) -> list[tuple[str, str]]:
-        return [
-            (f"heat h{k}", short_number(self.low * math.exp(k * self.step))) for k in range(LEVELS)
-        ]
+        least = [self.low * math.exp(k * self.step) for k in range(LEVELS)]
+        return [(f"heat h{k}", short_number(value)) for k, value in enumerate(least)]
 
 
 def heat_maps(name: str, weights: Weights) -> dict[str, Any] | None:
     """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
-    error = error_shown(row for _, before, after in weights for row in (*before, *after))
+    error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
     maps = [
         (variant, heat_map(before, error.name), heat_map(after, error.name))
         for variant, before, after in weights
     ]
-    values = [
-        v for _, *pair in maps for heat in pair for v in _values(heat) if v > 0 and math.isfinite(v)
-    ]
-    if not any(heat.layers for _, *pair in maps for heat in pair):
+    every = [heat for _, *pair in maps for heat in pair]
+    if not any(heat.layers for heat in every):
         return None
-    scale = _Scale(values)
+    values = [value for heat in every for line in heat.values for value in line]
+    scale = _Scale([value for value in values if value and value > 0 and math.isfinite(value)])
     return {
         "formula": error.formula,
         "summary": _summary(name, maps, scale),
@@ -70,57 +70,35 @@ def heat_maps(name: str, weights: Weights) -> dict[str, Any] | None:
 def _summary(name: str, maps: Sequence[tuple[str, HeatMap, HeatMap]], scale: _Scale) -> Table:
     roles = list(dict.fromkeys(role for _, *pair in maps for heat in pair for role in heat.roles))
     rows = []
-    for variant, first, last in maps:
-        before, after = _worst(first), _worst(last)
-        cells = {
-            f"{role} after": _change(before.get(role), after.get(role), scale) for role in roles
-        }
-        rows.append(
-            {"variant": variant, **cells, **{f"{role} before": before.get(role) for role in roles}}
-        )
-    return Table(
-        f"{name}-largest",
-        "Largest error over layers, before → after training",
-        [
-            Column("variant", "variant", "text"),
-            *(Column(f"{role} after", short_role(role)) for role in roles),
-            *(Column(f"{role} before", "", "hidden") for role in roles),
-        ],
-        rows,
-    )
-
-
-def _change(before: float | None, after: float | None, scale: _Scale) -> Cell | None:
-    if after is None:
-        return None
-    start = "-" if before is None else short_number(before)
-    return Cell(after, f"{start} → {short_number(after)}", scale.colour(after))
+    for variant, *pair in maps:
+        row: dict[str, Any] = {"variant": variant}
+        before, after = (_worst(heat) for heat in pair)
+        for role in roles:
+            start = row[f"{role} before"] = before.get(role)
+            text = "-" if start is None else short_number(start)
+            row[f"{role} after"] = scale.cell(after.get(role), f"{text} → ")
+        rows.append(row)
+    columns = [
+        Column("variant", "variant", "text"),
+        *(Column(f"{role} after", short_role(role)) for role in roles),
+        *(Column(f"{role} before", "", "hidden") for role in roles),
+    ]
+    caption = "Largest error over layers, before → after training"
+    return Table(f"{name}-largest", caption, columns, rows)
 
 
 def _map(name: str, heat: HeatMap, scale: _Scale) -> Table:
+    lines = zip(heat.layers, heat.values, strict=True)
     rows = [
-        {
-            "layer": layer,
-            **{role: _cell(value, scale) for role, value in zip(heat.roles, line, strict=True)},
-        }
-        for layer, line in zip(heat.layers, heat.values, strict=True)
+        {"layer": layer, **dict(zip(heat.roles, map(scale.cell, line), strict=True))}
+        for layer, line in lines
     ]
-    columns = [
-        Column("layer", "layer", "text"),
-        *(Column(role, short_role(role)) for role in heat.roles),
-    ]
-    return Table(name, f"{name.rpartition('-')[2]} training", columns, rows)
-
-
-def _cell(value: float | None, scale: _Scale) -> Cell | None:
-    return None if value is None else Cell(value, short_number(value), scale.colour(value))
+    roles = [Column(role, short_role(role)) for role in heat.roles]
+    caption = f"{name.rpartition('-')[2]} training"
+    return Table(name, caption, [Column("layer", "layer", "text"), *roles], rows)
 
 
 def _worst(heat: HeatMap) -> dict[str, float]:
     columns = zip(heat.roles, zip(*heat.values, strict=True), strict=True)
     present = {role: [value for value in column if value is not None] for role, column in columns}
     return {role: max(column) for role, column in present.items() if column}
-
-
-def _values(heat: HeatMap) -> list[float]:
-    return [v for line in heat.values for v in line if v is not None]

@@ -71,12 +71,8 @@ class Table:
     @property
     def left_out(self) -> str:
         """What the page says where it does not show every row."""
-        count = len(self.rows)
-        return (
-            f"The first {SHOWN_ROWS} of {count:,} rows; the CSV has all."
-            if count > SHOWN_ROWS
-            else ""
-        )
+        said = f"The first {SHOWN_ROWS} of {len(self.rows):,} rows; the CSV has all."
+        return said if len(self.rows) > SHOWN_ROWS else ""
 
     @property
     def csv(self) -> CsvLink:
@@ -115,9 +111,8 @@ def slug(name: str) -> str:
 def _shown(value: Any, column: Column) -> ShownCell:
     cell = value if isinstance(value, Cell) else Cell(value, _text(value, column))
     number = isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool)
-    style = " ".join(
-        filter(None, ({"text": "text", "wrap": "text wrap"}.get(column.kind, ""), cell.style))
-    )
+    kinds = {"text": "text", "wrap": "text wrap"}
+    style = f"{kinds.get(column.kind, '')} {cell.style}".strip()
     return ShownCell(cell.text, style, repr(cell.value) if number else "")
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from wellposed.charts import COLOURS
-from wellposed.errors import missing_extra
+from wellposed.errors import DataError, missing_extra
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, compare_runs
 from wellposed.report._artefacts import find_artefacts, overview
 from wellposed.report._html_table import Cell, Column, Table, csv_link
-from wellposed.report._running import running_section
 from wellposed.report._runs import Run, find_runs, load_details
-from wellposed.report._sections import shown, task_section
+from wellposed.report._sections import running_section, shown, task_section
 from wellposed.training.folder import durable_files
 
 
@@ -61,27 +61,16 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
     artefacts = find_artefacts(run_dirs)
     found = find_runs(run_dirs, needed=not artefacts)
     comparison = compare_runs(found)
-    unfinished = [
-        run for run in found.runs if run.failure is not None and run.failure.status == "unfinished"
-    ]
-    details = {
-        run.folder: run
-        for run in load_details(r for t in comparison.tasks for g in t.runs for r in g)
-    }
+    unfinished = [run for run in found.runs if getattr(run.failure, "status", "") == "unfinished"]
+    finished = [run for task in comparison.tasks for group in task.runs for run in group]
+    details = {run.folder: run for run in load_details(finished)}
     variants = [result.variant for task in comparison.tasks for result in task.variants]
-    numbers = {
-        name: number
-        for number, name in enumerate(dict.fromkeys([*variants, *(r.variant for r in unfinished)]))
-    }
-    environment = _environment()
+    variants = dict.fromkeys([*variants, *(run.variant for run in unfinished)])
+    numbers = {name: number for number, name in enumerate(variants)}
+    environment, records = _environment(), comparison.records()
     page = environment.get_template("report.html.j2").render(
         sections=[
-            task_section(
-                number,
-                task,
-                [[details[run.folder] for run in group] for group in task.runs],
-                numbers,
-            )
+            task_section(number, task, [[details[r.folder] for r in g] for g in task.runs], numbers)
             for number, task in enumerate(comparison.tasks, start=1)
         ],
         artefacts=artefacts,
@@ -91,7 +80,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
         colours=len(COLOURS),
         remarks=comparison.remarks(),
         excluded=_excluded(comparison),
-        results=_all_results(comparison),
+        results=csv_link("results", list(records[0]), records) if records else None,
         environment=_environments(list(details.values())),
         commands=_commands(list(details.values())),
         runs=len(details),
@@ -129,13 +118,7 @@ def _assets(environment: Any) -> dict[str, Any]:
     return {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
 
 
-def _all_results(comparison: Comparison) -> Any:
-    records = comparison.records()
-    return csv_link("results", list(records[0]), records) if records else None
-
-
 def _excluded(comparison: Comparison) -> Table | None:
-    names = ("run", "task", "variant", "seed", "status", "why")
     rows = [
         {
             "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
@@ -143,44 +126,30 @@ def _excluded(comparison: Comparison) -> Table | None:
         }
         for run in comparison.excluded
     ]  # fmt: skip
-    columns = [Column(name, name, "wrap" if name == "why" else "text") for name in names]
-    return Table("not-counted", "Runs that are not counted", columns, rows) if rows else None
+    if not rows:
+        return None
+    columns = [Column(name, name, "wrap" if name == "why" else "text") for name in rows[0]]
+    return Table("not-counted", "Runs that are not counted", columns, rows)
 
 
 def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Every entry once; where runs differ, each value with the runs it belongs to."""
-    described = [(run, flat_options(_machine(run))) for run in runs]
+    described = []
+    for run in runs:
+        # When and how it was started is told with the commands.
+        apart = ("date", "command", "starts")
+        values = {name: of for name, of in run.environment.items() if name not in apart}
+        values.setdefault("packages", run.result.get("versions") or {})
+        described.append((f"{run.task} {run.variant} seed {run.seed}", flat_options(values)))
     table = []
     for name in dict.fromkeys(name for _, values in described for name in values):
-        groups: dict[str, list[Run]] = {}
+        groups: dict[str, list[str]] = {}
         for run, values in described:
             groups.setdefault(shown(values.get(name, "-")), []).append(run)
-        table.append(
-            (
-                name,
-                [
-                    (value, "" if len(groups) == 1 else _names(group))
-                    for value, group in groups.items()
-                ],
-            )
-        )
+        several = len(groups) > 1
+        cells = [(value, ", ".join(group) if several else "") for value, group in groups.items()]
+        table.append((name, cells))
     return table
-
-
-def _names(runs: Sequence[Run]) -> str:
-    return ", ".join(f"{run.task} {run.variant} seed {run.seed}" for run in runs)
-
-
-def _machine(run: Run) -> dict[str, Any]:
-    """What the run ran on; when and how it was started is told with the commands."""
-    values = {
-        name: value
-        for name, value in run.environment.items()
-        if name not in ("date", "command", "starts")
-    }
-    return (
-        values if "packages" in values else {**values, "packages": run.result.get("versions") or {}}
-    )
 
 
 def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -197,3 +166,60 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             made + (f", resumed from step {', '.join(resumed)}" if resumed else "")
         )
     return list(groups.items())
+
+
+def watch_report(
+    run_dirs: Sequence[Path], out: Path, announce: Callable[[str], None], *, every: float = 2.0
+) -> None:
+    """Write the page of `build_report` whenever a file of the folders changes, until Ctrl-C.
+
+    The page loads itself again in an open browser; the one that is left at the end does not. At
+    every moment the file is a whole page. A folder that has no run yet, or a file that is being
+    written, is waited for.
+
+    Args:
+        run_dirs: run folders, or folders that hold run folders.
+        out: file to write.
+        announce: called with one line for each page that is written, and for what is waited for.
+        every: seconds between two looks.
+
+    Raises:
+        ConfigError: matplotlib or jinja2 is not installed.
+
+    Cost: the size and date of every file of the folders at each look; a page where something
+    changed.
+    """
+    refresh = max(2, round(every))
+    try:
+        seen, said = None, ""
+        while True:
+            state = _state(run_dirs)
+            if state != seen:
+                seen, line = state, _write(run_dirs, out, refresh)
+                if line != said:
+                    said = line
+                    announce(line)
+            time.sleep(every)
+    except KeyboardInterrupt:
+        announce(_write(run_dirs, out, None))
+
+
+def _write(run_dirs: Sequence[Path], out: Path, refresh: int | None) -> str:
+    try:
+        return f"report: {build_report(run_dirs, out, refresh=refresh)}"
+    except DataError as error:
+        return f"waiting: {error}"
+
+
+def _state(run_dirs: Sequence[Path]) -> set[tuple[str, int, int]]:
+    """Return name, date and size of every file that a page is made of."""
+    found = set()
+    for folder in run_dirs:
+        for suffix in ("json", "jsonl", "toml", "csv", "svg", "md"):
+            for file in folder.rglob(f"*.{suffix}"):
+                try:
+                    stat = file.stat()
+                except OSError:  # it was renamed or removed meanwhile
+                    continue
+                found.add((str(file), stat.st_mtime_ns, stat.st_size))
+    return found

@@ -58,39 +58,26 @@ def _hover(panel: Panel, axes: Any) -> dict[str, Any]:
         ]
     said = [_said(series) for series in panel.series]
     pixels = axes.transData.transform([(x, axes.get_ylim()[0]) for x in places])[:, 0]
-    return {
-        "series": [[series.colour or 0, series.label] for series in panel.series],
-        "points": [
-            [
-                round(float(pixel), 1),
-                f"{panel.x_label}: {x:.4g}",
-                [each.get(x, "") for each in said],
-            ]
-            for x, pixel in zip(places, pixels, strict=True)
-        ],
-    }
+    points = [
+        [round(float(pixel), 1), f"{panel.x_label}: {x:.4g}", [each.get(x, "") for each in said]]
+        for x, pixel in zip(places, pixels, strict=True)
+    ]
+    return {"series": [[each.colour or 0, each.label] for each in panel.series], "points": points}
 
 
 def _said(series: Series) -> dict[float, str]:
     values = [format_number(float(y)) for y in series.y]
     if series.band:
-        low, high = series.band
-        ends = zip(values, low, high, strict=True)
-        values = [
-            f"{value} ({format_number(float(a))} to {format_number(float(b))})"
-            for value, a, b in ends
-        ]
+        ends = [[format_number(float(end)) for end in side] for side in series.band]
+        values = [f"{value} ({a} to {b})" for value, a, b in zip(values, *ends, strict=True)]
     return dict(zip(series.x, values, strict=True))
 
 
 def common_limits(panels: Sequence[Panel]) -> tuple[float, float] | None:
     """Return the y-limits that hold every value of ``panels``, with a margin."""
-    lines = [
-        line for panel in panels for series in panel.series for line in (series.y, *series.band)
-    ]
-    values = [value for line in lines for value in line] + [
-        panel.level[1] for panel in panels if panel.level
-    ]
+    series = [each for panel in panels for each in panel.series]
+    values = [value for each in series for line in (each.y, *each.band) for value in line]
+    values += [panel.level[1] for panel in panels if panel.level]
     if not values:
         return None
     low, high = min(values), max(values)

@@ -1,22 +1,35 @@
-"""Run folders: which ones count, which ones do not and why."""
+"""Run folders and their files: which runs count, which ones do not and why; damage is named, and all
+of it at once."""
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from wellposed.errors import DataError
+from wellposed.errors import CheckpointError, DataError, listed
 from wellposed.finite_json import from_json
 from wellposed.measurement import Measurement
-from wellposed.regular_file import read_text
-from wellposed.report._files import FINAL, INITIAL, RunFiles, headline_values, is_finite
+from wellposed.options import fits, misfits
+from wellposed.regular_file import read_bytes, read_text
 from wellposed.statistics import Failure
-from wellposed.training.certified.record import CertifiedRun
+from wellposed.training import verify_run_file
+from wellposed.training.certified.record import CertifiedRun, read_certified
 
+Found = TypeVar("Found")
+ENTRIES: Mapping[str, Any] = {
+    **dict.fromkeys(("task", "variant", "headline", "date"), str),
+    **dict.fromkeys(("results", "higher_is_better", "config", "train_info"), dict),
+    **dict.fromkeys(("reference", "data", "versions"), dict | None),
+    "seed": int,
+    "command": list | None,
+}
+"""What each entry of ``result.json`` is."""
+INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 ORDER_FILE = "compare.json"
 
 
@@ -110,12 +123,15 @@ def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
         DataError: a path that does not exist, no run although one is ``needed``, or a damaged
         ``result.json``.
     """
-    files = RunFiles()
-    folders = _run_folders([Path(path) for path in paths], files.problems)
-    read = [_read_run(folder, files) for folder in folders]
-    files.refuse("runs cannot be read")
-    runs = [run for run, _ in read if run is not None]
-    excluded = [entry for _, entry in read if entry is not None]
+    problems = Problems()
+    folders = _run_folders([Path(path) for path in paths], problems.lines)
+    read = [problems.tried(_read_run, folder) for folder in folders]
+    for folder in folders:
+        if (folder / "result.json").exists():
+            problems.tried(verify_run_file, folder / "config.toml")
+    problems.refuse("runs cannot be read")
+    runs = [each[0] for each in read if each and each[0]]
+    excluded = [each[1] for each in read if each and each[1]]
     if needed and not runs and not excluded:
         places = ", ".join(str(path) for path in paths) or "nothing"
         raise DataError(
@@ -133,22 +149,137 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
         DataError: a file is missing, cut off or malformed; every one is named, with the line for
         metrics.jsonl.
     """
-    files = RunFiles()
+    problems = Problems()
     loaded = [
         replace(
             run,
-            metrics=files.metrics(run.folder / "metrics.jsonl"),
-            initial=files.measurement(run.folder, INITIAL),
-            final=files.measurement(run.folder, FINAL),
-            environment=files.environment(run.folder / "env.json"),
+            metrics=problems.tried(_read_metrics, run.folder / "metrics.jsonl") or (),
+            initial=problems.tried(_read_measurement, run.folder, INITIAL),
+            final=problems.tried(_read_measurement, run.folder, FINAL),
+            environment=problems.tried(_read_environment, run.folder / "env.json") or {},
         )
         for run in runs
     ]
-    files.refuse(
+    problems.refuse(
         "finished runs lack files a report needs",
-        "train these runs again, or leave them out of the report",
+        "\ntrain these runs again, or leave them out of the report",
     )
     return loaded
+
+
+class Problems:
+    """Reads files and goes on; ``lines`` has one for each that is missing or not as it was
+    written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def tried(self, read: Callable[..., Found], *where: Any) -> Found | None:
+        """Return what is read, or None, and keep what is wrong with it."""
+        try:
+            return read(*where)
+        except (CheckpointError, DataError) as error:
+            self.lines.append(str(error))
+            return None
+
+    def refuse(self, title: str, advice: str = "") -> None:
+        """Raise one error with every problem so far, if there are any."""
+        if self.lines:
+            raise DataError(f"{title}:\n{listed(self.lines)}{advice}")
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether ``value`` is a finite number."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    verify_run_file(file)
+    try:
+        value = from_json(read_bytes(file), any_number=True)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DataError(
+            f"{file}: not valid JSON ({error}); the file is cut off or damaged"
+        ) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{file}: expected a JSON object, received {type(value).__name__}")
+    return value
+
+
+def _read_environment(file: Path) -> dict[str, Any]:
+    values = _read_json(file)
+    if not isinstance(starts := values.get("starts", []), list):
+        raise DataError(
+            f"{file}: starts is a {type(starts).__name__}, expected list; the file is damaged"
+        )
+    return values
+
+
+def _read_measurement(folder: Path, name: str) -> Measurement | None:
+    """Return one measurement; a model without roles leaves neither, which is no problem."""
+    if not any((folder / each).exists() for each in (INITIAL, FINAL)):
+        return None
+    verify_run_file(folder / name)
+    return Measurement.from_json(folder / name)
+
+
+def _read_metrics(file: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later
+    one."""
+    verify_run_file(file)
+    try:
+        lines = read_text(file).removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{file}: cannot be read ({why})") from None
+    rows: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if any(isinstance(row[name], (str, list, dict)) for name in row if name != "split"):
+                raise TypeError("a value that is no number")
+            rows[str(row["split"]), int(row["step"])] = row
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            expected = "expected a JSON object with step, split and numbers"
+            raise DataError(f"{file}:{number}: {expected}, received {line[:60]!r}") from None
+    return tuple(rows.values())
+
+
+def _headline_values(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headline metric of a finished run on each split."""
+    values, headline = result["results"][result["task"]], result["headline"]
+    return {name: value for name, value in values.items() if name.partition(",")[0] == headline}
+
+
+def _result_problem(result: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the entries of ``result.json``, which are those of schema version
+    1."""
+    given = {name: result[name] for name in ENTRIES if name in result}
+    missing = [name for name in ENTRIES if name not in given and not fits(None, ENTRIES[name])]
+    if missing:
+        return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
+    wrong = {name: expected for name, _, expected in misfits(given, ENTRIES)}
+    values = result["results"].get(result["task"]) if not wrong else None
+    if not wrong:
+        numbers = {"reference": result.get("reference"), f"results.{result['task']}": values}
+        for part, entries in numbers.items():
+            for name, value in (entries if isinstance(entries, dict) else {}).items():
+                if not isinstance(value, (int, float, type(None))):
+                    given[f"{part}.{name}"], wrong[f"{part}.{name}"] = value, "a number"
+    if wrong:
+        said = [f"{k} is a {type(given[k]).__name__}, expected {v}" for k, v in wrong.items()]
+        return f"{'; '.join(said)}; the file is damaged"
+    if result["train_info"].get("status") != "success":
+        return None
+    if not isinstance(values, dict) or not values:
+        return f"results has no metrics of task {result['task']!r}"
+    if not _headline_values(result):
+        return (
+            f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
+        )
+    return None
 
 
 def variant_order(folder: Path) -> list[str]:
@@ -208,36 +339,28 @@ def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
     return sorted(runs, key=key)
 
 
-def _read_run(folder: Path, files: RunFiles) -> tuple[Run | None, ExcludedRun | None]:
+def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
     """Return the run, and the entry that lists it where it does not count."""
     file = folder / "result.json"
     if not file.exists():
         return _read_unfinished(folder)
-    result = files.result(file)
-    files.is_whole(folder / "config.toml")
-    if result is None:
-        return None, None
+    result = _read_json(file)
+    if problem := _result_problem(result):
+        raise DataError(f"{file}: {problem}")
     info, diverged = result["train_info"], result.get("failure")
     if info.get("status") == "success":
-        bad = [
-            f"{name} = {value}"
-            for name, value in headline_values(result).items()
-            if not is_finite(value)
-        ]
+        found = _headline_values(result).items()
+        bad = [f"{name} = {value}" for name, value in found if not is_finite(value)]
         if not bad:
-            return Run(folder, result, certified=files.certified(folder, result)), None
-        return _without_number(
-            folder,
-            result,
-            "failed",
-            f"the headline metric is not a finite number: {', '.join(bad)}",
-        )
+            certified = read_certified(folder, run_date=str(result["date"]))
+            return Run(folder, result, certified=certified), None
+        reason = f"the headline metric is not a finite number: {', '.join(bad)}"
+        return _without_number(folder, result, "failed", reason)
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
     short = reason.partition("\n")[0]
     if isinstance(diverged, dict):
-        short = (
-            f"diverged at step {diverged.get('step', '?')}: {diverged.get('what', 'not finite')}"
-        )
+        what = diverged.get("what", "not finite")
+        short = f"diverged at step {diverged.get('step', '?')}: {what}"
     return _without_number(folder, result, str(info.get("status")), reason, short)
 
 
@@ -245,11 +368,8 @@ def _read_unfinished(folder: Path) -> tuple[Run | None, ExcludedRun]:
     reason = "no result.json: still running, or killed before it ended"
     try:
         config = tomllib.loads(read_text(folder / "config.toml"))
-        known = {
-            "task": config["task"],
-            "variant": config["variant"],
-            "seed": int(config["train"]["seed"]),
-        }
+        known = {"task": config["task"], "variant": config["variant"]}
+        known["seed"] = int(config["train"]["seed"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None, ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
     # Without a date it comes last where only dates tell which variant is the first.

@@ -1,14 +1,20 @@
-"""What the page says of one task: its tables, its figures and the sentences before them."""
+"""What the page says of one task, its tables, figures and the sentences before them, and of runs
+that have not ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from wellposed.charts import Panel, Series, where
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
+from wellposed.regular_file import read_bytes
 from wellposed.report._aggregate import TaskComparison, VariantResult, conclusions, metric_words
 from wellposed.report._figures import (
+    Groups,
     Numbers,
     certified_figure,
     curves_figure,
@@ -18,6 +24,7 @@ from wellposed.report._figures import (
 )
 from wellposed.report._heat import Weights, heat_maps
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
+from wellposed.report._panels import panel_svg
 from wellposed.report._runs import Run
 from wellposed.text_table import format_number
 
@@ -28,6 +35,7 @@ TRAINING = {
     "parameters": "parameters", "steps": "steps", "best_step": "best step", "tokens": "tokens",
     "seconds": "time, s", "tokens_per_second": "tokens per second", "peak_memory_mib": "peak memory, MiB",
 }  # fmt: skip
+LARGEST = 1e300
 MEASURED = {"peak_memory_mib": "peak_memory_bytes"}
 
 
@@ -36,16 +44,17 @@ def task_section(
 ) -> dict[str, Any]:
     """Return what the template shows of one task; ``runs`` are those of each variant, with their files read."""
     name = f"{number}-{slug(task.task)}"[:40]
-    weights = _weights(task, runs)
-    measured = {variant for variant, _, _ in weights}
-    unmeasured = [r.variant for r in task.variants if r.seeds and r.variant not in measured]
+    groups = {of.variant: found for of, found in zip(task.variants, runs, strict=True) if found}
+    weights = _weights(groups)
+    measured = [variant for variant, _, _ in weights]
     notes = [
         f"note: {each} has no measurement, as no weight of its model has a known role"
-        for each in unmeasured
+        for each in groups
+        if each not in measured
     ]
     figures = (
-        curves_figure(f"{name}-curves", task, runs, numbers),
-        certified_figure(f"{name}-certified", task, runs, numbers),
+        curves_figure(f"{name}-curves", task, groups, numbers),
+        certified_figure(f"{name}-certified", groups, numbers),
         spectra_figure(f"{name}-spectra", weights, numbers),
     )
     return {
@@ -59,24 +68,24 @@ def task_section(
         "metrics": _metrics(f"{name}-metrics", task),
         "figures": [figure for figure in figures if figure],
         "heat": heat_maps(f"{name}-orthogonality", weights),
-        "training": _training(f"{name}-training", task, runs),
-        "settings": _settings(f"{name}-settings", task, runs),
+        "training": _training(f"{name}-training", groups),
+        "settings": _settings(f"{name}-settings", groups),
         "weights": _weight_table(f"{name}-weights", weights) if weights else None,
         "data": _data(runs),
     }
 
 
-def _weights(task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Weights:
+def _weights(groups: Groups) -> Weights:
     """Return the measurements before and after training of every variant whose runs all have
     both."""
     return [
         (
-            result.variant,
-            mean_rows([run.initial.rows for run in group if run.initial]),
-            mean_rows([run.final.rows for run in group if run.final]),
+            variant,
+            mean_rows([run.initial.rows for run in runs if run.initial]),
+            mean_rows([run.final.rows for run in runs if run.final]),
         )
-        for result, group in zip(task.variants, runs, strict=True)
-        if group and all(run.initial and run.final for run in group)
+        for variant, runs in groups.items()
+        if all(run.initial and run.final for run in runs)
     ]
 
 
@@ -128,23 +137,17 @@ def _results(name: str, task: TaskComparison) -> Table:
 def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
     summary, test = result.metrics.get(task.metric), result.comparison
     values = dict(zip(result.seeds, summary.values, strict=True)) if summary else {}
-    count = len(result.seeds)
-    all_seeds = count + len(result.failed)
-    difference = test.mean_difference if test else None
+    of_all = f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
+    difference = getattr(test, "mean_difference", None)
     return {
         "variant": result.variant,
         **{f"seed {seed}": value for seed, value in values.items()},
         **{f"seed {seed}": Cell("no result", "no result", "bad") for seed in result.failed},
-        "seeds": (
-            Cell(f"{count} of {all_seeds}", f"{count} of {all_seeds}", "bad")
-            if result.failed
-            else count
-        ),
-        "mean": summary.mean if summary else None,
-        "standard_error": summary.standard_error if summary else None,
+        "seeds": Cell(of_all, of_all, "bad") if result.failed else len(result.seeds),
+        **{name: getattr(summary, name, None) for name in ("mean", "standard_error")},
         "difference": None if difference is None else Cell(difference, f"{difference:+.4g}"),
-        "p": test.p_value if test else None,
-        "p_holm": test.p_holm if test else None,
+        "p": getattr(test, "p_value", None),
+        "p_holm": getattr(test, "p_holm", None),
         "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[result.learned],
         "verdict": test.verdict if test else "first variant",
     }
@@ -155,64 +158,46 @@ def _metrics(name: str, task: TaskComparison) -> Table | None:
     if not names:
         return None
     single = all(len(result.seeds) <= 1 for result in task.variants)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for result in task.variants:
-        found = {metric: result.metrics[metric] for metric in names if metric in result.metrics}
-        means = {metric: Cell(summary.mean, str(summary)) for metric, summary in found.items()}
-        errors = {
-            f"{metric} standard error": summary.standard_error for metric, summary in found.items()
-        }
-        rows.append({"variant": result.variant, **means, **errors})
+        rows.append({"variant": result.variant})
+        for metric, summary in result.metrics.items():
+            rows[-1][metric] = Cell(summary.mean, str(summary))
+            rows[-1][f"{metric} standard error"] = summary.standard_error
     columns = [Column(metric, metric_words(metric)) for metric in names]
     errors = [Column(f"{metric} standard error", "", "hidden") for metric in names]
     caption = f"Every other metric, mean{'' if single else ' ± standard error'}"
     return Table(name, caption, [VARIANT, *columns, *([] if single else errors)], rows)
 
 
-def _training(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Table:
+def _training(name: str, groups: Groups) -> Table:
+    rows = []
+    for variant, runs in groups.items():
+        row: dict[str, Any] = {"variant": variant}
+        for key in TRAINING:
+            found = [run.result["train_info"].get(MEASURED.get(key, key)) for run in runs]
+            values = [value for value in found if isinstance(value, (int, float))]
+            row[key] = sum(values) / len(values) if values else None
+        if row["peak_memory_mib"]:
+            row["peak_memory_mib"] /= 2**20
+        rows.append(row)
     columns = [
         Column(key, unit, "number" if key == "seconds" else "count")
         for key, unit in TRAINING.items()
     ]
-    rows = [
-        _training_row(r.variant, group)
-        for r, group in zip(task.variants, runs, strict=True)
-        if group
-    ]
     return Table(name, "Training, mean over seeds", [VARIANT, *columns], rows)
 
 
-def _training_row(variant: str, group: Sequence[Run]) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": variant}
-    for name in TRAINING:
-        found = [run.result["train_info"].get(MEASURED.get(name, name)) for run in group]
-        values = [value for value in found if isinstance(value, (int, float))]
-        row[name] = sum(values) / len(values) if values else None
-    if row["peak_memory_mib"]:
-        row["peak_memory_mib"] /= 2**20
-    return row
-
-
-def _settings(name: str, task: TaskComparison, runs: Sequence[Sequence[Run]]) -> Table | None:
+def _settings(name: str, groups: Groups) -> Table | None:
     """Return the settings in which variants differ; None where there are none."""
-    groups = [(r.variant, group[0]) for r, group in zip(task.variants, runs, strict=True) if group]
-    configs = {variant: flat_options(run.result["config"]) for variant, run in groups}
-    names = sorted(
-        {setting for config in configs.values() for setting in config} - {"variant", "train.seed"}
-    )
-    values = [
-        {v: str(config.get(setting, "not set")) for v, config in configs.items()}
-        for setting in names
-    ]
-    rows = [
-        {"(setting)": setting, **row}
-        for setting, row in zip(names, values, strict=True)
-        if len(set(row.values())) > 1
-    ]
-    columns = [
-        Column("(setting)", "setting", "text"),
-        *(Column(variant, variant, "text") for variant in configs),
-    ]
+    configs = {of: flat_options(runs[0].result["config"]) for of, runs in groups.items()}
+    names = sorted({key for config in configs.values() for key in config})
+    rows = []
+    for key in names:
+        row = {variant: str(config.get(key, "not set")) for variant, config in configs.items()}
+        if key not in ("variant", "train.seed") and len(set(row.values())) > 1:
+            rows.append({"(setting)": key, **row})
+    columns = [Column("(setting)", "setting", "text"), *(Column(of, of, "text") for of in configs)]
     return Table(name, "Settings in which the variants differ", columns, rows) if rows else None
 
 
@@ -225,18 +210,16 @@ def _weight_table(name: str, weights: Weights) -> Table:
     for variant, before, after in weights:
         initial = {(row["path"], row["role"]): row for row in before}
         for row in after:
-            place = " ".join(
-                str(part) for part in (row["stack"], row["layer"], row["role"]) if part is not None
-            )
             start = initial.get((row["path"], row["role"]), {})
-            values = {
-                f"{key} {when}": r.get(key)
-                for key in numbers
-                for when, r in (("before", start), ("after", row))
-            }
-            shape = f"{row['rows']} × {row['cols']}"
+            place = [row[part] for part in ("stack", "layer", "role") if row[part] is not None]
             rows.append(
-                {"variant": variant, "weight": place.replace("_", " "), "shape": shape, **values}
+                {
+                    "variant": variant,
+                    "weight": " ".join(map(str, place)).replace("_", " "),
+                    "shape": f"{row['rows']} × {row['cols']}",
+                    **{f"{key} before": start.get(key) for key in numbers},
+                    **{f"{key} after": row.get(key) for key in numbers},
+                }
             )
     columns = [
         Column(f"{key} {when}", f"{words} {when}", digits=3)
@@ -251,7 +234,7 @@ def _weight_table(name: str, weights: Weights) -> Table:
 def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
     """Description of the data; a setting in which runs differ shows all its values."""
     described = [flat_options(run.result.get("data") or {}) for group in runs for run in group]
-    names = list(dict.fromkeys(name for description in described for name in description))
+    names = dict.fromkeys(name for description in described for name in description)
     return [
         (name, " | ".join(dict.fromkeys(shown(d.get(name, "-")) for d in described)))
         for name in names
@@ -263,3 +246,62 @@ def shown(value: Any) -> str:
     if value is None or value == []:
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | None:
+    """Return how far unfinished runs are and their losses so far; None where there is no such run."""
+    if not runs:
+        return None
+    logged = [(run, rows_so_far(run.folder / "metrics.jsonl")) for run in runs]
+    columns = [
+        Column("run", "run", "text"), Column("task", "task", "text"), VARIANT,
+        Column("seed", "seed"), Column("step", "step", "count"), Column("steps", "of steps", "count"),
+        Column("train", "training loss (nats)"), Column("valid", "validation loss (nats)"),
+    ]  # fmt: skip
+    series: dict[str, list[Series]] = {}
+    table = []
+    for run, rows in logged:
+        steps = flat_options(run.result["config"]).get("train.steps")
+        row = {
+            "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
+            "step": max((each["step"] for each in rows), default=0), "steps": steps if _is_number(steps) else None,
+        }  # fmt: skip
+        for split, words in (("train", "training"), ("valid", "validation")):
+            mine = [each for each in where(rows, split=split) if _is_number(each.get("loss"))]
+            drawn = series.setdefault(f"{run.task}: {words} loss (nats)", [])
+            if mine:
+                x, y = ([each[name] for each in mine] for name in ("step", "loss"))
+                label, row[split] = f"{run.variant}, seed {run.seed}", y[-1]
+                drawn.append(Series(label, x, y, colour=numbers[run.variant]))
+        table.append(row)
+    panels = [
+        Panel(title, "step", "loss (nats)", drawn, legend=False)
+        for title, drawn in series.items()
+        if drawn
+    ]
+    return {
+        "table": Table("running", "Still running, or killed: last values logged", columns, table),
+        "panels": [panel_svg(panel, f"running-{k}") for k, panel in enumerate(panels)],
+    }
+
+
+def rows_so_far(file: Path) -> list[Mapping[str, Any]]:
+    """Return the whole rows of ``metrics.jsonl``; the last may be half written, as the run goes
+    on."""
+    try:
+        text = read_bytes(file).decode("utf-8", "replace")
+    except OSError:
+        return []
+    rows = []
+    for line in text.split("\n")[:-1]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if isinstance(row, dict) and _is_number(row.get("step")):
+            rows.append(row)
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST

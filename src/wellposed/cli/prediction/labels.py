@@ -1,43 +1,21 @@
-"""``wellposed predict`` for a classifier: one label a line."""
+"""``wellposed predict`` for a classifier: one label a line of text or an image."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError
+from wellposed.cli.prediction.lines import LineSource, say_long
+from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
+from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
+from wellposed.tasks.data.pixel_values import pixel_values, stack_values
 from wellposed.text_table import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-SHOWN = 10
-
-
-def label_lines(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    lines: Sequence[str],
-    batch_size: int,
-) -> Iterator[str]:
-    """Yield the most probable label of every line and its probability, with a tab between.
-
-    A text that is longer than those the model was trained on is cut as they were; standard error
-    says which lines.
-
-    Raises:
-        ConfigError: the model gives no label of a text.
-        DataError: a line without exactly one tab, for a model that compares pairs.
-        ShapeError: a text without a token.
-    """
-    inputs = _Inputs(model, tokenizer)
-    for start in range(0, len(lines), batch_size):
-        given = inputs.encode(lines[start : start + batch_size], start)
-        yield from label_and_probability(model, given, "text")
-    inputs.report()
+    from transformers import PreTrainedModel
 
 
 def label_and_probability(
@@ -64,70 +42,58 @@ def label_and_probability(
         yield f"{printable(str(names.get(best, best)))}\t{float(probabilities[best]):.4f}"
 
 
-@dataclass
-class _Inputs:
-    """What a classifier reads of lines, cut as in training."""
+def label_lines(
+    model: PreTrainedModel, tokenizer: Any, lines: Sequence[str], batch_size: int
+) -> Iterator[str]:
+    """Yield the most probable label of every line and its probability, with a tab between.
 
-    model: PreTrainedModel
-    tokenizer: Any
-    cut: list[int] = field(default_factory=list)
-    """Numbers of the lines that were cut."""
+    A text that is longer than those the model was trained on is cut as they were; standard error
+    says which lines.
 
-    @property
-    def limit(self) -> int:
-        """Most tokens of a text."""
-        from wellposed.models import text_positions
+    Raises:
+        ConfigError: the model gives no label of a text.
+        DataError: a line without exactly one tab, for a model that compares pairs.
+        ShapeError: a text without a token.
+    """
+    from wellposed.models import text_positions
+    from wellposed.tasks.text.pretrained import PAIRS
+    from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
-        longest = int(self.tokenizer.model_max_length)
-        return min(text_positions(self.model.config) or sys.maxsize, longest)
+    limit = min(text_positions(model.config) or sys.maxsize, int(tokenizer.model_max_length))
+    two_inputs = type(model).__name__.endswith("PairClassification")
+    cut: set[int] = set()
 
-    def encode(self, rows: Sequence[str], start: int) -> dict[str, Tensor]:
-        """Return the tensors of lines whose numbers begin behind ``start``."""
-        from wellposed.tasks.text.pretrained import PAIRS
-
-        two_inputs = type(self.model).__name__.endswith("PairClassification")
-        if not (two_inputs or self.tokenizer.init_kwargs.get(PAIRS)):
-            return self._encoded(start, list(rows))
-        pairs = [_both_texts(row, start + number) for number, row in enumerate(rows, 1)]
-        sides = [[pair[side] for pair in pairs] for side in (0, 1)]
-        if not two_inputs:
-            return self._encoded(start, *sides)
-        first, second = (self._encoded(start, side) for side in sides)
-        return first | {f"{name}_pair": value for name, value in second.items()}
-
-    def _encoded(self, start: int, *sides: list[str]) -> dict[str, Tensor]:
-        from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
-
-        lengths = [len(ids) for ids in self.tokenizer(*sides, verbose=False)["input_ids"]]
-        self.cut += [
-            start + number for number, length in enumerate(lengths, 1) if length > self.limit
-        ]
+    def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
+        given = [list(side) for side in sides]
+        lengths = [len(ids) for ids in tokenizer(*given, verbose=False)["input_ids"]]
+        cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
         if 0 in lengths:
             raise ShapeError(
                 f"line {start + lengths.index(0) + 1}: no token, expected a text of 1 token or more"
             )
-        if self.tokenizer.pad_token is None:
+        if tokenizer.pad_token is None:
             raise CheckpointError(
-                f"{self.tokenizer.name_or_path}: the tokenizer has no padding token, so lines of"
+                f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of"
                 " different lengths make no batch; name one as pad_token in its"
                 " tokenizer_config.json"
             )
-        cut = {"truncation": True, "max_length": self.limit}
-        found = self.tokenizer(*sides, padding=True, return_tensors="pt", **cut)
+        how = {"truncation": True, "max_length": limit, "padding": True, "return_tensors": "pt"}
+        found = tokenizer(*given, **how)
         read = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
-        return model_inputs(self.model, {name: found[name] for name in read if name in found})
+        return model_inputs(model, {name: found[name] for name in read if name in found})
 
-    def report(self) -> None:
-        """Say on standard error which lines were cut."""
-        if not self.cut:
-            return
-        numbers = sorted(set(self.cut))
-        shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
-        print(
-            f"{len(numbers)} lines of more than {self.limit} tokens were cut to their start:"
-            f" {shown}",
-            file=sys.stderr,
-        )
+    for start in range(0, len(lines), batch_size):
+        sides: list[Sequence[str]] = [lines[start : start + batch_size]]
+        if two_inputs or tokenizer.init_kwargs.get(PAIRS):
+            pairs = [_both_texts(line, start + place) for place, line in enumerate(sides[0], 1)]
+            sides = list(zip(*pairs, strict=True))
+        if two_inputs:
+            first, second = (encoded(start, side) for side in sides)
+            inputs = first | {f"{name}_pair": value for name, value in second.items()}
+        else:
+            inputs = encoded(start, *sides)
+        yield from label_and_probability(model, inputs, "text")
+    say_long(sorted(cut), limit)
 
 
 def _both_texts(line: str, number: int) -> list[str]:
@@ -139,3 +105,54 @@ def _both_texts(line: str, number: int) -> list[str]:
             " compares a pair"
         )
     return texts
+
+
+def find_images(path: Path) -> list[Path]:
+    """Return the images that ``path`` names: itself, those in it at any depth, or those on the
+    lines of a list.
+
+    Raises:
+        DataError: there is none, or a line of the list is no file.
+    """
+    suffixes = ", ".join(IMAGE_SUFFIXES)
+    if path.is_dir():
+        found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+        if not found:
+            raise DataError(f"{path}: no image in the folder; expected files named {suffixes}")
+        return found
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        return [path]
+    with LineSource(text=None, path=path) as source:
+        named = [(place, Path(line)) for place, line in enumerate(source, 1) if line.strip()]
+    name = source.name
+    problems = [f"{name}:{at}: {image}: no such file" for at, image in named if not image.is_file()]
+    if problems or not named:
+        raise DataError(
+            f"{name}: expected an image ({suffixes}), a folder, or the path of an image on each"
+            " line:\n" + listed(problems or ["it is empty"])
+        )
+    return [image for _, image in named]
+
+
+def read_pixel_values(processor: Any, images: Sequence[Path]) -> dict[str, Tensor]:
+    """Return what the model of ``processor`` reads of image files, (images, channels, height,
+    width)."""
+    values = [pixel_values(processor, read_image_file(path)) for path in images]
+    return {"pixel_values": stack_values(values)}
+
+
+def label_images(
+    model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int
+) -> Iterator[str]:
+    """Yield the most probable label of every image, its probability and the path, with tabs
+    between.
+
+    Raises:
+        ConfigError: the model gives no label of an image.
+        DataError: images that cannot be decoded.
+    """
+    for start in range(0, len(images), batch_size):
+        paths = images[start : start + batch_size]
+        labels = label_and_probability(model, read_pixel_values(processor, paths), "image")
+        for path, label in zip(paths, labels, strict=True):
+            yield f"{label}\t{printable(str(path))}"

@@ -10,17 +10,18 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from wellposed.errors import DataError, nearest_names
-from wellposed.tasks.data.files import bounded_lines
+from wellposed.errors import DataError
+from wellposed.tasks.data.files import bounded_lines, missing_file
 from wellposed.tasks.data.labelled import TableOptions, join_text, read_texts
 from wellposed.training.folder.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
+SHOWN = 10
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -33,61 +34,47 @@ class LineSource:
     """
 
     def __init__(self, *, text: str | None, path: Path | None) -> None:
-        self._path = path
-        self._spool: IO[bytes] | None = None
+        self._file: IO[bytes]
         self.name = "--text" if path is None else str(path)
-        if text is not None:
-            self._spool = io.BytesIO(text.encode(errors="surrogateescape"))
+        if path is None:
+            self._file = io.BytesIO((text or "").encode(errors="surrogateescape"))
         elif str(path) == "-":
             self.name = "standard input"
-            self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the source)
-            shutil.copyfileobj(sys.stdin.buffer, self._spool)
-        elif path is not None and not path.is_file():
-            beside = path.parent.iterdir() if path.parent.is_dir() else ()
-            if path.exists():
-                raise DataError(f"{path}: expected a file, found a folder, a pipe or a device")
-            near = nearest_names(path.name, [entry.name for entry in beside])
-            raise DataError(
-                f"{path}: no such file" + (f"; nearest: {', '.join(near)}" if near else "")
-            )
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the source)
+            shutil.copyfileobj(sys.stdin.buffer, self._file)
+        elif path.is_file():
+            self._file = path.open("rb")
+        elif path.exists():
+            raise DataError(f"{path}: expected a file, found a folder, a pipe or a device")
+        else:
+            raise missing_file(path)
 
     def __enter__(self) -> LineSource:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._spool is not None:
-            self._spool.close()
+        self._file.close()
 
     def __iter__(self) -> Iterator[str]:
-        with self._open() as file:
-            for number, raw in enumerate(bounded_lines(self.name, file), 1):
-                try:
-                    yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{self.name}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at byte"
-                        f" {error.start + 1} of the line; convert the file, for example with: iconv"
-                        " -f LATIN1 -t UTF-8"
-                    ) from None
-
-    @contextmanager
-    def _open(self) -> Iterator[Any]:
-        if self._spool is not None or self._path is None:
-            assert self._spool is not None
-            self._spool.seek(0)
-            yield self._spool
-            return
-        with self._path.open("rb") as file:
-            zipped = file.read(2) == _GZIP_MAGIC
-            file.seek(0)
-            with gzip.GzipFile(fileobj=file) if zipped else nullcontext(file) as lines:
-                try:
-                    yield lines
-                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    raise DataError(
-                        f"{self.name}: the gzip data is damaged or cut short ({error}); copy the"
-                        " file again"
-                    ) from None
+        self._file.seek(0)
+        zipped = self._file.read(2) == _GZIP_MAGIC
+        self._file.seek(0)
+        file = gzip.GzipFile(fileobj=self._file) if zipped else self._file
+        number, raw = 0, b""
+        try:
+            for raw in bounded_lines(self.name, file):
+                number += 1
+                yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.name}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at byte"
+                f" {error.start + 1} of the line; convert the file, for example with: iconv"
+                " -f LATIN1 -t UTF-8"
+            ) from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(
+                f"{self.name}: the gzip data is damaged or cut short ({error}); copy the file again"
+            ) from None
 
 
 def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> list[str] | None:
@@ -100,15 +87,14 @@ def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> li
         text_column: the column to read instead.
         pairs: whether the model compares pairs.
     """
-    from wellposed.cli._arguments import read_config
+    from wellposed.training.folder.run_folder import CONFIG, read_config
 
-    config = Path(model) / "config.toml"
-    trained = read_config(config).task_options if config.is_file() else {}
+    run = Path(model)
+    trained = read_config(run).task_options if (run / CONFIG).is_file() else {}
     kept: dict[str, Any] = {n: trained[n] for n in ("text_column", "header") if n in trained}
     if text_column:
         kept["text_column"] = text_column
-    options = TableOptions(**kept)
-    found = read_texts(path, options)
+    found = read_texts(path, TableOptions(**kept))
     if found is None:
         return None
     rows, what = found
@@ -135,12 +121,25 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
         file.detach()  # flushed; `raw` is synced and closed by its owner
 
 
+def say_long(numbers: Sequence[int], limit: int | None, what: str = "cut to their start") -> None:
+    """Say on standard error what happened to the lines of more than ``limit`` tokens."""
+    if numbers:
+        shown = ", ".join([*map(str, numbers[:SHOWN]), *(["..."] if len(numbers) > SHOWN else [])])
+        said = f"{len(numbers)} lines of more than {limit} tokens were {what}: {shown}"
+        print(said, file=sys.stderr)
+
+
 def counted(chunks: Iterable[list[str]], total: int) -> Iterator[list[str]]:
     """Yield chunks of lines and show on standard error how many are done: a bar on a terminal, a
     line every ten seconds elsewhere."""
     done, began = 0, time.monotonic()
-    shown = began
-    bar = _bar(total) if sys.stderr.isatty() else None
+    shown, bar = began, None
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        bar = Progress(console=Console(stderr=True), transient=True)
+        bar.add_task("lines", total=total)
     with bar or nullcontext():
         for chunk in chunks:
             yield chunk
@@ -152,12 +151,3 @@ def counted(chunks: Iterable[list[str]], total: int) -> Iterator[list[str]]:
                 shown, speed = now, done / (now - began)
                 said = f"{done}/{total} lines, {speed:.3g} per second"
                 print(said, file=sys.stderr, flush=True)
-
-
-def _bar(total: int) -> Any:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(console=Console(stderr=True), transient=True)
-    bar.add_task("lines", total=total)
-    return bar

@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wellposed.cli.prediction.lines import LineSource, counted, line_writer
+from wellposed.cli.prediction.lines import LineSource, counted, line_writer, say_long
 from wellposed.errors import DataError, listed
 
 if TYPE_CHECKING:
@@ -62,16 +63,12 @@ class Translator:
         space."""
         from wellposed.tasks.kinds.generate import Hypothesis, generate_texts
 
-        parts = [
-            self.pieces(line, ids) for line, ids in zip(lines, self.encode(lines), strict=True)
-        ]
+        encoded = zip(lines, self.encode(lines), strict=True)
+        parts = [self.pieces(line, ids) for line, ids in encoded]
         rows = [row for pieces in parts for row in pieces]
-        found = dict(
-            generate_texts(
-                self.model, self.tokenizer, rows, self.decoding, batch_size=self.batch_size
-            )
-        )
-        numbers = itertools.count()
+        search = partial(generate_texts, self.model, self.tokenizer, batch_size=self.batch_size)
+        found = dict(search(rows, self.decoding))
+        numbers = iter(range(len(rows)))
         answers = []
         for pieces in parts:
             mine = [found[next(numbers)] for _ in pieces]
@@ -108,15 +105,8 @@ def translate_lines(
             for hypotheses in translator.translate(chunk):
                 file.write(_rendered(next(number), hypotheses, n_best))
             file.flush()
-    if long_lines:
-        what = "cut to their start" if translator.long == "truncate" else "translated in parts"
-        shown = ", ".join(str(line) for line, _ in long_lines[:10]) + (
-            ", ..." if len(long_lines) > 10 else ""
-        )
-        print(
-            f"{len(long_lines)} lines of more than {translator.limit} tokens were {what}: {shown}",
-            file=sys.stderr,
-        )
+    what = "cut to their start" if translator.long == "truncate" else "translated in parts"
+    say_long([number for number, _ in long_lines], translator.limit, what)
     print(f"{total} lines translated" + (f", written: {output}" if output else ""), file=sys.stderr)
 
 
@@ -124,18 +114,12 @@ def _survey(source: LineSource, translator: Translator) -> tuple[int, list[tuple
     """Return how many lines there are, and the number and length of those that are too long."""
     total, long_lines = 0, []
     for chunk in _chunks(source, 1024):
-        if translator.limit is not None:
+        if (limit := translator.limit) is not None:
             # A token is at least a character, but for the end token: short lines need not be cut
             # into tokens.
-            suspects = [
-                i for i, line in enumerate(chunk) if len(line.encode()) >= translator.limit - 2
-            ]
-            rows = translator.encode([chunk[i] for i in suspects])
-            long_lines += [
-                (total + i + 1, len(row))
-                for i, row in zip(suspects, rows, strict=True)
-                if len(row) > translator.limit
-            ]
+            suspects = [i for i, line in enumerate(chunk) if len(line.encode()) >= limit - 2]
+            rows = zip(suspects, translator.encode([chunk[i] for i in suspects]), strict=True)
+            long_lines += [(total + i + 1, len(row)) for i, row in rows if len(row) > limit]
         total += len(chunk)
     if not total:
         raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
@@ -150,16 +134,14 @@ def _chunks(source: LineSource, size: int) -> Iterator[list[str]]:
 
 def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
     # A line feed inside an output would shift every line after it.
-    texts = [
-        " ".join(re.split("[\r\n]+", hypothesis.text.strip("\r\n"))) for hypothesis in hypotheses
-    ]
+    texts = [" ".join(re.split("[\r\n]+", each.text.strip("\r\n"))) for each in hypotheses]
     if n_best == 1:
         return texts[0] + "\n"
-    scores = ["" if h.score is None else f"{h.score:.6f}" for h in hypotheses]
-    rows = zip(itertools.count(1), scores, texts)
-    return "".join(
-        f"{number}\t{rank}\t{score}\t{text.replace(chr(9), ' ')}\n" for rank, score, text in rows
-    )
+    rows = []
+    for rank, (found, text) in enumerate(zip(hypotheses, texts, strict=True), 1):
+        score = "" if found.score is None else f"{found.score:.6f}"
+        rows.append(f"{number}\t{rank}\t{score}\t{text.replace(chr(9), ' ')}\n")
+    return "".join(rows)
 
 
 def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
@@ -171,15 +153,10 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
     """
     if fits(text) or len(text) < 2:
         return [text]
+    middle = left = right = len(text) // 2
     for pattern in CUTS:
-        places = [
-            match.span()
-            for match in pattern.finditer(text)
-            if match.start() and match.end() < len(text)
-        ]
-        if places:
-            left, right = min(places, key=lambda place: abs(place[0] - len(text) // 2))
+        found = [match.span() for match in pattern.finditer(text)]
+        if places := [(start, end) for start, end in found if start and end < len(text)]:
+            left, right = min(places, key=lambda place: abs(place[0] - middle))
             break
-    else:
-        left = right = len(text) // 2
     return split_text(text[:left], fits) + split_text(text[right:], fits)
