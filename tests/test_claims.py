@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import wellposed as wp
@@ -117,12 +116,3 @@ def test_the_readme_and_the_page_of_families_agree() -> None:
     assert said == {
         name: [all(cells[k] for k in group) for group in groups] for name, cells in tried.items()
     }
-
-
-def test_the_readme_measures_and_penalises_models_as_they_are() -> None:
-    for model in (
-        bert(),
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
-    ):
-        assert torch.isfinite(wp.OrthogonalityPenalty(model, attention=1e-6)())
-        assert wp.measure(model).rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wellposed import errors
-from wellposed.errors import WellposedError, listed, missing_extra, nearest_names, unknown_name
+from wellposed.errors import WellposedError, listed, missing_extra, unknown_name
 from wellposed.registry import Registry
 
 FAMILY = {
@@ -33,10 +33,6 @@ def test_unknown_name_lists_near_names_or_all_where_none_is_near() -> None:
     for name, hint in {**near, "qqqqq": f"expected one of {', '.join(known)}"}.items():
         assert str(unknown_name("variant", name, known)) == f"unknown variant '{name}'; {hint}"
     assert "no task is registered" in str(unknown_name("task", "x", []))
-
-
-def test_nearest_names_is_never_empty_for_known_names() -> None:
-    assert nearest_names("qqq", ["a", "b"]) != []
 
 
 def test_listed_counts_what_it_leaves_out() -> None:

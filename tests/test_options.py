@@ -19,8 +19,6 @@ from wellposed.options import (
     flat_options,
     option_problems,
 )
-from wellposed.tasks import TASKS, TaskSpec, build_task
-from wellposed.training import RunConfig
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,6 @@ class Bounded(CheckedOptions):
 
     def problems(self) -> list[str]:
         return ["value = 7 with share, expected another"] if self.value == 7 and self.share else []
-
-
-@dataclass(frozen=True)
-class SizedRun(RunConfig):
-    size: Literal["small", "large"] | None = None
 
 
 @pytest.mark.parametrize(
@@ -99,21 +92,6 @@ def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
 
 def test_nested_options_are_flattened_with_dotted_names() -> None:
     assert flat_options({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {"a.b.c": 1, "a.d": 2, "e": 3}
-
-
-def test_a_run_may_have_an_optional_choice() -> None:
-    assert SizedRun.from_dict({"task": "listops", "size": "small"}).size == "small"
-    with pytest.raises(ConfigError, match="size = 'huge', expected 'small', 'large' or None"):
-        SizedRun.from_dict({"task": "listops", "size": "huge"})
-
-
-def test_a_task_may_have_an_optional_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: Any = lambda options: options  # noqa: E731
-    monkeypatch.setattr(TASKS, "get", lambda name: TaskSpec(name, Sized, built, "for this test"))
-    made: Any = build_task("sized", {"size": "small"})
-    assert made.size == "small"
-    with pytest.raises(ConfigError, match="size = 'huge', expected 'small', 'large' or None"):
-        build_task("sized", {"size": "huge"})
 
 
 @pytest.mark.parametrize(

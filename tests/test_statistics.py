@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import scipy.integrate
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,13 +61,6 @@ def test_agrees_with_scipy(pairs: list[tuple[float, float]]) -> None:
     assert c.p_value == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(("higher", "word"), [(True, "better"), (False, "worse")])
-def test_direction_follows_the_metric(higher: bool, word: str) -> None:
-    assert paired_comparison([3, 4, 6], [1, 2, 3], higher_is_better=higher).verdict.startswith(
-        f"{word} by 2.333"
-    )
-
-
 def test_no_significant_difference_is_said() -> None:
     c = paired_comparison([1.0, 2.0, 3.0], [1.1, 1.8, 3.05])
     assert c.p_value is not None
@@ -105,20 +97,6 @@ def test_lengths_must_agree() -> None:
         paired_comparison([1.0, 2.0], [1.0])
 
 
-def test_holm_by_hand() -> None:
-    # Holm (1979): 0.01 x 3, 0.02 x 2, 0.04 x 1, made monotone and capped at 1
-    c = paired_comparison([3, 4, 6], [1, 2, 3])
-    from dataclasses import replace
-
-    for given_p, expected in [
-        ((0.04, 0.01, 0.02), (0.04, 0.03, 0.04)),
-        ((0.02, 0.5, 0.9), (0.06, 1.0, 1.0)),
-        ((0.04, None), (0.04, None)),
-    ]:
-        corrected = holm_correction([replace(c, p_value=p) for p in given_p])
-        assert [k.p_holm for k in corrected] == pytest.approx(expected)
-
-
 def test_significance_uses_the_corrected_p_and_both_are_shown() -> None:
     one = paired_comparison([3, 4, 6], [1, 2, 3])
     corrected = holm_correction([one, one, one])
@@ -143,26 +121,6 @@ def test_two_pairs_are_a_cauchy_distribution() -> None:
     c = paired_comparison([2.0, 4.0], [1.0, 2.0])
     assert c.t_statistic == pytest.approx(3, rel=1e-12)
     assert c.p_value == pytest.approx(1 - 2 * math.atan(3) / math.pi, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "differences", [(0.3, -0.1, 0.25, 0.4), (1.0, 1.0, 1.0, 1.1), (-2.0, 5.0), (0.0, 0.0, 1e-3)]
-)
-def test_p_is_the_area_under_the_density_of_student(differences: tuple[float, ...]) -> None:
-    """The density is written out and integrated, so neither scipy's distribution nor its test is
-    asked."""
-    n = len(differences)
-    mean = math.fsum(differences) / n
-    spread = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    t, k = abs(mean) / (spread / math.sqrt(n)), n - 1
-    scale = math.gamma((k + 1) / 2) / (math.sqrt(k * math.pi) * math.gamma(k / 2))
-    inner, _ = scipy.integrate.quad(
-        lambda x: scale * (1 + x * x / k) ** (-(k + 1) / 2), 0, t, epsabs=1e-13
-    )
-    # quad is asked for 1e-13 of an area below 1/2
-    assert paired_comparison(differences, [0.0] * n).p_value == pytest.approx(
-        1 - 2 * inner, abs=1e-11
-    )
 
 
 @pytest.mark.parametrize(
@@ -213,16 +171,8 @@ def test_holm_agrees_with_the_slow_loop(p_values: list[float]) -> None:
     found = [c.p_holm for c in holm_correction([with_p(p) for p in p_values])]
     assert found == pytest.approx(slow_holm(p_values), rel=1e-15)
     for p in set(p_values):
-        assert (
-            len(
-                {
-                    corrected
-                    for corrected, given_p in zip(found, p_values, strict=True)
-                    if given_p == p
-                }
-            )
-            == 1
-        )
+        same = {one for one, given_p in zip(found, p_values, strict=True) if given_p == p}
+        assert len(same) == 1
 
 
 def test_comparisons_without_a_test_take_no_part_in_the_correction() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,9 @@ STALE = "run: python tools/support_table.py"
 
 def printed() -> str:
     """Return the table of the page."""
-    spec = importlib.util.spec_from_file_location(
-        "support_table_tool", ROOT / "tools" / "support_table.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool.PAGE.read_text("utf-8").partition(tool.BEGIN)[2].partition(tool.END)[0].strip()
+    tool = runpy.run_path(str(ROOT / "tools" / "support_table.py"))
+    page = tool["PAGE"].read_text("utf-8")
+    return page.partition(tool["BEGIN"])[2].partition(tool["END"])[0].strip()
 
 
 def test_the_page_has_a_row_for_every_family_and_a_column_for_every_verb() -> None:
