@@ -1,7 +1,7 @@
-"""Make docs/gallery.md, its pictures in docs/assets/gallery and those of the front page.
+"""Draw the pictures of docs/gallery.md into docs/assets/gallery, and those of the front page.
 
     python -m tools.gallery            # all; the runs take about a minute and a half of one core
-    python -m tools.gallery --drawn    # the page, and the pictures of committed rows
+    python -m tools.gallery --drawn    # the pictures of committed rows
     python -m tools.gallery --depth FOLDER    # docs/pictures/depth.svg, of a finished comparison
 
 The pictures are read on a light page and on a dark one.
@@ -16,7 +16,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from wellposed.charts import INK, Panel, Series, draw, where
@@ -25,31 +24,10 @@ from wellposed_studies.frontier.certified import curves_panel
 from wellposed_studies.study import mean_and_error
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "gallery.md"
 PICTURES = ROOT / "docs" / "assets" / "gallery"
 FRONT = ROOT / "docs" / "pictures"
 ROWS = ROOT / "benchmarks" / "reproduction"
 GREY = "#808080"  # read on white and on black
-HEAD = """# Gallery
-
-Plots that the library draws, each with what to see in it and the command that made it. `python -m tools.gallery` makes
-this page and its pictures: those of the studies from the rows in `benchmarks/reproduction`, the others from runs of
-seconds. More are in [theory](theory/index.md), a bound and the best attack on it in each, and in the report of a run.
-"""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A picture of the page."""
-
-    name: str
-    title: str
-    command: str
-    see: str
-    make: Callable[[Path], None]
-    """Writes an SVG file."""
-    is_drawn: bool = False
-    """From committed rows, in a second."""
 
 
 def curves(study: str, title: str, names: dict[str, str], **wanted: str) -> Panel:
@@ -149,75 +127,20 @@ def reproduced(name: str) -> Callable[[Path], None]:
     return make
 
 
-DATA = "--scale mini --data DATA"
-ENTRIES = (
-    Entry(
-        "depth",
-        "24 layers without warm-up",
-        "wellposed compare char_lm --variants post_ln,pre_ln,rezero,t_fixup --seeds 3 --steps 120"
-        " \\\n    --batch-size 16 --seq-len 64 --limit-chars 200000 --learning-rate 2e-3"
-        " --eval-every 20 \\\n    --eval-batches 10 --log-every 5 --model.num-hidden-layers 24"
-        " --model.hidden-size 64 --out runs/depth\npython -m tools.gallery --depth runs/depth",
-        "At one learning rate post-LN stays where the frequencies of characters are; T-Fixup,"
-        " without any LayerNorm, falls fastest.",
-        copy_depth,
-        is_drawn=True,
-    ),
-    Entry(
-        "corpora",
-        "Certified against attacked accuracy",
-        f"wellposed reproduce frontier/accuracy {DATA}",
-        "Post-LN and ReZero have no certificate above radius 0, though the attack leaves answers "
-        "standing; the Lipschitz model is certified close to what the attack leaves, and so is its "
-        "control without blocks.",
-        draw_corpora,
-        is_drawn=True,
-    ),
-    Entry(
-        "temperatures",
-        "What the temperature buys",
-        f"wellposed reproduce frontier/accuracy {DATA}",
-        "At a tenth of a token's norm the lower temperature is certified for more (T = 5: .572, T ="
-        " 20: .420), and it is a little less accurate (.817 and .829 on all of test).",
-        draw_temperatures,
-        is_drawn=True,
-    ),
-    Entry(
-        "order",
-        "What no bag of words can do",
-        "wellposed reproduce frontier/order --scale mini",
-        "Where order alone tells (above), the control without blocks guesses and the Lipschitz"
-        " model keeps all its answers up to a radius; below, words repeat or counts help, and the"
-        " control is certified further out.",
-        draw_order,
-        is_drawn=True,
-    ),
-    Entry(
-        "measured",
-        "Every weight of a model",
-        'wellposed measure RUN --out measured     # or wp.measure(model).plot("measured.svg")',
-        "T-Fixup's weights, two query matrices of which were made orthogonal: their cells are dark,"
-        " and their singular values lie on the line at 1.",
-        draw_measured,
-    ),
-    Entry(
-        "kim2021-figure-2",
-        "A bound and its attack",
-        "wellposed reproduce kim2021/figure-2 --scale mini",
-        "The upper bound of L2 attention and the best input that an attack found, which grow alike"
-        " with the logarithm of N: the attack reaches .88 to .91 of the bound.",
-        reproduced("kim2021/figure-2"),
-    ),
-    Entry(
-        "kim2021-figure-3",
-        "Which attention can be inverted",
-        "wellposed reproduce kim2021/figure-3 --scale mini",
-        "Fixed-point iteration undoes a residual block of L2 attention, contractive or scaled by c"
-        " < 1, to rounding, and does not undo one of dot-product attention on tokens of entries"
-        " within 10.",
-        reproduced("kim2021/figure-3"),
-    ),
-)
+# Of committed rows, in a second; and those of runs.
+DRAWN = {
+    "depth": copy_depth,
+    "corpora": draw_corpora,
+    "temperatures": draw_temperatures,
+    "order": draw_order,
+}
+MADE: dict[str, Callable[[Path], None]] = {
+    **DRAWN,
+    "measured": draw_measured,
+    "kim2021-figure-2": reproduced("kim2021/figure-2"),
+    "kim2021-figure-3": reproduced("kim2021/figure-3"),
+}
+"""What writes each picture of the page as an SVG file."""
 
 
 def for_both_pages(text: str) -> str:
@@ -233,26 +156,16 @@ def for_both_pages(text: str) -> str:
     return re.sub(r"^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
 
 
-def picture(entry: Entry) -> str:
-    """Return the picture of an entry, made now."""
+def picture(name: str) -> str:
+    """Return a picture, made now."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{entry.name}.svg"
-        entry.make(path)
+        path = Path(folder) / f"{name}.svg"
+        MADE[name](path)
         return for_both_pages(path.read_text("utf-8"))
 
 
-def page() -> str:
-    """Return the text of the page."""
-    parts = (
-        f"## {entry.title}\n\n![{entry.title}](assets/gallery/{entry.name}.svg)\n\n{entry.see}\n\n"
-        f"```\n{entry.command}\n```\n"
-        for entry in ENTRIES
-    )
-    return "\n".join([HEAD, *parts])
-
-
 def main() -> int:
-    """Write the page and the pictures."""
+    """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drawn", action="store_true", help="only those of committed rows")
     parser.add_argument("--depth", type=Path, help="draw the front page's of this comparison alone")
@@ -261,11 +174,9 @@ def main() -> int:
         draw_depth(words.depth, FRONT / "depth.svg")
         return 0
     draw_certified(FRONT / "certified.svg")
-    PAGE.write_text(page(), "utf-8")
-    for entry in ENTRIES:
-        if entry.is_drawn or not words.drawn:
-            (PICTURES / f"{entry.name}.svg").write_text(picture(entry), "utf-8")
-            sys.stdout.write(f"{entry.name}\n")
+    for name in DRAWN if words.drawn else MADE:
+        (PICTURES / f"{name}.svg").write_text(picture(name), "utf-8")
+        sys.stdout.write(f"{name}\n")
     return 0
 
 

@@ -15,26 +15,17 @@ from pathlib import Path
 from typing import Any
 
 OPERATORS: dict[type[ast.AST], tuple[type[Any], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Add: (ast.Sub,),
-    ast.Sub: (ast.Add,),
-    ast.Mult: (ast.Div,),
-    ast.Div: (ast.Mult,),
-    ast.FloorDiv: (ast.Div,),
-    ast.Mod: (ast.Mult,),
-    ast.Pow: (ast.Mult,),
-    ast.And: (ast.Or,),
-    ast.Or: (ast.And,),
+    getattr(ast, before): tuple(getattr(ast, name) for name in after)
+    for before, *after in map(
+        str.split,
+        (
+            *("Lt LtE GtE", "LtE Lt Gt", "Gt GtE LtE", "GtE Gt Lt", "Eq NotEq", "NotEq Eq"),
+            *("Is IsNot", "IsNot Is", "In NotIn", "NotIn In", "And Or", "Or And"),
+            *("Add Sub", "Sub Add", "Mult Div", "Div Mult", "FloorDiv Div", "Mod Mult", "Pow Mult"),
+        ),
+    )
 }
+"""What stands in place of each operator."""
 PAIRS = (("max", "min"), ("amax", "amin"), ("all", "any"), ("sum", "mean"), ("floor", "ceil"))
 PAIRS += (("clamp_min", "clamp_max"),)
 SWAPPED = {before: after for pair in PAIRS for before, after in (pair, pair[::-1])}
