@@ -58,9 +58,7 @@ def certified_part(model: Any, kind: str) -> Any:
 @pytest.mark.parametrize(
     "kind", ["sequence_classification", "sequence_pair_classification", "causal_lm", "seq2seq_lm"]
 )
-def test_every_kind_of_model_keeps_its_budget_after_steps_of_training(
-    kind: str, budget: float
-) -> None:
+def test_every_kind_of_model_keeps_its_budget_after_training(kind: str, budget: float) -> None:
     model, handle = model_of(f"lipschitz:{budget}", kind)
     assert handle.error().worst <= 1e-5
     part = certified_part(model, kind)
@@ -70,21 +68,15 @@ def test_every_kind_of_model_keeps_its_budget_after_steps_of_training(
     assert 0.01 < found.ratio(certificate) <= 1 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("budget", "norm", "is_padded"), [(1.0, "tok", True), (3.0, 2, False), (3.0, "inf", True)]
-)
-def test_no_attack_on_inputs_and_weights_beats_the_certificate_of_a_model_of_pairs(
-    budget: float, norm: Any, is_padded: bool
-) -> None:
+@pytest.mark.parametrize(("budget", "norm"), [(1.0, "tok"), (3.0, 2), (3.0, "inf")])
+def test_no_attack_on_inputs_and_weights_beats_a_model_of_pairs(budget: float, norm: Any) -> None:
     model, _ = model_of(f"lipschitz:{budget}", "sequence_pair_classification", num_hidden_layers=1)
-    masks = {
-        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
-        "attention_mask_pair": torch.tensor([[1, 1, 0, 0]]),
-    }
+    is_padded, real = norm != 2, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    masks = {"attention_mask": real[:1], "attention_mask_pair": real[1:]}
     found = wp.lipschitz_lower_bound(
         model, (8, 16), norm=norm, restarts=2, steps=12, scales=(1e-3, 1e3),
         forward_kwargs=masks if is_padded else None,
-        perturbed=torch.cat(list(masks.values()), dim=1)[0].bool() if is_padded else None,
+        perturbed=real.flatten().bool() if is_padded else None,
         ascend_weights=lambda module: sum(w.square().sum() for w in module.parameters()).sqrt(),
     )  # fmt: skip
     assert 1e-4 < found.ratio(wp.certify(found.module, seq_len=4, norm=norm)) <= 1 + 1e-6
@@ -103,9 +95,8 @@ def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
     model, _ = model_of("lipschitz", "causal_lm", num_hidden_layers=0)
     ids = model.generate(IDS, max_new_tokens=3, do_sample=False)
     for length in (4, 5, 6):
-        assert torch.equal(
-            model(input_ids=ids[:, :length]).logits[:, -1].argmax(-1), ids[:, length]
-        )
+        logits = model(input_ids=ids[:, :length]).logits
+        assert torch.equal(logits[:, -1].argmax(-1), ids[:, length])
     with pytest.raises(ConfigError, match="the model has no blocks"):
         model(input_ids=IDS, use_cache=True)
     with pytest.raises(ConfigError, match="a decoder without blocks reads no source"):
@@ -117,28 +108,13 @@ def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
     [
         (
             {"attention": "ball", "ball_temperature": 0.0},
-            "ball_temperature: received 0.0; expected a finite",
+            "ball_temperature: received 0.0; expected",
         ),
-        (
-            {"attention": "ball", "ball_max_temperature": math.inf},
-            "ball_max_temperature: received inf",
-        ),
-        (
-            {"ball_temperature": 1.0},
-            "ball_temperature: received 1.0, which only attention 'ball' reads",
-        ),
-        (
-            {"residual": "budget", "budget": 1.0},
-            "budget: received 1.0; expected a finite number > 1",
-        ),
-        (
-            {"residual": "convex", "budget": 3.0},
-            "budget: received 3.0, which only residual 'budget' reads",
-        ),
-        (
-            {"feedforward": "maxmin", "activation": "relu"},
-            "activation: received 'relu', which only feedforward 'mlp'",
-        ),
+        ({"attention": "ball", "ball_max_temperature": math.inf}, "ball_max_temperature: received"),
+        ({"ball_temperature": 1.0}, "received 1.0, which only attention 'ball' reads"),
+        ({"residual": "budget", "budget": 1.0}, "budget: received 1.0; expected a finite number >"),
+        ({"residual": "convex", "budget": 3.0}, "received 3.0, which only residual 'budget' reads"),
+        ({"feedforward": "maxmin", "activation": "relu"}, "'relu', which only feedforward 'mlp'"),
     ],
 )
 def test_options_out_of_range_or_unread_are_refused(options: dict[str, Any], says: str) -> None:
@@ -151,7 +127,7 @@ def test_options_out_of_range_or_unread_are_refused(options: dict[str, Any], say
     ("options", "says"),
     [
         ({"attention_dropout": 0.1}, "attention 'ball' with attention_dropout=0.1"),
-        ({"qk_norm": True}, "attention 'ball' with qk_norm=True"),
+        ({"qk_norm": True}, "attention 'ball' with .*qk_norm=True"),
         ({"ball_temperature": 11.0}, "expected temperature < max_temperature"),
     ],
 )
@@ -164,11 +140,8 @@ def test_what_the_bound_does_not_cover_is_refused(options: dict[str, Any], says:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lipschitz")
     words = {"good": "fine great lovely", "bad": "awful dull poor"}
-    rows = [
-        f"{label}\t{text.split()[i % 3]} film {i % 7}"
-        for i in range(60)
-        for label, text in words.items()
-    ]
+    each = [(i, label, text.split()) for i in range(60) for label, text in words.items()]
+    rows = [f"{label}\t{text[i % 3]} film {i % 7}" for i, label, text in each]
     (folder / "train.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
     base = RunConfig(
         "text_classification",
@@ -181,18 +154,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_trained_run_keeps_its_budget_and_no_attack_turns_a_certified_example(
+def test_a_trained_run_keeps_its_budget_and_its_certified_examples(
     run_folder: Path,
 ) -> None:
     model, _ = load_run_model(run_folder)
     certificate = wp.certify(model, seq_len=8).require()
     assert 0.3 < certificate.total <= 2 * OFF
-    assert (
-        wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20).ratio(certificate) <= 1 + 1e-6
-    )
-    task = build_task(
-        "text_classification", {"data": str(run_folder.parent / "train.tsv"), "max_length": 8}
-    )
+    found = wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20)
+    assert found.ratio(certificate) <= 1 + 1e-6
+    data = {"data": str(run_folder.parent / "train.tsv"), "max_length": 8}
+    task = build_task("text_classification", data)
     examples = task.dataset("test")
     batch = task.collate([examples[index] for index in range(len(examples))])
     curve = certified_accuracy(model, [batch], certificate, radii=[0.05, 0.2, 0.4], attack_steps=20)

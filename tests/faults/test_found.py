@@ -121,23 +121,19 @@ def test_a_claim_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
         assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
 
 
-def test_packed_data_that_grows_beyond_all_measure_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_data_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
     bomb = tmp_path / "a.txt.gz"
     bomb.write_bytes(gzip.compress(b"a" * (1 << 22)))
-    with pytest.raises(
-        DataError, match=r"a\.txt\.gz: its .* bytes unpack to more than 100 times as many"
-    ):
+    expected = r"a\.txt\.gz: its .* bytes unpack to more than 100 times as many"
+    with pytest.raises(DataError, match=expected):
         files.read_text(bomb)
     honest = tmp_path / "b.txt.gz"
     words = " ".join(map(str, range(40_000)))
     honest.write_bytes(gzip.compress(words.encode()))
     assert files.read_text(honest).text == words
-    np.savez_compressed(
-        tmp_path / "a.npz", x=np.zeros((4000, 28, 28), np.uint8), y=np.zeros(4000, np.int64)
-    )
+    images, labels = np.zeros((4000, 28, 28), np.uint8), np.zeros(4000, np.int64)
+    np.savez_compressed(tmp_path / "a.npz", x=images, y=labels)
     with pytest.raises(DataError, match=r"a\.npz: its .* bytes unpack to more than 100 times"):
         read_npz(tmp_path / "a.npz")
 
@@ -157,9 +153,7 @@ def test_an_archive_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values", [{"best_metrics": []}, {"step": "3"}, {"window": 5}, {"window": {"steps": "x"}}]
 )
-def test_a_forged_state_of_a_checkpoint_is_refused(
-    run: Path, tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_a_forged_state_is_refused(run: Path, tmp_path: Path, values: dict[str, Any]) -> None:
     checkpoint = Path(shutil.copytree(run / "checkpoint-12", tmp_path / "checkpoint-12"))
     changed(checkpoint / "trainer_state.json", **values)
     model = stub_task.make_model(stub_task.make_config(), None)
@@ -190,9 +184,7 @@ def test_the_best_weights_outlive_the_rest_of_their_checkpoint(run: Path, tmp_pa
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "env.json", "config.toml"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     out = tmp_path / "page.html"
@@ -217,9 +209,7 @@ def test_endless_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_name_that_is_no_text_is_shown_and_does_not_break_a_page(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_name_that_is_no_text_is_shown_and_breaks_no_page(run: Path, tmp_path: Path) -> None:
     """The system gives such names as lone surrogates, which no UTF-8 output takes."""
     odd = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"run-\xff\x1b[31m")))
     out = tmp_path / "page.html"
@@ -294,9 +284,7 @@ def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("size", ["1e999", "1" * 5000, "NaN"])
-def test_a_number_that_none_can_be_leaves_the_checkpoint_before_it(
-    run: Path, tmp_path: Path, size: str
-) -> None:
+def test_an_impossible_number_leaves_the_one_before(run: Path, tmp_path: Path, size: str) -> None:
     """An infinite size in the newest manifest ended the command in an OverflowError."""
     older, newest = checkpoints.all_checkpoints(run)
     for folder in (older, newest):
@@ -342,9 +330,7 @@ def test_the_end_of_memory_is_one_line_in_every_command(
     assert said.count("\n") == 1
 
 
-def test_a_configuration_on_this_machine_asks_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_configuration_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BERT.save_pretrained(tmp_path)
     monkeypatch.setattr("wellposed.models._loading._hub_answers", lambda: pytest.fail("a request"))
     assert main(["measure", str(tmp_path / "config.json")]) == 0
@@ -363,7 +349,7 @@ def test_a_run_does_not_choose_what_is_downloaded(
     assert "the run read hf:someone/secrets, and nothing is downloaded that you do not name" in said
 
 
-def test_a_prediction_does_not_replace_its_input(
+def test_a_prediction_keeps_its_input(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines, other = tmp_path / "lines.txt", tmp_path / "same.txt"
@@ -392,9 +378,7 @@ def test_an_interrupted_comparison_says_how_to_go_on(
     assert asked["seeds"] == 3
 
 
-def test_a_second_training_takes_the_next_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_has_the_next_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("listops", "listops-2", "listops-3"):
         out = usual_folder("listops", last=False)

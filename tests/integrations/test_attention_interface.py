@@ -28,26 +28,19 @@ SEQ2SEQ = ("t5", "bart")
 EPS = 0.01
 
 
-def loops(
-    kind: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    added: Tensor,
-    *,
-    scaling: float,
-    groups: int,
-) -> Tensor:
+def normalized(tokens: Tensor) -> Tensor:
+    return tokens / (tokens.square().sum(-1, keepdim=True) + EPS).sqrt()
+
+
+def loops(kind: str, tokens: Any, added: Tensor, *, scaling: float, groups: int) -> Tensor:
     """Return (batch, queries, heads, width): one softmax for each batch, head and query; a row of
     -inf gives zero."""
+    query, key, value = tokens
     batch, heads, length, width = query.shape
     out = value.new_zeros(batch, length, heads, value.shape[-1])
     added = added.expand(batch, heads, length, key.shape[2])
     if kind == "wellposed_cosine":
-        query, key, value = (
-            tokens / (tokens.square().sum(-1, keepdim=True) + EPS).sqrt()
-            for tokens in (query, key, value)
-        )
+        query, key, value = map(normalized, tokens)
     for b in range(batch):
         for h in range(heads):
             keys, values = key[b, h // groups], value[b, h // groups]
@@ -73,7 +66,7 @@ def reference(kind: str) -> Any:
         for part in (attention_mask, position_bias):
             added = added if part is None else added + part
         groups = getattr(module, "num_key_value_groups", 1)
-        return loops(kind, query, key, value, added, scaling=scaling, groups=groups), None
+        return loops(kind, (query, key, value), added, scaling=scaling, groups=groups), None
 
     return forward
 
@@ -113,11 +106,8 @@ def inputs_of(family: str) -> tuple[dict[str, Tensor], Tensor | None]:
         return {"pixel_values": torch.randn(2, 3, 8, 8).double()}, None
     ids, mask = padded(left=family in DECODERS)
     if family in SEQ2SEQ:
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "decoder_input_ids": torch.randint(3, V, (2, 5)),
-        }, None
+        target = torch.randint(3, V, (2, 5))
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": target}, None
     return {"input_ids": ids, "attention_mask": mask}, mask
 
 
@@ -170,10 +160,8 @@ def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch
     changed = inputs["input_ids"].clone()
     changed[inputs["attention_mask"] == 0] = 1 + V // 2
     with torch.no_grad():
-        before, after = (
-            model(**(inputs | {"input_ids": ids})).last_hidden_state
-            for ids in (inputs["input_ids"], changed)
-        )
+        before = model(**inputs).last_hidden_state
+        after = model(**(inputs | {"input_ids": changed})).last_hidden_state
     keep = torch.ones(before.shape[:2], dtype=torch.bool) if real is None else real.bool()
     assert torch.equal(before[keep], after[keep])
     if family in (*DECODERS, *SEQ2SEQ):
@@ -190,9 +178,7 @@ def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", [*DECODERS, *SEQ2SEQ])
-def test_generation_with_a_cache_has_the_logits_of_generation_without(
-    family: str, cache: str, name: str
-) -> None:
+def test_generation_has_the_same_logits_with_a_cache(family: str, cache: str, name: str) -> None:
     head = hf.AutoModelForSeq2SeqLM if family in SEQ2SEQ else hf.AutoModelForCausalLM
     model = model_of(family, name, head)
     assert model.config._attn_implementation == name
@@ -225,14 +211,14 @@ def test_grouped_heads_far_from_the_origin_keep_the_accuracy_of_the_dtype(
         module, query, key, value, causal if masked else None, scaling=0.5, dropout=0.0
     )
     added = torch.zeros(causal.shape).double().masked_fill(~causal, -math.inf)
-    slow = loops(name, query.double(), key.double(), value.double(), added, scaling=0.5, groups=3)
+    wide = (query.double(), key.double(), value.double())
+    slow = loops(name, wide, added, scaling=0.5, groups=3)
     assert weights is None
     assert out.dtype is dtype
     # Half precision: normalised vectors are themselves rounded, and the logits (up to sqrt 8) with
     # them.
-    tolerance = (
-        4 * torch.finfo(dtype).eps * (value.abs().max().item() if name == "wellposed_l2" else 4)
-    )
+    largest = value.abs().max().item() if name == "wellposed_l2" else 4
+    tolerance = 4 * torch.finfo(dtype).eps * largest
     torch.testing.assert_close(out.double(), slow, rtol=0, atol=max(tolerance, 2e-5))
 
 
@@ -251,22 +237,13 @@ def test_dropout_is_applied_in_training_alone(name: str) -> None:
 def test_the_penalty_sees_the_affinities(name: str) -> None:
     """Its value is that of the same attention written as a softmax over square logits."""
 
-    def plain(
-        _: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        **__: Any,
-    ) -> tuple[Tensor, None]:
+    def plain(_: nn.Module, *given: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
+        query, key, value, mask = given
         assert mask is None
         if name == "wellposed_l2":
             logits = -scaling * (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
         else:
-            query, key, value = (
-                t / (t.square().sum(-1, keepdim=True) + EPS).sqrt() for t in (query, key, value)
-            )
+            query, key, value = map(normalized, (query, key, value))
             logits = math.sqrt(query.shape[-1]) * query @ key.mT
         return (logits.softmax(-1) @ value).transpose(1, 2), None
 
@@ -301,21 +278,12 @@ def test_what_the_kernels_cannot_do_is_refused(name: str, call: dict[str, Any], 
 
 
 def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it() -> None:
-    sizes = {
-        "ffn_dim": 24,
-        "word_embed_proj_dim": D,
-        "hidden_size": D,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    model = hf.OPTModel(
-        hf.OPTConfig(**sizes, vocab_size=V, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    ).eval()
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = hf.OPTModel(hf.OPTConfig(**PLAIN, **special, word_embed_proj_dim=D)).eval()
     ids, mask = padded(left=True)
     model.set_attn_implementation("wellposed_l2")
-    with pytest.raises(
-        ConfigError, match=r"OPTAttention: it scales its queries itself.*wellposed_cosine"
-    ):
+    expected = r"OPTAttention: it scales its queries itself.*wellposed_cosine"
+    with pytest.raises(ConfigError, match=expected):
         model(ids, attention_mask=mask)
     model.set_attn_implementation("wellposed_cosine")
     fast = model(ids, attention_mask=mask).last_hidden_state
@@ -335,18 +303,11 @@ def test_a_built_model_is_given_the_attention(family: str, name: str) -> None:
 
 
 def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> None:
-    sizes = {
-        "hidden_size": D,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-    }
+    expected = r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"
     for implementation in ("eager", "wellposed_l2"):
-        config = hf.MPNetConfig(**sizes, vocab_size=V)
+        config = hf.MPNetConfig(**PLAIN)
         model = hf.MPNetForMaskedLM._from_config(config, attn_implementation=implementation)
-        with pytest.raises(
-            ConfigError, match=r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"
-        ):
+        with pytest.raises(ConfigError, match=expected):
             wp.integrations.set_attention_(model, "wellposed_l2")
         assert model.config._attn_implementation == implementation
 
@@ -362,9 +323,7 @@ def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
         wp.integrations.set_attention_(nn.Linear(2, 2), "wellposed_l2")
     with pytest.raises(ConfigError, match="build wellposed's own with attention='l2'"):
         wp.integrations.set_attention_(ZOO["ours, classifier"].build(), "wellposed_l2")
-    with pytest.raises(
-        ConfigError, match="unknown attention implementation 'l2'; nearest: wellposed_l2"
-    ):
+    with pytest.raises(ConfigError, match="implementation 'l2'; nearest: wellposed_l2"):
         wp.integrations.set_attention_(model_of("bert", "sdpa"), "l2")
 
 

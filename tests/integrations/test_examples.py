@@ -1,4 +1,5 @@
-"""Every example runs as printed, without a network."""
+"""Every example runs as printed, without a network, and the lines of the documentation that take a
+checkpoint of one's own to a penalised Trainer run."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import torch
+import transformers
+from tests.support.bert import make_checkpoint
 
+import wellposed as wp
 from wellposed.training import read_result
 
 LIGHTNING_SAYS = (".*LeafSpec.*", ".*does not have many workers.*")
@@ -37,15 +42,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ),
     ],
 )
-def test_an_example_runs_and_prints(
-    name: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_prints(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert says in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_bert_shows_a_loss_a_penalty_and_an_error_that_fall(
+def test_bert_shows_a_loss_and_a_penalty_that_fall(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runpy.run_path(str(EXAMPLES / "bert.py"), run_name="__main__")
@@ -68,15 +71,26 @@ def test_a_worker_of_ray_trains_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_ray_trains_a_run_in_two_workers() -> None:
-    pytest.importorskip(
-        "ray", reason="needs ray, which is not among our packages: pip install 'ray[train]'"
-    )
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "ray_train.py")],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    pytest.importorskip("ray", reason="needs ray, which is not ours: pip install 'ray[train]'")
+    words = [sys.executable, str(EXAMPLES / "ray_train.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "by two workers" in done.stdout
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto.md"
+
+
+def test_six_lines_penalise_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```py\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 6
+    make_checkpoint(tmp_path / "my-checkpoint")
+    monkeypatch.chdir(tmp_path)
+    ids = [torch.tensor([2, 4 + row % 7, 3]) for row in range(64)]
+    rows = [{"input_ids": each, "labels": row % 2} for row, each in enumerate(ids)]
+    model = transformers.AutoModel.from_pretrained("my-checkpoint")
+    began = wp.OrthogonalityPenalty(model, key=1e-2, form="paper")().item()
+    names = {"rows": rows}
+    quiet = 'learning_rate=1e-2, report_to="none", use_cpu=True, save_strategy="no"'
+    exec(code.replace('"out"', f'"out", {quiet}'), names)
+    assert names["penalty"]().item() < 0.95 * began

@@ -65,17 +65,9 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{**settings, **changes})
 
 
-def trainer_of(
-    folder: Path,
-    model: Any,
-    penalty: Any = None,
-    *,
-    rows: Any = None,
-    callbacks: Any = (),
-    **changes: Any,
-) -> Trainer:
+def trainer_of(folder: Path, model: Any, penalty: Any = None, **changes: Any) -> Trainer:
     """A Trainer of ``rows`` under the penalty, if one is given."""
-    rows = examples() if rows is None else rows
+    rows, callbacks = changes.pop("rows", None) or examples(), changes.pop("callbacks", ())
     loss = None if penalty is None else penalized_loss(model, penalty)
     return Trainer(
         model, arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
@@ -111,10 +103,8 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
 
 
 def hook_count(model: torch.nn.Module) -> int:
-    return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
-        for m in model.modules()
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
 class Gradients(TrainerCallback):
@@ -124,13 +114,12 @@ class Gradients(TrainerCallback):
         self.seen: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(
-            {n: p.grad.clone() for n, p in kwargs["model"].named_parameters() if p.grad is not None}
-        )
+        named = kwargs["model"].named_parameters()
+        self.seen.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_one_step_is_the_mean_loss_plus_one_penalty_clipped_together(
+def test_a_step_is_mean_loss_and_penalty_clipped_together(
     tmp_path: Path, accumulation: int
 ) -> None:
     model, reference = bert(), bert()
@@ -216,7 +205,7 @@ def test_with_roles_each_has_its_worst_and_its_mean() -> None:
         ConditionMetrics(penalty, details="role")
 
 
-def test_a_first_penalty_above_ten_times_the_loss_is_said_once(
+def test_a_large_first_penalty_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = bert()
@@ -267,21 +256,14 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
         items = targets.ne(-100).sum()
         found = compute(model(**inputs), targets, num_items_in_batch=items)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(
-            compute(model(**inputs), targets, num_items_in_batch=2 * items), expected / 2
-        )
+        halved = compute(model(**inputs), targets, num_items_in_batch=2 * items)
+        torch.testing.assert_close(halved, expected / 2)
 
 
 def test_a_model_whose_loss_is_not_known_is_refused() -> None:
-    sizes = {
-        "vocab_size": 40,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-    }
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
     penalty = wp.OrthogonalityPenalty(model, key=0.1, form="paper")
     with pytest.raises(ConfigError, match="task_loss="):
         penalized_loss(model, penalty)
@@ -293,7 +275,7 @@ def test_a_model_whose_loss_is_not_known_is_refused() -> None:
 @pytest.mark.parametrize(
     ("module", "package"), [("_hf_trainer", "transformers"), ("_lightning", "lightning.pytorch")]
 )
-def test_a_missing_engine_names_the_extra_to_install(
+def test_a_missing_engine_names_its_extra(
     module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

@@ -10,13 +10,8 @@ import pytest
 
 from wellposed.errors import ConfigError
 from wellposed.options import checked_hints, fits
-from wellposed.training import (
-    ConstrainOptions,
-    PenaltyOptions,
-    RunConfig,
-    TrainOptions,
-    config_difference,
-)
+from wellposed.training import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed.training import config_difference as difference
 
 
 def test_all_problems_of_a_section_are_in_one_error() -> None:
@@ -36,9 +31,7 @@ def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(values, where="run.toml")
     message = str(caught.value)
-    assert (
-        "run.toml: [model]: hidden_size = 30 is not divisible by num_attention_heads = 4" in message
-    )
+    assert "[model]: hidden_size = 30 is not divisible by num_attention_heads = 4" in message
     assert "unknown option 'stepz'; nearest: steps" in message
 
 
@@ -57,25 +50,22 @@ def test_every_number_has_a_range(options: Any, name: str) -> None:
 
 
 def test_a_valid_configuration_survives_the_way_through_plain_values() -> None:
-    config = RunConfig(
-        "listops", {"data": "x"}, train=TrainOptions(patience=3, schedule="kim2021", warmup_steps=5)
-    )
+    train = TrainOptions(patience=3, schedule="kim2021", warmup_steps=5)
+    config = RunConfig("listops", {"data": "x"}, train=train)
     again = RunConfig.from_dict(config.to_dict())
     assert again == config
-    assert config_difference(config, again) == []
+    assert difference(config, again) == []
 
 
 def test_recorded_runs_keep_their_penalty_and_their_gain() -> None:
     """Run folders of 0.2 name the form, and hold pretrained weights at gain 1 without saying so."""
     squares = {"attention": 1e-6, "form": "gram_squared"}
     recorded = RunConfig.from_dict({"task": "listops", "penalty": squares})
-    assert (
-        config_difference(recorded, RunConfig("listops", penalty=PenaltyOptions(attention=1e-6)))
-        == []
-    )
+    now = RunConfig("listops", penalty=PenaltyOptions(attention=1e-6))
+    assert difference(recorded, now) == []
     keys = RunConfig.from_dict({"task": "listops", "penalty": {**squares, "key": 1e-2}})
     assert keys.penalty.form == "gram_squared"
-    assert config_difference(keys, replace(keys, penalty=replace(keys.penalty, form="paper")))
+    assert difference(keys, replace(keys, penalty=replace(keys.penalty, form="paper")))
     for start, gain in (({"model": "folder"}, "one"), ({}, "auto")):
         values = {"task": "listops", "start": start, "constrain": {"where": "query"}}
         assert RunConfig.from_dict(values).constrain.gain == gain

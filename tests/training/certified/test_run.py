@@ -24,6 +24,7 @@ from wellposed.training.certified.run import certify_run, certify_runs, nearest_
 from wellposed.training.loop.step import certified_logits
 
 TINY = typed("--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2")
+SMALL = {"hidden_size": 4, "num_attention_heads": 2}
 SHORT = [*typed("--steps 20 --eval-every 20 --checkpoint-every 20 --batch-size 8 --quiet"), *TINY]
 
 
@@ -72,24 +73,21 @@ def test_every_run_of_a_comparison_holds_its_curve(compared: Path) -> None:
             assert values["examples"] == 4
 
 
-def test_the_total_of_the_variant_is_one_at_most_and_its_tokens_have_norm_one(
+def test_the_total_of_the_variant_is_one_at_most_and_of_its_tokens_one(
     compared: Path,
 ) -> None:
     values = found(compared / "lipschitz" / "seed-0")
     model, _ = load_run_model(compared / "lipschitz" / "seed-0")
-    weights = [
-        p.detach().double() for name, p in model.named_parameters() if name.endswith("_proj.weight")
-    ]
-    assert all(float(torch.linalg.matrix_norm(weight, 2)) <= 1 for weight in weights)
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            assert float(torch.linalg.matrix_norm(weight.detach().double(), 2)) <= 1
     assert certify(model, seq_len=6).total == pytest.approx(values["total"], rel=1e-6)
     assert isinstance(values["total"], float)
     assert values["total"] <= 1
     assert values["median_token"] == pytest.approx(1, abs=1e-5)
 
 
-def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(
-    compared: Path, tmp_path: Path
-) -> None:
+def test_the_report_has_the_curves_and_the_named_radius(compared: Path, tmp_path: Path) -> None:
     table = aggregate([compared]).table()
     assert "certified@0.1,test" in table
     page = build_report([compared], tmp_path / "report.html").read_text()
@@ -103,9 +101,7 @@ def test_the_report_draws_the_curves_and_the_table_has_the_named_radius(
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
 
 
-def test_pairs_are_certified_with_both_texts_moving(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_texts_of_a_pair_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = typed("compare retrieval --num-train 24 --num-valid 8 --num-test 8 --max-length 12")
     words += typed(f"--variants rezero,lipschitz:2 --seeds 1 --certify 6 --out {tmp_path / 'out'}")
     assert main([*words, *SHORT, "--margin-loss", "hinge", "--margin-radius", "0.05"]) == 0
@@ -137,14 +133,11 @@ def test_a_run_is_not_certified_twice(compared: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
 
 
-def test_certify_says_what_the_radius_means_and_keeps_the_curve(
-    compared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certify_says_what_radii_mean(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = compared / "rezero" / "seed-1"
     (run / NAME).unlink()
-    assert (
-        main(["certify", str(run), "--examples", "4", "--attack-steps", "2", "--radius", "9"]) == 0
-    )
+    words = ["--examples", "4", "--attack-steps", "2", "--radius", "9"]
+    assert main(["certify", str(run), *words]) == 0
     said = capsys.readouterr().out
     assert "modules that enlarge a change, largest first" in said
     assert "of a token" in said
@@ -165,9 +158,8 @@ def test_numbers_made_in_another_way_are_not_taken(compared: Path) -> None:
 
     def certify_again(**asked: Any) -> CertifiedRun:
         certified.clear()
-        return certify_runs([folder], task, announce=certified.append, **{"examples": 4, **asked})[
-            0
-        ]
+        asked = {"examples": 4, **asked}
+        return certify_runs([folder], task, announce=certified.append, **asked)[0]
 
     words = ["--examples", "4", "--attack-steps", "1", "--split", "valid", "--radius", "9"]
     assert main(["certify", str(folder), *words]) == 0
@@ -186,9 +178,7 @@ def test_numbers_made_in_another_way_are_not_taken(compared: Path) -> None:
     assert certified
 
 
-def test_a_certificate_of_an_earlier_training_or_a_damaged_one_is_named(
-    compared: Path, tmp_path: Path
-) -> None:
+def test_an_outdated_or_damaged_certificate_is_named(compared: Path, tmp_path: Path) -> None:
     values = found(compared / "lipschitz" / "seed-0")
     shares = values["shares"]
     assert isinstance(shares, list)
@@ -216,24 +206,16 @@ def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.tsv").write_text("en\tfr\n" + "a b\tc d\n" * 60)
-    words = [
-        *typed(f"compare translation --data {tmp_path / 'train.tsv'} --src en --tgt fr"),
-        *SHORT,
-    ]
-    assert main([*words, "--certify", "4", "--out", str(tmp_path / "out")]) == 2
+    words = typed(f"compare translation --data {tmp_path / 'train.tsv'} --src en --tgt fr")
+    assert main([*words, *SHORT, "--certify", "4", "--out", str(tmp_path / "out")]) == 2
     assert "certify = 4 on translation" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_next_tokens_are_certified_in_a_comparison_and_by_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        *typed("compare char_lm --limit-chars 20000 --seq-len 16"),
-        *SHORT,
-        *typed("--variants lipschitz"),
-    ]
-    assert main([*words, "--certify", "16", "--seeds", "1", "--out", str(tmp_path / "out")]) == 0
+def test_next_tokens_are_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = typed("compare char_lm --limit-chars 20000 --seq-len 16 --variants lipschitz")
+    words += [*SHORT, *typed(f"--certify 16 --seeds 1 --out {tmp_path / 'out'}")]
+    assert main(words) == 0
     run = tmp_path / "out" / "lipschitz" / "seed-0"
     values = found(run)
     assert values["examples"] == 30  # two blocks of 16 tokens
@@ -262,9 +244,7 @@ class Tokenizer:
 
 def test_nearest_words_are_those_of_a_search_by_hand() -> None:
     torch.manual_seed(0)
-    config = WellposedConfig(
-        vocab_size=20, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, num_labels=2
-    )
+    config = WellposedConfig(vocab_size=20, num_hidden_layers=1, num_labels=2, **SMALL)
     model = WellposedForSequenceClassification(config).eval()
     ids = torch.tensor([[7, 7, 7, 3, 3, 0], [5, 3, 7, 7, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
@@ -272,14 +252,11 @@ def test_nearest_words_are_those_of_a_search_by_hand() -> None:
     found = nearest_words(model, Tokenizer(), [batch], radius=2.0, count=3)
     assert [word.word for word in found] == ["w7", "w3", "w5"]
     for number, word in zip((7, 3, 5), found, strict=True):
-        distances = {
-            o: float((vectors[o] - vectors[number]).norm()) for o in range(1, 20) if o != number
-        }
+        others = [other for other in range(1, 20) if other != number]
+        distances = {other: float((vectors[other] - vectors[number]).norm()) for other in others}
         best = min(distances, key=lambda other: distances[other])
-        assert (word.nearest, word.within) == (
-            f"w{best}",
-            sum(d <= 2.0 for d in distances.values()),
-        )
+        assert word.nearest == f"w{best}"
+        assert word.within == sum(distance <= 2.0 for distance in distances.values())
         assert word.distance == pytest.approx(distances[best], rel=1e-12)
 
 
@@ -287,15 +264,10 @@ def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit()
     """By hand: every other class gains what a vector of length r can add to it over the class that
     is right."""
     torch.manual_seed(0)
-    config = WellposedConfig(
-        vocab_size=9, hidden_size=4, num_hidden_layers=0, num_attention_heads=2, num_labels=3
-    )
+    config = WellposedConfig(vocab_size=9, num_hidden_layers=0, num_labels=3, **SMALL)
     model = WellposedForSequenceClassification(config).double().eval()
-    pooled, labels, radius = (
-        torch.randn(5, 4, dtype=torch.float64),
-        torch.tensor([0, 2, 1, 1, 0]),
-        0.3,
-    )
+    pooled, radius = torch.randn(5, 4, dtype=torch.float64), 0.3
+    labels = torch.tensor([0, 2, 1, 1, 0])
     weight = model.classifier.weight
     found = certified_logits(model.classifier(pooled), labels, model, radius)
     for row, label in enumerate(labels.tolist()):
@@ -316,9 +288,8 @@ def test_a_margin_is_trained_and_refused_where_nothing_has_one(
     first_losses = []
     for number, margin in enumerate((["0"], ["0.5"], ["0.5", "--margin-loss", "certified"])):
         out = tmp_path / f"run-{number}"
-        assert (
-            main([*words, "--margin-radius", *margin, "--log-every", "1", "--out", str(out)]) == 0
-        )
+        asked = ["--margin-radius", *margin, "--log-every", "1", "--out", str(out)]
+        assert main([*words, *asked]) == 0
         first_losses.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
     assert first_losses[1] > first_losses[0]
     assert first_losses[2] == first_losses[1]

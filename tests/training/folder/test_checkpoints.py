@@ -123,7 +123,7 @@ def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) 
 
 
 @pytest.mark.parametrize(("older", "renames"), [(1, 0), (2, 0), (2, 1)])
-def test_a_kill_at_a_rename_leaves_the_old_one(
+def test_a_kill_at_a_rename(
     held: Held, monkeypatch: pytest.MonkeyPatch, older: int, renames: int
 ) -> None:
     """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
         checkpoints.step_of(Path("somewhere/final"))
 
 
-def test_a_new_process_keeps_its_generators_and_an_old_checkpoint_counts_its_processes(
+def test_a_new_process_keeps_its_generators_and_old_files_are_counted(
     held: Held,
 ) -> None:
     folder = held.save(1)

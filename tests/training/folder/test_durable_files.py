@@ -1,4 +1,5 @@
-"""Files that are old or new and never half, also where two processes write the same one."""
+"""Files that are old or new and never half, also where two processes write the same one; and the one
+writer of a run folder."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support import stub_task as stub
+from tests.support.runs import start_stub, wait_for_rows
 
 from wellposed.cli.prediction.lines import line_writer
+from wellposed.errors import ConfigError
 from wellposed.training.folder import durable_files
+from wellposed.training.folder.lock import NAME, only_writer
 from wellposed.training.folder.metrics import MetricsFile
 
 WRITER = """
@@ -28,12 +34,8 @@ with open_replacing(Path(sys.argv[1])) as file:
 
 
 def start(path: Path) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words, pipe = [sys.executable, "-c", WRITER, str(path)], subprocess.PIPE
+    child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "half\n"
     return child
@@ -62,9 +64,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path) -> Non
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_files_come_together_and_the_record_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_of_files_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     replace = Path.replace
 
@@ -86,10 +86,8 @@ def test_files_come_together_and_the_record_last(
 
     with pytest.raises(KeyError):
         interrupted()
-    assert {each.name: each.read_text() for each in (tmp_path / "new").iterdir()} == {
-        "a.json": "{}",
-        "b.csv": "x",
-    }
+    left = {each.name: each.read_text() for each in (tmp_path / "new").iterdir()}
+    assert left == {"a.json": "{}", "b.csv": "x"}
 
 
 def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -143,3 +141,86 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path: 
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is a pipe or a device"):
         durable_files.replace_file(tmp_path / "pipe", b"new")
+
+
+@pytest.mark.slow
+def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = start_stub(out, 100000, 0.01, 0.1, "auto")
+    every = {"log_every": 1, "eval_every": 5, "checkpoint_every": 3}
+    config = stub.make_config(steps=100000, dropout=0.1, **every)
+    try:
+        wait_for_rows(first, out, 4)
+        with pytest.raises(ConfigError, match=f"process {first.pid} on .* is writing this run"):
+            stub.run(config, out, resume="auto")
+    finally:
+        first.kill()
+        first.communicate()
+    assert first.returncode == -signal.SIGKILL
+    assert (out / NAME).read_text().startswith(f"process {first.pid} on ")
+    with only_writer(out):
+        assert (out / NAME).read_text().startswith(f"process {os.getpid()} on ")
+    assert not (out / NAME).exists()
+
+
+def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / NAME).write_text("process 1 on another-host\n")
+    assert stub.run(stub.make_config(steps=2), out).status == "success"
+    assert not (out / NAME).exists()
+    with pytest.raises(KeyError), only_writer(out):
+        raise KeyError
+    refused = pytest.raises(ConfigError, match=f"process {os.getpid()} on ")
+    with only_writer(out), refused, only_writer(out):
+        pass
+    with only_writer(out, enabled=False), only_writer(out):
+        pass
+
+
+WITH_CHILD = """
+import os, sys, time
+from pathlib import Path
+from wellposed.training.folder.lock import only_writer
+with only_writer(Path(sys.argv[1])):
+    if not os.fork():
+        print(os.getpid(), flush=True)  # by the child, which has let go of the lock when it comes here
+    time.sleep(100)
+"""
+
+
+def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_CHILD, str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait()
+        os.kill(child, 0)
+        with only_writer(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "file", "pipe", "folder"])
+def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    """A link named run.lock emptied the file that it leads to."""
+    out, precious = tmp_path / "run", tmp_path / "precious"
+    out.mkdir()
+    precious.write_text("of the user")
+    make: dict[str, Callable[[], object]] = {
+        "link": lambda: (out / NAME).symlink_to(precious),
+        "hard link": lambda: (out / NAME).hardlink_to(precious),
+        "file": lambda: (out / NAME).write_text("of the user"),
+        "pipe": lambda: os.mkfifo(out / NAME),
+        "folder": lambda: (out / NAME).mkdir(),
+    }
+    make[kind]()
+    expected = r"run\.lock: a link, or a file of something else"
+    with pytest.raises(ConfigError, match=expected), only_writer(out):
+        pass
+    assert precious.read_text() == "of the user"
+    assert kind in ("pipe", "folder") or (out / NAME).read_text() == "of the user"

@@ -24,22 +24,18 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("architecture", "kind"), KINDS)
-def test_every_class_of_ours_is_named_and_loads(
-    architecture: str, kind: str, tmp_path: Path
-) -> None:
+def test_every_class_is_named_and_loads(architecture: str, kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1}
     model = build_model(architecture, kind, **sizes)
     model.save_pretrained(tmp_path)
     name_our_classes(tmp_path, model)
     named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    assert sorted(named.values()) == sorted(
-        f"{MODULE}.{type(each).__name__}" for each in (model, model.config)
-    )
+    classes = (type(each).__name__ for each in (model, model.config))
+    assert sorted(named.values()) == sorted(f"{MODULE}.{name}" for name in classes)
     found: dict[str, type] = {}
     exec((tmp_path / f"{MODULE}.py").read_text(), found)
     assert found[type(model).__name__] is type(model)
     loaded = load_saved_model(tmp_path)
     assert type(loaded) is type(model)
-    assert all(
-        torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True)
-    )
+    for one, other in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)

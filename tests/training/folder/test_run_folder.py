@@ -179,9 +179,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_changed_data_is_refused_with_both_digests_and_restored_data_taken(
-    tmp_path: Path, text: Path
-) -> None:
+def test_changed_data_is_refused_and_restored_data_taken(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
     trained(tmp_path, 2)
     recorded = json.loads((out / "env.json").read_text())["data"]["files.train"]

@@ -61,9 +61,8 @@ def test_targets_are_counted_as_the_loss_counts_them() -> None:
 
 
 def test_a_task_that_counts_otherwise_is_told_what_to_do() -> None:
-    with pytest.raises(
-        ConfigError, match=r"loss_sum reports 7 targets, but the labels hold 9; define target_count"
-    ):
+    expected = "loss_sum reports 7 targets, but the labels hold 9; define target_count"
+    with pytest.raises(ConfigError, match=expected):
         check_target_count(stub.StubTask(), 9, 7.0)
 
 
@@ -88,7 +87,7 @@ def test_workers_give_the_same_batches_at_the_same_positions(rank: int, world: i
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_has_the_same_weights_with_and_without_workers_and_may_change_their_number(
+def test_weights_do_not_depend_on_workers_whose_number_may_change(
     tmp_path: Path,
 ) -> None:
     stub.run(stub.make_config(dropout=0.1, log_every=1, steps=6), tmp_path / "none")

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from wellposed.compare.compare import compare
 from wellposed.errors import ConvergenceError
 from wellposed.report import aggregate
-from wellposed.training import (
-    ModelOptions,
-    RunConfig,
-    TrainOptions,
-    read_result,
-    train,
-)
+from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_result, train
 from wellposed.training.loop.build import build_run_model
 from wellposed.training.loop.divergence import first_nonfinite_module
 
@@ -47,9 +41,8 @@ class Tower(nn.Module):
         self.norm = nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(
-            1
-        )  # masks hold -inf by right
+        # Masks hold -inf by right.
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
         x = self.embed(x)
         for layer in self.layers:
             x = x + layer(x, mask)
@@ -116,9 +109,8 @@ def test_a_backward_pass_that_breaks() -> None:
 
 def test_finite_gradients_whose_norm_overflows() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    found = first_nonfinite_module(
-        model, lambda: {"(the loss)": 1e25 * model(torch.ones(2, 4)).sum()}
-    )
+    x = torch.ones(2, 4)
+    found = first_nonfinite_module(model, lambda: {"(the loss)": 1e25 * model(x).sum()})
     assert found is not None
     assert found.layer in ("0", "1")
     expected = "every gradient is finite, but the norm of all of them is more than float32 can hold"
@@ -135,9 +127,8 @@ def test_a_run_stops_before_the_weights_are_touched(tmp_path: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             if self.training and torch.is_grad_enabled():
                 Fragile.calls += 1
-            return super().forward(x) * (
-                float("inf") if self.training and Fragile.calls >= 6 else 1.0
-            )
+            broken = self.training and Fragile.calls >= 6
+            return super().forward(x) * (float("inf") if broken else 1.0)
 
     held: list[Any] = []
 
@@ -238,8 +229,7 @@ def test_a_comparison_goes_on_and_the_report_lists_the_failure(
         model=ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1),
         train=TrainOptions(steps=2, batch_size=64, eval_batches=1),
     )
-    runs = compare(
-        base, ["post_ln", "rezero", "pre_ln"], seeds=1, out=tmp_path / "runs", progress=False
-    )
+    variants = ["post_ln", "rezero", "pre_ln"]
+    runs = compare(base, variants, seeds=1, out=tmp_path / "runs", progress=False)
     assert [result.status for result in runs.results] == ["success", "failed", "success"]
     assert "rezero" in aggregate(runs.folders).table()

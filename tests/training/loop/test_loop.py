@@ -1,13 +1,16 @@
-"""Whole runs of the stub: what is left behind, what is chosen, and that stopping and resuming
-changes nothing."""
+"""Whole runs of the stub: what is left behind, what is chosen, that stopping and resuming changes
+nothing, mean weights where valid says so, and scores of generated text."""
 
 from __future__ import annotations
 
 import errno
 import json
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, ClassVar
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -17,9 +20,13 @@ from tests.support import stub_task as stub
 from tests.support.runs import TIMING, final, rows, same, stop_at
 from tests.support.words import words as typed
 
-from wellposed.errors import CheckpointError, DataError
+from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.training import read_metrics, read_result, result_schema
+from wellposed.training.config import ConstrainOptions
 from wellposed.training.folder import checkpoints, durable_files
+from wellposed.training.folder.checkpoints import WeightHistory, mean_tensors
+from wellposed.training.loop import train
+from wellposed.training.loop.state import Evaluation, TrainerState
 
 
 def last(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -64,9 +71,8 @@ def test_what_a_run_leaves_behind(out: Path) -> None:
         (4, "valid"), (8, "valid"), (12, "valid"),
     ]  # fmt: skip
     assert [row["step"] for row in found if row["split"] == "train"] == [2, 4, 6, 8, 10, 12]
-    assert sorted(found[0]) == sorted(
-        [*typed("step split loss learning_rate penalty grad_norm"), *TIMING]
-    )
+    columns = typed("step split loss learning_rate penalty grad_norm")
+    assert sorted(found[0]) == sorted([*columns, *TIMING])
     assert task.read.count("test") == 1
 
 
@@ -88,9 +94,8 @@ def test_the_best_weights_on_valid_are_kept_and_tested(out: Path) -> None:
     model.load_state_dict({**final(out), "head.weight": final(out)["embedding.weight"]})
     batch = task.collate(task.dataset("test"))
     total, count = task.loss_sum(model(batch["input_ids"], batch["attention_mask"]).logits, batch)
-    assert result.result["results"]["stub"]["loss,test"] == pytest.approx(
-        float(total.detach() / count), rel=1e-5
-    )
+    slow = float(total.detach() / count)
+    assert result.result["results"]["stub"]["loss,test"] == pytest.approx(slow, rel=1e-5)
 
 
 def test_early_stopping_looks_at_valid_alone(out: Path) -> None:
@@ -103,7 +108,7 @@ def test_early_stopping_looks_at_valid_alone(out: Path) -> None:
 
 
 @pytest.mark.parametrize("ask", [1, 4, 9, 14, 17, 20])
-def test_an_interrupted_run_continues_bit_for_bit(
+def test_a_stopped_run_goes_on_bit_for_bit(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, ask: int
 ) -> None:
     """The stop falls between steps, inside evaluations on valid and inside the one on test; the
@@ -142,9 +147,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert_same_run(out, tmp_path / "straight")
 
 
-def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_usable_checkpoint_is_an_error(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         stub.run(stub.make_config(), out)
@@ -154,7 +157,7 @@ def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(
         stub.run(stub.make_config(), out, resume="auto")
 
 
-def test_a_full_disk_ends_the_run_and_loses_nothing(
+def test_a_full_disk_loses_nothing(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stub.make_config(dropout=0.3)
@@ -263,3 +266,136 @@ def test_a_split_that_is_empty(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="test split is empty"):
         stub.run(stub.make_config(steps=2), tmp_path / "run", task=NoTest())
+
+
+def test_the_mean_is_that_of_float64() -> None:
+    draws = [{"w": torch.randn(5), "n": torch.tensor(i)} for i in range(7)]
+    mean = mean_tensors(draws)
+    slow = [sum(float(draw["w"][k]) for draw in draws) / 7 for k in range(5)]
+    assert mean["w"].tolist() == pytest.approx(slow, abs=1e-7)
+    assert mean["w"].dtype == torch.float32
+    assert int(mean["n"]) == 6
+
+
+def linear(value: float) -> torch.nn.Linear:
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("higher", "value", "used"), [(False, 0.9, True), (False, 1.1, False), (True, 1.1, True)]
+)
+def test_the_mean_is_used_only_where_valid_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, higher: bool, value: float, used: bool
+) -> None:
+    history, model = WeightHistory(tmp_path, 2), linear(9.0)
+    for step, weight in ((1, 8.0), (2, 3.0), (3, 5.0)):
+        history.add(step, linear(weight))
+    seen = []
+
+    def evaluate(run: Any, split: str) -> Evaluation:
+        seen.append(model.weight.item())
+        return Evaluation({"score": value}, 4)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    quiet: Any = Mock()
+    run: Any = SimpleNamespace(
+        history=history,
+        model=model,
+        state=TrainerState(best_step=2, best_value=1.0),
+        task=SimpleNamespace(headline="score", higher_is_better=higher),
+        accelerator=quiet,
+        progress=quiet,
+    )
+    report = train.choose_mean_weights(run)["weights"]
+    assert seen == [4.0]
+    assert model.weight.item() == (4.0 if used else 9.0)
+    assert run.state.best_examples == (4 if used else 0)
+    assert report == {
+        "used": "average" if used else "best", "best_step": 2, "averaged_steps": [2, 3], "chosen_by": "score,valid",
+        "best": 1.0, "average": value,
+    }  # fmt: skip
+
+
+def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> None:
+    history = WeightHistory(tmp_path, 3)
+    for step in (1, 2, 3, 4):
+        history.add(step, linear(0.0))
+    assert list(history.files()) == [2, 3, 4]
+    history.add(3, linear(0.0))
+    assert list(history.files()) == [2, 3]
+    (history.folder / "step-3.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="weights to average cannot be read"):
+        history.mean()
+
+
+def test_a_run_ends_with_the_better_weights(tmp_path: Path) -> None:
+    """With a learning rate that bounces the mean wins; the weights kept are those of the last
+    evaluations."""
+    options = {"keep_checkpoints": 9, "average_checkpoints": 2, "steps": 20}
+    config = stub.make_config(learning_rate=0.3, **options)
+    result = stub.run(config, tmp_path / "run").result
+    weights = result["weights"]
+
+    def kept(step: int) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
+
+    assert weights["averaged_steps"] == [16, 20]
+    is_mean = weights["used"] == "average"
+    expected = mean_tensors([kept(16), kept(20)]) if is_mean else kept(weights["best_step"])
+    assert same(final(tmp_path / "run"), expected)
+    better = min(weights["best"], weights["average"])
+    assert result["results"]["stub"]["nats,valid"] == pytest.approx(better, rel=1e-6)
+    assert is_mean is (weights["average"] < weights["best"])
+    assert not (tmp_path / "run" / "averaging").exists()
+
+
+def test_averages_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stub.make_config(learning_rate=0.3, dropout=0.2, average_checkpoints=3)
+    stub.run(config, tmp_path / "straight")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 10)
+        assert stub.run(config, tmp_path / "run").status == "cancelled"
+    weights = stub.run(config, tmp_path / "run", resume="auto").result["weights"]
+    assert weights["averaged_steps"] == [4, 8, 12]
+    assert same(final(tmp_path / "run"), final(tmp_path / "straight"))
+
+
+def test_the_mean_of_orthogonal_weights_is_refused(tmp_path: Path) -> None:
+    held = ConstrainOptions("blocks.*")
+    config = replace(stub.make_config(average_checkpoints=2), constrain=held)
+    with pytest.raises(ConfigError, match="the mean of orthogonal matrices is not orthogonal"):
+        stub.run(config, tmp_path / "run")
+
+
+def writing_task(calls: list[Any]) -> Any:
+    """Return the stub task with texts to score: how many, and with which weights."""
+
+    class WritingTask(stub.StubTask):
+        report_headline = "bleu"
+
+        def generate_metrics(self, model: Any, split: str, **how: Any) -> dict[str, float]:
+            how["notify"](0, 1)
+            weight = model.embedding.weight.detach().clone()
+            calls.append((split, how["batch_size"], how.get("max_examples"), weight))
+            return {"bleu": float(len(calls))}
+
+        def describe_generation(self) -> dict[str, Any]:
+            return {"signatures": {"bleu": "hand-made"}}
+
+    return WritingTask()
+
+
+def test_generated_text_is_scored_once_with_the_final_weights(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    result = stub.run(stub.make_config(), tmp_path / "run", task=writing_task(calls)).result
+    assert [call[:3] for call in calls] == [("valid", 4, None), ("test", 4, None)]
+    assert all(torch.equal(call[3], final(tmp_path / "run")["embedding.weight"]) for call in calls)
+    assert result["headline"] == "bleu"
+    assert result["higher_is_better"] == {"bleu": True, "loss": False, "nats": False}
+    values = result["results"]["stub"]
+    assert (values["bleu,valid"], values["bleu,test"]) == (1.0, 2.0)
+    assert {"nats,valid", "nats,test", "loss,valid", "loss,test"} < set(values)
+    assert result["generation"] == {"signatures": {"bleu": "hand-made"}}
+    assert [row["bleu"] for row in rows(tmp_path / "run", "test")] == [2.0]

@@ -12,16 +12,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tests.support import stub_task as stub
+from tests.support.runs import rows
 
 from wellposed.errors import ConfigError, WellposedError
-from wellposed.training import (
-    ModelOptions,
-    PenaltyOptions,
-    RunConfig,
-    TrainOptions,
-    read_metrics,
-    train,
-)
+from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, train
 from wellposed.training.loop import machine, run
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.run import Run
@@ -39,12 +33,8 @@ def losses(out: Path, **options: object) -> list[float]:
         out,
         progress=False,
     )
-    return [
-        row[name]
-        for row in read_metrics(out)
-        for name in ("loss", "penalty", "grad_norm")
-        if name in row
-    ]
+    names = ("loss", "penalty", "grad_norm")
+    return [row[name] for row in rows(out) for name in names if name in row]
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"])
@@ -56,20 +46,12 @@ def test_an_unknown_device(device: str) -> None:
 @pytest.mark.parametrize(
     ("options", "world", "says"),
     [
-        (
-            {"device": "cuda:64"},
-            "1",
-            r"train.device = 'cuda:64' is not on this machine, which has: cpu",
-        ),
+        ({"device": "cuda:64"}, "1", "'cuda:64' is not on this machine, which has: cpu"),
         ({"device": "cuda:0"}, "2", "one GPU each"),
-        (
-            {"device": "cpu", "precision": "fp16"},
-            "1",
-            "only CUDA devices train in it; give --precision bf16",
-        ),
+        ({"device": "cpu", "precision": "fp16"}, "1", "only CUDA devices train in it; give --prec"),
     ],
 )
-def test_a_device_that_cannot_be_used(
+def test_a_device_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, options: Any, world: str, says: str
 ) -> None:
     if world != "1":
@@ -80,10 +62,8 @@ def test_a_device_that_cannot_be_used(
 
 def test_checkpointing_changes_no_number(tmp_path: Path) -> None:
     """Dropout is drawn again as it was, so only the order of sums could differ."""
-    plain, saving = (
-        losses(tmp_path / "plain"),
-        losses(tmp_path / "saving", gradient_checkpointing=True),
-    )
+    plain = losses(tmp_path / "plain")
+    saving = losses(tmp_path / "saving", gradient_checkpointing=True)
     assert saving == pytest.approx(plain, rel=1e-5)
 
 
@@ -99,33 +79,19 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: whole(model, backend="eager"))
     config, compiled = stub.make_config(steps=3), stub.make_config(steps=3, compile=True)
-    seen = Run(
-        compiled,
-        tmp_path,
-        stub.StubTask(),
-        stub.make_model(compiled, None),
-        build_accelerator(compiled.train),
-    )
+    model, accelerator = stub.make_model(compiled, None), build_accelerator(compiled.train)
+    seen = Run(compiled, tmp_path, stub.StubTask(), model, accelerator)
     assert isinstance(seen.prepared, torch._dynamo.OptimizedModule)
-    results = [
-        stub.run(each, tmp_path / name).result["results"]
-        for each, name in ((config, "a"), (compiled, "b"))
-    ]
-    assert results[1]["stub"] == pytest.approx(results[0]["stub"], rel=1e-5)
+    pairs = ((config, "a"), (compiled, "b"))
+    one, two = (stub.run(each, tmp_path / name).result["results"] for each, name in pairs)
+    assert two["stub"] == pytest.approx(one["stub"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            TrainOptions(gradient_accumulation=2),
-            "batch_size = 32, gradient_accumulation = 2.*"
-            "--batch-size 16 --gradient-accumulation 4, or give --gradient-checkpointing",
-        ),
-        (
-            TrainOptions(batch_size=15, gradient_checkpointing=True),
-            "--batch-size 5 --gradient-accumulation 3; complete",
-        ),
+        ({"gradient_accumulation": 2}, "16 --gradient-accumulation 4, or give --gradient-check"),
+        ({"batch_size": 15, "gradient_checkpointing": True}, "5 --gradient-accumulation 3; compl"),
     ],
 )
 @pytest.mark.parametrize(
@@ -136,31 +102,25 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_the_end_of_memory_is_one_line(
-    tmp_path: Path, error: Exception, options: TrainOptions, says: str
-) -> None:
-    failing = one_line_failures(tmp_path, options, Accelerator())
+def test_memory_ends_in_one_line(tmp_path: Path, error: Any, options: Any, says: str) -> None:
+    failing = one_line_failures(tmp_path, TrainOptions(**options), Accelerator())
     with pytest.raises(WellposedError, match=says) as caught, failing:
         raise error
     assert "\n" not in str(caught.value)
 
 
-def test_fp16_scales_its_loss_and_leaves_no_step_out(
+def test_fp16_scales_its_loss_in_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of
     fp16, 2^-11."""
     monkeypatch.setattr(machine, "FP16_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(run, "TrainerState", partial(TrainerState, loss_scale=2.0**127))
-    config, half = (
-        stub.make_config(steps=8, log_every=1, dropout=0.2, precision=name)
-        for name in ("fp32", "fp16")
-    )
-    stub.run(config, tmp_path / "fp32")
-    stub.run(half, tmp_path / "fp16")
-    full, low = (
-        [row["loss"] for row in read_metrics(tmp_path / name)] for name in ("fp32", "fp16")
-    )
+    full, low = [], []
+    for name, found in (("fp32", full), ("fp16", low)):
+        config = stub.make_config(steps=8, log_every=1, dropout=0.2, precision=name)
+        stub.run(config, tmp_path / name)
+        found += [row["loss"] for row in rows(tmp_path / name)]
     assert low == pytest.approx(full, rel=1e-2)
     assert low != full
     state = json.loads((tmp_path / "fp16" / "checkpoint-8" / "trainer_state.json").read_text())

@@ -61,9 +61,8 @@ def assert_same_final(one: Path, other: Path) -> None:
     rounding."""
     verify_final(other)
     assert {path.name for path in other.iterdir()} == {path.name for path in one.iterdir()}
-    assert json.loads((other / "config.json").read_text()) == json.loads(
-        (one / "config.json").read_text()
-    )
+    written = [json.loads((folder / "config.json").read_text()) for folder in (one, other)]
+    assert written[0] == written[1]
     weights, expected = (load_file(folder / "model.safetensors") for folder in (other, one))
     assert weights.keys() == expected.keys()
     for name, value in weights.items():
@@ -93,7 +92,7 @@ def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
+def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(
     tmp_path: Path,
 ) -> None:
     """Two processes by FSDP2; the last batch of an epoch is short, so that their shares of a step
@@ -125,9 +124,8 @@ def test_sharded_weights_train_as_one_process_does_and_leave_the_same_folder(
         assert_same_final(Path(one) / "final", Path(other) / "final")
     assert main([*alone, *averaged, f"{one}-m"]) == 0
     assert_same_final(Path(f"{one}-m") / "final", Path(mean) / "final")
-    written, expected = (
-        json.loads(Path(out, "measure-final.json").read_text()) for out in (two, one)
-    )
+    files = (Path(out, "measure-final.json") for out in (two, one))
+    written, expected = (json.loads(file.read_text()) for file in files)
     assert len(written["rows"]) == len(expected["rows"]) > 0
     for row, other in zip(written["rows"], expected["rows"], strict=True):
         assert row["singular_values"] == pytest.approx(other["singular_values"], rel=1e-4, abs=1e-6)
@@ -152,9 +150,8 @@ def test_two_processes_compare_together(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for variant in ("post_ln", "pre_ln"):
         assert_same_losses(one / variant / "seed-0", two / variant / "seed-0")
-    assert sorted(path.name for path in two.iterdir()) == sorted(
-        path.name for path in one.iterdir()
-    )
+    names = [{path.name for path in folder.iterdir()} for folder in (one, two)]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

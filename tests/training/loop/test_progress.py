@@ -33,9 +33,7 @@ def show(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, enabled: bool 
     return stream.getvalue()
 
 
-def test_plain_lines_when_piped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = show(monkeypatch, io.StringIO()).splitlines()
     assert lines[0] == "a [bold]message[/bold]"
     assert lines[1].startswith(
@@ -51,14 +49,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = show(monkeypatch, Terminal())
-    for part in (
-        "listops oc1 seed 0",
-        "loss 1.2500",
-        "123,456 tokens/s",
-        "5/10",
-        "[bold]message[/bold]",
-    ):
-        assert part in coloured
+    shown = ("listops oc1 seed 0", "loss 1.2500", "123,456 tokens/s", "5/10", "[bold]message")
+    assert all(part in coloured for part in shown)
     assert "\x1b[3" in coloured
     monkeypatch.setenv("NO_COLOR", "1")
     plain = show(monkeypatch, Terminal())
@@ -74,15 +66,11 @@ def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.Monkey
     with Progress(enabled=True, steps=10, description="") as progress:
         for done in range(5):
             progress.part("generating", done, 7)
-    assert stream.getvalue().splitlines() == [
-        "generating: 0/7",
-        "generating: 2/7",
-        "generating: 4/7",
-    ]
+    assert stream.getvalue().splitlines() == [f"generating: {done}/7" for done in (0, 2, 4)]
 
 
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])
-def test_the_time_that_remains(
+def test_what_remains(
     monkeypatch: pytest.MonkeyPatch, done: int, began: float, expected: str
 ) -> None:
     clock: Any = iter([began, 10.0])

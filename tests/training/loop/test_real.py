@@ -26,9 +26,8 @@ from wellposed.training import (
 )
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
-SHORT = TrainOptions(
-    steps=4, batch_size=4, eval_every=2, eval_batches=1, checkpoint_every=2, log_every=1
-)
+EVERY = {"eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "log_every": 1}
+SHORT = TrainOptions(steps=4, batch_size=4, **EVERY)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def language_model(text: Path, **changes: Any) -> RunConfig:
-    return RunConfig(
-        "char_lm", {"data": str(text), "seq_len": 16}, model=SMALL, train=SHORT, **changes
-    )
+    data = {"data": str(text), "seq_len": 16}
+    return RunConfig("char_lm", data, model=SMALL, train=SHORT, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +65,8 @@ def test_a_first_penalty_that_rules_the_loss_is_said_once(
 def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> None:
     from wellposed.measurement import Measurement
 
-    before, after = (
-        Measurement.from_json(finished / f"measure-{when}.json") for when in ("initial", "final")
-    )
+    files = (finished / f"measure-{when}.json" for when in ("initial", "final"))
+    before, after = map(Measurement.from_json, files)
     assert len(before.rows) == len(after.rows) > 0
     sizes = [[row["sigma_max"] for row in measured.rows] for measured in (before, after)]
     assert sizes[0] != sizes[1]
@@ -77,7 +74,7 @@ def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> No
     assert all(row["penalty"] > 0 for row in trained)
 
 
-def test_the_final_model_loads_with_from_pretrained_and_gives_the_same_logits(
+def test_the_final_model_loads_and_gives_the_same_logits(
     finished: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -89,14 +86,11 @@ def test_the_final_model_loads_with_from_pretrained_and_gives_the_same_logits(
     with torch.no_grad():
         logits = model(input_ids=ids).logits
         for folder in (finished / "final", finished / f"checkpoint-{best}"):
-            assert torch.equal(
-                AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=ids).logits, logits
-            )
+            loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+            assert torch.equal(loaded(input_ids=ids).logits, logits)
 
 
-def test_an_interrupted_run_can_be_used(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_run_loads(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = language_model(text)
     with pytest.raises(ConfigError, match="not a run folder"):
         load_run_model(tmp_path / "run")
@@ -115,15 +109,13 @@ def test_an_interrupted_run_can_be_used(
 def test_a_classifier(tmp_path: Path) -> None:
     rows = "".join(f"{'good' if i % 2 else 'bad'}\t{'fine ' * (i % 5 + 1)}\n" for i in range(60))
     (tmp_path / "data.tsv").write_text("label\ttext\n" + rows)
-    config = RunConfig(
-        "text_classification", {"data": str(tmp_path / "data.tsv")}, model=SMALL, train=SHORT
-    )
+    data = {"data": str(tmp_path / "data.tsv")}
+    config = RunConfig("text_classification", data, model=SMALL, train=SHORT)
     result = train(config, tmp_path / "run", progress=False)
     assert result.result["headline"] == "accuracy"
     assert result.result["higher_is_better"]["accuracy"] is True
-    assert {"accuracy,test", "accuracy,valid", "loss,test"} <= set(
-        result.result["results"]["text_classification"]
-    )
+    found = result.result["results"]["text_classification"].keys()
+    assert {"accuracy,test", "accuracy,valid", "loss,test"} <= found
     jsonschema.validate(result.result, result_schema())
     model, _ = load_run_model(tmp_path / "run")
     assert type(model).__name__ == "WellposedForSequenceClassification"

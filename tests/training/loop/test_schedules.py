@@ -40,16 +40,14 @@ def test_every_schedule_of_the_configuration_is_registered() -> None:
 
 
 def test_constant_warms_up_linearly_then_stays() -> None:
-    assert rates("constant") == pytest.approx(
-        [0.3 * t / 7 for t in range(1, 7)] + [0.3] * 44, rel=1e-15
-    )
+    expected = [0.3 * t / 7 for t in range(1, 7)] + [0.3] * 44
+    assert rates("constant") == pytest.approx(expected, rel=1e-15)
     assert rates("constant", warmup_steps=0) == [0.3] * 50
 
 
 def test_inverse_sqrt() -> None:
-    assert rates("inverse_sqrt") == pytest.approx(
-        [0.3 * (20 / (20 + n)) ** 0.5 for n in range(50)], rel=1e-15
-    )
+    expected = [0.3 * (20 / (20 + n)) ** 0.5 for n in range(50)]
+    assert rates("inverse_sqrt") == pytest.approx(expected, rel=1e-15)
 
 
 def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup() -> None:
@@ -76,9 +74,8 @@ def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step() -> None:
 
 def test_a_schedule_that_needs_warmup_says_so() -> None:
     for schedule in ("kim2021", "inverse_sqrt_warmup"):
-        with pytest.raises(
-            ConfigError, match=f"warmup_steps = 0, expected at least 1 for the schedule {schedule}"
-        ):
+        expected = f"warmup_steps = 0, expected at least 1 for the schedule {schedule}"
+        with pytest.raises(ConfigError, match=expected):
             TrainOptions(schedule=schedule)
 
 
@@ -86,9 +83,7 @@ def logged(out: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_metrics(out) if row["split"] == "train"]
 
 
-def test_a_finished_run_goes_on_as_if_it_had_been_longer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The schedule is constant, so 8 steps and 4 more are 12, bit for bit, dropout included."""
     short, whole = (stub.make_config(steps=steps, dropout=0.2) for steps in (8, 12))
     stub.run(whole, tmp_path / "whole")
@@ -105,18 +100,13 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(
     assert stub.run(whole, out, resume="auto", longer=True).result == result.result
 
 
-def test_a_schedule_that_ends_says_where_the_rate_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    short, whole = (
-        stub.make_config(steps=steps, schedule="linear", learning_rate=0.4) for steps in (4, 8)
-    )
+def test_a_schedule_tells_its_new_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = {"schedule": "linear", "learning_rate": 0.4}
+    short, whole = (stub.make_config(steps=steps, **how) for steps in (4, 8))
     stub.run(short, tmp_path)
     stub.run(whole, tmp_path, resume="auto", longer=True, progress=True)
-    assert (
-        "linear now ends at step 8: at step 4 the learning rate goes from 0.1 to 0.25"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "linear now ends at step 8: at step 4 the learning rate goes from 0.1 to 0.25" in said
 
 
 def test_only_the_length_may_change_and_only_grow(tmp_path: Path) -> None:
@@ -146,9 +136,8 @@ def test_a_share_of_warmup_stays_what_it_was() -> None:
     task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     train = TrainOptions(epochs=2, batch_size=10, warmup_share=0.25)
     begun = counted_in_steps(RunConfig("char_lm", train=train), task)
-    longer = counted_in_steps(
-        RunConfig("char_lm", train=dataclasses.replace(train, epochs=4)), task
-    )
+    twice = RunConfig("char_lm", train=dataclasses.replace(train, epochs=4))
+    longer = counted_in_steps(twice, task)
     assert (begun.train.warmup_steps, longer.train.warmup_steps) == (16, 32)
     assert with_warmup_begun(longer, 0.25, begun).train.warmup_steps == 16
     assert with_warmup_begun(longer, 0.5, begun) == longer

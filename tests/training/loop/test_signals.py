@@ -1,11 +1,13 @@
-"""Signals to a real process: the step is finished, a complete checkpoint saved, and the exit status
-is 130."""
+"""Signals and kills of a real process: a run that is asked to stop ends in order, and one that is
+killed goes on bit for bit."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,3 +80,22 @@ def test_a_request_inside_another_is_heard_by_both() -> None:
                 signal.raise_signal(signal.SIGTERM)
     with StopRequest() as other:
         assert not other.requested
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
+def test_killed_at_random_moments_and_at_the_last_renames(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "support" / "kill_and_resume.py"
+    alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    words, environment = [sys.executable, str(script), str(tmp_path)], {**os.environ, **alone}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert len(outcomes) >= 3 + 2 * 3  # of env.json, manifest.json and result.json at least
+    assert any(-9 in outcome["kills"] for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome["resumed"] == 0, (outcomes, done.stderr)
+        assert outcome["different"] == [], outcomes
+        assert outcome["same_rows"], outcomes
+        assert outcome["litter"] == [], outcomes
+        assert outcome["recorded"], outcomes

@@ -1,5 +1,5 @@
-"""One step against the slow formula in float64: accumulation, penalty shares, clipping,
-smoothing."""
+"""One step against the slow formula in float64: accumulation, penalty shares, clipping, smoothing,
+and losses of certified margins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from accelerate import Accelerator
 from tests.support import stub_task as stub
 from torch import Tensor, nn
 
+from wellposed.certification import certify
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed.training import TrainOptions, read_metrics
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_optimizer
-from wellposed.training.loop.step import compute_gradients
+from wellposed.training.loop.step import certified_logits, compute_gradients, hinge_sum, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +56,7 @@ def slow_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_accumulation_is_exact_however_unevenly_targets_are_spread(
-    accelerator: Accelerator, count: int
-) -> None:
+def test_accumulation_is_exact_wherever_targets_are(accelerator: Accelerator, count: int) -> None:
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 3, seed=0).take(count)
     assert count == 1 or len({int((b["labels"][:, 1:] != -100).sum()) for b in batches}) > 1
@@ -70,7 +71,7 @@ def test_accumulation_is_exact_however_unevenly_targets_are_spread(
     assert numbers.finite
 
 
-def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
+def test_a_penalty_weighs_as_the_share_of_the_sequences(
     accelerator: Accelerator,
 ) -> None:
     task, model = stub.StubTask(), stub.StubModel().double()
@@ -88,9 +89,8 @@ def test_the_penalty_of_a_micro_batch_weighs_as_its_share_of_the_sequences(
     expected = without + gradients(model)
     model.zero_grad(set_to_none=True)
     options = TrainOptions(max_grad_norm=0.0)
-    numbers = compute_gradients(
-        accelerator, model, task, batches, options, penalty=penalty, check_targets=True
-    )
+    how = {"penalty": penalty, "check_targets": True}
+    numbers = compute_gradients(accelerator, model, task, batches, options, **how)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-13)
     # The penalty is reported in float32.
     assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
@@ -102,9 +102,8 @@ def test_clipping_scales_the_whole_gradient(accelerator: Accelerator) -> None:
     free = slow_gradients(model, concatenated(batches))
     limit = 0.25 * float(free.norm())
     model.zero_grad(set_to_none=True)
-    numbers = compute_gradients(
-        accelerator, model, task, batches, TrainOptions(max_grad_norm=limit)
-    )
+    options = TrainOptions(max_grad_norm=limit)
+    numbers = compute_gradients(accelerator, model, task, batches, options)
     # torch divides by norm + 1e-6.
     torch.testing.assert_close(gradients(model), 0.25 * free, rtol=1e-4, atol=0)
     assert numbers.grad_norm == pytest.approx(4 * limit, rel=1e-12)
@@ -130,11 +129,8 @@ def test_label_smoothing_and_precision_change_the_gradient(accelerator: Accelera
 def test_frozen_parameters_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
-    held = {
-        id(p)
-        for group in build_optimizer(model, TrainOptions()).param_groups
-        for p in group["params"]
-    }
+    groups = build_optimizer(model, TrainOptions()).param_groups
+    held = {id(weight) for group in groups for weight in group["params"]}
     assert held == {id(model[1].weight), id(model[1].bias)}
 
 
@@ -187,9 +183,8 @@ def test_it_is_logged_and_left_out_of_evaluations(tmp_path: Path) -> None:
     config = stub.make_config(learning_rate=1e-9)
     stub.run(config, tmp_path / "with", model=build)
     stub.run(config, tmp_path / "without")
-    pairs = list(
-        zip(read_metrics(tmp_path / "with"), read_metrics(tmp_path / "without"), strict=True)
-    )
+    both = (read_metrics(tmp_path / name) for name in ("with", "without"))
+    pairs = list(zip(*both, strict=True))
     for own, plain in pairs:
         assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6)
         assert ("auxiliary_loss" in own) == (own["split"] == "train")
@@ -202,9 +197,82 @@ def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path: Path) -> None:
         def own_loss(self, attention_mask: Tensor) -> Tensor:
             return super().own_loss(attention_mask) * float("inf")
 
-    result = stub.run(
-        stub.make_config(), tmp_path / "run", model=lambda c, t: Broken(stub.make_model(c, t))
-    )
+    config = stub.make_config()
+    broken = Broken(stub.make_model(config, None))
+    result = stub.run(config, tmp_path / "run", model=lambda *_: broken)
     assert result.status == "failed"
     assert "auxiliary loss is inf" in result.result["failure"]["what"]
     assert result.result["failure"]["layer"] == "(the auxiliary loss)"
+
+
+def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 4, (20,))
+    expected = 0.0
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        expected += max(0.0, max(row[k] - row[label] for k in range(4) if k != label))
+    found, count = hinge_sum(logits, labels)
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    assert int(count) == 20
+    labels[3] = -100
+    without = hinge_sum(torch.cat([logits[:3], logits[4:]]), torch.cat([labels[:3], labels[4:]]))
+    found, count = hinge_sum(logits.reshape(4, 5, 4), labels.reshape(4, 5))
+    assert float(found) == pytest.approx(float(without[0]), rel=1e-12)
+    assert int(count) == 19
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(
+    tied: bool,
+) -> None:
+    torch.manual_seed(0)
+    config = WellposedConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, norm="none", unit_embeddings=True,
+        attention="ball", feedforward="maxmin", residual="convex", max_position_embeddings=6, dropout=0.0,
+        attention_dropout=0.0, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = WellposedForCausalLM(config).double().eval()
+    ids = torch.randint(0, 9, (8, 6))
+    logits = model(input_ids=ids).logits
+    certificate = certify(model, seq_len=6)
+    assert certificate.head is not None
+    ids[:, 1:] = logits[:, :-1].argmax(-1)  # so that some radii are above 0
+    logits = model(input_ids=ids).logits
+    rows = rows_of("causal_lm", ids)
+    assert rows[:, -1].tolist() == [-100] * 8
+    here, classes = logits[:, :-1].reshape(-1, 9), ids[:, 1:].reshape(-1)
+    radii = certificate.radius(here, classes)
+    body = certificate.head[1]
+    r = float(radii[radii > 0].median()) * (1 + 1e-4) * body
+    shifted = certified_logits(logits, rows, model, r)[:, :-1].reshape(-1, 9)
+    for row, radius in enumerate(radii.tolist()):
+        one = slice(row, row + 1)
+        assert (float(hinge_sum(shifted[one], classes[one])[0]) == 0.0) == (radius * body >= r)
+    assert any(radius * body >= r for radius in radii.tolist())
+
+
+def test_an_encoder_decoder_has_no_margin() -> None:
+    with pytest.raises(ConfigError, match="received an encoder-decoder"):
+        rows_of("seq2seq_lm", torch.zeros(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"margin_loss": "ce", "margin_radius": 0.1}, "margin_radius = 0.1 with margin_loss = ce"),
+        ({"margin_loss": "certified"}, "margin_loss = certified needs a margin_radius"),
+        ({"margin_loss": "hinge"}, "margin_loss = hinge needs a margin_radius"),
+        ({"margin_loss": "hinge", "margin_radius": 0.1, "label_smoothing": 0.1}, "smoothing = 0.1"),
+        ({"margin_loss": "mse"}, "'mse', expected 'ce', 'certified', 'hinge', 'words:K' or None"),
+        *(
+            ({"margin_loss": loss}, "expected words:K with a number K above 0")
+            for loss in ("words", "words:", "words:0", "words:-1", "words:two", "words:nan")
+        ),
+        ({"margin_loss": "words:2", "margin_radius": 0.1}, "margin_radius = 0.1"),
+        ({"margin_loss": "words:2", "parallel": "fsdp"}, "parallel = fsdp with margin_loss"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TrainOptions(**options)  # pyright: ignore[reportArgumentType]

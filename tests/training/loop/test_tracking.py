@@ -65,15 +65,11 @@ def test_a_tracker_is_told_what_the_files_hold(
 def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     stub.run(stub.make_config(dropout=0.1), tmp_path / "plain")
     stub.run(stub.make_config(dropout=0.1), tmp_path / "tracked", tracking=Tracking(("notebook",)))
-    files = [
-        path.relative_to(tmp_path / "plain")
-        for path in (tmp_path / "plain").rglob("model.safetensors")
-    ]
+    one, other = tmp_path / "plain", tmp_path / "tracked"
+    files = [path.relative_to(one) for path in one.rglob("model.safetensors")]
     assert len(files) > 1
     for file in files:
-        assert (tmp_path / "plain" / file).read_bytes() == (
-            tmp_path / "tracked" / file
-        ).read_bytes()
+        assert (one / file).read_bytes() == (other / file).read_bytes()
     assert not (tmp_path / "plain" / "trackers.json").exists()
 
 
@@ -90,35 +86,25 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
     monkeypatch.setattr(Broken, method, fail)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "broken", Broken)
     with caplog.at_level(logging.WARNING, logger="wellposed.training"):
-        result = stub.run(
-            stub.make_config(), tmp_path / "run", tracking=Tracking(("broken", "notebook"))
-        )
+        both = Tracking(("broken", "notebook"))
+        result = stub.run(stub.make_config(), tmp_path / "run", tracking=both)
     assert result.status == "success"
     whole = next(record for record in Notebook.records if type(record) is Notebook)
     assert len(whole.rows) == len(read_metrics(tmp_path / "run")) + 1
-    told = [
-        record.getMessage() for record in caplog.records if "tracker broken" in record.getMessage()
-    ]
+    said = [record.getMessage() for record in caplog.records]
+    told = [line for line in said if "tracker broken" in line]
     assert told[0] == "tracker broken: OSError: the network is away; the run goes on"
-    if method == "log":
-        assert told[1:] == [
-            f"tracker broken: {len(whole.rows)} records did not arrive; the files of the run have"
-            " them"
-        ]
-    else:
-        assert told[1:] == []
+    lost = (
+        f"tracker broken: {len(whole.rows)} records did not arrive; the files of the run have them"
+    )
+    assert told[1:] == ([lost] if method == "log" else [])
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [
-        ("comet_ml", "--track comet_ml needs the package 'comet-ml'"),
-        ("tensorbord", "nearest: tensorboard"),
-    ],
+    [("comet_ml", "comet_ml needs the package 'comet-ml'"), ("tensorbord", "nearest: tensorboard")],
 )
-def test_a_tracker_that_is_not_there_is_refused_before_anything_is_done(
-    tmp_path: Path, name: str, says: str
-) -> None:
+def test_an_absent_tracker_is_refused_at_once(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         stub.run(stub.make_config(), tmp_path / "run", tracking=Tracking((name,)))
     assert "\n" not in str(refused.value)
@@ -126,9 +112,7 @@ def test_a_tracker_that_is_not_there_is_refused_before_anything_is_done(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-def test_a_resumed_run_continues_its_record(
-    tmp_path: Path, records: list[Notebook], name: str
-) -> None:
+def test_a_resumed_run_keeps_its_record(tmp_path: Path, records: list[Notebook], name: str) -> None:
     out, tracking = tmp_path / "run", Tracking((name,))
     config = stub.make_config(log_every=1, checkpoint_every=3, eval_every=20)
 
@@ -149,9 +133,8 @@ def test_a_resumed_run_continues_its_record(
     assert records[0].finished
     assert [step for step, _ in records[0].rows] == [1, 2, 3, 4, 5]
     stub.run(config, out, resume="auto", tracking=tracking)
-    assert [step for step, values in records[1].rows if "train/loss" in values] == list(
-        range(4, 13)
-    )
+    steps = [step for step, values in records[1].rows if "train/loss" in values]
+    assert steps == list(range(4, 13))
     first, second = records[0].options, records[1].options
     if name == "tensorboard":
         assert (first, second) == ({"purge_step": 1}, {"purge_step": 4})
