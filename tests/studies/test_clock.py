@@ -11,8 +11,13 @@ import pytest
 
 from wellposed.charts import Panel
 from wellposed.errors import DataError
-from wellposed.recipes.clock import Clock, Ticking
-from wellposed.recipes.reproduce import Recipe, Reproduction, Request, reproduce
+from wellposed.recipes.reproduce import (
+    Recipe,
+    Reproduction,
+    Request,
+    TimedProgress,
+    reproduce,
+)
 
 TRAINS, DRAWS = "kim2021/figure-11", "kim2021/figure-2"
 
@@ -47,10 +52,10 @@ def test_a_stopped_call_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_killed_call_counts_up_to_its_last_line(tmp_path: Path) -> None:
-    clock = Clock(tmp_path / "a" / "b.txt")
+    progress = TimedProgress(tmp_path / "a" / "b.txt", print)
     time.sleep(0.12)
-    clock.tick()
-    assert Clock(tmp_path / "a" / "b.txt").tick() >= 0.1
+    progress("half way")
+    assert TimedProgress(tmp_path / "a" / "b.txt", print).seconds() >= 0.1
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -58,13 +63,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"b\.txt: expected the seconds of earlier calls, found 'soon'"
     ):
-        Clock(tmp_path / "b.txt")
+        TimedProgress(tmp_path / "b.txt", print)
 
 
 def test_a_line_of_another_process_keeps_the_time(tmp_path: Path) -> None:
     """Recipes with several jobs send the function that takes their lines to the processes that
     train."""
-    ticking = pickle.loads(pickle.dumps(Ticking(Clock(tmp_path / "seconds.txt"), print)))
+    ticking = pickle.loads(pickle.dumps(TimedProgress(tmp_path / "seconds.txt", print)))
     time.sleep(0.15)
     ticking("half way")
     assert 0.1 <= float((tmp_path / "seconds.txt").read_text()) < 60

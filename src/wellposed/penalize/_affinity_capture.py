@@ -49,9 +49,8 @@ class AffinityCapture:
         self.layers_per_step = len(self.attention) if layers_per_step is None else layers_per_step
         self._step = step
         self._seed = torch.initial_seed()
-        self._armed = False
         self._ran = False
-        self._chosen: frozenset[str] = frozenset()
+        self._chosen: Sequence[str] = ()
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
         self._seen: dict[str, list[Callable[[], AttentionCall | None]]] = {}
@@ -64,7 +63,7 @@ class AffinityCapture:
     @property
     def scale(self) -> float:
         """Factor that makes a sum over the watched layers an unbiased sum over all of them."""
-        return len(self.attention) / len(self._chosen)
+        return len(self.attention) / self.layers_per_step
 
     def take(self) -> list[tuple[AttentionRole, AttentionCall]]:
         """Hand over, once, what the last forward pass showed.
@@ -117,30 +116,27 @@ class AffinityCapture:
         self._handles.clear()
         self._watcher.remove()
         self._seen.clear()
-        self._ran = self._armed = False
+        self._chosen, self._ran = (), False
 
     def _begin(self, *_: Any) -> None:
         self._watcher.forget()
         self._seen, self._entered, self._skipped = {}, set(), set()
         step = self._step()
-        self._armed = self._ran = step is not None
-        if step is not None:
-            self._chosen = self._draw(step)
+        self._chosen, self._ran = () if step is None else self._draw(step), step is not None
 
-    def _draw(self, step: int) -> frozenset[str]:
+    def _draw(self, step: int) -> Sequence[str]:
         paths = list(self.attention)
-        if self.layers_per_step < len(paths):
-            generator = torch.Generator().manual_seed((self._seed + step) % 2**63)
-            paths = [
-                paths[index] for index in torch.randperm(len(paths), generator=generator).tolist()
-            ]
-        return frozenset(paths[: self.layers_per_step])
+        if self.layers_per_step == len(paths):
+            return paths
+        generator = torch.Generator().manual_seed((self._seed + step) % 2**63)
+        order = torch.randperm(len(paths), generator=generator).tolist()
+        return [paths[index] for index in order[: self.layers_per_step]]
 
     def _end(self, *_: Any) -> None:
-        self._armed = False
+        self._chosen = ()
 
     def _is_wanted(self, role: AttentionRole) -> bool:
-        return self._armed and role.path in self._chosen
+        return role.path in self._chosen
 
     def _found(self, role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
         self._entered.add(role.path)
@@ -175,10 +171,18 @@ def penalty_of_call(call: AttentionCall, estimate: Callable[..., Tensor]) -> Ten
     assert isinstance(module, nn.MultiheadAttention)
     inputs = call.arguments[0] if call.arguments[0].ndim == 3 else call.arguments[0][:, None]
     tokens, batch, _ = inputs.shape
-    query, key = (
-        item.view(tokens, batch, module.num_heads, -1).permute(1, 2, 0, 3)
-        for item in _projected(module, inputs, call.autocast_dtype)
-    )
+    weights = [module.q_proj_weight, module.k_proj_weight]
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)[:2]
+    biases = [None] * 2 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+    lowered = call.autocast_dtype
+    with nullcontext() if lowered is None else torch.autocast(inputs.device.type, dtype=lowered):
+        query, key = (
+            F.linear(inputs, weight, bias)
+            .view(tokens, batch, module.num_heads, -1)
+            .permute(1, 2, 0, 3)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
     mask = call.named.get("attn_mask")
     if mask is not None:
         # Here True means "may attend", there it means "may not".
@@ -200,17 +204,3 @@ def _can_be_penalised(call: AttentionCall) -> bool:
         and module.bias_k is None
         and not module.add_zero_attn
     )
-
-
-def _projected(
-    module: nn.MultiheadAttention, inputs: Tensor, dtype: torch.dtype | None
-) -> list[Tensor]:
-    if module.in_proj_weight is None:
-        weights = (module.q_proj_weight, module.k_proj_weight)
-    else:
-        weights = module.in_proj_weight.chunk(3)[:2]
-    bias = module.in_proj_bias
-    biases = (None, None) if bias is None else bias.chunk(3)[:2]
-    context = nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype)
-    with context:
-        return [F.linear(inputs, w, b) for w, b in zip(weights, biases, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from wellposed.charts import draw
 from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.measurement import write_csv
-from wellposed.recipes.clock import Clock, Ticking
 from wellposed.recipes.recipe import (
     RECIPES,
     SCALES,
@@ -32,7 +32,7 @@ from wellposed.recipes.recipe import (
     check_installed,
     recipe_names,
 )
-from wellposed.training.folder.durable_files import replace_files
+from wellposed.training.folder.durable_files import replace_file, replace_files
 
 __all__ = [
     "RECIPES",
@@ -101,17 +101,39 @@ def _made_with() -> dict[str, Any]:
     return {"date": found["date"][:10], **packages, "machine": machine, "source": found["git_hash"]}
 
 
-def _refuse_unread(name: str, **given: str | None) -> None:
-    """Raise `ConfigError` where a recipe would not read what it is given."""
-    for option, value in given.items():
-        if value is not None and option not in RECIPES.get(name).takes:
-            able = shortened(
-                [other for other in recipe_names() if option in RECIPES.get(other).takes]
-            )
-            raise ConfigError(
-                f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
-                f" {able}"
-            )
+class TimedProgress:
+    """A line of progress that also counts the seconds of all calls: those before a stop or a kill
+    are kept in a file. It can be sent to another process of this machine.
+
+    Args:
+        file: where the seconds are kept at every line; None for work that starts anew in each call.
+        announce: what the lines go to.
+    """
+
+    def __init__(self, file: Path | None, announce: Callable[[str], None]) -> None:
+        self.file, self.announce, self._before = file, announce, 0.0
+        if file is not None and file.is_file():
+            text = file.read_text(encoding="utf-8")
+            try:
+                self._before = float(text)
+            except ValueError as error:
+                raise DataError(
+                    f"{file}: expected the seconds of earlier calls, found {text[:40]!r}; remove"
+                    " the file"
+                ) from error
+        self._started = time.perf_counter()
+
+    def __call__(self, line: str) -> None:
+        self.seconds()
+        self.announce(line)
+
+    def seconds(self) -> float:
+        """Return the seconds so far, of this call and those before it."""
+        seconds = self._before + time.perf_counter() - self._started
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.file, f"{seconds:.1f}\n".encode())
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -134,13 +156,15 @@ class Reproduced:
         lines = [
             f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)",
             f"  paper says: {self.says}",
+            f"  we got:     {self.result.got}",
+            f"  verdict:    {verdict}",
         ]
-        lines += [f"  we got:     {self.result.got}", f"  verdict:    {verdict}"]
         if (criterion := self.result.criterion) is not None:
-            lines.append(f"  test:       {criterion.test}")
-            lines.append(
-                f"  seeds:      {criterion.seeds or 'none'}; uncertainty: {criterion.uncertainty}"
-            )
+            seeds = criterion.seeds or "none"
+            lines += [
+                f"  test:       {criterion.test}",
+                f"  seeds:      {seeds}; uncertainty: {criterion.uncertainty}",
+            ]
         return "\n".join([*lines, *(f"  note:       {note}" for note in self.result.notes)])
 
 
@@ -196,7 +220,14 @@ def reproduce(
             f"{name}: has no {scale} scale, as nobody could wait for it; docs/paper_scale.md has the"
             f" settings of the papers; its scales: {', '.join(recipe.minutes)}"
         )
-    _refuse_unread(name, data=data, encoder=encoder, vectors=vectors, languages=languages)
+    given = {"data": data, "encoder": encoder, "vectors": vectors, "languages": languages}
+    for option, value in given.items():
+        if value is not None and option not in recipe.takes:
+            able = [other for other in recipe_names() if option in RECIPES.get(other).takes]
+            raise ConfigError(
+                f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
+                f" {shortened(able)}"
+            )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     check_data(data)
@@ -207,19 +238,21 @@ def reproduce(
         announce(builtin)
     request = Request(scale, out, data, announce, encoder, vectors, languages, jobs)
     power = None if recipe.power is None else dict(recipe.power(request))
-    clock = Clock(None if power is None else out / "seconds" / f"{file_stem(name)}-{scale}.txt")
+    stem = file_stem(name)
+    kept = None if power is None else out / "seconds" / f"{stem}-{scale}.txt"
+    progress = TimedProgress(kept, announce)
     try:
-        result = recipe(replace(request, announce=Ticking(clock, announce)))
+        result = recipe(replace(request, announce=progress))
     finally:
-        seconds = clock.tick()
+        seconds = progress.seconds()
     if scale == "toy":
         result = replace(result, holds=None)
     if builtin is not None:
         result = replace(result, notes=(*result.notes, builtin))
-    table, figure, claim = (
-        out / f"{file_stem(name)}{suffix}" for suffix in (".csv", ".svg", ".json")
-    )
-    done = Reproduced(name, scale, recipe.says, result, seconds, (table, figure, claim))
+    files = tuple(out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
+    done = Reproduced(name, scale, recipe.says, result, seconds, files)
+    words = {"data": "DATA", "encoder": "ENCODER", "vectors": "VECTORS", "languages": languages}
+    options = [f" --{each} {word}" for each, word in words.items() if given[each] is not None]
     values = {
         "recipe": name,
         "scale": scale,
@@ -231,21 +264,15 @@ def reproduce(
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
         "data": None if data is None else Path(data).name or data,
-        "command": (
-            f"wellposed reproduce {name} --scale {scale}{'' if data is None else ' --data DATA'}"
-            f"{'' if encoder is None else ' --encoder ENCODER'}{'' if vectors is None else ' --vectors VECTORS'}"
-            f"{'' if languages is None else f' --languages {languages}'}"
-        ),
+        "command": f"wellposed reproduce {name} --scale {scale}{''.join(options)}",
         **({} if encoder is None else {"encoder": Path(encoder).name}),
         **({} if vectors is None else {"vectors": Path(vectors).name}),
         "made_with": _made_with(),
     }
     with replace_files(out) as there:
-        write_csv(
-            there / table.name,
-            list(dict.fromkeys(column for row in result.rows for column in row)),
-            result.rows,
-        )
-        draw(result.panels, there / figure.name)
-        (there / claim.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        table, figure, claim = (there / file.name for file in files)
+        columns = list(dict.fromkeys(column for row in result.rows for column in row))
+        write_csv(table, columns, result.rows)
+        draw(result.panels, figure)
+        claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return done

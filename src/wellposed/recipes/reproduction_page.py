@@ -42,14 +42,12 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _is_whole(values: Any) -> bool:
     """Return whether a claim has every entry of the page, of its type."""
-    if not isinstance(values, dict) or not all(
-        isinstance(values.get(key), kind) for key, kind in _ENTRIES.items()
-    ):
+    if not isinstance(values, dict) or not {"criterion", "holds", "data"} <= set(values):
         return False
-    criterion = values.get("criterion")
+    criterion = values["criterion"]
     tested = isinstance(criterion, dict) and {"test", "seeds", "uncertainty"} <= set(criterion)
     return (
-        {"criterion", "holds", "data"} <= set(values)
+        all(isinstance(values.get(key), kind) for key, kind in _ENTRIES.items())
         and (criterion is None or tested)
         and any(values["holds"] is verdict for verdict in VERDICTS)
     )
@@ -58,40 +56,28 @@ def _is_whole(values: Any) -> bool:
 def reproduction_page(folder: Path) -> str:
     """Return the page, in Markdown, of the artefacts that are finished in ``folder``; toy sizes are
     no evidence."""
-    found = [
-        values
-        for name in recipe_names()
-        if (values := finished(folder, name)) and values["scale"] != "toy"
-    ]
-    counts = {
-        verdict: sum(values["holds"] is holds for values in found)
+    all_found = {name: finished(folder, name) for name in recipe_names()}
+    found = [values for values in all_found.values() if values and values["scale"] != "toy"]
+    missing = all_found.keys() - {values["recipe"] for values in found}
+    counts = ", ".join(
+        f"{sum(values['holds'] is holds for values in found)} {verdict}"
         for holds, verdict in VERDICTS.items()
-    }
-    missing = [
-        name for name in recipe_names() if name not in {values["recipe"] for values in found}
-    ]
-    lines = [
-        _HEAD,
-        f"{len(found)} of {len(found) + len(missing)} artefacts: "
-        + ", ".join(f"{n} {v}" for v, n in counts.items())
-        + ".",
-    ]
+    )
+    lines = [_HEAD, f"{len(found)} of {len(all_found)} artefacts: {counts}."]
     if missing:
-        lines.append(f"\nNot run: {', '.join(missing)}.")
+        lines.append(f"\nNot run: {', '.join(name for name in all_found if name in missing)}.")
     return "\n".join([*lines, _overview(found), *map(_section, found)]) + "\n"
 
 
 def _overview(found: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a line for each artefact, which leads to its section."""
-    lines = [
-        f"| [{values['recipe']}](#{_anchor(_title(values))}) |"
-        f" {_cell(RECIPES.get(values['recipe']).summary)} | {values['scale']} | {_seeds(values)} |"
-        f" {VERDICTS[values['holds']]} |"
-        for values in found
-    ]
-    return "\n".join(
-        ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|", *lines]
-    )
+    lines = ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|"]
+    for values in found:
+        name, verdict = values["recipe"], VERDICTS[values["holds"]]
+        link = f"[{name}](#{_anchor(_title(values))})"
+        what = _cell(RECIPES.get(name).summary)
+        lines.append(f"| {link} | {what} | {values['scale']} | {_seeds(values)} | {verdict} |")
+    return "\n".join(lines)
 
 
 def _title(values: Mapping[str, Any]) -> str:
@@ -130,11 +116,9 @@ def _section(values: Mapping[str, Any]) -> str:
 def _power_rows(power: Mapping[str, Any] | None) -> dict[str, str]:
     """Return what could be seen, as stated beforehand; nothing where nothing is trained or no
     statement was kept."""
-    return (
-        {}
-        if power is None
-        else {"could be seen": power["words"], "levelled off": power["levelled_off"]}
-    )
+    if power is None:
+        return {}
+    return {"could be seen": power["words"], "levelled off": power["levelled_off"]}
 
 
 def _origin_row(made_with: Mapping[str, Any] | None) -> dict[str, str]:
