@@ -98,17 +98,6 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(portions):
     assert model(**inputs, use_cache=True).past_key_values.get_seq_length() == 5
 
 
-def test_the_end_token_ends_a_row():
-    model = build()
-    expected = [greedy(model, prompt) for prompt in PROMPTS]
-    end = expected[0][1]
-    tokens = generate(model, do_sample=False, eos_token_id=end)
-    for row, reference in zip(tokens, expected, strict=True):
-        if end in reference:
-            stop = reference.index(end) + 1
-            assert row == reference[:stop] + [0] * (NEW - stop)
-
-
 def test_a_text_longer_than_the_positions_is_refused():
     with bad_shape(match="a sequence of 17 tokens; expected at most 16"):
         build().generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False)

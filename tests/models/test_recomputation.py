@@ -90,16 +90,6 @@ def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls, 
     assert kept < 0.25 * stored
 
 
-def test_the_old_name_of_transformers_works_too():
-    model = build(TransJectForCausalLM)
-    with pytest.warns(FutureWarning, match="activation_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert model.model.stack.recomputes()
-    with pytest.warns(FutureWarning, match="activation_checkpointing_disable"):
-        model.gradient_checkpointing_disable()
-    assert not model.model.stack.recomputes()
-
-
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("cls", [TransJectForCausalLM, WellposedForCausalLM, WellposedForSeq2SeqLM])
 def test_every_nth_layer_runs_twice(cls, every):

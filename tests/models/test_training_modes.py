@@ -82,14 +82,6 @@ def test_one_label_is_a_regression(labels):
     assert model.classifier.weight.grad.dtype == torch.float32
 
 
-def test_tuples_are_returned_where_asked_for():
-    model = language_model().eval()
-    loss, logits = model(input_ids=IDS, labels=IDS, return_dict=False)
-    output = model(input_ids=IDS, labels=IDS)
-    assert torch.equal(loss, output.loss)
-    assert torch.equal(logits, output.logits)
-
-
 @pytest.mark.slow
 def test_a_compiled_language_model_has_no_graph_break():
     model = language_model(norm="pre").eval()

@@ -83,12 +83,6 @@ def test_a_piece_of_padding_is_no_error_in_training_with_a_cache():
     assert_close(second.logits, expected[:, 5:])
 
 
-@pytest.mark.parametrize("value", ["no", "false", 2])
-def test_a_causality_that_is_neither_true_nor_false_is_refused(value):
-    with bad_config(match=f"is_causal: received {value!r}; expected true or false or None"):
-        TransJectConfig(**SIZES, is_causal=value)
-
-
 def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps():
     with bad_config(match="spectrum_eps: received 1e-60"):
         TransJectConfig(**SIZES, spectrum_eps=1e-60)
