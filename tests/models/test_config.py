@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.refusal import bad_config
 from tests.support.tiny import IDS, MASK, SIZES, options, tiny
 from tests.support.words import words
-from transformers import DynamicCache
 
 from wellposed.errors import ConfigError
 from wellposed.models import (
@@ -110,6 +109,8 @@ def test_all_bad_values_are_in_one_message():
         ({"qk_norm": True, "hidden_size": 3, "num_attention_heads": 3}, "heads of dimension 1"),
         ({"num_labels": 0}, "num_labels: received 0"),
         ({"pooling": None}, "unknown pooling None"),
+        ({"num_decoder_layers": 0}, "num_decoder_layers: received 0"),
+        ({"lipschitz_norm": "fro"}, "received 'fro'; expected 'tok', 'inf' or '2'"),
     ],
 )
 def test_a_bad_value_is_named(changes, part):
@@ -130,8 +131,11 @@ def test_the_language_model_does_not_touch_the_callers_configuration():
     before = copy.deepcopy(config.to_dict())
     assert WellposedForCausalLM(config).config.is_causal
     assert config.to_dict() == before
-    with bad_config(match="is_causal=False"):
-        WellposedForCausalLM(WellposedConfig(is_causal=False, **SIZES))
+    for family in ("wellposed", "transject"):
+        with bad_config(match="is_causal=False; a language model is causal"):
+            build_model(family, "causal_lm", is_causal=False)
+    with bad_config(match="received is_causal=True; its encoder is not causal"):
+        build_model("wellposed", "seq2seq_lm", is_causal=True)
 
 
 def test_build_model_names_what_is_unknown():
@@ -145,6 +149,8 @@ def test_build_model_names_what_is_unknown():
         build_model("welposed", "causal_lm")
     with bad_config(match="unknown kind of wellposed model 'causal'; nearest: causal_lm"):
         build_model("wellposed", "causal")
+    with bad_config(match="unknown kind of transject model 'seq2seq_lm'"):
+        build_model("transject", "seq2seq_lm")
 
 
 def test_xavier_bounds_and_spread():
@@ -183,48 +189,14 @@ def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
     assert calls == ["WellposedForCausalLM"]
 
 
-def test_inputs_that_do_not_fit_are_named():
-    model = WellposedForCausalLM(WellposedConfig(**SIZES)).eval()
-    with bad_shape(match=r"of 11 tokens; expected at most 10.*max_position_embeddings >= 11"):
-        model(input_ids=torch.ones(1, 11, dtype=torch.long))
-    with bad_shape(match=r"token 13 at row 1, position 2; expected tokens in \[0, 13\)"):
-        model(input_ids=torch.tensor([[1, 2, 3], [1, 2, 13]]))
-    with bad_shape(match="token -1 at row 0, position 0"):
-        model(input_ids=torch.tensor([[-1]]))
-    with bad_shape(match=r"attention_mask: received shape \(1, 2\); expected \(1, 3\)"):
-        model(input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 2))
-    with bad_shape(match=r"input_ids: received shape \(3,\)"):
-        model(input_ids=torch.tensor([1, 2, 3]))
-    with bad_shape(match=r"input_ids: received shape \(1, 0\)"):
-        model(input_ids=torch.ones(1, 0, dtype=torch.long))
-    with bad_shape(match="received neither of input_ids and inputs_embeds"):
-        model()
-    with bad_shape(
-        match=r"inputs_embeds: received shape \(1, 2, 5\); expected \(batch, tokens, 12\)",
-    ):
-        model(inputs_embeds=torch.ones(1, 2, 5))
-    with bad_shape(match="position_ids below 0"):
-        model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[-1]]))
-    with bad_shape(match="a sequence of 11 tokens"):
-        model(input_ids=torch.tensor([[1]]), position_ids=torch.tensor([[10]]))
-    with bad_config(match="output_attentions=True"):
-        model(input_ids=torch.tensor([[1]]), output_attentions=True)
-
-
 @pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
 def test_kernels_that_would_be_ignored_are_refused(name):
     with bad_config(match=f"received attn_implementation='{name}'; expected 'sdpa'"):
         WellposedForCausalLM(WellposedConfig(attn_implementation=name, **SIZES))
 
 
-def test_a_cache_that_cannot_be_used_is_refused():
-    ids = torch.tensor([[1]])
-    encoder = WellposedForSequenceClassification(WellposedConfig(**SIZES)).model
-    with bad_config(match="no cache can be used: the model is not causal"):
-        encoder(input_ids=ids, use_cache=True)
-    model = WellposedForCausalLM(WellposedConfig(**SIZES))
-    with bad_config(match="together with use_cache=False"):
-        model(input_ids=ids, use_cache=False, past_key_values=DynamicCache(config=model.config))
+def test_recomputed_blocks_have_no_cache_in_training():
+    model, ids = WellposedForCausalLM(WellposedConfig(**SIZES)), torch.tensor([[1]])
     model.activation_checkpointing_enable()
     with bad_config(match="recomputed blocks"):
         model.train()(input_ids=ids, use_cache=True)

@@ -5,7 +5,6 @@ import inspect
 
 import pytest
 import torch
-from tests.support.refusal import bad_shape
 from tests.support.transject import IDS, MASK
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -100,42 +99,8 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
     assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
 
 
-@pytest.mark.parametrize("family", ["wellposed", "transject"])
-@pytest.mark.parametrize(
-    ("labels", "says"),
-    [
-        (torch.tensor([0, 3]), r"class 3 at row 1; expected classes in \[0, 3\)"),
-        (torch.tensor([-1, 0]), "class -1 at row 0"),
-        (torch.tensor([0, 1, 2]), r"shape \(3,\); expected \(2,\), or \(2, 3\)"),
-        (torch.tensor(1), r"shape \(\); expected"),
-    ],
-)
-def test_labels_that_fit_no_class_or_sequence_are_named(family, labels, says):
-    kinds = {
-        "wellposed": WellposedForSequenceClassification,
-        "transject": TransJectForSequenceClassification,
-    }
-    with bad_shape(match=f"labels: received {says}"):
-        kinds[family](CONFIGS[family])(input_ids=IDS, attention_mask=MASK, labels=labels)
-
-
 def test_a_sequence_without_a_label_is_left_out():
     model = WellposedForSequenceClassification(CONFIGS["wellposed"]).eval()
     both = model(input_ids=IDS, attention_mask=MASK, labels=torch.tensor([2, -100])).loss
     one = model(input_ids=IDS[:1], attention_mask=MASK[:1], labels=torch.tensor([2])).loss
     assert_close(both, one)
-
-
-@pytest.mark.parametrize("family", ["wellposed", "transject"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
-def test_token_ids_of_another_type_are_named(family, dtype):
-    kinds = {"wellposed": WellposedForCausalLM, "transject": TransJectForCausalLM}
-    with bad_shape(match=f"input_ids: received {dtype}; expected token ids in torch.int64"):
-        kinds[family](CONFIGS[family])(input_ids=IDS.to(dtype))
-
-
-def test_vectors_that_are_no_floats_are_named():
-    with bad_shape(match=r"inputs_embeds: received torch\.int64; expected floating vectors"):
-        TransJectForCausalLM(CONFIGS["transject"])(
-            inputs_embeds=torch.ones(1, 2, 8, dtype=torch.long)
-        )

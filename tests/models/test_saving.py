@@ -45,6 +45,7 @@ ROWS = [
     *(("wellposed", kind, RICH) for kind in KINDS),
     *(("wellposed", "causal_lm", options(f"attention={name}")) for name in ATTENTIONS.names()),
     ("wellposed", "causal_lm", {"tie_word_embeddings": False, "position": "sinusoidal"}),
+    ("wellposed", "causal_lm", options("attention=l2_contractive contractive=0.4 query_width=2")),
     ("lstm", "causal_lm", {}),
     *(("transject", kind, settings) for kind in AUTO for settings in SETTINGS[1:]),
 ]

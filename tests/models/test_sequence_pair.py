@@ -4,7 +4,6 @@ certificates."""
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_shape
 from tests.support.tiny import tiny
 
 import wellposed as wp
@@ -49,14 +48,6 @@ def test_the_logits_are_those_of_the_formula(pooling):
         ).clamp(min=0)
         expected = weights["classifier.output.weight"] @ hidden + weights["classifier.output.bias"]
         within(run(model)[row], expected, 1e-12)
-
-
-def test_sides_that_do_not_match_are_refused():
-    model = build()
-    with bad_shape(match="received 1 sequences for 2 in input_ids; expected one for each"):
-        model(input_ids=FIRST, input_ids_pair=SECOND[:1])
-    with bad_shape(match="neither of input_ids and inputs_embeds"):
-        model(input_ids=FIRST)
 
 
 def test_verbs_work_or_say_why_not():

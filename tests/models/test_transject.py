@@ -17,7 +17,6 @@ from wellposed.models import (
     TransJectForSequenceClassification,
     TransJectForSequencePairClassification,
     TransJectModel,
-    build_model,
 )
 
 
@@ -98,8 +97,6 @@ def test_the_towers_of_a_pair_share_one_encoder():
     expected = model.classifier(first, second)
     output = model(IDS, MASK, IDS.flip(0), MASK.flip(0))
     assert_close(output.logits, expected)
-    with bad_shape(match="received 1 sequences for 2"):
-        model(input_ids=IDS, input_ids_pair=IDS[:1])
 
 
 def test_sines_go_on_beyond_the_positions_and_a_table_does_not():
@@ -140,26 +137,6 @@ def test_every_bad_value_is_in_one_error():
         "intermediate_size: unknown key; the feed-forward is orthogonal, so as wide as a token: set hidden_size",
     ):  # fmt: skip
         assert part in "".join(messages)
-
-
-def test_what_cannot_be_done_is_refused():
-    with bad_config(match="is_causal=False; a language model is causal"):
-        TransJectForCausalLM(TransJectConfig(**SIZES, is_causal=False))
-    encoder, language = TransJectModel(CONFIG), TransJectForCausalLM(CONFIG)
-    with bad_config(match="the model is not causal"):
-        encoder(input_ids=IDS, use_cache=True)
-    with bad_config(match="output_attentions=True"):
-        encoder(input_ids=IDS, output_attentions=True)
-    with bad_shape(match="padding alone"):
-        encoder(input_ids=IDS, attention_mask=torch.tensor([[1] * 5, [0] * 5]))
-    with bad_shape(match="received neither of input_ids and inputs_embeds"):
-        encoder()
-    with bad_shape(match=r"X\^0, position codes included"):
-        encoder(inputs_embeds=torch.zeros(1, 2, 8))
-    with bad_config(match=r"expected TransJectCache"):
-        language(input_ids=IDS, past_key_values=(object()))
-    with bad_config(match="unknown kind of transject model 'seq2seq_lm'"):
-        build_model("transject", "seq2seq_lm")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.support.refusal import bad_config, bad_shape
 from torch import nn
+from transformers import DynamicCache
 
 from wellposed.errors import WellposedError
 from wellposed.models import (
@@ -48,19 +49,111 @@ def test_a_misspelt_keyword_is_told_the_nearest(name):
         MODELS[name]()(input_idz=IDS)
 
 
-@pytest.mark.parametrize("family", ["wellposed", "transject", "lstm"])
-@pytest.mark.parametrize("labels", [IDS[:, :3], IDS[0], IDS.float(), 13 + IDS])
-def test_labels_of_a_language_model_fit_its_tokens(family, labels):
-    with bad_shape(match="labels"):
-        build_model(family, "causal_lm", **SIZES, **heads(family))(input_ids=IDS, labels=labels)
+def ids(*rows):
+    return torch.tensor(rows)
 
 
-@pytest.mark.parametrize("name", ["WellposedModel", "TransJectModel"])
-@pytest.mark.parametrize("shape", [(2, 4), (3, 5), None])
-def test_positions_fit_the_tokens(name, shape):
-    positions = torch.zeros(shape, dtype=torch.int64) if shape else torch.zeros(2, 5)
-    with bad_shape(match="position"):
-        MODELS[name]()(input_ids=IDS, position_ids=positions)
+LANGUAGE, BODY = "wellposed causal_lm", "TransJectModel"
+SEQ2SEQ, PAIR = "wellposed seq2seq_lm", "wellposed sequence_pair_classification"
+TWO = ids([3, 4])
+MISFITS = [
+    (LANGUAGE, {"input_ids": ids([1] * 11)}, "of 11 tokens; expected at most 10.*embeddings >= 11"),
+    (LANGUAGE, {"input_ids": ids([1, 2], [2, 13])}, r"token 13 at row 1, position 1; .*\[0, 13\)"),
+    (LANGUAGE, {"input_ids": ids([-1])}, "token -1 at row 0, position 0"),
+    (
+        LANGUAGE,
+        {"input_ids": IDS, "attention_mask": IDS[:, :3]},
+        r"received shape \(2, 3\).*\(2, 5\)",
+    ),
+    (LANGUAGE, {"input_ids": IDS[0]}, r"input_ids: received shape \(5,\)"),
+    (LANGUAGE, {"input_ids": IDS[:, :0]}, r"input_ids: received shape \(2, 0\)"),
+    (LANGUAGE, {}, "received neither of input_ids and inputs_embeds"),
+    (
+        LANGUAGE,
+        {"inputs_embeds": torch.ones(1, 2, 5)},
+        r"shape \(1, 2, 5\); .*\(batch, tokens, 12\)",
+    ),
+    (LANGUAGE, {"input_ids": TWO, "position_ids": ids([-1, 0])}, "position_ids below 0"),
+    (LANGUAGE, {"input_ids": TWO, "position_ids": ids([10, 0])}, "a sequence of 11 tokens"),
+    (BODY, {"inputs_embeds": torch.ones(1, 2, 8).long()}, r"X\^0, position codes included"),
+    (
+        BODY,
+        {"inputs_embeds": torch.ones(1, 2, 12).long()},
+        "torch.int64; expected floating vectors",
+    ),
+    (BODY, {"input_ids": IDS, "attention_mask": ids([1] * 5, [0] * 5)}, "padding alone"),
+    (BODY, {}, "received neither of input_ids and inputs_embeds"),
+    (SEQ2SEQ, {"input_ids": TWO}, "neither of decoder_input_ids and decoder_inputs_embeds"),
+    (SEQ2SEQ, {"decoder_input_ids": TWO}, "received neither of input_ids and inputs_embeds"),
+    (
+        SEQ2SEQ,
+        {"input_ids": TWO, "decoder_input_ids": ids([1, 13])},
+        "decoder_input_ids: .* token 13",
+    ),
+    (
+        SEQ2SEQ,
+        {"input_ids": TWO, "decoder_input_ids": ids([1] * 11)},
+        "11 tokens; expected at most 10",
+    ),
+    (
+        SEQ2SEQ,
+        {"input_ids": TWO, "decoder_input_ids": TWO, "attention_mask": IDS},
+        "attention_mask",
+    ),
+    (PAIR, {"input_ids": IDS, "input_ids_pair": TWO}, "received 1 sequences for 2 in input_ids"),
+    (PAIR, {"input_ids": IDS}, "neither of input_ids and inputs_embeds"),
+    *(
+        (name, {"input_ids": IDS.to(dtype)}, f"input_ids: received {dtype}; expected token ids in")
+        for name in (LANGUAGE, BODY)
+        for dtype in (torch.float32, torch.bool, torch.uint8)
+    ),
+    *(
+        (f"{family} causal_lm", {"input_ids": IDS, "labels": labels}, "labels")
+        for family in ("wellposed", "transject", "lstm")
+        for labels in (IDS[:, :3], IDS[0], IDS.float(), 13 + IDS)
+    ),
+    *(
+        (f"{family} sequence_classification", {"input_ids": IDS, "labels": labels}, says)
+        for family in ("wellposed", "transject")
+        for labels, says in {
+            torch.tensor([0, 2]): r"class 2 at row 1; expected classes in \[0, 2\)",
+            torch.tensor([-1, 0]): "class -1 at row 0",
+            torch.tensor([0, 1, 2]): r"shape \(3,\); expected \(2,\), or \(2, 2\)",
+            torch.tensor(1): r"shape \(\); expected",
+        }.items()
+    ),
+    *(
+        (name, {"input_ids": IDS, "position_ids": positions}, "position")
+        for name in ("WellposedModel", BODY)
+        for positions in (IDS[:, :4] * 0, torch.zeros(3, 5).long(), torch.zeros(2, 5))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), MISFITS)
+def test_what_does_not_fit_is_named(name, given, message):
+    with bad_shape(match=message):
+        MODELS[name]()(**given)
+
+
+CANNOT = [
+    *((name, {"output_attentions": True}, "output_attentions=True") for name in (LANGUAGE, BODY)),
+    (SEQ2SEQ, {"decoder_input_ids": IDS, "output_attentions": True}, "output_attentions=True"),
+    *((name, {"use_cache": True}, "is not causal") for name in ("WellposedModel", BODY)),
+    (LANGUAGE, {"use_cache": False, "past_key_values": DynamicCache()}, "with use_cache=False"),
+    ("transject causal_lm", {"past_key_values": object()}, "expected TransJectCache"),
+    (
+        SEQ2SEQ,
+        {"decoder_input_ids": IDS, "past_key_values": DynamicCache()},
+        "received DynamicCache; expected EncoderDecoderCache",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), CANNOT)
+def test_what_cannot_be_done_is_refused(name, given, message):
+    with bad_config(match=message):
+        MODELS[name]()(input_ids=IDS, **given)
 
 
 def test_a_decoder_names_the_memory():
