@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from wellposed.errors import ConvergenceError, NotContractiveError
 from wellposed.nn import InvertibleResidual, L2SelfAttention
+from wellposed.nn.attention.l2_bound import UnitWeights
 
 ACCELERATE = (None, "anderson")
 
@@ -242,13 +243,13 @@ def test_autocast_inverts_the_map_that_was_run():
 
 def test_the_bound_is_computed_once_per_inverse(monkeypatch):
     layer, calls = attention(), []
-    original = L2SelfAttention.bound_layers
+    original = UnitWeights.layer
 
     def counted(self, *arguments):
         calls.append(arguments)
         return original(self, *arguments)
 
-    monkeypatch.setattr(L2SelfAttention, "bound_layers", counted)
+    monkeypatch.setattr(UnitWeights, "layer", counted)
     report = InvertibleResidual(layer).inverse(draw(1, 4, 16))[1]
     assert report.iterations > 2
     assert len(calls) == 1

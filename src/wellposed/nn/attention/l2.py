@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -186,11 +185,11 @@ class L2SelfAttention(Part):
                 f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside"
                 " (0, 1): at 1 and above the residual x + f(x) need not be invertible"
             )
-        refuse_unbounded(self._form_refusal(drops_weights=self.dropout > 0))
+        refuse_unbounded(self._form_refusal(self.dropout > 0))
 
-    def _form_refusal(self, *, drops_weights: bool) -> str | None:
+    def _form_refusal(self, drops: bool) -> str | None:
         plain = self.values == "plain"
-        return l2_attention_refusal(tied=self.tied, plain_values=plain, drops_weights=drops_weights)
+        return l2_attention_refusal(tied=self.tied, plain_values=plain, drops_weights=drops)
 
     def reset_parameters(self) -> None:
         """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
@@ -239,11 +238,12 @@ class L2SelfAttention(Part):
             return query @ value.mT / math.sqrt(self.head_dim)
 
     @uncompiled
-    def _unit_weights(self) -> UnitWeights:
-        query, output, heads = self.q_proj.weight, self.o_proj.weight, self.num_heads
+    def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> UnitWeights:
         value = None if self.v_proj is None else self.v_proj.weight
-        with torch.autocast(query.device.type, enabled=False):
-            return UnitWeights.of(query, output, value=value, mix=self.mix, num_heads=heads)
+        weights = (self.q_proj.weight, self.o_proj.weight, value, self.mix)
+        known = None if layers is None else layers[0]
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            return UnitWeights(*weights, num_heads=self.num_heads, by_call=known)
 
     def forward(
         self,
@@ -310,7 +310,7 @@ class L2SelfAttention(Part):
 
         `layers` are those of `bound_layers`, made here where not given and needed.
         """
-        reason = self._form_refusal(drops_weights=self.dropout > 0 and self.training)
+        reason = self._form_refusal(self.dropout > 0 and self.training)
         divides = reason is None and self.contractive is not None
         return self._division_refusal(layers) if divides else reason
 
@@ -370,15 +370,13 @@ class L2SelfAttention(Part):
         bound = torch.stack(bounds).amax()
         return bound.clamp_max(self.contractive) if norm == self.norm else bound
 
-    def bound_layers(
-        self, method: SpectralMethod = "svd", weights: UnitWeights | None = None
-    ) -> tuple[L2Layer, L2Layer]:
+    def bound_layers(self, method: SpectralMethod = "svd") -> tuple[L2Layer, L2Layer]:
         """Return the weights as the division of a contractive layer sees them at each call, and for
         ``method``."""
         if self.contractive is not None:
-            weights = weights or self._unit_weights()
-            by_call = weights.layer("gram")
-            return by_call, by_call if method == "gram" else weights.layer(method)
+            weights = self._unit_weights()
+            exact = weights.by_call if method == "gram" else weights.layer(method)
+            return weights.by_call, exact
         # R_h is a product of weights: in their own precision it would be rounded before it is
         # bounded.
         wide = torch.promote_types(self.q_proj.weight.dtype, torch.float64)
@@ -401,10 +399,8 @@ class L2SelfAttention(Part):
         if self.contractive is None:
             heads = heads @ self._mixing(torch.float64)
         else:
-            weights = self._unit_weights()
-            layer = None if layers is None else layers[0]
-            tokens = self.max_tokens or num_tokens
-            factor = self._factor(weights, tokens, "any", layer=layer, kept=False)
+            weights = self._unit_weights(layers)
+            factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
             heads = (heads / weights.read) @ weights.mixing.double() * factor
         values = 0 if self.v_proj is None else _bias(self.v_proj)
         return self.o_proj.weight.double() @ (heads.flatten() + values) + _bias(self.o_proj)
@@ -434,19 +430,16 @@ class L2SelfAttention(Part):
         key_padding_mask: PaddingMask,
         is_causal: bool,
     ) -> Tensor:
-        attend = partial(
-            l2_attention,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=1 / math.sqrt(self.head_dim),
-        )
+        dropout = self.dropout if self.training else 0.0
+        how: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
         queries, keys = query.shape[-2], key.shape[-2]
         if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
             seen = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
-            return attend(query, key, value, **seen.flags)
+            return l2_attention(query, key, value, **seen.flags, **how)
         # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
         # hand.
-        causal = is_causal and queries == keys
-        heads = attend(query, key, value, is_causal=causal, key_padding_mask=key_padding_mask)
+        how |= {"is_causal": is_causal and queries == keys, "key_padding_mask": key_padding_mask}
+        heads = l2_attention(query, key, value, **how)
         padded = key_padding_mask[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
@@ -468,18 +461,11 @@ class L2SelfAttention(Part):
             return sharp
         assert self.v_proj is not None
         weights = (self.q_proj.weight, self.v_proj.weight, self.o_proj.weight)
-        return torch.maximum(
-            sharp, kim2021_divisor(layer, weights, num_tokens, self.norm).to(sharp.dtype)
-        )
+        paper = kim2021_divisor(layer, weights, num_tokens, self.norm)
+        return torch.maximum(sharp, paper.to(sharp.dtype))
 
     def _factor(
-        self,
-        weights: UnitWeights,
-        num_tokens: int,
-        mask: MaskKind,
-        *,
-        layer: L2Layer | None = None,
-        kept: bool = True,
+        self, weights: UnitWeights, num_tokens: int, mask: MaskKind, *, kept: bool = True
     ) -> Tensor:
         """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
         assert self.contractive is not None
@@ -487,28 +473,26 @@ class L2SelfAttention(Part):
         if frozen is not None and (num_tokens, mask) in frozen:
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            layer = layer or self.bound_layers("gram", weights)[0]
-            divisor = self._divisor(layer, num_tokens, mask)
+            divisor = self._divisor(weights.by_call, num_tokens, mask)
             # 0 for a silent head.
             factor = self.contractive / torch.where(divisor > 0, divisor, 1.0)
-            factor = factor * layer.shares[:, None, None]
+            factor = factor * weights.by_call.shares[:, None, None]
         if frozen is not None:
             frozen[num_tokens, mask] = factor
         return factor
 
     @torch.no_grad()
     def _division_refusal(self, layers: tuple[L2Layer, L2Layer] | None) -> str | None:
-        weights = self._unit_weights()
-        layer = weights.layer("gram") if layers is None else layers[0]
+        weights = self._unit_weights(layers)
         for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
-            now = self._factor(weights, num_tokens, mask, layer=layer, kept=False)
+            now = self._factor(weights, num_tokens, mask, kept=False)
             # A last digit is covered by the bound's margin.
             if not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
                 return (
                     "its weights were edited inside frozen(), which divides by the bound they had"
                     " before"
                 )
-        factor = self._factor(weights, self.max_tokens or 1, "any", layer=layer, kept=False)
+        factor = self._factor(weights, self.max_tokens or 1, "any", kept=False)
         return weights.range_refusal(factor, self.q_proj.bias)
 
     @uncompiled
@@ -534,10 +518,8 @@ class L2SelfAttention(Part):
         if not isinstance(counts, Tensor):
             return self._factor(weights, counts, mask)
         lengths, index = counts.unique(return_inverse=True)
-        layer = weights.layer("gram")
-        return torch.stack(
-            [self._factor(weights, length, mask, layer=layer) for length in lengths.tolist()]
-        )[index]
+        factors = [self._factor(weights, length, mask) for length in lengths.tolist()]
+        return torch.stack(factors)[index]
 
 
 def _uniform_(weight: Tensor, bound: float) -> None:

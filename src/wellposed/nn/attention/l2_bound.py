@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -117,7 +117,6 @@ def one_width(mixing: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(mixing, (0, missing)), F.pad(output, (0, 0, 0, missing))
 
 
-@dataclass(frozen=True)
 class UnitWeights:
     """The maps `W_h R_h = 2^exponents projection mixing` of all heads, with
     `W_h = read projection`.
@@ -126,44 +125,50 @@ class UnitWeights:
     change when its weights are multiplied by a number, so that a head is `P z / read`, times
     `mixing`, times `factor`, and none of the three overflows or vanishes where their product does
     not.
+
+    - projection: (H, D, w), largest entry in [1, 2), in float32 at least.
+    - mixing: (H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used,
+      and bounded as it is used.
+    - output: `W_O,h`, (H, d, D), as stored.
+    - read: (H, 1, 1), powers of two.
+    - exponents: (H,), whole numbers.
+
+    Args:
+        query, output: the weights of `q_proj` and `o_proj`.
+        value, mix: that of `v_proj`, or else `mix`.
+        num_heads: H.
+        by_call: what `by_call` is to be, where it is known.
     """
 
-    projection: Tensor
-    """(H, D, w), largest entry in [1, 2), in float32 at least."""
-    mixing: Tensor
-    """(H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used, and
-    bounded as it is used."""
-    output: Tensor
-    """`W_O,h`, (H, d, D), as stored."""
-    read: Tensor
-    """(H, 1, 1), powers of two."""
-    exponents: Tensor
-    """(H,), whole numbers."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         query: Tensor,
         output: Tensor,
-        *,
         value: Tensor | None,
         mix: Tensor | None,
+        *,
         num_heads: int,
-    ) -> UnitWeights:
-        """Take the weights of `q_proj` and `o_proj`, and that of `v_proj` or `mix`."""
-        projection, read = _unit(query.unflatten(0, (num_heads, -1)).mT)
-        output = output.mT.unflatten(0, (num_heads, -1))
-        exponents = _exponent(read)
+        by_call: L2Layer | None = None,
+    ) -> None:
+        self.projection, self.read = _unit(query.unflatten(0, (num_heads, -1)).mT)
+        self.output = output.mT.unflatten(0, (num_heads, -1))
+        exponents = _exponent(self.read)
         if mix is not None:
             mixing, unit = _unit(mix)
         else:
             assert value is not None
             values, unit = _unit(value.unflatten(0, (num_heads, -1)).mT)
             with full_precision(query.device.type):
-                mixing = projection.mT @ values / math.sqrt(output.shape[1])
+                mixing = self.projection.mT @ values / math.sqrt(self.output.shape[1])
             # W_h R_h = W_h W_h^T W_V,h / sqrt(d): the query's unit counts twice.
             exponents = 2 * exponents
-        return cls(projection, mixing.to(query.dtype), output, read, exponents + _exponent(unit))
+        self.mixing, self.exponents = mixing.to(query.dtype), exponents + _exponent(unit)
+        self._by_call = by_call
+
+    @cached_property
+    def by_call(self) -> L2Layer:
+        """What bounds them at each call."""
+        return self._by_call or self.layer("gram")
 
     def layer(self, method: SpectralMethod) -> L2Layer:
         """Return what bounds them, zero-padded to one width."""
@@ -218,18 +223,12 @@ def kim2021_divisor(
         norm: ``"inf"`` or ``2``.
     """
     (query, query_unit), (value, value_unit), (output, output_unit) = map(_unit, weights)
-    heads = len(layer.projection)
-    bound = kim2021_bound(
-        query.unflatten(0, (heads, -1)).mT,
-        value.unflatten(0, (heads, -1)).mT,
-        output.mT,
-        seq_len=num_tokens,
-        norm="inf" if norm == "inf" else 2,
-        method="gram",
-    )
-    exponent = (
-        2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit) - layer.exponent
-    )
+    heads, in_norm = len(layer.projection), "inf" if norm == "inf" else 2
+    reads, values = (part.unflatten(0, (heads, -1)).mT for part in (query, value))
+    how: dict[str, Any] = {"seq_len": num_tokens, "norm": in_norm, "method": "gram"}
+    bound = kim2021_bound(reads, values, output.mT, **how)
+    exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit)
+    exponent = exponent - layer.exponent
     return bound * torch.exp2(exponent.double()).squeeze()
 
 
