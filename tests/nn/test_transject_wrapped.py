@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError
 from wellposed.nn import (
-    GramAttention,
     GramSpectrum,
     OrthogonalFeedForward,
     OrthogonalLinear,
@@ -191,16 +190,6 @@ def test_dropout_of_the_feedforward_alone_is_active_without_gradients():
             if isinstance(part, OrthogonalFeedForward):
                 part.train()
         assert not torch.equal(stack(x).last_hidden_state, expected)
-
-
-def test_folding_is_refused_where_there_is_no_weight_to_fold():
-    attention, x = GramAttention(D), torch.randn(1, 2, D)
-    assert attention.has_plain_maps()
-    attention(x, torch.ones(D), folded=True)
-    attention.left = Adapter(attention.left)
-    assert not attention.has_plain_maps()
-    with bad_config(match="left Adapter and right OrthogonalLinear"):
-        attention(x, torch.ones(D), folded=True)
 
 
 @paths

@@ -83,8 +83,8 @@ def qr_penalty(
     the factors are those of W^T.
 
     Method: McGrath (2024, eq. 1). ``householder`` is LAPACK's, whose R may have a negative
-    diagonal, so the target Q may be far from W; ``gram_schmidt`` is modified Gram-Schmidt, with a
-    positive diagonal.
+    diagonal, so the target Q may be far from W; ``gram_schmidt`` is the Q that Gram-Schmidt gives,
+    of the R with a positive diagonal.
 
     Args:
         weight: shape (m, n), floating point, of full rank.
@@ -97,7 +97,7 @@ def qr_penalty(
         ShapeError: not a matrix. ConfigError: quantised weight, float16 on a CPU, unknown method.
         ConvergenceError: the weight is rank deficient, so Q is not defined.
 
-    Cost: about 4 m n^2 FLOPs and, for Gram-Schmidt, n dependent steps.
+    Cost: about 4 m n^2 FLOPs.
 
     When not to use: McGrath reports that both forms halve accuracy; `gram_penalty` is cheaper and
     trains.
@@ -105,19 +105,18 @@ def qr_penalty(
     >>> round(qr_penalty(torch.diag(torch.tensor([1.0, 3.0])), "gram_schmidt").item(), 4)  # Q = I
     2.0
     """
+    if method not in ("householder", "gram_schmidt"):
+        raise ConfigError(
+            f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'"
+        )
     check_weights([weight])
     given, weight = weight, gathered(weight)
     matrix = weight if weight.shape[0] >= weight.shape[1] else weight.t()
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     with torch.autocast(matrix.device.type, enabled=False):
-        if method == "householder":
-            q, r = torch.linalg.qr(matrix)
-        elif method == "gram_schmidt":
-            q, r = _GramSchmidt.apply(matrix)  # type: ignore[misc]
-        else:
-            raise ConfigError(
-                f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'"
-            )
+        q, r = torch.linalg.qr(matrix)
+        if method == "gram_schmidt":
+            q = q * r.detach().diagonal().sign()
         diagonal = r.detach().diagonal().abs()
         if not bool(diagonal.min() > torch.finfo(r.dtype).eps * diagonal.max()):
             raise ConvergenceError(
@@ -271,32 +270,7 @@ class _Gram(torch.autograd.Function):
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
 
 
-class _GramSchmidt(torch.autograd.Function):
-    """Modified Gram-Schmidt; backwards, the derivative of ``A = Q R`` with a positive diagonal."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        q = matrix.clone()
-        r = matrix.new_zeros(matrix.shape[1], matrix.shape[1])
-        for k in range(matrix.shape[1]):
-            r[k, k] = torch.linalg.vector_norm(q[:, k])
-            q[:, k] /= r[k, k]
-            r[k, k + 1 :] = q[:, k] @ q[:, k + 1 :]
-            q[:, k + 1 :] -= torch.outer(q[:, k], r[k, k + 1 :])
-        ctx.save_for_backward(q, r)
-        ctx.mark_non_differentiable(r)
-        return q, r
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, _: Tensor) -> Tensor:  # type: ignore[override]
-        q, r = ctx.saved_tensors
-        inner = -grad_q.t() @ q
-        symmetric = inner.tril(-1) + inner.tril(-1).t() + torch.diag(inner.diagonal())
-        return torch.linalg.solve_triangular(r, (grad_q + q @ symmetric).t(), upper=True).t()
-
-
 def _root(value: Tensor) -> Tensor:
     """Return sqrt with gradient 0 at 0: the norm's subgradient of least length."""
-    safe = torch.where(value > 0, value, torch.ones_like(value))
-    return torch.where(value > 0, safe.sqrt(), torch.zeros_like(value))
+    safe = torch.where(value > 0, value, 1.0)
+    return torch.where(value > 0, safe.sqrt(), 0.0)

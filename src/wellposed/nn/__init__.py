@@ -26,6 +26,10 @@ from wellposed.nn._registry import MemoryCache as MemoryCache
 from wellposed.nn._registry import NormPlacement as NormPlacement
 from wellposed.nn.attention.ball import BallAttention as BallAttention
 from wellposed.nn.attention.ball import BallCrossAttention as BallCrossAttention
+from wellposed.nn.attention.ball import BallEmbedding as BallEmbedding
+from wellposed.nn.attention.ball import BallProjection as BallProjection
+from wellposed.nn.attention.ball import UnitEmbedding as UnitEmbedding
+from wellposed.nn.attention.ball import project_to_ball as project_to_ball
 from wellposed.nn.attention.cosine import CosineCrossAttention as CosineCrossAttention
 from wellposed.nn.attention.cosine import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn.attention.dot_product import CrossAttention as CrossAttention
@@ -77,7 +81,3 @@ from wellposed.nn.transject.spectrum import LearnedSpectrum as LearnedSpectrum
 from wellposed.nn.transject.spectrum import TransJectCache as TransJectCache
 from wellposed.nn.transject.stack import TransJectOutput as TransJectOutput
 from wellposed.nn.transject.stack import TransJectStack as TransJectStack
-from wellposed.nn.unit_ball import BallEmbedding as BallEmbedding
-from wellposed.nn.unit_ball import BallProjection as BallProjection
-from wellposed.nn.unit_ball import UnitEmbedding as UnitEmbedding
-from wellposed.nn.unit_ball import project_to_ball as project_to_ball

@@ -148,9 +148,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Tensor] = partial(
-            checkpoint, use_reentrant=False
-        )
+        recompute: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False)
+        self._gradient_checkpointing_func = recompute
 
     def forward(
         self,
@@ -229,10 +228,8 @@ class TransformerStack(nn.Module):
             ShapeError: the padding mask does not fit.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
-        num_queries = x.shape[1]
-        mask = attention_mask(
-            key_padding_mask, self.is_causal, num_queries, num_cached + num_queries, x.device
-        )
+        lengths = (x.shape[1], num_cached + x.shape[1])
+        mask = attention_mask(key_padding_mask, self.is_causal, *lengths, x.device)
         for index, layer in enumerate(self.layers):
             cache = None if caches is None else caches[index]
             x = run_block(cast(Block, layer), x, mask=mask, is_causal=self.is_causal, cache=cache)

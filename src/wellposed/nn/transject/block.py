@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +68,8 @@ class TransJectBlock(ResetByParts):
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
-        self.attention = ExpertMixture(
-            embed_dim, num_experts, gating=gating, eps=eps, layer_index=layer_index
-        )
+        gates: dict[str, Any] = {"gating": gating, "eps": eps, "layer_index": layer_index}
+        self.attention = ExpertMixture(embed_dim, num_experts, **gates)
         self.feedforward = OrthogonalFeedForward(embed_dim, dropout=dropout)
         self.residual = InjectiveResidual(num_layers, residual)
 
@@ -106,15 +106,8 @@ class TransJectBlock(ResetByParts):
         # would try to move.
         plain = is_plain(self.residual, InjectiveResidual)
         join = self.residual.scale() if plain else self.residual.__call__
-        branch, used = self.attention(
-            x,
-            sigma,
-            join,
-            key_padding_mask=key_padding_mask,
-            is_causal=is_causal,
-            cache=cache,
-            gates=gates,
-        )
+        seen = {"key_padding_mask": key_padding_mask, "is_causal": is_causal, "cache": cache}
+        branch, used = self.attention(x, sigma, join, gates=gates, **seen)
         x = self.residual(x, branch)
         return self.residual(x, self.feedforward(x)), used
 

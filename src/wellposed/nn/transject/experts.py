@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ShapeError
 from wellposed.functional.gram import check_spectrum, gram_attention, per_token
 from wellposed.nn.checks import Eps, is_plain
 from wellposed.nn.transject.orthogonal import OrthogonalLinear, ResetByParts
@@ -52,26 +52,15 @@ class GramAttention(ResetByParts):
         self.left = OrthogonalLinear(embed_dim)
         self.right = OrthogonalLinear(embed_dim)
 
-    def forward(self, x: Tensor, sigma: Tensor, *, folded: bool | None = None) -> Tensor:
+    def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
         """Map (batch, tokens, d) with sigma (d,), (batch, d) or (batch, tokens, d); see
         `functional.gram_attention`.
 
         Raises:
             ShapeError: the shapes do not fit.
-            ConfigError: `folded` with a map that is wrapped, hooked or parametrised: there is no
-                one weight to fold.
         """
         if self.has_plain_maps():
-            return gram_attention(
-                x, self.left.weight.mT, self.right.weight.mT, sigma, folded=folded
-            )
-        if folded:
-            raise ConfigError(
-                f"GramAttention: folded=True with left {type(self.left).__name__} and right"
-                f" {type(self.right).__name__}, one of them wrapped, hooked or parametrised;"
-                " expected plain OrthogonalLinear; leave folded out, or merge the adapter and"
-                " remove the hooks"
-            )
+            return gram_attention(x, self.left.weight.mT, self.right.weight.mT, sigma)
         check_spectrum("GramAttention", x, sigma)
         return F.elu(self.right(self.left(x) * per_token(sigma)))
 

@@ -114,24 +114,16 @@ class TransJectStack(ResetByParts):
             self.spectrum = GramSpectrum(embed_dim, normalization=spectrum_norm, eps=eps)
         else:
             self.spectrum = LearnedSpectrum(embed_dim)
+        gates: dict[str, Any] = {"num_experts": num_experts, "gating": gating, "eps": eps}
+        of_layers: dict[str, Any] = {**gates, "residual": residual, "dropout": dropout}
         self.layers = nn.ModuleList(
-            TransJectBlock(
-                embed_dim,
-                num_layers,
-                num_experts=num_experts,
-                gating=gating,
-                eps=eps,
-                residual=residual,
-                dropout=dropout,
-                layer_index=index,
-            )
+            TransJectBlock(embed_dim, num_layers, layer_index=index, **of_layers)
             for index in range(num_layers)
         )
         # The names under which Hugging Face switches gradient checkpointing on.
         self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] = partial(
-            checkpoint, use_reentrant=False
-        )
+        recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+        self._gradient_checkpointing_func = recompute
         self.recompute_every = 1
 
     def forward(
@@ -212,9 +204,8 @@ class TransJectStack(ResetByParts):
         spectrum."""
         if isinstance(self.spectrum, LearnedSpectrum):
             return None
-        return self.spectrum.reconstruction_loss(
-            x, key_padding_mask=check_padding(key_padding_mask, x)
-        )
+        padding = check_padding(key_padding_mask, x)
+        return self.spectrum.reconstruction_loss(x, key_padding_mask=padding)
 
     @torch.no_grad()
     def inverse(
