@@ -1,15 +1,12 @@
 """Affinity penalties against A^T A - I spelled out in float64; the estimator against its exact
 mean."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 import pytest
 import torch
 from tests.support.refusal import each_refused
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import affinity_penalty, affinity_penalty_from_logits
@@ -18,25 +15,25 @@ BATCH, HEADS, TOKENS, WIDTH = 3, 4, 7, 5
 LENGTHS = (7, 4, 1)
 
 
-def tensors(key_heads: int = HEADS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def tensors(key_heads=HEADS, dtype=torch.float64):
     query = torch.randn(BATCH, HEADS, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
     return query, torch.randn(BATCH, key_heads, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
 
 
-def padding() -> Tensor:
+def padding():
     return torch.arange(TOKENS) >= torch.tensor(LENGTHS)[:, None]
 
 
 def slow(
-    query: Tensor,
-    key: Tensor,
+    query,
+    key,
     *,
-    lengths: tuple[int, ...] = (TOKENS,) * BATCH,
-    starts: tuple[int, ...] = (0,) * BATCH,
-    causal: bool = False,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+    lengths=(TOKENS,) * BATCH,
+    starts=(0,) * BATCH,
+    causal=False,
+    scale=None,
+    bias=None,
+):
     """|A^T A - I|_F^2 of every sequence and head, padded tokens cut away before the softmax."""
     values = []
     for b in range(query.shape[0]):
@@ -52,9 +49,7 @@ def slow(
     return torch.stack(values).view(query.shape[0], query.shape[1])
 
 
-def agree(
-    fast: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance: float = 1e-11
-) -> None:
+def agree(fast, expected, leaves, tolerance=1e-11):
     """Values, and gradients under a random weighting of the heads."""
     torch.testing.assert_close(fast, expected, rtol=tolerance, atol=tolerance)
     weights = torch.randn_like(expected)
@@ -67,7 +62,7 @@ def agree(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
-def test_exact_is_the_formula(causal: bool, padded: bool, key_heads: int) -> None:
+def test_exact_is_the_formula(causal, padded, key_heads):
     query, key = tensors(key_heads)
     fast = affinity_penalty(
         query, key, is_causal=causal, key_padding_mask=padding() if padded else None, scale=0.7
@@ -79,7 +74,7 @@ def test_exact_is_the_formula(causal: bool, padded: bool, key_heads: int) -> Non
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("left", [False, True], ids=["right padding", "left padding"])
-def test_padding_is_read_off_a_full_mask(kind: str, causal: bool, left: bool) -> None:
+def test_padding_is_read_off_a_full_mask(kind, causal, left):
     """As Hugging Face makes it: padded columns closed, padded rows open or (left padding, causal)
     empty."""
     query, key = tensors()
@@ -95,7 +90,7 @@ def test_padding_is_read_off_a_full_mask(kind: str, causal: bool, left: bool) ->
     agree(affinity_penalty(query, key, attn_mask=mask), expected, (query, key))
 
 
-def test_own_convention_where_padded_queries_attend_to_themselves() -> None:
+def test_own_convention_where_padded_queries_attend_to_themselves():
     query, key = tensors()
     real = ~padding()
     mask = (real[:, None, :] & real[:, :, None] | torch.eye(TOKENS).bool())[:, None]
@@ -103,14 +98,14 @@ def test_own_convention_where_padded_queries_attend_to_themselves() -> None:
     agree(found, slow(query, key, lengths=LENGTHS), (query, key))
 
 
-def test_a_bias_receives_its_gradient() -> None:
+def test_a_bias_receives_its_gradient():
     query, key = tensors()
     bias = torch.randn(HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
     fast = affinity_penalty(query, key, attn_mask=bias[None], scale=1.0)
     agree(fast, slow(query, key, scale=1.0, bias=bias), (query, key, bias))
 
 
-def test_chunks_of_the_batch_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_batch_make_no_difference(monkeypatch):
     query, key = tensors()
     bias = torch.randn(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
     monkeypatch.setattr("wellposed.functional._affinity._CHUNK", 1)
@@ -122,7 +117,7 @@ def test_chunks_of_the_batch_make_no_difference(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_logits_give_the_same_penalty() -> None:
+def test_logits_give_the_same_penalty():
     query, key = tensors()
     logits = query @ key.mT / math.sqrt(WIDTH)
     logits = logits + torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.float64).masked_fill(
@@ -131,7 +126,7 @@ def test_logits_give_the_same_penalty() -> None:
     agree(affinity_penalty_from_logits(logits), slow(query, key, lengths=LENGTHS), (query, key))
 
 
-def masks() -> dict[str, dict[str, object]]:
+def masks():
     padded, causal = {"key_padding_mask": padding()}, {"is_causal": True}
     bools = {"attn_mask": (~padding())[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)}
     floats = {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double()}
@@ -148,7 +143,7 @@ def masks() -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", list(masks()))
-def test_probes_are_unbiased_in_value_and_gradient(name: str) -> None:
+def test_probes_are_unbiased_in_value_and_gradient(name):
     """With as many draws as give a standard error, the mean is within five of them, coordinate by
     coordinate."""
     options = masks()[name]
@@ -167,7 +162,7 @@ def test_probes_are_unbiased_in_value_and_gradient(name: str) -> None:
     assert ((sample.mean(dim=0) - wanted).abs() <= 5 * error + 1e-10).all()
 
 
-def test_probes_repeat_with_a_generator() -> None:
+def test_probes_repeat_with_a_generator():
     query, key = tensors()
     draws = [
         affinity_penalty(
@@ -179,19 +174,8 @@ def test_probes_repeat_with_a_generator() -> None:
     assert not torch.equal(draws[0], draws[2])
 
 
-def test_gradient_of_a_hundred_draws_points_the_right_way() -> None:
-    query, key = (torch.randn(2, 2, 128, 16, requires_grad=True) for _ in range(2))
-    (exact,) = torch.autograd.grad(affinity_penalty(query, key).sum(), query)
-    drawn = [
-        torch.autograd.grad(affinity_penalty(query, key, estimator="probes").sum(), query)[0]
-        for _ in range(100)
-    ]
-    mean = torch.stack(drawn).mean(0)
-    assert torch.nn.functional.cosine_similarity(mean.flatten(), exact.flatten(), dim=0) >= 0.99
-
-
 @pytest.mark.parametrize("estimator", ["exact", "probes"])
-def test_bf16_tensors_under_autocast(estimator: str) -> None:
+def test_bf16_tensors_under_autocast(estimator):
     query, key = tensors(dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = affinity_penalty(query, key, estimator=estimator, num_probes=512)
@@ -204,7 +188,7 @@ def test_bf16_tensors_under_autocast(estimator: str) -> None:
     assert query.grad.isfinite().all()
 
 
-def test_errors() -> None:
+def test_errors():
     query, key = tensors()
     shapes = {
         "cross-attention": lambda: affinity_penalty(query, key[..., :-1, :]),
@@ -220,7 +204,7 @@ def test_errors() -> None:
     each_refused(ConfigError, options)
 
 
-def penalty(affinity: Tensor) -> float:
+def penalty(affinity):
     return float((affinity.T @ affinity - torch.eye(len(affinity))).square().sum())
 
 
@@ -236,9 +220,7 @@ SHAPES_OF_HEADS = [*SHAPES[:3], (H, N, N), (1, H, N, N), (B, 1, N, N), (B, H, N,
     + [((B,), shape) for shape in SHAPES]
     + [((B, H), shape) for shape in SHAPES_OF_HEADS],
 )
-def test_masks_of_fewer_dimensions_broadcast_from_the_right(
-    lead: tuple[int, ...], shape: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_fewer_dimensions_broadcast_from_the_right(lead, shape, kind, monkeypatch):
     """One sequence and head at a time, A formed by hand; no row and no column is closed as a
     whole."""
     query, key = torch.randn(2, *lead, N, 5, dtype=torch.float64)
@@ -277,8 +259,8 @@ def test_masks_of_fewer_dimensions_broadcast_from_the_right(
     assert estimates[0] == pytest.approx(estimates[1], rel=1e-11)
 
 
-def test_logits_of_two_dimensions_and_a_padded_column() -> None:
-    def check(logits: Tensor, affinity: Tensor) -> None:
+def test_logits_of_two_dimensions_and_a_padded_column():
+    def check(logits, affinity):
         found = affinity_penalty_from_logits(logits).item()
         assert found == pytest.approx(penalty(affinity), rel=1e-12)
 
@@ -305,6 +287,6 @@ def test_logits_of_two_dimensions_and_a_padded_column() -> None:
         ((3, 4), (2, 4)),
     ],
 )
-def test_shapes_that_have_no_square_affinity(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+def test_shapes_that_have_no_square_affinity(query, key):
     with pytest.raises(ShapeError, match="no square"):
         affinity_penalty(torch.zeros(query), torch.zeros(key))

@@ -1,8 +1,6 @@
 """The vectors that L2 attention is called with: their products, their widths, their shift, entry by
 entry."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -19,8 +17,8 @@ from wellposed.functional.as_dot_product import common_shift, l2_vectors, normal
     ids=str,
 )
 def test_products_are_half_squared_distances_up_to_a_number_of_the_query(
-    dtype: torch.dtype, tolerance: float, key_heads: int, padded: bool
-) -> None:
+    dtype, tolerance, key_heads, padded
+):
     generator = torch.Generator().manual_seed(0)
     # Halves of small integers, so that differences are exact in every dtype.
     query = torch.randint(-6, 7, (2, 4, 3, 5), generator=generator).to(dtype) / 2
@@ -58,9 +56,7 @@ def test_products_are_half_squared_distances_up_to_a_number_of_the_query(
         (1, 0, torch.float64, 8),
     ],
 )
-def test_the_width_is_the_least_multiple_of_eight_that_holds_all(
-    width: int, value_dim: int, dtype: torch.dtype, expected: int
-) -> None:
+def test_the_width_is_the_least_multiple_of_eight_that_holds_all(width, value_dim, dtype, expected):
     tokens = torch.ones(1, 2, 3, width, dtype=dtype)
     vectors = l2_vectors(
         tokens, tokens, torch.zeros(1, 2, 1, width, dtype=dtype), value_dim=value_dim
@@ -73,7 +69,7 @@ def test_the_width_is_the_least_multiple_of_eight_that_holds_all(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_three_half_columns_hold_a_norm_to_float32(dtype: torch.dtype) -> None:
+def test_three_half_columns_hold_a_norm_to_float32(dtype):
     key = torch.tensor([[[[1.0, 3.0]], [[0.0078125, 37.5]]]]).to(dtype)
     _, wide = l2_vectors(key, key, torch.zeros_like(key))
     norms = [-0.5 * float(row.double() @ row.double()) for row in key[0, :, 0]]
@@ -84,7 +80,7 @@ def test_three_half_columns_hold_a_norm_to_float32(dtype: torch.dtype) -> None:
         assert float(columns[0].abs()) >= float(columns[1].abs()) >= float(columns[2].abs())
 
 
-def test_a_shift_is_the_mean_of_the_keys_that_are_seen_or_the_first_of_them() -> None:
+def test_a_shift_is_the_mean_of_the_keys_that_are_seen_or_the_first_of_them():
     key = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     unseen = torch.zeros(2, 1, 4, dtype=torch.bool)
     unseen[1, 0, :2] = True
@@ -107,9 +103,7 @@ def test_a_shift_is_the_mean_of_the_keys_that_are_seen_or_the_first_of_them() ->
     assert not common_shift(moving, moving, first=False).requires_grad
 
 
-def shift_of(
-    query: list[float], key: list[float], unseen: list[bool] | None = None, *, heads: int = 1
-) -> list[float]:
+def shift_of(query, key, unseen=None, *, heads=1):
     """The shift of one coordinate in bfloat16, for each key head."""
     asked = torch.tensor(query, dtype=torch.bfloat16).view(1, heads, -1, 1)
     keys = torch.tensor(key, dtype=torch.bfloat16).view(1, 1, -1, 1)
@@ -117,7 +111,7 @@ def shift_of(
     return common_shift(asked, keys, mask, first=False).flatten().tolist()
 
 
-def test_half_precision_moves_by_what_can_be_subtracted_exactly_and_else_not_at_all() -> None:
+def test_half_precision_moves_by_what_can_be_subtracted_exactly_and_else_not_at_all():
     assert shift_of([3.0, 4.0], [3.5, 5.0]) == [3.0]
     assert shift_of([3.0, 6.0], [3.5, 5.0]) == [3.0]  # a factor of two at most
     assert shift_of([3.0, 6.125], [3.5, 5.0]) == [0.0]
@@ -137,7 +131,7 @@ def test_half_precision_moves_by_what_can_be_subtracted_exactly_and_else_not_at_
     assert shift_of([], [3.5, 5.0], [True, True]) == [0.0]
 
 
-def test_normalised_vectors_are_shorter_than_one_and_summed_in_float32() -> None:
+def test_normalised_vectors_are_shorter_than_one_and_summed_in_float32():
     tokens = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     found = normalized_vectors(tokens, 11.0)
     assert found.tolist() == [[pytest.approx(0.5), pytest.approx(2 / 3)], [0.0, 0.0]]

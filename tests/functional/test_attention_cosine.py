@@ -1,30 +1,25 @@
 """`cosine_attention` against explicit float64 sums, and against its Lipschitz bound."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import cosine_attention
 
 
-def normalized(tokens: Tensor, eps: float) -> Tensor:
+def normalized(tokens, eps):
     return tokens / (tokens.norm(dim=-1, keepdim=True) ** 2 + eps) ** 0.5
 
 
-def reference(
-    query: Tensor, key: Tensor, value: Tensor, *, eps: float, tau: float, nu: float, seen: Tensor
-) -> Tensor:
+def reference(query, key, value, *, eps, tau, nu, seen):
     q, k, v = (normalized(t.double(), eps) for t in (query, key, value))
     logits = (tau * q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf)
     return nu * logits.softmax(-1) @ v
 
 
-def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
+def draw(*shape, seed=0, size=1.0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64) * size
 
@@ -32,7 +27,7 @@ def draw(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_matches_reference(dtype: torch.dtype, size: float, is_causal: bool) -> None:
+def test_matches_reference(dtype, size, is_causal):
     q, k = (draw(2, 2, 6, 4, seed=s, size=size).to(dtype) for s in range(2))
     v = draw(2, 2, 6, 5, seed=2, size=size).to(dtype)
     seen = torch.ones(6, 6).tril().bool() if is_causal else torch.ones(6, 6).bool()
@@ -43,7 +38,7 @@ def test_matches_reference(dtype: torch.dtype, size: float, is_causal: bool) -> 
     torch.testing.assert_close(found, expected, atol=1.5 * 30 * unit, rtol=0)
 
 
-def test_learnt_tau_and_nu_per_head() -> None:
+def test_learnt_tau_and_nu_per_head():
     q, k, v = (draw(2, 3, 4, 5, seed=s) for s in range(3))
     tau, nu = (
         torch.tensor(t, dtype=torch.float64).reshape(3, 1, 1).requires_grad_()
@@ -59,12 +54,12 @@ def test_learnt_tau_and_nu_per_head() -> None:
     )
 
 
-def test_gradcheck() -> None:
+def test_gradcheck():
     q, k, v = (draw(1, 2, 3, 4, seed=s).requires_grad_() for s in range(3))
     assert torch.autograd.gradcheck(lambda *t: cosine_attention(*t, eps=0.1, tau=2.0), (q, k, v))
 
 
-def test_zero_tokens_are_fine() -> None:
+def test_zero_tokens_are_fine():
     zero = torch.zeros(1, 1, 3, 4, requires_grad=True)
     out = cosine_attention(zero, zero, zero)
     out.sum().backward()
@@ -76,7 +71,7 @@ def test_zero_tokens_are_fine() -> None:
 @pytest.mark.parametrize("eps", [1e-2, 1.0])
 @pytest.mark.parametrize("tau", [0.5, 8.0])
 @pytest.mark.parametrize("size", [1e-2, 1.0, 1e2])
-def test_the_stated_bound_holds_along_segments(eps: float, tau: float, size: float) -> None:
+def test_the_stated_bound_holds_along_segments(eps, tau, size):
     a = [draw(1, 1, 5, 3, seed=s, size=size) for s in range(3)]
     b = [t + draw(1, 1, 5, 3, seed=s + 5, size=0.1 * size) for s, t in enumerate(a)]
     moved = [float((x - y).norm(dim=-1).max()) for x, y in zip(a, b, strict=True)]
@@ -85,7 +80,7 @@ def test_the_stated_bound_holds_along_segments(eps: float, tau: float, size: flo
     assert (first - second).norm(dim=-1).max() <= bound
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     x = draw(1, 1, 3, 4)
     for bad in ({"eps": 0.0}, {"tau": -1.0}):
         with pytest.raises(ConfigError, match=next(iter(bad))):

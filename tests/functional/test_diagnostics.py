@@ -1,7 +1,5 @@
 """Entropy and sensitivity of softmax rows against slow float64 loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,11 +11,11 @@ from wellposed.errors import ShapeError
 from wellposed.functional import attention_entropy, softmax_sensitivity
 
 
-def entropy_reference(row: list[float]) -> float:
+def entropy_reference(row):
     return -sum(p * math.log(p) for p in row if p > 0)
 
 
-def jacobian_norm(row: torch.Tensor) -> float:
+def jacobian_norm(row):
     """2-norm of diag p - p p^T in float64, the diagonal from sums so that p near 1 keeps its
     digits."""
     jacobian = -torch.outer(row, row)
@@ -26,7 +24,7 @@ def jacobian_norm(row: torch.Tensor) -> float:
     return torch.linalg.eigvalsh(jacobian).abs().max().item()
 
 
-def test_entropy() -> None:
+def test_entropy():
     probabilities = torch.softmax(3 * torch.randn(2, 3, 4, 7, dtype=torch.float64), -1)
     probabilities[0, 0, 0] = torch.tensor([0.0, 1, 0, 0, 0, 0, 0])
     found = attention_entropy(probabilities)
@@ -38,7 +36,7 @@ def test_entropy() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.sampled_from([1e-3, 1.0, 10.0, 100.0]), st.integers(0, 1000))
-def test_sensitivity_bounds_the_jacobian(keys: int, scale: float, seed: int) -> None:
+def test_sensitivity_bounds_the_jacobian(keys, scale, seed):
     logits = scale * torch.randn(
         5, keys, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
@@ -49,20 +47,20 @@ def test_sensitivity_bounds_the_jacobian(keys: int, scale: float, seed: int) -> 
         assert bound <= 0.5 * (1 + 1e-12)
 
 
-def test_sensitivity_is_reached_where_the_others_are_equal() -> None:
+def test_sensitivity_is_reached_where_the_others_are_equal():
     for first in (0.3, 0.5, 0.9, 1 - 1e-9):
         row = torch.tensor([first, *[(1 - first) / 4] * 4], dtype=torch.float64)
         assert softmax_sensitivity(row[None]).item() == pytest.approx(jacobian_norm(row), rel=1e-9)
 
 
-def test_half_precision_is_computed_in_float32() -> None:
+def test_half_precision_is_computed_in_float32():
     probabilities = torch.softmax(torch.randn(4, 9), -1).bfloat16()
     assert attention_entropy(probabilities).dtype == torch.float32
     assert softmax_sensitivity(probabilities).dtype == torch.float32
 
 
 @pytest.mark.parametrize("function", [attention_entropy, softmax_sensitivity])
-def test_no_key_is_refused(function: object) -> None:
+def test_no_key_is_refused(function):
     assert callable(function)
     with pytest.raises(ShapeError, match=r"received \(3, 0\)"):
         function(torch.ones(3, 0))

@@ -1,12 +1,9 @@
 """Gram attention token by token, folded or not, when folding saves work, and its Lipschitz constant."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ShapeError
 from wellposed.functional import gram_attention
@@ -15,7 +12,7 @@ from wellposed.functional.gram import folding_pays
 B, N, D, E = 2, 3, 4, 5
 
 
-def sigma_of(kind: str, tokens: int = N) -> Tensor:
+def sigma_of(kind, tokens=N):
     shape = {"one": (D,), "each": (B, D), "shared": (1, D), "token": (B, tokens, D)}[kind]
     return torch.randn(shape, dtype=torch.float64)
 
@@ -24,9 +21,7 @@ def sigma_of(kind: str, tokens: int = N) -> Tensor:
 @pytest.mark.parametrize("kind", ["one", "each", "shared", "token"])
 @pytest.mark.parametrize("folded", [None, True, False])
 @pytest.mark.parametrize("tokens", [1, N, 9])
-def test_every_token_of_every_expert(
-    experts: int | None, kind: str, folded: bool | None, tokens: int
-) -> None:
+def test_every_token_of_every_expert(experts, kind, folded, tokens):
     x = torch.randn(B, tokens, D, dtype=torch.float64)
     lead = () if experts is None else (experts,)
     left, right = torch.randn(2, *lead, D, D, dtype=torch.float64)
@@ -47,8 +42,8 @@ def test_every_token_of_every_expert(
         torch.testing.assert_close(token, expected)
 
 
-def test_folding_pays_where_more_than_d_tokens_share_a_sigma() -> None:
-    def pays(batch: int, tokens: int, kind: str) -> bool:
+def test_folding_pays_where_more_than_d_tokens_share_a_sigma():
+    def pays(batch, tokens, kind):
         shape = {"one": (D,), "each": (batch, D), "token": (batch, tokens, D)}[kind]
         return folding_pays(torch.zeros(batch, tokens, D), torch.zeros(shape))
 
@@ -62,11 +57,11 @@ WIDTH = 6
 Shape = tuple[int, ...]
 
 
-def orthogonal(*shape: int) -> Tensor:
+def orthogonal(*shape):
     return torch.linalg.qr(torch.randn(*shape, WIDTH, WIDTH, dtype=torch.float64))[0]
 
 
-def test_both_ways_agree_to_rounding_in_float32_with_gradients() -> None:
+def test_both_ways_agree_to_rounding_in_float32_with_gradients():
     torch.manual_seed(2)
     x, sigma = torch.randn(2, 50, 32), torch.rand(2, 32)
     u, v = (torch.linalg.qr(torch.randn(32, 32))[0].requires_grad_() for _ in range(2))
@@ -79,7 +74,7 @@ def test_both_ways_agree_to_rounding_in_float32_with_gradients() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * size)
 
 
-def test_never_stretches() -> None:
+def test_never_stretches():
     torch.manual_seed(3)
     x, u, v = torch.randn(2, 40, WIDTH, dtype=torch.float64) * 5, orthogonal(), orthogonal()
     y = gram_attention(x, u, v, torch.rand(2, WIDTH, dtype=torch.float64) * 2 - 1)
@@ -97,6 +92,6 @@ def test_never_stretches() -> None:
         ((2, 4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (2, 3, WIDTH)),
     ],
 )
-def test_wrong_shapes(x: Shape, left: Shape, right: Shape, sigma: Shape) -> None:
+def test_wrong_shapes(x, left, right, sigma):
     with pytest.raises(ShapeError, match="gram_attention: received"):
         gram_attention(torch.zeros(x), torch.zeros(left), torch.zeros(right), torch.zeros(sigma))

@@ -1,10 +1,7 @@
 """Weight penalties against the formulas spelled out in float64, and their hand-written gradients
 against autograd."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from wellposed.functional.penalties import accumulate_gram_penalty_
 SHAPES = {"square": (6, 6), "tall": (9, 4), "wide": (4, 9)}
 
 
-def slow_gram(weight: Tensor, squared: bool = True, side: str = "columns") -> Tensor:
+def slow_gram(weight, squared=True, side="columns"):
     """|W^T W - I|_F, entry by entry, on the side asked for and no other."""
     weight = weight if side == "columns" else weight.T
     total = weight.new_zeros(())
@@ -29,14 +26,14 @@ def slow_gram(weight: Tensor, squared: bool = True, side: str = "columns") -> Te
     return total if squared else total.sqrt()
 
 
-def gradient(function: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+def gradient(function, weight):
     leaf = weight.clone().requires_grad_()
     (function(leaf) * 1.7).backward()
     assert leaf.grad is not None
     return leaf.grad
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+def close(found, expected, tolerance=1e-12):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -54,9 +51,7 @@ STACKS = {
 @pytest.mark.parametrize("side", ["columns", "rows"])
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("shapes", STACKS.values(), ids=STACKS)
-def test_value_and_gradient_are_those_of_the_formula(
-    shapes: list[tuple[int, int]], squared: bool, side: str
-) -> None:
+def test_value_and_gradient_are_those_of_the_formula(shapes, squared, side):
     weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     expected = 0.3 * slow_gram(torch.cat(weights), squared, side)
     slopes = torch.autograd.grad(expected, weights)
@@ -78,7 +73,7 @@ def test_value_and_gradient_are_those_of_the_formula(
         close(found, slope, 1e-11)
 
 
-def test_zero_exactly_at_orthogonal_weights_with_zero_gradient_of_the_norm() -> None:
+def test_zero_exactly_at_orthogonal_weights_with_zero_gradient_of_the_norm():
     eye = torch.eye(5)
     assert gram_penalty(eye).item() == 0
     assert torch.equal(gradient(lambda w: gram_penalty(w, squared=False), eye), torch.zeros(5, 5))
@@ -86,26 +81,15 @@ def test_zero_exactly_at_orthogonal_weights_with_zero_gradient_of_the_norm() -> 
     assert gram_penalty(torch.eye(3, 7)).item() == 4
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_bf16_products_stay_within_bf16_rounding(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape)
-    exact, rough = slow_gram(weight.double()), gram_penalty(weight, gram_dtype=torch.bfloat16)
-    assert rough.dtype == torch.float32
-    gram = weight.double().T @ weight.double()
-    rounding = 8 * 2.0**-8 * (gram.norm() ** 2 + 1)  # a few bf16 roundings of every product
-    assert abs(rough.item() - exact.item()) <= rounding.item()
-    assert rough.item() != pytest.approx(exact.item(), rel=1e-7)  # the option does something
-
-
 # torch.compile raises the warning inside.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiles_to_the_same_value_and_gradient() -> None:
+def test_compiles_to_the_same_value_and_gradient():
     weight = torch.randn(6, 4, dtype=torch.float64)
     compiled = torch.compile(gram_penalty, backend="aot_eager")
     close(gradient(compiled, weight), gradient(gram_penalty, weight))
 
 
-def gram_schmidt(matrix: Tensor) -> Tensor:
+def gram_schmidt(matrix):
     """Modified Gram-Schmidt, column by column, for autograd to differentiate."""
     columns: list[Tensor] = []
     for k in range(matrix.shape[1]):
@@ -116,7 +100,7 @@ def gram_schmidt(matrix: Tensor) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def slow_qr(weight: Tensor, method: str) -> Tensor:
+def slow_qr(weight, method):
     matrix = weight if weight.shape[0] >= weight.shape[1] else weight.T
     q = gram_schmidt(matrix)
     if method == "householder":  # the same columns up to the signs LAPACK's reflections give
@@ -126,7 +110,7 @@ def slow_qr(weight: Tensor, method: str) -> Tensor:
 
 @pytest.mark.parametrize("method", ["householder", "gram_schmidt"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_qr_penalty_is_the_formula(shape: tuple[int, int], method: str) -> None:
+def test_qr_penalty_is_the_formula(shape, method):
     weight = torch.randn(shape, dtype=torch.float64)
     close(qr_penalty(weight, method), slow_qr(weight, method), 1e-10)
     torch.testing.assert_close(
@@ -137,7 +121,7 @@ def test_qr_penalty_is_the_formula(shape: tuple[int, int], method: str) -> None:
     )
 
 
-def test_orthogonality_error_is_the_largest_off_diagonal_product() -> None:
+def test_orthogonality_error_is_the_largest_off_diagonal_product():
     weight = torch.randn(5, 7, dtype=torch.float64)
     expected = max(abs(float(weight[i] @ weight[j])) for i in range(5) for j in range(5) if i != j)
     assert orthogonality_error(weight).item() == pytest.approx(expected, rel=1e-12)
@@ -145,7 +129,7 @@ def test_orthogonality_error_is_the_largest_off_diagonal_product() -> None:
     assert orthogonality_error(torch.ones(1, 3)).item() == 0
 
 
-def test_orthogonality_error_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orthogonality_error_in_blocks(monkeypatch):
     weight = torch.randn(11, 3)
     whole, scale_free = orthogonality_error(weight), orthogonality_errors(weight).scale_free.item()
     monkeypatch.setattr("wellposed.functional.orthogonality._BLOCK", 4)
@@ -154,7 +138,7 @@ def test_orthogonality_error_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e3, 1e12])
-def test_scale_free_error_is_the_least_over_all_scales(scale: float) -> None:
+def test_scale_free_error_is_the_least_over_all_scales(scale):
     """Against a search over scales in float64; the same for every multiple of a weight."""
     weight = torch.randn(5, 7)
     gram = weight.double() @ weight.double().T
@@ -166,7 +150,7 @@ def test_scale_free_error_is_the_least_over_all_scales(scale: float) -> None:
     assert found == pytest.approx(best / math.sqrt(5), rel=1e-5)
 
 
-def test_scale_free_error_of_extremes() -> None:
+def test_scale_free_error_of_extremes():
     orthogonal = torch.linalg.qr(torch.randn(64, 64))[0]
     assert orthogonality_errors(7 * orthogonal).scale_free.item() < 1e-6
     assert orthogonality_errors(torch.ones(4, 6)).scale_free.item() == pytest.approx(
@@ -180,7 +164,7 @@ def test_scale_free_error_of_extremes() -> None:
 
 
 @pytest.mark.parametrize("function", [gram_penalty, qr_penalty, orthogonality_error])
-def test_errors(function: Callable[[Tensor], Tensor]) -> None:
+def test_errors(function):
     with pytest.raises(ShapeError, match="matrices"):
         function(torch.randn(3))
     for dtype, said in ((torch.int8, "quantised"), (torch.float16, "float16")):
@@ -188,7 +172,7 @@ def test_errors(function: Callable[[Tensor], Tensor]) -> None:
             function(torch.zeros(3, 3, dtype=dtype))
 
 
-def test_errors_of_arguments() -> None:
+def test_errors_of_arguments():
     uneven = [torch.zeros(2, 3), torch.zeros(2, 4)]
     shapes = {r"\(2, 3\).*\(2, 4\)": lambda: gram_penalty(uneven), "none": lambda: gram_penalty([])}
     each_refused(ShapeError, shapes)
@@ -203,7 +187,7 @@ def test_errors_of_arguments() -> None:
 
 
 @pytest.mark.parametrize("shapes", [[(6, 4)], [(2, 4)], [(1, 4), (2, 4)]], ids=str)
-def test_dtypes_of_products_weights_and_gradients(shapes: list[tuple[int, int]]) -> None:
+def test_dtypes_of_products_weights_and_gradients(shapes):
     """Products in bfloat16 are within its rounding; gradients of bfloat16 weights are rounded to it
     once; autocast lowers nothing."""
     exact = [torch.randn(shape).bfloat16().double().requires_grad_() for shape in shapes]

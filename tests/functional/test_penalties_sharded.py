@@ -1,17 +1,13 @@
 """Penalties of sharded weights are those of the whole ones, in value and gradient; on a mesh of one
 process."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from tests.support.one_mesh import one_mesh
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from wellposed.errors import ConfigError
 from wellposed.functional import gram_penalty, qr_penalty
@@ -19,12 +15,12 @@ from wellposed.functional.orthogonality import orthogonality_errors
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh():
     with one_mesh() as found:
         yield found
 
 
-def spread(whole: Tensor, mesh: DeviceMesh, placement: Placement | None) -> nn.Parameter:
+def spread(whole, mesh, placement):
     return nn.Parameter(
         whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement])
     )
@@ -39,9 +35,7 @@ PLACED += [[ALL, None], [None, ROWS]]
     "placements", PLACED, ids=lambda placements: "-".join(map(str, placements))
 )
 @pytest.mark.parametrize("tall", [True, False], ids=["tall", "wide"])
-def test_the_gram_penalty_of_shards(
-    placements: list[Placement | None], tall: bool, mesh: DeviceMesh
-) -> None:
+def test_the_gram_penalty_of_shards(placements, tall, mesh):
     shapes = [(6, 4), (3, 4)] if tall else [(2, 4), (1, 4)]
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes[: len(placements)]]
     for squared, side in itertools.product((True, False), ("columns", "rows")):
@@ -62,9 +56,7 @@ def test_the_gram_penalty_of_shards(
 
 @pytest.mark.parametrize("placement", [ROWS, COLUMNS, ALL], ids=str)
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
-def test_qr_and_errors_of_shards(
-    placement: Placement, shape: tuple[int, int], mesh: DeviceMesh
-) -> None:
+def test_qr_and_errors_of_shards(placement, shape, mesh):
     whole = torch.randn(shape, dtype=torch.float64)
     plain, weight = nn.Parameter(whole.clone()), spread(whole, mesh, placement)
     for method in ("householder", "gram_schmidt"):

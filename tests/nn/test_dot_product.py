@@ -1,12 +1,26 @@
-"""Dot-product attention: bounded logits, and the masks that its kernel gets."""
+"""Dot-product attention over sqrt(d), and over d with rotated queries and keys, with the parts that
+go with it."""
 
 import math
 
+import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape
+from tests.support.tiny import options
 from torch.nn import functional as F
 
-from wellposed.nn import DotProductAttention
+from wellposed.certification import certify
+from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed.nn import (
+    RESIDUALS,
+    ConvexResidual,
+    DotProductAttention,
+    InverseDAttention,
+    unit_gelu,
+)
 from wellposed.nn.attention.heads import split_heads
+from wellposed.nn.positions import rotate_by_position
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 6, 12, 3
 
@@ -42,3 +56,93 @@ def test_no_mask_reaches_the_kernel_without_padding(monkeypatch):
     module(x, is_causal=True)
     module(x)
     assert [(k["attn_mask"], k["is_causal"]) for k in seen] == [(None, True), (None, False)]
+
+
+PARTS = options("attention=inverse_d residual=mean norm=none activation=unit_gelu position=none")
+
+
+def slow_rotation(vector, position):
+    """Turn the pairs (entry i, entry i + d/2) one by one."""
+    half = len(vector) // 2
+    turned = [0.0] * len(vector)
+    for pair in range(half):
+        angle = position * 10000 ** (-2 * pair / len(vector))
+        x, y = vector[pair], vector[pair + half]
+        turned[pair] = x * math.cos(angle) - y * math.sin(angle)
+        turned[pair + half] = x * math.sin(angle) + y * math.cos(angle)
+    return turned
+
+
+def test_the_rotation_is_that_of_each_pair():
+    vectors = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor(
+        [slow_rotation(row.tolist(), 3 + place) for place, row in enumerate(vectors)]
+    ).double()
+    within(rotate_by_position(vectors, 3), expected, 1e-6)
+
+
+def test_the_attention_is_the_formula_token_by_token():
+    torch.manual_seed(0)
+    attention = InverseDAttention(8, 2).double()
+    x = torch.randn(1, 4, 8, dtype=torch.float64)
+    query, key, value = (
+        part(x)[0].view(4, 2, 4) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    outputs = torch.zeros(4, 2, 4, dtype=torch.float64)
+    for head in range(2):
+        for i in range(4):
+            turned = torch.tensor(slow_rotation(query[i, head].tolist(), i)).double()
+            keys = [
+                torch.tensor(slow_rotation(key[j, head].tolist(), j)).double() for j in range(i + 1)
+            ]
+            weights = torch.stack([turned @ one / 4 for one in keys]).softmax(0)
+            outputs[i, head] = weights @ value[: i + 1, head] / 3
+    expected = attention.o_proj(outputs.flatten(1))[None]
+    within(attention(x, is_causal=True), expected, 1e-6)
+
+
+def test_without_a_position_code_the_order_of_tokens_is_still_seen():
+    torch.manual_seed(0)
+    model = WellposedForCausalLM(
+        WellposedConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, **PARTS)
+    ).eval()
+    ends = [model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in ([3, 4, 5], [4, 3, 5])]
+    assert not torch.allclose(ends[0], ends[1], atol=1e-6)
+
+
+def test_the_largest_slope_of_unit_gelu_is_one():
+    x = torch.linspace(-6, 6, 20001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(unit_gelu(x).sum(), x)
+    assert 1 - 1e-6 < float(slope.abs().max()) <= 1
+
+
+def test_the_share_of_a_mean_is_one_over_the_residuals_and_is_not_learnt():
+    residual = RESIDUALS.get("mean")(WellposedConfig(num_hidden_layers=3))
+    assert isinstance(residual, ConvexResidual)
+    assert residual.coefficients() == (pytest.approx(5 / 6), pytest.approx(1 / 6))
+    assert not any(parameter.requires_grad for parameter in residual.parameters())
+
+
+def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball():
+    totals = []
+    for heads in (1, 4):
+        attention = InverseDAttention(16, heads).double()
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            torch.nn.init.eye_(part.weight)
+        totals.append(certify(attention, seq_len=4, radius=4.0).total)
+        assert certify(attention, seq_len=4).total == math.inf
+    assert totals[0] == pytest.approx(1, rel=1e-4)
+    assert totals[1] > 1 + 1 / 3
+
+
+@pytest.mark.parametrize("lacking", [{"attention_dropout": 0.1}, {"qk_norm": True}])
+def test_what_it_lacks_is_refused(lacking):
+    with bad_config(match="attention 'inverse_d' with"):
+        WellposedForCausalLM(
+            WellposedConfig(hidden_size=8, num_attention_heads=2, **PARTS, **lacking)
+        )
+
+
+def test_heads_of_odd_width_are_refused():
+    with bad_shape(match="heads of width 3; expected an even width"):
+        InverseDAttention(6, 2)

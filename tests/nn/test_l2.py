@@ -1,1 +1,354 @@
-"""`L2SelfAttention`: its first weights, one token, what its builders make of a configuration."""
+"""L2 attention as it is built, and its division where it is contractive: as it runs, in its own
+dtype, at every size of weights and matmul precision; and by the bound of Kim et al. (2021)."""
+
+import math
+
+import pytest
+import torch
+from tests.support.layers import stack_config
+from tests.support.refusal import bad_config
+from torch.testing import assert_close
+
+from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.errors import NotLipschitzError
+from wellposed.linalg import full_precision, l2_constants
+from wellposed.models import build_model
+from wellposed.nn import ATTENTIONS, L2SelfAttention
+
+D, N = 8, 5
+NORMS = ("tok", "inf", 2)
+SIZE = {
+    "tok": lambda x: x.norm(dim=-1).amax(-1),
+    "inf": lambda x: x.abs().amax((-2, -1)),
+    2: lambda x: x.flatten(1).norm(dim=1),
+}
+SCALES = {
+    torch.float64: (1e-30, 1e-19, 1e-5, 1.0, 1e15, 1e30),
+    torch.float32: (1e-30, 1e-25, 1e-19, 1e-10, 1.0, 1e10, 1e15),
+    torch.bfloat16: (1e-30, 1e-19, 1.0, 1e15),
+    torch.float16: (1e-3, 1.0),
+}
+CASES = [(dtype, scale) for dtype, scales in SCALES.items() for scale in scales]
+
+
+def build(dtype, scale, heads=2, **options):
+    """A layer whose largest entries of every weight are `scale`, biases of order one."""
+    torch.manual_seed(heads)
+    layer = L2SelfAttention(D, heads, **{"contractive": 0.9, "max_tokens": N, **options})
+    layer = layer.to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            entries = torch.randn(parameter.shape, dtype=torch.float64)
+            size = scale if parameter.ndim > 1 else 1.0
+            parameter.copy_(entries / entries.abs().max() * size)
+    return layer
+
+
+def slope(layer, norm, tokens=N):
+    """Largest `|f(x) - f(y)| / |x - y|` over pairs a good part of their size apart, each rounded to
+    the dtype."""
+    generator = torch.Generator().manual_seed(7)
+    dtype, largest = layer.o_proj.weight.dtype, 0.0
+    for size in (0.1, 1.0, 8.0):
+        for step in (0.3, 2.0):
+            x = size * torch.randn(48, tokens, D, generator=generator)
+            y = x + step * size * torch.randn(48, tokens, D, generator=generator)
+            x, y = x.to(dtype), y.to(dtype)
+            with torch.no_grad():
+                moved = layer(x).double() - layer(y).double()
+            ratio = SIZE[norm](moved) / SIZE[norm](x.double() - y.double())
+            assert ratio.isfinite().all()
+            largest = max(largest, float(ratio.max()))
+    return largest
+
+
+@pytest.mark.parametrize(("dtype", "scale"), CASES, ids=str)
+@pytest.mark.parametrize(
+    "norm", ["tok", *(pytest.param(norm, marks=pytest.mark.slow) for norm in ("inf", 2))]
+)
+def test_a_contraction_contracts_in_its_own_dtype(norm, dtype, scale):
+    for heads in (1, 2, 8):
+        for values in ("paper", "free"):
+            layer = build(dtype, scale, heads, norm=norm, values=values, bias=scale == 1.0)
+            assert certify(layer, seq_len=N, norm=norm).total == 0.9
+            assert 0.01 < slope(layer, norm) <= 0.9
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e14])
+@pytest.mark.parametrize("options", [{"max_tokens": 1}, {"max_tokens": None}, {"max_tokens": N}])
+def test_a_contraction_contracts_at_any_length(scale, options):
+    layer = build(torch.float32, scale, bias=scale == 1.0, **options)
+    for tokens in (1, 3, N):
+        if options["max_tokens"] in (None, N) or tokens == 1:
+            assert slope(layer, "tok", tokens) <= 0.9
+            assert certify(layer, seq_len=tokens).total <= 0.9
+
+
+@pytest.mark.parametrize("values", ["paper", "free"])
+def test_heads_of_different_sizes(values):
+    layer = build(torch.float32, 1.0, 4, values=values, bias=False)
+    sizes = torch.tensor([1e-15, 1.0, 1e-4, 1e12])
+    with torch.no_grad():
+        layer.q_proj.weight.mul_(sizes.repeat_interleave(D // 4)[:, None])
+        layer.o_proj.weight.mul_((1 / sizes).repeat_interleave(D // 4))
+    assert certify(layer, seq_len=N).total == 0.9
+    assert slope(layer, "tok") <= 0.9
+
+
+@pytest.mark.parametrize("name", ["v_proj.weight", "o_proj.weight"])
+@pytest.mark.parametrize("power", [-80, -20, 20, 80])
+def test_a_power_of_two_in_a_weight_changes_no_bit(name, power):
+    layer, x = build(torch.float32, 1.0, bias=False), torch.randn(2, N, D)
+    before = layer(x)
+    with torch.no_grad():
+        layer.get_parameter(name).mul_(2.0**power)
+    assert torch.equal(layer(x), before)
+
+
+OUT_OF_RANGE = [
+    (torch.float32, 1e-41, "denormal"),
+    (torch.float32, 1e19, "squares of distances overflow"),
+    (torch.float32, 1e36, "squares of distances overflow"),
+    (torch.bfloat16, 1e30, "squares of distances overflow"),
+    (torch.float16, 1e-5, "denormal"),
+    (torch.float16, 6e4, "squares of distances overflow"),
+    (torch.float16, 1e3, "its division by the bound leaves"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "scale", "reason"), OUT_OF_RANGE, ids=str)
+def test_weights_outside_the_range_of_a_dtype_are_refused(dtype, scale, reason):
+    layer = build(dtype, scale, bias=False)
+    certificate = certify(layer, seq_len=N)
+    assert certificate.total == math.inf
+    assert reason in certificate.layers[0].reason
+    with pytest.raises(NotLipschitzError, match=reason):
+        layer.lipschitz_bound(N)
+
+
+def test_biases_that_drown_the_tokens_are_refused():
+    layer = build(torch.float32, 1e-9, bias=True)
+    certificate = certify(layer, seq_len=N)
+    assert certificate.total == math.inf
+    assert "drown tokens of norm 1" in certificate.layers[0].reason
+    assert certify(layer.double(), seq_len=N).total == 0.9
+
+
+def test_certify_sees_an_edit_inside_frozen():
+    layer, x = build(torch.float32, 1.0), torch.randn(1, N, D)
+    with torch.no_grad(), layer.frozen():
+        layer(x)
+        assert certify(layer, seq_len=N).total == 0.9
+        layer.o_proj.weight.data.mul_(3.0)
+        assert slope(layer, "tok") > 0.9 / 3, "the kept factor is in use"
+        certificate = certify(layer, seq_len=N)
+        assert certificate.total == math.inf
+        assert "edited inside frozen()" in certificate.layers[0].reason
+        with pytest.raises(NotLipschitzError, match="frozen"):
+            layer.lipschitz_bound(N)
+    assert certify(layer, seq_len=N).total == 0.9
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"contractive": None}, {"max_tokens": None}, {"values": "free"}]
+)
+def test_the_token_at_zero_is_the_forward_pass_in_float64(options):
+    layer = build(torch.float64, 1.0, **options)
+    for tokens in (1, N):
+        expected = layer(torch.zeros(1, tokens, D, dtype=torch.float64))[0, 0]
+        assert_close(layer.at_zero(tokens), expected, rtol=1e-12, atol=1e-12)
+    low = build(torch.bfloat16, 1.0, **options)
+    assert low.at_zero(N).dtype is torch.float64
+    assert (
+        low.at_zero(N) - low(torch.zeros(1, N, D).bfloat16())[0, 0]
+    ).abs().max() <= 8 * D * 2.0**-8
+
+
+@pytest.mark.parametrize("setting", ["highest", "high", "medium", "autocast"])
+@pytest.mark.parametrize("values", ["paper", "free"])
+def test_no_matmul_precision_moves_the_division(values, setting):
+    torch.manual_seed(0)
+    layer = L2SelfAttention(192, 2, contractive=0.999, max_tokens=N, values=values, bias=False)
+    noisy = torch.randn(192, 192)
+
+    def read():
+        by_call, exact = layer.bound_layers("cholesky")
+        constants = l2_constants(N)
+        bounds = [
+            part.bound(constants, norm=norm).value.detach()
+            for part in (by_call, exact)
+            for norm in NORMS
+        ]
+        return [*bounds, by_call.paths.detach(), by_call.mixing.detach()]
+
+    with full_precision():
+        expected, product = read(), noisy @ noisy
+    kept = torch.get_float32_matmul_precision()
+    try:
+        if setting != "autocast":
+            torch.set_float32_matmul_precision(setting)
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
+            assert all(
+                torch.equal(found, wanted) for found, wanted in zip(read(), expected, strict=True)
+            )
+            if setting == "autocast":
+                assert not torch.equal((noisy @ noisy).float(), product), (
+                    "an unguarded product would be noticed"
+                )
+    finally:
+        torch.set_float32_matmul_precision(kept)
+
+
+def test_a_compiled_contraction_is_the_same():
+    layer, x = build(torch.float32, 1e-20, bias=False), torch.randn(2, N, D)
+    compiled = torch.compile(layer, backend="aot_eager")
+    with torch.no_grad():
+        assert_close(compiled(x), layer(x))
+
+
+PAPER_NORMS = ["inf", 2]
+TOKENS, WIDTH, HEADS, C = 6, 8, 2, 0.9
+
+
+def pair(norm, **options):
+    """Return layers of the same weights, without division and divided by the paper's bound."""
+    torch.manual_seed(0)
+    plain = L2SelfAttention(WIDTH, HEADS, norm=norm, **options).double()
+    divided = L2SelfAttention(
+        WIDTH, HEADS, norm=norm, contractive=C, bound="kim2021", **options
+    ).double()
+    divided.load_state_dict(plain.state_dict())
+    return plain, divided
+
+
+def paper_bound(layer, norm):
+    """Theorem 3.2 with every norm from its definition, in float64."""
+    assert layer.v_proj is not None
+    w, v = (
+        p.weight.T.reshape(WIDTH, HEADS, -1).movedim(1, 0) for p in (layer.q_proj, layer.v_proj)
+    )
+    out = layer.o_proj.weight.T
+    c = next(x / 1e6 for x in range(10**7) if (x / 1e6) * math.exp(x / 1e6 + 1) >= TOKENS - 1)
+    d = WIDTH // HEADS
+    order = math.inf if norm == "inf" else 2
+    size = lambda m: float(torch.linalg.matrix_norm(m, order))  # noqa: E731
+    if norm == "inf":
+        heads = max(size(a) * size(a.T) for a in w) * max(size(a.T) for a in v)
+        return (4 * c + 1 / math.sqrt(d)) * heads * size(out.T)
+    heads = math.sqrt(sum(size(a) ** 4 * size(b) ** 2 for a, b in zip(w, v, strict=True)))
+    return math.sqrt(TOKENS / d) * (4 * c + 1) * heads * size(out)
+
+
+@pytest.mark.parametrize("norm", PAPER_NORMS)
+@pytest.mark.parametrize("max_tokens", [TOKENS, None])
+@torch.no_grad()
+def test_the_output_is_divided_by_the_printed_bound(norm, max_tokens):
+    plain, divided = pair(norm, max_tokens=max_tokens, bias=False)
+    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
+    expected = plain(x) * C / paper_bound(plain, norm)
+    # c is found to 1e-6; spectral norms are bounded from above by the Gram iteration.
+    assert torch.allclose(divided(x), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("norm", PAPER_NORMS)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+@torch.no_grad()
+def test_the_certificate_is_sound_and_below_the_constant(norm, scale):
+    _, divided = pair(norm, max_tokens=TOKENS, bias=False)
+    for parameter in divided.parameters():
+        parameter.mul_(scale)
+    bound = certify(divided, seq_len=TOKENS, norm=norm).total
+    assert bound == pytest.approx(float(divided.lipschitz_bound(TOKENS, norm=norm)))
+    assert 0 < bound < C / 2
+    if scale == 1:
+        attack = lipschitz_lower_bound(divided, (TOKENS, WIDTH), norm=norm, restarts=4, steps=60)
+        assert 0 < attack.value <= bound
+
+
+def test_the_gradient_goes_through_the_printed_bound():
+    _, divided = pair(2, max_tokens=TOKENS)
+    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
+    weight = divided.v_proj.weight if divided.v_proj is not None else torch.empty(0)
+    direction = torch.randn_like(weight)
+    divided(x).square().sum().backward()
+    assert weight.grad is not None
+    slope, step = float((weight.grad * direction).sum()), 1e-6
+    with torch.no_grad():
+        values = []
+        for sign in (1, -1):
+            weight.add_(sign * step * direction)
+            values.append(float(divided(x).square().sum()))
+            weight.sub_(sign * step * direction)
+    # The Gram iteration's bound is smooth to its own tolerance only.
+    assert slope == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm": "tok"},
+        {"norm": "inf", "values": "free"},
+        {"norm": "inf", "query_width": 2},
+        {"norm": "inf", "contractive": None},
+    ],
+)
+def test_what_the_paper_does_not_bound_is_refused(options):
+    with bad_config(match="bound='sharp'"):
+        L2SelfAttention(WIDTH, HEADS, bound="kim2021", **{"contractive": C, **options})
+
+
+def test_a_model_takes_the_bound_as_an_option_and_saves_it(tmp_path):
+    options = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "lipschitz_norm": "inf"}
+    model = build_model(
+        "wellposed",
+        "causal_lm",
+        vocab_size=5,
+        attention="l2_contractive",
+        contractive_bound="kim2021",
+        **options,
+    )
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert {m.bound for m in again.modules() if isinstance(m, L2SelfAttention)} == {"kim2021"}
+    assert "bound='kim2021'" in repr(again)
+
+
+@pytest.mark.parametrize("values", ["paper", "free"])
+def test_initial_weights(values):
+    torch.manual_seed(0)
+    glorot = L2SelfAttention(64, 4, values=values)
+    scaled = L2SelfAttention(64, 4, values=values, init_scale=0.25)
+    limit = math.sqrt(6 / 128)
+    assert 0.98 * limit < float(glorot.q_proj.weight.detach().abs().max()) <= limit
+    for projection in (scaled.q_proj, scaled.o_proj, scaled.v_proj):
+        if projection is not None:
+            largest = float(projection.weight.detach().abs().max())
+            assert 0.98 * 0.25 / 8 < largest <= 0.25 / 8
+            assert not projection.bias.any()
+
+
+def test_nan_stays_in_its_sequence():
+    x = torch.randn(2, 1, D)
+    x[0, 0, 0] = math.nan
+    out = L2SelfAttention(D, 2)(x)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_registered_builders():
+    untied, tied, contractive, other = (
+        ATTENTIONS.get(name)(stack_config(**options))
+        for name, options in (
+            ("l2", {}),
+            ("l2_tied", {}),
+            ("l2_contractive", {}),
+            ("l2_contractive", {"contractive": 0.5, "lipschitz_norm": "inf"}),
+        )
+    )
+    assert (untied.tied, tied.tied, tied.contractive) == (False, True, None)
+    assert (contractive.contractive, contractive.norm, contractive.max_tokens) == (0.9, "tok", 16)
+    assert (other.contractive, other.norm) == (0.5, "inf")
+    with bad_config(match="qk_norm"):
+        ATTENTIONS.get("l2_tied")(stack_config(qk_norm=True))
+    with bad_config(match="values='paper' with tied=False"):
+        L2SelfAttention(8, 2, tied=False, values="paper")

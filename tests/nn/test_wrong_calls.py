@@ -67,6 +67,9 @@ def test_cross_attention_names_the_side_that_does_not_fit(kind):
         module(torch.zeros(2, 5, 8), torch.zeros(2, 3, 8))
     with bad_shape(match=r"received memory \(3, 3, 6\).*batch"):
         module(torch.zeros(2, 5, 8), torch.zeros(3, 3, 6))
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    with bad_shape(match="cross-attention: key_padding_mask"):
+        module(torch.zeros(2, 5, 8), torch.zeros(2, 3, 6), key_padding_mask=mask)
 
 
 @pytest.mark.parametrize(
