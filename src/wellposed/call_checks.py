@@ -23,7 +23,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     >>> known_keywords(lambda *, where, roles=(): where)(were="0")  # type: ignore
     Traceback (most recent call last):
-    wellposed.errors.ConfigError: unknown keyword of <lambda> 'were'; nearest: where, roles
+    wellposed.errors.ConfigError: unknown keyword of <lambda> 'were'; nearest: where
     """
     known = [name for name in inspect.signature(call).parameters if name != "self"]
     name = call.__qualname__.removesuffix(".__init__")
@@ -100,11 +100,9 @@ def require_module(call: str, model: object) -> None:
     """Raise `ConfigError` for what is no ``torch.nn.Module``, such as the name of a model."""
     if callable(getattr(model, "named_modules", None)) and not isinstance(model, type):
         return
-    hint = (
-        f"; load it first, as with transformers.AutoModel.from_pretrained({model!r})"
-        if isinstance(model, str)
-        else ""
-    )
+    hint = ""
+    if isinstance(model, str):
+        hint = f"; load it first, as with transformers.AutoModel.from_pretrained({model!r})"
     raise ConfigError(
         f"{call}: expected a model (torch.nn.Module), received {type(model).__name__}{hint}"
     )
@@ -127,14 +125,10 @@ def moved_line(did: str, moved: Mapping[str, float]) -> str:
 
 def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
     """Log what a verb did to weights as one line, a warning where one moved by more than `FAR` of its norm."""
-    far = sum(part > FAR for part in moved.values())
-    lost = (
-        f"; {far} of {len(moved)} by more than a tenth: if they were trained before, the model now"
-        " computes something else"
-    )
-    logger.log(
-        logging.WARNING if far else logging.INFO,
-        "%s%s",
-        moved_line(did, moved),
-        lost if far else "",
-    )
+    line, far = moved_line(did, moved), sum(part > FAR for part in moved.values())
+    if far:
+        line += (
+            f"; {far} of {len(moved)} by more than a tenth: if they were trained before, the model"
+            " now computes something else"
+        )
+    logger.log(logging.WARNING if far else logging.INFO, "%s", line)

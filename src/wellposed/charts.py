@@ -120,10 +120,8 @@ def medians(
         values: dict[float, list[float]] = {}
         for at, value in zip(line.x, line.y, strict=True):
             values.setdefault(at, []).append(value)
-        middle, least, greatest = (
-            list(map(of, values.values())) for of in (statistics.median, min, max)
-        )
-        found.append(replace(line, x=list(values), y=middle, band=(least, greatest)))
+        middle, *band = (list(map(of, values.values())) for of in (statistics.median, min, max))
+        found.append(replace(line, x=list(values), y=middle, band=tuple(band)))
     return found
 
 
@@ -167,23 +165,18 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 def _share_axes(pairs: Sequence[tuple[Any, Panel]]) -> None:
     first: dict[tuple[str, str, str], Any] = {}
     for axes, panel in pairs:
-        for side, label, scale in (
-            ("x", panel.x_label, panel.x_scale),
-            ("y", panel.y_label, panel.y_scale),
-        ):
-            other = first.setdefault((side, label, scale), axes)
-            if other is not axes and label and not (side == "x" and panel.names):
+        sides = {"x": (panel.x_label, panel.x_scale), "y": (panel.y_label, panel.y_scale)}
+        for side, of in sides.items():
+            other = first.setdefault((side, *of), axes)
+            if other is not axes and of[0] and not (side == "x" and panel.names):
                 getattr(axes, f"share{side}")(other)
 
 
 def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
     """Put one legend under the figure where a label looks the same in every panel, else one under
     each panel."""
-    shown = [
-        (axes, panel, _handles(axes, panel))
-        for axes, panel in pairs
-        if panel.legend and panel.series
-    ]
+    legends = [(axes, panel) for axes, panel in pairs if panel.legend and panel.series]
+    shown = [(*each, _handles(*each)) for each in legends]
     looks: dict[str, set[object]] = {}
     for _, panel in pairs:
         for label, look in _looks(panel).items():
@@ -192,30 +185,19 @@ def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
     if not shown:
         return
     if all(len(each) == 1 for each in looks.values()):
-        handles = {
-            label: handle for _, _, found in reversed(shown) for label, handle in found.items()
-        }
-        handles = {label: handles[label] for label in looks if label in handles}
+        every = {label: found[label] for _, _, found in reversed(shown) for label in found}
+        handles = {label: every[label] for label in looks if label in every}
         columns = max(1, int(figure.get_figwidth() / (0.55 + 0.065 * max(map(len, handles)))))
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower left", ncols=columns, **style
-        )
+        style |= {"loc": "outside lower left", "ncols": columns}
+        figure.legend(handles.values(), handles.keys(), **style)
         lines = -(-len(handles) // columns)
     else:
+        style |= {"loc": "upper left", "borderaxespad": 0}
         for axes, panel, found in shown:
-            below = -0.42 if panel.names else -0.22
-            axes.legend(
-                found.values(),
-                found.keys(),
-                loc="upper left",
-                bbox_to_anchor=(0, below),
-                borderaxespad=0,
-                **style,
-            )
-        lines = (
-            max(len(found) for _, _, found in shown)
-            * figure.axes[0].get_subplotspec().get_gridspec().nrows
-        )
+            at = (0, -0.42 if panel.names else -0.22)
+            axes.legend(found.values(), found.keys(), bbox_to_anchor=at, **style)
+        rows = figure.axes[0].get_subplotspec().get_gridspec().nrows
+        lines = rows * max(len(found) for _, _, found in shown)
     figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * lines)
 
 
@@ -243,9 +225,8 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             axes.bar(series.x, series.y, width=width, color=colour, alpha=0.5, label=series.label)
             continue
         if series.style == "boxes":
-            _draw_boxes(
-                axes, series, colour, [each for each in panel.series if each.style == "boxes"]
-            )
+            rivals = [each.label for each in panel.series if each.style == "boxes"]
+            _draw_boxes(axes, series, colour, rivals.index(series.label), len(rivals))
             continue
         marker = "o" if len(series.x) <= 40 else None
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
@@ -256,27 +237,18 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             series.x, series.y, color=colour, linestyle=dash or "none", linewidth=1.5, marker=marker, markersize=3,
             markerfacecolor=filling, label=series.label, gid=f"variant-{number}",
         )  # fmt: skip
+        look = {"color": colour, "linewidth": 0, "gid": f"variant-{number}"}
         if series.band:
-            axes.fill_between(
-                series.x,
-                *series.band,
-                color=colour,
-                alpha=0.18,
-                linewidth=0,
-                gid=f"variant-{number}",
-            )
+            axes.fill_between(series.x, *series.band, alpha=0.18, **look)
         if len(series.errors):
-            axes.errorbar(
-                series.x, series.y, series.errors, color=colour, linestyle="none", capsize=2
-            )
+            bars = {"color": colour, "linestyle": "none", "capsize": 2}
+            axes.errorbar(series.x, series.y, series.errors, **bars)
 
 
-def _draw_boxes(axes: Any, series: Series, colour: str, rivals: Sequence[Series]) -> None:
+def _draw_boxes(axes: Any, series: Series, colour: str, place: int, count: int) -> None:
     """Draw boxes beside those of the other series at the same places."""
-    width = 0.8 / len(rivals)
-    shift = (
-        next(k for k, each in enumerate(rivals) if each is series) - (len(rivals) - 1) / 2
-    ) * width
+    width = 0.8 / count
+    shift = (place - (count - 1) / 2) * width
     names = ("med", "q1", "q3", "whislo", "whishi")
     columns = zip(series.y, *series.band, *(series.whiskers or series.band), strict=True)
     boxes = [{**dict(zip(names, values, strict=True)), "fliers": []} for values in columns]
@@ -294,27 +266,21 @@ def _label(axes: Any, panel: Panel, title_width: int = 52) -> None:
     axes.set_title(title, loc="left")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
+    places = {x for series in panel.series for x in series.x}
     if panel.x_scale == "symlog":
-        smallest = min((x for series in panel.series for x in series.x if x > 0), default=1.0)
+        smallest = min((x for x in places if x > 0), default=1.0)
         axes.set_xscale("symlog", linthresh=smallest)
     else:
         axes.set_xscale(panel.x_scale)
     axes.set_yscale(panel.y_scale)
-    if panel.x_scale == "linear" and all(
-        float(x).is_integer() for series in panel.series for x in series.x
-    ):
-        axes.xaxis.get_major_locator().set_params(
-            integer=True
-        )  # layers, seeds and counts have no halves
-    if (
-        len(places := {x for series in panel.series for x in series.x}) == 1
-        and panel.x_scale == "linear"
-    ):
+    if panel.x_scale == "linear" and all(float(x).is_integer() for x in places):
+        # Layers, seeds and counts have no halves.
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.x_scale == "linear" and len(places) == 1:
         axes.set_xticks(list(places))
     if panel.names:
-        axes.set_xticks(
-            range(len(panel.names)), panel.names, rotation=30, ha="right", rotation_mode="anchor"
-        )
+        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(panel.names)), panel.names, **turned)
 
 
 def _finish(axes: Any, panel: Panel) -> None:
@@ -385,26 +351,22 @@ def note_image(name: str, figure: Figure) -> None:
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Set matplotlib's parameters for the time of drawing and saving one of our figures."""
-    matplotlib = _matplotlib()
-    style: dict[str, Any] = {
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.labelsize": 9,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlesize": 10,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "font.size": 9,
-        "legend.frameon": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "wellposed",
-        "text.color": INK,
-        "text.parse_math": False,  # a dollar sign in a variant's name is a dollar sign
-        "xtick.color": INK,
-        "ytick.color": INK,
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise missing_extra("matplotlib", "report", "figures") from error
+    inked = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
+    # Without mathematics, as a dollar sign in a variant's name is a dollar sign.
+    absent = ("axes.spines.right", "axes.spines.top", "legend.frameon", "text.parse_math")
+    sizes = {"axes.labelsize": 9, "axes.titlesize": 10, "font.size": 9}
+    style: Any = {
+        **mpl.rcParamsDefault,
+        **dict.fromkeys(inked, INK),
+        **dict.fromkeys(absent, False),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "svg.fonttype"), "none"),
     }
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style, "backend": "agg"}):
+    style |= {**sizes, "svg.hashsalt": "wellposed", "backend": "agg"}
+    with mpl.rc_context(style):
         yield
 
 
@@ -430,21 +392,10 @@ def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     markup = out.getvalue()
-    markup = markup[markup.index("<svg") :]
+    markup = markup[markup.index("<svg") :].replace(INK, "currentColor")
     markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
-    markup = re.sub(r'\bid="', f'id="{prefix}-', markup)
-    markup = re.sub(r'href="#', f'href="#{prefix}-', markup)
-    markup = re.sub(r"url\(#", f"url(#{prefix}-", markup)
-    markup = markup.replace(INK, "currentColor")
+    markup = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", markup)
     width = float(figure.get_size_inches()[0]) * 96
     style = f"width:100%;max-width:{width:.0f}px;height:auto"
     opening = f'<svg role="img" aria-label="{escape(label, quote=True)}" style="{style}"'
     return re.sub(r"<svg", lambda _: opening, markup, count=1).strip()
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise missing_extra("matplotlib", "report", "figures") from error
-    return mpl

@@ -30,13 +30,10 @@ class WellposedError(Exception):
 
 
 def _cut(message: str) -> str:
-    left_out = len(message) - MAX_MESSAGE
-    half = MAX_MESSAGE // 2
-    return (
-        message
-        if left_out <= 0
-        else f"{message[:half]} ... {left_out:,} characters ... {message[-half:]}"
-    )
+    left_out, half = len(message) - MAX_MESSAGE, MAX_MESSAGE // 2
+    if left_out <= 0:
+        return message
+    return f"{message[:half]} ... {left_out:,} characters ... {message[-half:]}"
 
 
 class RoleNotFoundError(WellposedError, ValueError):

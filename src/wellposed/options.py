@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,50 +35,39 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class _Limit:
     limit: float
-    sign: ClassVar[str] = ""
+    sign: ClassVar[str]
+    compare: ClassVar[Callable[[float, float], bool]]
 
     def __str__(self) -> str:
         return f"{self.sign} {self.limit:g}" if self.limit < 1 else f"{self.sign} {self.limit}"
+
+    def holds(self, value: float) -> bool:
+        """Return whether ``value`` satisfies it."""
+        return type(self).compare(value, self.limit)
 
 
 class Ge(_Limit):
     """A constraint: at least ``limit``."""
 
-    sign = ">="
-
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` satisfies it."""
-        return value >= self.limit
+    sign, compare = ">=", operator.ge
 
 
 class Gt(_Limit):
     """A constraint: above ``limit``."""
 
-    sign = ">"
-
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` satisfies it."""
-        return value > self.limit
+    sign, compare = ">", operator.gt
 
 
 class Le(_Limit):
     """A constraint: at most ``limit``."""
 
-    sign = "<="
-
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` satisfies it."""
-        return value <= self.limit
+    sign, compare = "<=", operator.le
 
 
 class Lt(_Limit):
     """A constraint: below ``limit``."""
 
-    sign = "<"
-
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` satisfies it."""
-        return value < self.limit
+    sign, compare = "<", operator.lt
 
 
 Size: TypeAlias = Annotated[int, Ge(1)]
@@ -204,21 +194,17 @@ def option_problems(
     >>> option_problems(Options, {"sise": 1, "size": "huge"}, where="run.toml")[1:]
     ["run.toml: size = 'huge', expected 'small', 'large' or None", "run.toml: option 'steps' is missing"]
     """
-    hints = checked_hints(options_class)
-    unknown = [
+    hints, none = checked_hints(options_class), dataclasses.MISSING
+    problems = [
         f"unknown option {name!r}; nearest: {', '.join(nearest_names(name, hints))}"
         for name in values
         if name not in hints
     ]
     known = {name: value for name, value in values.items() if name in hints}
-    missing = [
-        f"option {item.name!r} is missing"
-        for item in dataclasses.fields(options_class)
-        if item.default is dataclasses.MISSING
-        and item.default_factory is dataclasses.MISSING
-        and item.name not in values
-    ]
-    problems = [*unknown, *value_problems(known, hints), *missing]
+    problems += value_problems(known, hints)
+    for item in dataclasses.fields(options_class):
+        if item.default is item.default_factory is none and item.name not in values:
+            problems.append(f"option {item.name!r} is missing")
     return [f"{where}: {problem}" for problem in problems]
 
 
@@ -270,11 +256,8 @@ def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= (
-            flat_options(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {prefix + name: value}
-        )
+        nested = isinstance(value, Mapping)
+        flat |= flat_options(value, f"{prefix}{name}.") if nested else {prefix + name: value}
     return flat
 
 
@@ -283,9 +266,8 @@ def _alternatives(hint: Any, limits: tuple[Any, ...] = ()) -> Iterator[tuple[Any
     origin = get_origin(hint)
     if origin is Annotated:
         kind, *more = get_args(hint)
-        yield from _alternatives(
-            kind, (*limits, *(each for each in more if isinstance(each, _Limit)))
-        )
+        more = [each for each in more if isinstance(each, _Limit)]
+        yield from _alternatives(kind, (*limits, *more))
     elif origin in (Union, UnionType):
         for option in get_args(hint):
             yield from _alternatives(option, limits)

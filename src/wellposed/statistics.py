@@ -138,20 +138,17 @@ def paired_comparison(
     _require_finite([*values, *first])
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean, error = mean_and_standard_error(differences)
-    scale = max(map(abs, [*values, *first]))
+    pairs, scale = len(differences), max(map(abs, [*values, *first]))
     if abs(mean) <= ROUNDING * scale:  # what is left of differences that cancel
         mean = 0.0
-    t_statistic = p_value = None
+    t = p = None
     if error is not None:
-        if all(difference == 0 for difference in differences):
-            p_value = 1.0
+        if not any(differences):
+            p = 1.0
         elif error > ROUNDING * scale:
-            t_statistic = mean / error
-            p_value = _two_sided_p(t_statistic, len(differences) - 1)
-    result = PairedComparison(
-        len(differences), mean, error, t_statistic, p_value, p_value, higher_is_better, ""
-    )
-    return replace(result, verdict=_verdict(result))
+            t = mean / error
+            p = float(2 * _scipy_special().stdtr(pairs - 1, -abs(t)))
+    return _worded(PairedComparison(pairs, mean, error, t, p, p, higher_is_better, ""))
 
 
 def compare_seeds(
@@ -190,15 +187,10 @@ def compare_seeds(
     values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))
     if not obstacles:
         return paired_comparison(values, first, higher_is_better=higher_is_better)
-    difference = None
-    if shared:
-        difference, _ = mean_and_standard_error(
-            [value - base for value, base in zip(values, first, strict=True)]
-        )
-    found = PairedComparison(
-        len(shared), difference, None, None, None, None, higher_is_better, "", "; ".join(obstacles)
-    )
-    return replace(found, verdict=_verdict(found))
+    differences = [value - base for value, base in zip(values, first, strict=True)]
+    mean = mean_and_standard_error(differences)[0] if shared else None
+    nothing, why = (None, None, None, None), "; ".join(obstacles)
+    return _worded(PairedComparison(len(shared), mean, *nothing, higher_is_better, "", why))
 
 
 def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
@@ -220,8 +212,7 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
     for rank, (p_value, index) in enumerate(tested):
         running = max(running, min(1.0, p_value * (len(tested) - rank)))
         corrected[index] = running
-    result = [replace(c, p_holm=corrected.get(index)) for index, c in enumerate(comparisons)]
-    return [replace(c, verdict=_verdict(c)) for c in result]
+    return [_worded(replace(c, p_holm=corrected.get(index))) for index, c in enumerate(comparisons)]
 
 
 def detectable_difference(
@@ -277,10 +268,8 @@ def detectable_difference(
     shares = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     reach = critical * np.sqrt(special.chdtri(degrees, shares) / degrees)
 
-    def chance(noncentrality: float) -> float:
-        return float(
-            (special.ndtr(noncentrality - reach) + special.ndtr(-noncentrality - reach)).mean()
-        )
+    def chance(shift: float) -> float:
+        return float((special.ndtr(shift - reach) + special.ndtr(-shift - reach)).mean())
 
     low, high = 0.0, 1.0
     while chance(high) < power:
@@ -289,6 +278,10 @@ def detectable_difference(
         middle = (low + high) / 2
         low, high = (middle, high) if chance(middle) < power else (low, middle)
     return high * deviation / math.sqrt(pairs)
+
+
+def _worded(c: PairedComparison) -> PairedComparison:
+    return replace(c, verdict=_verdict(c))
 
 
 def _verdict(c: PairedComparison) -> str:
@@ -309,10 +302,6 @@ def _verdict(c: PairedComparison) -> str:
         return f"no significant difference ({c.mean_difference:+.4g}; {p}, {seeds})"
     better = (c.mean_difference > 0) == c.higher_is_better
     return f"{'better' if better else 'worse'} by {abs(c.mean_difference):.4g} ({p}, {seeds})"
-
-
-def _two_sided_p(t_statistic: float, degrees: int) -> float:
-    return float(2 * _scipy_special().stdtr(degrees, -abs(t_statistic)))
 
 
 def _scipy_special() -> Any:

@@ -57,15 +57,13 @@ def aligned(lines: Sequence[Sequence[str]], alignment: str = "lr") -> str:
     a       2e-06
     """
     widths = _widths(lines)
-    sides = alignment.ljust(len(widths), alignment[-1])
-
-    def padded(line: Sequence[str]) -> str:
-        cells = zip(line, widths, sides, strict=False)
-        return "  ".join(
-            cell.ljust(width) if side == "l" else cell.rjust(width) for cell, width, side in cells
-        )
-
-    return "\n".join(padded(line).rstrip() for line in lines)
+    sides = [str.ljust if side == "l" else str.rjust for side in alignment]
+    sides += sides[-1:] * (len(widths) - len(sides))
+    padded = [
+        [pad(cell, width) for cell, width, pad in zip(line, widths, sides, strict=False)]
+        for line in lines
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
