@@ -12,7 +12,7 @@ from tests.support.refusal import bad_config
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, MarkedTask, build_task
-from wellposed.tasks.marked import Drawn, MarkedRules, bag_accuracy, draw_distinct
+from wellposed.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_distinct
 
 SMALL = {"num_train": 60, "num_valid": 20, "num_test": 20}
 
@@ -44,7 +44,7 @@ def test_every_row_has_the_label_that_a_reader_finds(question: str) -> None:
 
 
 def test_without_repeats_every_slot_is_as_good_a_guess() -> None:
-    drawn = draw_distinct(MarkedRules("recall", 4, 6, repeats=False), 50, seed=0)
+    drawn = draw_distinct(MarkedOptions("recall", 4, 6, repeats=False), 50, seed=0)
     assert all(len(set(row.tokens)) == 5 for row in drawn)
     assert bag_accuracy(drawn) == 0.25
 
@@ -80,7 +80,7 @@ def test_the_best_guess_from_the_bag_is_found_by_counting_every_row() -> None:
             "words = 4, expected at least slots = 5",
         ),
         ({"repeats": False}, "repeats = False belongs to question recall"),
-        ({"slots": 1}, "slots = 1, expected at least 2"),
+        ({"slots": 1}, "slots = 1, expected an integer >= 2"),
         ({"words": 1}, "words = 1"),
         ({"num_test": 0}, "num_test = 0"),
     ],

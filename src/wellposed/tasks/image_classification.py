@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches import Rows, bucketed_batches, shuffle_key
@@ -18,7 +19,6 @@ from wellposed.tasks.kinds.classification import LabelTask
 from wellposed.tasks.task import Example, Kind, register_task
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
 KEPT_BYTES = 2**29

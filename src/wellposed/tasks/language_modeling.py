@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError
 from wellposed.options import Ge
@@ -21,7 +22,6 @@ from wellposed.tasks.text.pretrained import count_unknown
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
 

@@ -11,12 +11,12 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.options import Size
+from wellposed.options import CheckedOptions, Ge, Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import splits
 from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
@@ -84,32 +84,24 @@ def evaluate(tokens: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ListOpsRules:
+class ListOpsRules(CheckedOptions):
     """Bounds of the generator; Long Range Arena is (10, 10, 500, 2000)."""
 
-    max_depth: int
+    max_depth: Annotated[int, Ge(2)]
     """Operators nest at most max_depth - 1 deep, so that digits stand at depth max_depth at
     most."""
-    max_args: int
+    max_args: Annotated[int, Ge(2)]
     """An operator has 2 to max_args arguments, each count equally likely."""
     min_length: int
     """Expressions have more tokens than this, parentheses not counted."""
     max_length: int
     """Expressions have fewer tokens than this."""
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.max_depth < 2:
-            problems.append(f"max_depth = {self.max_depth}, expected at least 2")
-        if self.max_args < 2:
-            problems.append(f"max_args = {self.max_args}, expected at least 2")
-        if self.max_length <= max(self.min_length, 3) + 1:
-            problems.append(
-                f"min_length = {self.min_length} and max_length = {self.max_length} leave no length"
-                " strictly between them that an expression (4 tokens or more) can have"
-            )
-        if problems:
-            raise ConfigError("listops cannot be generated: " + "; ".join(problems))
+    def problems(self) -> list[str]:
+        """Return what is wrong where no expression has such a length."""
+        bounds = f"min_length = {self.min_length} and max_length = {self.max_length}"
+        why = "leave no length strictly between them that an expression (4 tokens or more) can have"
+        return [f"{bounds} {why}"] if self.max_length <= max(self.min_length, 3) + 1 else []
 
 
 class _TooLongError(Exception):

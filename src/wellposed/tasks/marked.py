@@ -7,12 +7,12 @@ import hashlib
 import itertools
 import random
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.options import CheckedOptions, Size
+from wellposed.options import CheckedOptions, Ge, Size
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import register_task
@@ -31,48 +31,46 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MarkedRules:
-    """What a row holds: a question, then one word in each slot."""
+class MarkedOptions(CheckedOptions):
+    """Options of the task `marked`."""
 
-    question: Literal["order", "recall"]
-    slots: int
-    words: int
-    """Different words that can be the answer, each equally often."""
+    question: Literal["order", "recall"] = "order"
+    """order: the first of two words among fillers; recall: the word in the slot that the first token names."""
+    slots: Annotated[int, Ge(2)] = 8
+    """Words of a row, behind the question."""
+    words: Annotated[int, Ge(2)] = 8
+    """Different words that can be the answer."""
     repeats: bool = True
-    """Whether a word may stand in several slots of recall."""
+    """Whether a word may stand in several slots of recall; where none does, a bag of words gives no hint at all."""
+    num_train: Size = 20000
+    """Generated train rows."""
+    num_valid: Size = 1000
+    """Generated valid rows."""
+    num_test: Size = 1000
+    """Generated test rows."""
+    data_seed: int = 0
+    """Seed of the generator, apart from the seed of training."""
 
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} = {value}, expected at least 2"
-            for name, value in (("slots", self.slots), ("words", self.words))
-            if value < 2
-        ]
-        if not self.repeats and self.question == "order":
-            problems.append(
-                "repeats = False belongs to question recall; the two words of order always differ"
-            )
-        elif not self.repeats and self.words < self.slots:
-            problems.append(
-                f"words = {self.words}, expected at least slots = {self.slots} where none may"
-                " repeat"
-            )
-        if problems:
-            raise ConfigError("marked cannot be generated: " + "; ".join(problems))
+    def problems(self) -> list[str]:
+        """Return what cannot be drawn where no word may repeat."""
+        if self.repeats:
+            return []
+        if self.question == "order":
+            what = "belongs to question recall; the two words of order always differ"
+            return [f"repeats = False {what}"]
+        few = f"words = {self.words}, expected at least slots = {self.slots} where none may repeat"
+        return [few] if self.words < self.slots else []
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """The words that can be asked for."""
+        """The words that can be asked for, each equally often."""
         return tuple(f"w{number}" for number in range(self.words))
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
         """Every token of a row."""
-        asks = (
-            (ASK, *FILLERS)
-            if self.question == "order"
-            else tuple(f"@{slot}" for slot in range(self.slots))
-        )
-        return (*asks, *self.answers)
+        named = (f"@{slot}" for slot in range(self.slots))
+        return (*((ASK, *FILLERS) if self.question == "order" else named), *self.answers)
 
 
 def answer_of(tokens: tuple[str, ...]) -> str:
@@ -82,11 +80,9 @@ def answer_of(tokens: tuple[str, ...]) -> str:
     ('w5', 'w0')
     """
     ask, *slots = tokens
-    return (
-        slots[int(ask[1:])]
-        if ask.startswith("@")
-        else next(word for word in slots if word.startswith("w"))
-    )
+    if ask.startswith("@"):
+        return slots[int(ask[1:])]
+    return next(word for word in slots if word.startswith("w"))
 
 
 def bag_accuracy(rows: list[Drawn]) -> float:
@@ -107,57 +103,33 @@ def bag_accuracy(rows: list[Drawn]) -> float:
     return total / len(rows)
 
 
-def draw_distinct(rules: MarkedRules, count: int, seed: int) -> list[Drawn]:
-    """Draw ``count`` different rows, by (rules, seed) alone."""
+def draw_distinct(options: MarkedOptions, count: int, seed: int) -> list[Drawn]:
+    """Draw ``count`` different rows, by (options, seed) alone."""
     generator = random.Random(f"marked/{GENERATOR_VERSION}/{seed}")
     drawn: dict[tuple[str, ...], None] = {}
     fruitless = 0
     while len(drawn) < count:
         before = len(drawn)
-        drawn.setdefault(_draw(rules, generator))
+        drawn.setdefault(_draw(options, generator))
         fruitless = fruitless + 1 if len(drawn) == before else 0
         if fruitless > MAX_FRUITLESS_TRIES:
             raise ConfigError(
-                f"marked: {rules} allow too few different rows: {len(drawn)} found, {count} wanted;"
+                f"marked: {options} allow too few different rows: {len(drawn)} found, {count} wanted;"
                 " lower num_train, num_valid and num_test, or raise slots or words"
             )
     return [Drawn(tokens, answer_of(tokens)) for tokens in drawn]
 
 
-def _draw(rules: MarkedRules, generator: random.Random) -> tuple[str, ...]:
-    if rules.question == "recall":
-        place, draw = (
-            generator.randrange(rules.slots),
-            generator.choices if rules.repeats else generator.sample,
-        )
-        return (f"@{place}", *draw(rules.answers, k=rules.slots))
-    slots = generator.choices(FILLERS, k=rules.slots)
-    places = generator.sample(range(rules.slots), 2)
-    for place, word in zip(places, generator.sample(rules.answers, 2), strict=True):
+def _draw(options: MarkedOptions, generator: random.Random) -> tuple[str, ...]:
+    if options.question == "recall":
+        place = generator.randrange(options.slots)
+        draw = generator.choices if options.repeats else generator.sample
+        return (f"@{place}", *draw(options.answers, k=options.slots))
+    slots = generator.choices(FILLERS, k=options.slots)
+    places = generator.sample(range(options.slots), 2)
+    for place, word in zip(places, generator.sample(options.answers, 2), strict=True):
         slots[place] = word
     return (ASK, *slots)
-
-
-@dataclass(frozen=True)
-class MarkedOptions(CheckedOptions):
-    """Options of the task `marked`."""
-
-    question: Literal["order", "recall"] = "order"
-    """order: the first of two words among fillers; recall: the word in the slot that the first token names."""
-    slots: int = 8
-    """Words of a row, behind the question."""
-    words: int = 8
-    """Different words that can be the answer."""
-    repeats: bool = True
-    """Whether a word may stand in several slots of recall; where none does, a bag of words gives no hint at all."""
-    num_train: Size = 20000
-    """Generated train rows."""
-    num_valid: Size = 1000
-    """Generated valid rows."""
-    num_test: Size = 1000
-    """Generated test rows."""
-    data_seed: int = 0
-    """Seed of the generator, apart from the seed of training."""
 
 
 @register_task(
@@ -184,10 +156,9 @@ class MarkedTask(ClassificationTask):
 
     def __init__(self, options: MarkedOptions) -> None:
         self.options = options
-        rules = MarkedRules(options.question, options.slots, options.words, options.repeats)
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}
-        rows = draw_distinct(rules, sum(sizes.values()), options.data_seed)
-        encoder, numbers = WordEncoder(rules.vocabulary), rules.answers.index
+        rows = draw_distinct(options, sum(sizes.values()), options.data_seed)
+        encoder, numbers = WordEncoder(options.vocabulary), options.answers.index
         examples: dict[Split, LabelledExamples] = {}
         left = iter(rows)
         for split, size in sizes.items():
@@ -201,7 +172,7 @@ class MarkedTask(ClassificationTask):
         super().__init__(
             encoder=encoder,
             examples=examples,
-            labels=rules.answers,
+            labels=options.answers,
             source={
                 "source": f"builtin: {what}",
                 "generator_version": GENERATOR_VERSION,

@@ -21,20 +21,18 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, DataError, listed
-from wellposed.options import Size
+from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed.tasks.data import files, images, splits
 from wellposed.tasks.data.images import Images
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.image import PixelTask, prepare_images
 from wellposed.tasks.task import register_task
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LABELS = ("apart", "connected")
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
@@ -54,14 +52,14 @@ Curves: TypeAlias = tuple[Curve, ...]
 
 
 @dataclass(frozen=True)
-class PathfinderRules:
+class PathfinderRules(CheckedOptions):
     """What an image holds; lengths in dashes, turns in radians."""
 
-    size: int
-    contour_length: int
-    distractors: int
-    distractor_length: int
-    max_turn: float
+    size: Size
+    contour_length: Size
+    distractors: Count
+    distractor_length: Size
+    max_turn: Positive
 
 
 RULES: Mapping[str, PathfinderRules] = {
@@ -370,11 +368,6 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
         # few dashes for.
         base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
     rules = replace(base, **splits.given_options(options, PathfinderRules.__dataclass_fields__))
-    if rules.distractors < 0 or not rules.max_turn > 0:
-        raise ConfigError(
-            f"pathfinder: distractors = {rules.distractors}, max_turn = {rules.max_turn}; expected"
-            " 0 or more, above 0"
-        )
     seed = options.data_seed or 0
     found: dict[Split, Images] = {}
     digest = hashlib.sha256()

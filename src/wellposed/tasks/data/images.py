@@ -11,17 +11,15 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import DataError, listed, missing_extra
 from wellposed.options import Size
 from wellposed.tasks.data import files, shapes, splits
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 BUILTIN_SIZES: dict[Split, int] = {"train": 1000, "valid": 200, "test": 200}
 BUILTIN_SIDE = 32

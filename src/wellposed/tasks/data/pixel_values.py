@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.tasks.data.images import Images, require_pillow, to_gray
 from wellposed.tasks.data.splits import shuffled
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
 FORMS = "data, hf:FOLDER_OR_NAME or config:FOLDER_OR_NAME"

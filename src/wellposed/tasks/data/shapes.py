@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 SHAPES = ("disc", "ring", "square", "cross")
 GENERATOR_VERSION = 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import DataError, listed
 from wellposed.tasks import batches, objectives
@@ -17,7 +18,6 @@ from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Example, Kind, Task, TokenTask
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
@@ -152,7 +152,7 @@ def encode_labelled(
     ``options.overflow`` says, and what was cut, unknown or repeated."""
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
-        ids[split] = encoder.encode_table(table.texts, table.pairs, max_length=options.max_length)
+        ids[split] = encoder.encode(table.texts, max_length=options.max_length, pairs=table.pairs)
         lengths = ids[split].full_lengths
         _refuse_rows(
             table,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.batches import Rows, bucketed_batches, collate_causal_lm, shuffle_key
@@ -15,7 +16,6 @@ from wellposed.tasks.objectives import frequency_entropy, perplexity
 from wellposed.tasks.task import Example, Kind, TokenTask
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from wellposed.tasks.text.tokenizers import Encoded, TextEncoder

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import (
     CheckpointError,
@@ -24,10 +25,7 @@ from wellposed.errors import (
 )
 from wellposed.tasks.data.files import bounded_lines, missing_file
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Vectors = NDArray[np.float32]
+Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)

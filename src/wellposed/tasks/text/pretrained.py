@@ -71,32 +71,27 @@ class PretrainedEncoder(TextEncoder):
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
-        return self._encode_rows([(text,) for text in texts], max_length)
-
-    def encode_table(
+    def encode(
         self,
         texts: Sequence[str],
-        pairs: Sequence[tuple[str, str]] | None,
         *,
-        max_length: int,
+        max_length: int | None = None,
+        pairs: Sequence[tuple[str, str]] | None = None,
     ) -> Encoded:
-        """Encode many texts, or pairs in the tokenizer's own form, with its token types; the longer
-        text is cut first."""
-        if pairs is None:
-            return self.encode(texts, max_length=max_length)
-        self._tokenizer.init_kwargs[PAIRS] = True
-        return self._encode_rows(pairs, max_length)
+        """Encode many texts, or pairs in the tokenizer's own form, with its token types.
 
-    def _encode_rows(self, rows: Sequence[tuple[str, ...]], max_length: int | None) -> Encoded:
+        Truncation is the tokenizer's own, which keeps its special tokens and cuts the longer text
+        of a pair first.
+        """
+        if pairs is not None:
+            self._tokenizer.init_kwargs[PAIRS] = True
+        rows: Sequence[tuple[str, ...]] = [(text,) for text in texts] if pairs is None else pairs
         encoded = self._columns(rows)
-        full_lengths = [len(row) for row in encoded["input_ids"]]
+        full_lengths = list(map(len, encoded["input_ids"]))
         if max_length is not None:
             longer = [index for index, length in enumerate(full_lengths) if length > max_length]
-            cut = self._columns(
-                [rows[index] for index in longer], truncation=True, max_length=max_length
-            )
+            how = {"truncation": True, "max_length": max_length}
+            cut = self._columns([rows[index] for index in longer], **how)
             for name, column in encoded.items():
                 for index, row in zip(longer, cut[name], strict=True):
                     column[index] = row

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, missing_extra
 from wellposed.tasks.batches import Ragged
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
 
 PAD, UNK = "<|pad|>", "<|unk|>"
@@ -66,25 +66,22 @@ class TextEncoder(ABC):
     def vocab_size(self) -> int:
         """Number of ids, special tokens included."""
 
-    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of
-        them."""
-        ids, unknown = self._encode(texts)
-        return Encoded(
-            ids if max_length is None else ids.truncated(max_length), ids.lengths.tolist(), unknown
-        )
-
-    def encode_table(
+    def encode(
         self,
         texts: Sequence[str],
-        pairs: Sequence[tuple[str, str]] | None,
         *,
-        max_length: int,
+        max_length: int | None = None,
+        pairs: Sequence[tuple[str, str]] | None = None,
     ) -> Encoded:
-        """Encode many texts that may be pairs, joined by a space where the encoder has no form for
-        them."""
+        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of
+        them.
+
+        ``pairs`` are the two parts of each text, for an encoder that has a form for pairs.
+        """
         del pairs
-        return self.encode(texts, max_length=max_length)
+        ids, unknown = self._encode(texts)
+        kept = ids if max_length is None else ids.truncated(max_length)
+        return Encoded(kept, ids.lengths.tolist(), unknown)
 
     def encode_targets(self, texts: Sequence[str]) -> Encoded:
         """Encode many texts of the target language; one vocabulary serves both."""
