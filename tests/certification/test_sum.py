@@ -23,7 +23,9 @@ def classifier(blocks: int = 1, **options: Any) -> WellposedForSequenceClassific
     torch.manual_seed(blocks)
     given = {"vocab_size": 24, "hidden_size": 8, "num_hidden_layers": blocks, "num_labels": 3}
     parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "residual": "convex"}
-    sizes = {"num_attention_heads": 2, "max_position_embeddings": 16, "ball_temperature": 0.5}
+    sizes = {"num_attention_heads": 2, "max_position_embeddings": 16}
+    if options.get("attention", "ball") == "ball":
+        sizes["ball_temperature"] = 0.5
     config = WellposedConfig(**{**given, **parts, **sizes, "unit_embeddings": True, **options})
     model = WellposedForSequenceClassification(config).eval()
     table = model.get_input_embeddings()

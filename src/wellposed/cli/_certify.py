@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from wellposed.cli._certify_words import counts_of, print_accuracy, print_text
 from wellposed.cli.parser import ModelArguments, parse_with_model
 from wellposed.errors import ConfigError
 from wellposed.options import Count, Positive, Size
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from wellposed.certification import Certificate
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
+    from wellposed.training.certified.words import EditKind
 
 _LOSSES = 6
 
@@ -50,13 +52,27 @@ class CertifyArguments(ModelArguments):
     attack_steps: Count = 20
     """Gradient steps of the attack for each size."""
     restarts: Size = 1
-    """Starts of the attack for each size."""
+    """Starts of the attack for each size; of words, texts that it keeps in each round."""
+    words: str | None = None
+    """Comma-separated numbers of words, replaced by any words of the vocabulary: certified and attacked accuracy."""
+    edits: str | None = None
+    """The same for inserted, deleted or replaced words."""
+    characters: str | None = None
+    """The same for inserted, deleted or substituted characters, blanks included."""
+    text: str | None = None
+    """How many changed words the answer to this one text holds against, and which words carry it."""
     batch_size: Size = 32
     """Examples in one batch."""
     out: Path | None = None
     """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
+
+    def edit_counts(self) -> dict[EditKind, list[int]]:
+        """Return the numbers of edits that are asked for, by kind."""
+        kinds: tuple[EditKind, ...] = ("words", "edits", "characters")
+        found: dict[EditKind, list[int]] = {k: counts_of(k, getattr(self, k)) for k in kinds}
+        return {kind: numbers for kind, numbers in found.items() if numbers}
 
 
 def run(words: Sequence[str]) -> int:
@@ -74,6 +90,8 @@ def run(words: Sequence[str]) -> int:
     from wellposed.cli.load import load_model_or_draw
 
     model = load_model_or_draw(options.model)
+    if options.text is not None or options.edit_counts():
+        return _words(model, options)
     norm: Norm = 2 if options.norm == "2" else options.norm
     length = options.seq_len or _positions(model, options.model)
     ask = partial(certify, model, seq_len=length, norm=norm, min_tokens=options.min_tokens)
@@ -98,6 +116,26 @@ def run(words: Sequence[str]) -> int:
     if options.out is not None:
         print(f"written: {options.out}")
     return 1 if options.require and math.isinf(certificate.total) else 0
+
+
+def _words(model: Any, options: CertifyArguments) -> int:
+    from wellposed.cli.load import load_tokenizer
+    from wellposed.training.certified.run import first_batches
+
+    counts = options.edit_counts()
+    task = _certified_task(model, options) if counts else None
+    if counts and task is None:
+        raise ConfigError(
+            f"--{next(iter(counts))}: counts the words of the texts of a run, with --examples >= 1;"
+            f" {options.model} is none that says where its texts are; give a run folder, or --text"
+        )
+    if task is not None:
+        batches = first_batches(task, options.split, options.examples, options.batch_size)
+        asked = {"split": options.split, "beam": options.restarts}
+        print_accuracy(model, task, counts, batches, **asked)
+    if options.text is not None:
+        print_text(model, load_tokenizer(options.model), options.text)
+    return 0
 
 
 def _accuracy(

@@ -62,7 +62,7 @@ class CharacterEdits:
             raise ConfigError(
                 "words and characters are counted for words between white space, and this tokenizer"
                 f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer;"
-                " train with --data-tokenizer word"
+                " train with --tokenizer word"
             )
         special = set(tokenizer.all_special_tokens)
         words = {word: n for word, n in tokenizer.get_vocab().items() if word not in special}

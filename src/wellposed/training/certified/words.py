@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from wellposed.certification import certify
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import input_vectors
 
-EditKind = Literal["words", "edits", "characters"]
+EditKind = str
+"""``words``: replaced; ``edits``: inserted, deleted or replaced words; ``characters``: the same of
+characters."""
 _ROUNDING = 1e-9
 """Relative to what is compared, and absolute: far above what float64 rounds here."""
 _ROWS = 256

@@ -1,0 +1,293 @@
+"""Changed words and characters (B14) by independent routes: every change tried, on vocabularies
+small enough."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.certification.test_sum import classifier
+
+from wellposed.attack import WordAttack, WordSwaps
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
+from wellposed.models import WellposedForSequenceClassification
+from wellposed.nn import ConvexResidual
+from wellposed.tasks.text.tokenizers import CharacterEncoder, WordEncoder
+from wellposed.training.certified.characters import CharacterEdits
+from wellposed.training.certified.word_accuracy import word_accuracy
+from wellposed.training.certified.words import WordBounds, bound_words, hold_texts
+from wellposed.training.loop.word_margin import word_logits
+
+WORDS = ("a", "ab", "b", "abb", "ba", "bb")
+KINDS = [
+    {"blocks": 0},
+    {"blocks": 0, "ball_embeddings": True, "unit_embeddings": False},
+    {"blocks": 1},
+    {"blocks": 2, "residual": "budget", "budget": 1.1},
+]
+
+
+def model_of(blocks: int = 1, **options: Any) -> WellposedForSequenceClassification:
+    """With weights of norm 1, and shares of branches that leave some of each token."""
+    cool = {"ball_temperature": 0.05} if options.get("attention", "ball") == "ball" else {}
+    model = classifier(blocks, **{"vocab_size": 8, "position": "none", **cool, **options})
+    for part in model.model.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight.data /= torch.linalg.matrix_norm(part.weight.data, 2)
+        if isinstance(part, ConvexResidual):
+            part.logit.data -= 1.5
+    return model
+
+
+def logits(bounds: WordBounds, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Scores of texts one by one, without padding."""
+    with torch.no_grad():
+        return torch.cat([bounds.model(input_ids=torch.tensor([list(t)])).logits for t in texts])
+
+
+def batch_of(texts: Sequence[Sequence[int]], **more: Any) -> dict[str, torch.Tensor]:
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+    return {"input_ids": ids, "attention_mask": mask, **more}
+
+
+def clear(bounds: WordBounds, count: int, tokens: int) -> list[list[int]]:
+    """Texts mostly of the words that speak for one class, some with one word against it."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for number in range(count):
+        label = number % 3
+        best = (bounds.vectors @ bounds.directions(label).mT).sum(1).argsort()
+        places = torch.randint(0, 2, (tokens,), generator=generator)
+        text = best[places].tolist()
+        text[0] = int(best[-1]) if number % 2 else text[0]
+        found.append(text)
+    return found
+
+
+def drawn(count: int, tokens: int = 4, first: int = 2) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(first, 8, (count, tokens), generator=generator).tolist()
+
+
+def replaced(text: Sequence[int], k: int) -> list[list[int]]:
+    """Every text with any k words replaced by any of the vocabulary."""
+    found = []
+    for places in itertools.combinations(range(len(text)), k):
+        for words in itertools.product(range(8), repeat=k):
+            other = list(text)
+            for place, word in zip(places, words, strict=True):
+                other[place] = word
+            found.append(other)
+    return found
+
+
+def edited(text: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Every text one inserted, deleted or replaced word away."""
+    found = {text[:i] + text[i + 1 :] for i in range(len(text)) if len(text) > 1}
+    for word in range(8):
+        found |= {(*text[:i], word, *text[i:]) for i in range(len(text) + 1)}
+        found |= {(*text[:i], word, *text[i + 1 :]) for i in range(len(text))}
+    return found
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(
+    options: dict[str, Any],
+):
+    bounds = bound_words(model_of(**options), seq_len=6)
+    assert bounds.exact == (options["blocks"] == 0)
+    texts = clear(bounds, 12, 6)
+    held = hold_texts(bounds, [batch_of(texts)], {"words": 4})
+    some = 0
+    for text, found in zip(texts, held, strict=True):
+        k = found.held["words"]
+        assert 0 <= k <= 4
+        answers = logits(bounds, replaced(text, min(k, 2))).argmax(-1)
+        assert (answers == found.predicted).all()
+        some += k > 0
+        if bounds.exact and k < 2:
+            answers = logits(bounds, replaced(text, k + 1)).argmax(-1)
+            assert (answers != found.predicted).any()
+            swaps = WordSwaps(bounds.model, bounds.vectors, torch.tensor(text), found.predicted)
+            attack = WordAttack(bounds.model, swaps)
+            needed, turned = attack.fewest_edits(torch.tensor(text), found.predicted, 4)
+            assert needed == k + 1
+            assert int((turned != torch.tensor(text)).sum()) == needed
+    assert some
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options: dict[str, Any]):
+    bounds = bound_words(model_of(**options), seq_len=8)
+    texts = clear(bounds, 8, 7)
+    held = hold_texts(bounds, [batch_of(texts)], {"edits": 2})
+    for text, found in zip(texts, held, strict=True):
+        reached = {tuple(text)}
+        for _ in range(min(found.held["edits"], 2)):
+            reached |= {other for each in reached for other in edited(each)}
+        some = sorted(reached)[:: 1 + len(reached) // 1000]
+        by_length = [[t for t in some if len(t) == n] for n in {len(t) for t in some}]
+        for same in by_length:
+            assert (logits(bounds, same).argmax(-1) == found.predicted).all()
+    assert any(found.held["edits"] for found in held)
+
+
+def of_words(bounds: WordBounds, limit: int = 16) -> tuple[CharacterEdits, Any]:
+    tokenizer = WordEncoder(WORDS).tokenizer(max_length=limit)
+    return CharacterEdits.of(bounds, tokenizer, limit), tokenizer
+
+
+def characters_away(text: str) -> set[str]:
+    """Every text one character away, over an alphabet with a letter that no word has."""
+    found = {text[:i] + text[i + 1 :] for i in range(len(text))}
+    for letter in "abx ":
+        found |= {text[:i] + letter + text[i:] for i in range(len(text) + 1)}
+        found |= {text[:i] + letter + text[i + 1 :] for i in range(len(text))}
+    return found
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("limit", [16, 5])
+def test_no_changed_characters_change_a_certified_answer(options: dict[str, Any], limit: int):
+    """Strings are edited and tokenized again, cut as in training; unknown words and double blanks
+    are there."""
+    bounds = bound_words(model_of(**options), seq_len=16)
+    characters, tokenizer = of_words(bounds, limit)
+    certified = 0
+    for text in ("abb ba bb abb ab", "ab  ba xa a abb b", "bb bb ba bb", "a a a ab b abb"):
+        ids = tokenizer(text)["input_ids"][:limit]
+        (found,) = hold_texts(bounds, [batch_of([ids])], {"characters": 2}, characters)
+        reached = {text}
+        for _ in range(found.held["characters"]):
+            certified += 1
+            reached |= {other for each in reached for other in characters_away(each)}
+        cut = {tuple(tokenizer(t)["input_ids"][:limit]) for t in reached}
+        for n in {len(t) for t in cut}:
+            same = [t for t in cut if len(t) == n]
+            assert (logits(bounds, same).argmax(-1) == found.predicted).all()
+    assert certified or limit == 5 or options["blocks"]
+
+
+def test_what_one_character_makes_is_what_the_tokenizer_reads():
+    """Looked-up outcomes of known words, against every string one character away."""
+    characters, tokenizer = of_words(bound_words(model_of(0), seq_len=16))
+    for text in ("abb ba", "a b bb", "ab"):
+        ids = tokenizer(text)["input_ids"]
+        mine = {tuple(t.tolist()) for t in characters.proposals(torch.tensor(ids), 0)}
+        short = {tuple(tokenizer(t)["input_ids"]) for t in characters_away(text)} - {(), tuple(ids)}
+        assert short <= mine
+
+
+def test_words_of_a_text_are_found_by_an_attack_and_never_above_it():
+    bounds = bound_words(model_of(1), seq_len=16)
+    _, tokenizer = of_words(bounds)
+    texts = clear(bounds, 20, 9)
+    labels = logits(bounds, texts).argmax(-1)
+    labels[::5] = (labels[::5] + 1) % 3
+    counts = {"words": [1, 2], "edits": [1], "characters": [1, 2]}
+    batches = [batch_of(texts, labels=labels)]
+    found = word_accuracy(bounds.model, tokenizer, batches, counts, limit=16, beam=2)
+    assert found.clean == pytest.approx(0.8)
+    pairs = list(zip(found.certified, found.attacked, strict=True))
+    assert all(sure <= seen <= found.clean for sure, seen in pairs)
+    assert pairs[0][0] > 0
+    assert [line.split()[:2] for line in found.table().splitlines()[2:]] == [
+        ["none", "0"], ["words", "1"], ["words", "2"], ["edits", "1"], ["characters", "1"], ["characters", "2"],
+    ]  # fmt: skip
+
+
+def test_padding_and_wrong_answers_and_all_words():
+    bounds = bound_words(model_of(0), seq_len=6)
+    texts = [*drawn(3), [2], []]
+    alone = [hold_texts(bounds, [batch_of([t])], {"words": 9})[0].held for t in texts[:4]]
+    held = hold_texts(bounds, [batch_of(texts)], {"words": 9})
+    assert [h.held for h in held[:4]] == alone
+    wrong = torch.tensor([(h.predicted + 1) % 3 for h in held])
+    again = hold_texts(bounds, [batch_of(texts, labels=wrong)], {"words": 9, "edits": 1})
+    assert all(set(h.held.values()) == {-1} for h in again)
+    with torch.no_grad():
+        bounds.model.classifier.bias[1] = 100.0
+    (far,) = hold_texts(bounds, [batch_of(texts[:1])], {"words": 9, "edits": 9})
+    assert far.held == {"words": 9, "edits": 3}, "all words may be replaced, not all be deleted"
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_positions_and_causal_models_hold_replaced_words_alone(blocks: int):
+    for options in ({"position": "learned"}, {"is_causal": True}):
+        bounds = bound_words(model_of(blocks, **options), seq_len=6)
+        texts = drawn(4)
+        for text, found in zip(
+            texts, hold_texts(bounds, [batch_of(texts)], {"words": 2, "edits": 1}), strict=True
+        ):
+            assert found.held["edits"] == 0
+            answers = logits(bounds, replaced(text, found.held["words"])).argmax(-1)
+            assert (answers == found.predicted).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"norm": "post"}, NotLipschitzError, "LayerNorm|PostNorm"),
+        ({"attention": "dot_product"}, NotLipschitzError, "no bound of DotProductAttention"),
+        ({"pooling": "max"}, ConfigError, "pooling 'max'"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(options: dict[str, Any], error: Any, says: str):
+    with pytest.raises(error, match=says):
+        bound_words(model_of(1, **options), seq_len=6)
+
+
+def test_other_tokenizers_and_longer_texts_are_refused():
+    bounds = bound_words(model_of(0), seq_len=3)
+    with pytest.raises(ShapeError, match="4 tokens"):
+        hold_texts(bounds, [batch_of(drawn(1))], {"words": 1})
+    with pytest.raises(ConfigError, match="between white space"):
+        CharacterEdits.of(bounds, CharacterEncoder("abc").tokenizer(max_length=9), 9)
+    dropping = WordEncoder(WORDS, drop="(").tokenizer(max_length=9)
+    with pytest.raises(ConfigError, match="between white space"):
+        CharacterEdits.of(bounds, dropping, 9)
+
+
+@pytest.mark.parametrize("words", [0.0, 1.0, 1.5, 2.0, 9.0])
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_the_loss_reads_what_k_words_can_reach(blocks: int, words: float):
+    """Without blocks the logits are those of the best replacements; with them they lie above, and
+    everything has a gradient."""
+    model = model_of(blocks, ball_embeddings=True, unit_embeddings=False).double()
+    texts = [*drawn(3), [5, 2]]
+    batch = batch_of(texts, labels=torch.tensor([0, 1, 2, 0]))
+    clean = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    reached = word_logits(clean, batch, model, words)
+    labels = batch["labels"][:, None]
+    torch.testing.assert_close(reached.gather(1, labels), clean.gather(1, labels))
+    bounds = bound_words(model, seq_len=4)
+    for row, (text, label) in enumerate(zip(texts, batch["labels"].tolist(), strict=True)):
+        gains = bounds.gains(label, torch.tensor(text)).sort(0, descending=True).values
+        whole, part = int(min(words, len(text))), words - math.floor(words)
+        moved = gains[:whole].sum(0) + (part * gains[whole] if whole < len(text) else 0.0)
+        moved[label] = 0.0
+        least = (clean[row] + moved / len(text)).detach()
+        if blocks == 0:
+            torch.testing.assert_close(reached[row].detach(), least, atol=1e-7, rtol=1e-7)
+        else:
+            assert (reached[row] >= least - 1e-7).all(), "weights have norm 1"
+    if words:
+        (reached - clean).sum().backward()
+        learnt = dict(model.named_parameters())
+        names = [n for n in learnt if n.endswith(("token.weight", "logit", "classifier.weight"))]
+        assert all(learnt[n].grad is not None for n in names if "mix" not in n)
+
+
+def test_a_model_without_such_a_loss_is_named():
+    batch = batch_of(drawn(1), labels=torch.tensor([0]))
+    model = model_of(1, attention="dot_product")
+    with pytest.raises(ConfigError, match="DotProductAttention"):
+        word_logits(torch.zeros(1, 3), batch, model, 1.0)
+    with pytest.raises(ConfigError, match="received a Linear"):
+        word_logits(torch.zeros(1, 3), batch, torch.nn.Linear(2, 2), 1.0)
