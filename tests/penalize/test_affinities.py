@@ -1,19 +1,21 @@
 """The affinity penalty equals ``|A^T A - I|_F^2`` of the attentions that a family's own eager code
-returns, or that are formed by hand."""
+returns, or that are formed by hand, under every kernel, mask and way of running."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from tests.support.penalized import Mixer, after_forward
+from tests.support.penalized import ALL, Hidden, Mixer, after_forward, batch, bert, step
 from tests.support.zoo import ZOO, D, F, V
 from torch import Tensor, nn
 
+from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
 
 LENGTHS = (7, 4, 1)
@@ -128,3 +130,172 @@ def test_handwritten_softmax_is_seen(fused: bool) -> None:
     affinity = (q @ k.mT / 2).softmax(-1).detach()  # before dropout
     expected = (affinity.mT @ affinity - torch.eye(5)).square().sum().item() / len(x)
     assert value.item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_watching_changes_no_output_and_no_gradient(implementation: str) -> None:
+    model, inputs = bert(), batch()
+    model.set_attn_implementation(implementation)
+    plain = model(**inputs)[0]
+    plain.square().mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    watched = model(**inputs)[0]
+    watched.square().mean().backward()
+    assert torch.equal(plain, watched)
+    assert all(
+        torch.equal(p.grad, gradients[name])
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
+    penalty.remove()
+
+
+@pytest.mark.parametrize("needs_weights", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_multihead_attention_with_masks(needs_weights: bool, causal: bool) -> None:
+    module = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    penalty = OrthogonalityPenalty(module, affinity=1.0)
+    x, lengths = torch.randn(3, 6, 8).double(), (6, 4, 1)
+    padded = torch.arange(6) >= torch.tensor(lengths)[:, None]
+    later = torch.ones(6, 6).triu(1).bool() if causal else None
+    options = {"attn_mask": later, "need_weights": needs_weights}
+    output, weights = module(x, x, x, key_padding_mask=padded, **options)
+    assert (weights is not None) == needs_weights
+    expected = 0.0
+    query, key, _ = (x @ module.in_proj_weight.T + module.in_proj_bias).chunk(3, -1)
+    for b, length in enumerate(lengths):
+        for head in (slice(0, 4), slice(4, 8)):
+            scores = query[b, :length, head] @ key[b, :length, head].T / 2
+            if later is not None:
+                scores = scores.masked_fill(later[:length, :length], -torch.inf)
+            affinity = scores.softmax(-1)
+            expected += (affinity.T @ affinity - torch.eye(length)).square().sum().item() / 3
+    value = penalty()
+    assert value.item() == pytest.approx(expected, rel=1e-12)
+    value.backward()
+    assert module.in_proj_weight.grad[:16].abs().min() > 0
+    assert module.in_proj_weight.grad[16:].abs().max() == 0
+    assert output.requires_grad
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model, inputs = bert().double(), batch()
+    penalty = OrthogonalityPenalty(model, **ALL)
+    plain = step(model, penalty, inputs)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(step(model, penalty, inputs), plain, rtol=1e-12, atol=1e-14)
+    penalty.remove()
+
+
+def test_checkpointing_around_multihead_attention() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+            self.layer = nn.TransformerEncoderLayer(8, 2, 12, **options)
+            self.checkpoint = False
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            if self.checkpoint:
+                return (torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False),)
+            return (self.layer(x),)
+
+    model, inputs = Checkpointed(), {"x": torch.randn(2, 5, 8).double()}
+    penalty = OrthogonalityPenalty(model, **ALL)
+    plain = step(model, penalty, inputs)
+    model.checkpoint = True
+    torch.testing.assert_close(step(model, penalty, inputs), plain, rtol=1e-12, atol=1e-14)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model, inputs = bert(), batch()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    with pytest.raises(ConfigError, match=r"(?s)encoder\.layer\.0\.attention.*use_reentrant=False"):
+        after_forward(model, penalty, inputs)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "probes"])
+def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
+    model, inputs = bert(initializer_range=0.2), batch()
+    draw = torch.Generator()
+    penalty = OrthogonalityPenalty(model, **ALL, estimator=estimator, generator=draw)
+    draw.manual_seed(5)
+    full = step(model, penalty, inputs)
+    draw.manual_seed(5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(**inputs)
+        value = penalty()
+    model.zero_grad()
+    (output[0].float().square().mean() + value).backward()
+    assert value.dtype == torch.float32
+    rough = torch.cat([p.grad.flatten() for _, p in model.named_parameters() if p.grad is not None])
+    exact = torch.cat([gradient.flatten() for gradient in full[1].values()])
+    assert torch.nn.functional.cosine_similarity(rough, exact, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("attention", ["l2", "l2_tied", "l2_contractive", "cosine"])
+def test_our_other_attentions_are_watched(attention: str) -> None:
+    """Affinities of L2 attention are soft-maxed distances: |A^T A - I|^2 from the distances
+    themselves."""
+    from wellposed.models import build_model
+
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = build_model("wellposed", "sequence_classification", attention=attention, **sizes)
+    model = model.double().eval()
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    part = model.get_submodule(penalty.roles.attention[0].path)
+    projected: list[Tensor] = []
+    for name in ("q_proj", "k_proj"):
+        layer = getattr(part, name) or part.q_proj
+        layer.register_forward_hook(lambda m, args, out: projected.append(out.detach()))
+    value = after_forward(model, penalty, {"input_ids": torch.tensor([[3, 4, 5, 6]])})
+    assert value.item() > 0
+    if attention == "cosine":
+        return
+    query, key = (item.unflatten(-1, (2, -1)).transpose(1, 2) for item in projected[:2])
+    affinity = (-torch.cdist(query, key).square() / 4**0.5).softmax(-1)
+    expected = (affinity.mT @ affinity - torch.eye(4)).square().sum().item()
+    assert value.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_attention_that_cannot_be_seen_is_named() -> None:
+    model = nn.Sequential(Hidden())
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
+    with pytest.raises(ConfigError, match=r"(?s)cannot be seen.*\n  0\n.*affinity=0"):
+        after_forward(model, penalty, {"input": torch.randn(1, 3, 8)})
+
+
+def test_flash_only_kernels_are_refused_at_attach_time() -> None:
+    model = bert()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"flash_attention_2") as caught:
+        OrthogonalityPenalty(model, affinity=1.0)
+    assert "set_attn_implementation('sdpa')" in str(caught.value)
+
+
+# torch.compile raises both warnings inside.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
+    reason="inductor needs a C++ compiler",
+)
+def test_inductor_equals_eager() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Mixer()), torch.randn(2, 6, 8)
+    penalty = OrthogonalityPenalty(model, affinity=0.3, attention=0.7)
+    compiled = torch.compile(model, backend="inductor")
+    found: list[tuple[Tensor, dict[str, Tensor | None]]] = []
+    for run in (model, compiled, compiled):
+        model.zero_grad()
+        loss = run(x).square().mean() + penalty()
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append((loss.detach(), gradients))
+    torch.compiler.reset()
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-7)
