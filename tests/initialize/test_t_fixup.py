@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,12 @@ from tests.support.initialized import (
     ours,
     seq2seq,
 )
+from tests.support.zoo import ZOO
 from torch import nn
 from transformers import BertModel
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
-from wellposed.initialize import remove_norms_, t_fixup_
+from wellposed.initialize import t_fixup_
 from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSeq2SeqLM
 from wellposed.roles import find_roles
 
@@ -133,21 +135,9 @@ def test_a_weight_that_is_query_and_key_is_left_under_either_role() -> None:
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_an_unknown_name_to_leave_lists_the_nearest() -> None:
-    refused(bert(), ConfigError, "leave: .*(?s:.)*'qery'; nearest: query", leave=("qery", "key"))
-    refused(
-        bert(),
-        ConfigError,
-        r"nearest: .*attention\.self\.query\.weight",
-        leave="*.attention.self.qury.weight",
-    )
-
-
-def test_torch_transformer_with_unequal_depths() -> None:
+def test_fused_projections_of_torch_are_drawn_one_by_one() -> None:
     model = nn.Transformer(16, 4, 2, 3, 24, batch_first=True)
-    report = t_fixup_(model)
-    assert report.factors["encoder"] == pytest.approx(0.67 * 2**-0.25, abs=1e-6)
-    assert report.factors["decoder"] == pytest.approx((9 * 3) ** -0.25, abs=1e-6)
+    t_fixup_(model)
     assert not any("norm" in name for name, _ in model.named_parameters())
     value = model.encoder.layers[0].self_attn.in_proj_weight[2 * 16 :]
     # Xavier of each projection by itself, not of the fused 3d x d matrix: bound sqrt(6 / 2d)
@@ -191,19 +181,6 @@ def test_padding_rows_stay_zero_and_frozen_sinusoids_stay() -> None:
     t_fixup_(model)
     assert model.model.shared.weight[SPECIAL["pad_token_id"]].abs().max() == 0
     assert torch.equal(model.model.encoder.embed_positions.weight, sinusoids)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_saved_weights_load_into_a_model_whose_norms_were_removed(name: str) -> None:
-    model = ALL[name]()
-    t_fixup_(model)
-    fresh = type(model)(model.config)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        fresh.load_state_dict(model.state_dict())
-    remove_norms_(fresh)
-    fresh.load_state_dict(model.state_dict())
-    batch = batch_for(model)
-    assert torch.equal(model.eval()(**batch)[0], fresh.eval()(**batch)[0])
 
 
 @pytest.mark.parametrize(
@@ -264,8 +241,6 @@ def test_input_scale_is_the_factor_of_embeddings() -> None:
     report = t_fixup_(bert(6), input_scale=(9 * 6) ** -0.25)
     assert report.factors["embeddings"] == pytest.approx(0.3688940, abs=1e-6)
     assert report.factors["encoder"] == pytest.approx(0.6696274 * 6**-0.25, abs=1e-6)
-    with pytest.raises(ConfigError, match="encoder-decoder"):
-        t_fixup_(bart(), input_scale=1.0)
 
 
 def test_zero_biases() -> None:
@@ -296,20 +271,63 @@ def refused(model: nn.Module, error: type[Exception], match: str, **options: obj
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_unmatched_weights_are_listed() -> None:
-    refused(Extra(), RoleNotFoundError, r"layers\.1\.mystery \(3, 4\)")
+def frozen() -> nn.Module:
+    model = bert()
+    model.encoder.layer[0].attention.self.value.weight.requires_grad_(False)
+    return model
 
 
-def test_what_is_no_model_is_said() -> None:
-    with pytest.raises(
-        ConfigError, match=r"t_fixup_: expected a model .*from_pretrained\('bert'\)"
-    ):
+def parametrized() -> nn.Module:
+    model = bert()
+    torch.nn.utils.parametrizations.orthogonal(model.encoder.layer[0].attention.self.value)
+    return model
+
+
+def shallow() -> nn.Module:
+    model = bert(2)
+    model.config.num_hidden_layers = 12
+    return model
+
+
+LIST = "*.attention.self.qury.weight"
+REFUSED = [
+    (Extra, RoleNotFoundError, r"layers\.1\.mystery \(3, 4\)", {}),
+    (Extra, ConfigError, r"batch_norm \(BatchNorm1d\)", {"leave": "*.mystery"}),
+    (ours, ConfigError, "final_norm|attention_norm", {"remove_norms": False}),
+    (bert, ConfigError, "leave: .*(?s:.)*'qery'; nearest: query", {"leave": ("qery", "key")}),
+    (bert, ConfigError, r"nearest: .*attention\.self\.query\.weight", {"leave": LIST}),
+    (bert, ConfigError, "no norm matches", {"keep": "*.nrom"}),
+    (bert, ConfigError, "keep: received 3", {"keep": 3}),
+    (bert, ConfigError, "leave: received 3", {"leave": 3}),
+    (bert, ConfigError, "input_scale = '1'", {"input_scale": "1"}),
+    (bert, ConfigError, "'remove_norm'; nearest: remove_norms", {"remove_norm": True}),
+    (bart, ConfigError, "encoder-decoder", {"input_scale": 1.0}),
+    (frozen, ConfigError, "frozen", {}),
+    (parametrized, ConfigError, "parametrized", {}),
+    (shallow, ConfigError, "num_hidden_layers=12", {}),
+    (lambda: nn.ModuleDict({"a": bert(), "b": bert(3)}), ConfigError, "found 2 stacks", {}),
+    (ZOO["llama"].build, ConfigError, "gated", {}),
+]
+
+
+@pytest.mark.parametrize(("build", "error", "match", "options"), REFUSED)
+def test_what_is_refused_changes_nothing(
+    build: Callable[[], nn.Module],
+    error: type[Exception],
+    match: str,
+    options: dict[str, object],
+) -> None:
+    refused(build(), error, match, **options)
+
+
+def test_what_holds_no_numbers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected a model .*from_pretrained\('bert'\)"):
         t_fixup_("bert")  # type: ignore
+    with torch.device("meta"), pytest.raises(ConfigError, match="meta device"):
+        t_fixup_(nn.TransformerEncoderLayer(8, 2, 16))
 
 
-def test_norms_that_stay_are_listed() -> None:
-    refused(Extra(), ConfigError, r"batch_norm \(BatchNorm1d\)", leave="*.mystery")
-    refused(ours(), ConfigError, "final_norm|attention_norm", remove_norms=False)
+def test_a_norm_that_is_no_layer_norm_stays_where_asked_for() -> None:
     report = t_fixup_(Extra(), leave="*.mystery", keep="batch_norm")
     assert len(report.norms_removed) == 4
 
@@ -375,49 +393,6 @@ def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(
     assert "16 of 16 by more than a tenth" in line.getMessage()
     caplog.clear()
     assert t_fixup_(loaded).norms_removed == ()  # a second call draws again
-    with pytest.raises(
-        ConfigError, match="keyword of t_fixup_ 'remove_norm'; nearest: remove_norms"
-    ):
-        t_fixup_(loaded, remove_norm=True)
-
-
-def test_a_pattern_that_keeps_nothing_is_an_error() -> None:
-    refused(bert(), ConfigError, "no norm matches", keep="*.nrom")
-    refused(bert(), ConfigError, "keep: received 3", keep=3)
-    refused(bert(), ConfigError, "leave: received 3", leave=3)
-    refused(bert(), ConfigError, "input_scale = '1'", input_scale="1")
-
-
-def test_frozen_parametrized_and_meta_weights_are_refused() -> None:
-    frozen = bert()
-    frozen.encoder.layer[0].attention.self.value.weight.requires_grad_(False)
-    refused(frozen, ConfigError, "frozen")
-    parametrized = bert()
-    torch.nn.utils.parametrizations.orthogonal(parametrized.encoder.layer[0].attention.self.value)
-    refused(parametrized, ConfigError, "parametrized")
-    with torch.device("meta"), pytest.raises(ConfigError, match="meta device"):
-        t_fixup_(nn.TransformerEncoderLayer(8, 2, 16))
-
-
-def test_gated_networks_two_stacks_and_shared_layers_are_refused() -> None:
-    import transformers as hf
-
-    llama = hf.LlamaForCausalLM(
-        hf.LlamaConfig(
-            hidden_size=D,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            intermediate_size=24,
-            vocab_size=30,
-            **SPECIAL,
-        )
-    )
-    refused(llama, ConfigError, "gated")
-    pair = nn.ModuleDict({"a": bert(), "b": bert(3)})
-    refused(pair, ConfigError, "found 2 stacks")
-    shallow = bert(2)
-    shallow.config.num_hidden_layers = 12
-    refused(shallow, ConfigError, "num_hidden_layers=12")
 
 
 def test_overflow_in_half_precision_is_named() -> None:
@@ -450,14 +425,6 @@ def test_init_t_fixup_of_our_models() -> None:
     assert (
         ours(norm="none", init="t_fixup", qk_norm=True).model.layers[0].attention.q_norm is not None
     )
-
-
-def test_init_t_fixup_leaves_a_loaded_checkpoint_alone(tmp_path) -> None:
-    model = ours(norm="none", init="t_fixup")
-    model.save_pretrained(tmp_path)
-    loaded = WellposedForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(value, snapshot(loaded)[key]) for key, value in snapshot(model).items())
-    assert isinstance(loaded.config, WellposedConfig)
 
 
 IWSLT = {
