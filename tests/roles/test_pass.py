@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.many_families import BATCHES, FAMILIES
+from tests.support.many_families import BATCHES, FAMILIES, batch_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -191,11 +191,10 @@ def test_nothing_of_the_model_changes(name: str, change: str) -> None:
     before = copy.deepcopy(model.state_dict())
     modes = [module.training for module in model.modules()]
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    random = torch.get_rng_state()
-    batch = BATCHES[name]() if name in BATCHES else {"input_ids": torch.arange(3, 11)[None]}
+    batch = batch_of(name, model)
     if change == "half":
         batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
-    torch.set_rng_state(random)
+    random = torch.get_rng_state()
     roles = find_roles(model, batch)
     assert torch.equal(torch.get_rng_state(), random)
     after = model.state_dict()
@@ -350,3 +349,9 @@ def test_layers_that_run_without_gradients_are_seen() -> None:
     roles = find_roles(Frozen(), torch.randn(2, 5, 16))
     assert [view.spans for view in roles.attention[0].by_head("key")] == [((16, 24),), ((40, 48),)]
     assert len(roles.feedforward) == 1
+
+
+def test_keys_that_a_convolution_shortens_are_of_the_same_sequence() -> None:
+    _, roles = roles_of("segformer")
+    assert [part.kind for part in roles.attention] == ["self", "self"]
+    assert [part.kind for part in roles_of("perceiver")[1].attention] == ["cross", "self", "self"]

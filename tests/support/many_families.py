@@ -302,10 +302,21 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "whisper": lambda: {"input_features": torch.randn(1, 8, 16), "decoder_input_ids": _ids()},
-    "wav2vec2": lambda: {"input_values": torch.randn(1, 64)},
-    "hubert": lambda: {"input_values": torch.randn(1, 64)},
     "perceiver": lambda: {"inputs": torch.randn(1, 6, 16)},
     "segformer": lambda: {"pixel_values": torch.randn(1, 3, 16, 16)},
 }
 """What models eat whose configuration does not say it."""
+
+
+def batch_of(name: str, model: Any) -> dict[str, Tensor]:
+    """Return a batch for a model of a family."""
+    if name in BATCHES:
+        return BATCHES[name]()
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(1, 3, model.config.image_size, model.config.image_size)}
+    batch = {"input_ids": _ids()}
+    if name == "whisper":
+        return {"input_features": torch.randn(1, 8, 16), "decoder_input_ids": batch["input_ids"]}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = batch["input_ids"]
+    return batch

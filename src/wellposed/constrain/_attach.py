@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ def constrain_(
     *,
     roles: str | Sequence[str] | None = None,
     to: Set = "orthogonal",
+    per: Literal["head"] | None = None,
+    batch: Any = None,
     bound: Positive = 1.0,
     gain: Positive | Literal["fit"] | None = None,
     adapters: bool = False,
@@ -103,6 +105,10 @@ def constrain_(
         roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
             ``where`` matches.
         to: the set.
+        per: ``"head"`` holds the rows of each head of a query, key or value by themselves: a head's
+            (head_dim, width) rows are orthonormal, whatever other heads do. It is the one way
+            where the rows of a role lie between those of others (GPT-NeoX, Bloom, Falcon).
+        batch: what `find_roles` runs the model on, once, where its configuration does not say it.
         bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length;
             above 0.
         gain: of ``"orthogonal"`` the common singular value, above 0, or ``"fit"`` for each weight's
@@ -185,7 +191,7 @@ def constrain_(
     tables = {
         id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    found = select_weights(model, where, roles=roles, adapters=adapters)
+    found = select_weights(model, where, roles=roles, adapters=adapters, per=per, batch=batch)
     if to == "columns":
         found = [_oriented(place, tables) for place in found]
     places = _merge_tied(model, found)

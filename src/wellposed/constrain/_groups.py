@@ -22,6 +22,7 @@ def parameter_groups(
     where: Where | None = None,
     roles: str | Sequence[str] | None = None,
     adapters: bool = False,
+    batch: Any = None,
 ) -> list[dict[str, object]]:
     """Split the trainable parameters in two: free matrices with ``weight_decay``, all else with
     none.
@@ -33,7 +34,7 @@ def parameter_groups(
 
     Args:
         model: any module. weight_decay: of the free matrices, at least 0.
-        where, roles, adapters: as in `constrain_`; none of them where nothing is to be held.
+        where, roles, adapters, batch: as in `constrain_`; none of them where nothing is to be held.
 
     Returns:
         One or two groups, ``{"params": [...], "weight_decay": ...}``, for any optimizer of torch.
@@ -57,7 +58,7 @@ def parameter_groups(
             f"parameter_groups: weight_decay must be at least 0, received {weight_decay!r}"
         )
     model = unwrap_model(model, "parameter_groups")
-    held = chosen_parameters(model, where, roles, adapters=adapters)
+    held = chosen_parameters(model, where, roles, adapters=adapters, batch=batch)
     groups = decay_groups(model, weight_decay, constrained=held)
     if not groups:
         raise ConfigError(
@@ -91,11 +92,12 @@ def chosen_parameters(
     roles: str | Sequence[str] | None = None,
     *,
     adapters: bool = False,
+    batch: Any = None,
 ) -> list[nn.Parameter]:
     """Return the parameters that `constrain_` would choose; none where nothing is asked for."""
     if where is None and not roles:
         return []
-    found = select_weights(model, where, roles=roles, adapters=adapters)
+    found = select_weights(model, where, roles=roles, adapters=adapters, batch=batch)
     return [place.parameter for place in found if place.parameter is not None]
 
 

@@ -7,7 +7,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ class Candidate:
     transposed: bool = False
     """Whether the parameter is stored (in, out) and is to be seen as (out, in)."""
     roles: frozenset[str] = frozenset()
+    scattered: bool = False
+    """Whether rows of one role lie between those of another, so that this is all of them."""
     padding: int | None = None
     """The column that is a vector of padding, which may be zero."""
     also: tuple[str, ...] = ()
@@ -106,13 +108,16 @@ def select_weights(
     *,
     roles: str | Sequence[str] | None = None,
     adapters: bool = False,
+    per: Literal["head"] | None = None,
+    batch: Any = None,
 ) -> list[Candidate]:
     """Return what ``where`` matches or what plays one of the ``roles``, in the order of
     ``named_modules``.
 
     Every part of ``where`` must match something and every role must be played. A part of ``where``
     that fits no name and is the name of a role means that role. The parts of a fused weight
-    (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one. With ``adapters`` the
+    (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one, with ``per="head"`` the rows of
+    each head of queries, keys and values. With ``adapters`` the
     trainable factors of an adapter come in place of the weight below it.
     """
     wanted = [roles] if isinstance(roles, str) else roles or ()
@@ -126,7 +131,7 @@ def select_weights(
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
     try:
-        for weight in find_roles(model).weights():
+        for weight in find_roles(model, batch).weights():
             weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
     except WellposedError as error:
         # No model needs roles to be selected from by name; whoever asks for a role is told.
@@ -134,7 +139,7 @@ def select_weights(
     candidates = [
         part
         for found in _candidates(model)
-        for part in _parts(found, weights.get((id(found.module), found.name), []))
+        for part in _parts(found, weights.get((id(found.module), found.name), []), per=per)
     ]
     chosen: set[int] = set()
     unmatched: list[str] = []
@@ -151,6 +156,15 @@ def select_weights(
     found = [
         place for place in candidates if id(place) in chosen or not place.roles.isdisjoint(wanted)
     ]
+    scattered = [
+        place.label for place in found if place.scattered and not place.roles.isdisjoint(wanted)
+    ]
+    if scattered:
+        raise ConfigError(
+            "the rows of a role lie between those of others in these weights; give per='head' to hold"
+            f" the rows of each head by themselves, or name the whole weight in where=:\n"
+            f"{listed(scattered)}"
+        )
     return _factors(found, candidates) if adapters else found
 
 
@@ -172,22 +186,38 @@ def _check_roles(
         )
 
 
-def _parts(found: Candidate, weights: Sequence[RoleWeight]) -> list[Candidate]:
-    """Return the slices of a fused weight that follow each other from its first row to its last,
-    or the weight as a whole, with the roles they play."""
-    roles: dict[tuple[int, int] | None, set[str]] = {}
-    for weight in weights:
-        roles.setdefault(weight.view.rows, set()).add(weight.role)
-    slices = sorted(rows for rows in roles if rows is not None)
-    if found.parameter is not None and slices and None not in roles:
-        transposed = weights[0].view.transposed
-        starts, ends = zip(*slices, strict=True)
-        if (*starts, found.parameter.shape[-1 if transposed else 0]) == (0, *ends):
-            return [
-                replace(found, rows=rows, transposed=transposed, roles=frozenset(roles[rows]))
-                for rows in slices
-            ]
-    return [replace(found, roles=frozenset().union(*roles.values()))]
+def _parts(
+    found: Candidate, weights: Sequence[RoleWeight], *, per: Literal["head"] | None
+) -> list[Candidate]:
+    """Return the blocks of rows of a weight that play roles (with ``per``, those of each head) and
+    what lies between them, or the weight as a whole, with the roles it plays."""
+    whole = replace(found, roles=frozenset(weight.role for weight in weights))
+    pieces = [
+        (spans, weight.role)
+        for weight in weights
+        for spans in ((per and weight.heads) or (weight.view.spans,))
+    ]
+    if found.parameter is None or found.parameter.ndim != 2 or not pieces:
+        return [whole]
+    if any(spans is not None and len(spans) > 1 for spans, _ in pieces):
+        return [replace(whole, scattered=True)]
+    roles: dict[tuple[int, int], set[str]] = {}
+    for spans, role in pieces:
+        if spans is None:
+            return [whole]
+        roles.setdefault(spans[0], set()).add(role)
+    transposed = weights[0].view.transposed
+    result: list[Candidate] = []
+    done = 0
+    for start, stop in [*sorted(roles), (found.parameter.shape[-1 if transposed else 0],) * 2]:
+        if start < done:
+            return [whole]
+        for rows in ((done, start), (start, stop)):
+            if rows[0] < rows[1]:
+                played = frozenset(roles.get(rows, ()))
+                result.append(replace(found, rows=rows, transposed=transposed, roles=played))
+        done = stop
+    return result
 
 
 def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:

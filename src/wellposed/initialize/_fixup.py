@@ -141,7 +141,7 @@ def t_fixup_(
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     with torch.random.fork_rng(devices=list(devices), enabled=dry_run):
         target = copy.deepcopy(model) if dry_run else model
-        roles = find_roles(target, patterns=patterns)
+        roles = find_roles(target, batch, patterns=patterns)
         layer_stacks = find_layer_stacks(roles)
         factors, by_path = _factors(target, layer_stacks, input_scale)
         tables = {"encoder": factors["embeddings"]}

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,8 @@ class OrthogonalityPenalty:
             with, so that the gradient trains A and B while W is frozen. (The factors themselves are
             not drawn to orthogonality: B is 0 at the start, and B^T B = I would undo the pretrained
             weight.) Make the penalty after the adapters.
-        patterns: passed to `wellposed.find_roles`.
+        patterns, batch: passed to `wellposed.find_roles`; give a batch for a model of which
+            neither names nor a configuration tell the roles.
         generator: source of the probes; the global one by default.
 
     ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed.
@@ -150,6 +151,7 @@ class OrthogonalityPenalty:
         cross_attention: bool = False,
         adapters: bool = False,
         patterns: Mapping[str, str | Sequence[str]] | None = None,
+        batch: Any = None,
         generator: torch.Generator | None = None,
     ) -> None:
         require_module("OrthogonalityPenalty", model)
@@ -167,7 +169,7 @@ class OrthogonalityPenalty:
         self.step = 0
         self.every = every
         self.removed = False
-        self.roles = find_roles(model, patterns=patterns)
+        self.roles = find_roles(model, batch, patterns=patterns)
         self._terms, notes = weight_terms(
             self.roles,
             {name: PenaltyForm(each, qr_method, gram_dtype) for name, each in forms.items()},

@@ -171,6 +171,8 @@ def check_in_place(terms: Sequence[Term]) -> None:
             problem = "the gradient goes to the factors of its adapters"
         elif not view.parameter.is_leaf:
             problem = "a parametrised weight, computed from another parameter"
+        elif view.spans is not None and len(view.spans) > 1:
+            problem = "its rows lie between those of other roles"
         elif is_sharded(view.parameter):
             problem = "sharded over processes"
         else:
@@ -197,17 +199,26 @@ def _weights_of(
             views = {name: getattr(network, name) for name in ("up", "gate", "down")}
             yield from _apart(f"{network.stack}.{network.layer}", views)
     for role in attention if strength != "feedforward" else ():
-        label = f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
-        parts = {name: getattr(role, name) for name in ("query", "key", "value", "output")}
-        if strength != "attention":
-            yield label, (parts[strength],)
-        elif joint:
-            yield label, tuple(parts.values())
-        else:
-            yield from _apart(label, parts)
+        yield from _weights_of_attention(strength, role, joint)
     for weight in roles.loose:
         if weight.role.startswith(strength):
             yield weight.view.parameter_name, (weight.view,)
+
+
+def _weights_of_attention(
+    strength: str, role: AttentionRole, joint: bool
+) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
+    label = f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
+    parts = {name: getattr(role, name) for name in ("query", "key", "value", "output")}
+    if strength != "attention":
+        yield label, (parts[strength],)
+    elif joint:
+        yield label, tuple(parts.values())
+    else:
+        yield from _apart(label, parts)
+    for name, view in role.further:
+        if strength in (name, "attention"):
+            yield f"{label}.{name} {view.parameter_name}", (view,)
 
 
 def _apart(

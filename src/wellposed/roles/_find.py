@@ -136,7 +136,9 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
         for role in said:
             views = _views(role)
             rival = next((each for each in seen if _overlap(views, _views(each))), None)
-            if rival is None or any(v.parameter_name in traced.composite for v in views.values()):
+            # a weight that enters in a form computed from several is known by name alone
+            known = {view.parameter_name for view in views.values()} <= traced.products
+            if rival is None or not known:
                 kept = [each for each in kept if each is not rival] + [role]
                 if not any(traced.reached(view.parameter) for view in views.values()):
                     unseen.append(role.path)

@@ -248,10 +248,10 @@ class _Reader:
         """Tell whether query and key read different sequences: nothing that both come from."""
         if _same(query.source, key.source):
             return False
-        sides = []
+        sides: list[set[int]] = []
         for product in (query, key):
             above = self.record.above(product.source)
-            inner = [each.source for each in above if isinstance(each, Product)]
+            inner = [cut.origin for cut in above if cut.origin is not None]
             sides.append({id(cut) for cut in (*above, *self.record.above(*inner))})
         return sides[0].isdisjoint(sides[1])
 

@@ -24,8 +24,8 @@ class Trace:
 
     roles: Roles
     incomplete: tuple[Incomplete, ...]
-    composite: frozenset[str]
-    """Names of parameters that products read only in a form computed from several of them."""
+    products: frozenset[str]
+    """Names of the weights that products read as they are."""
     storages: frozenset[int]
     switched: bool
 
@@ -70,7 +70,7 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
     return Trace(
         roles,
         tuple(incomplete),
-        frozenset(record.composite),
+        frozenset(product.view.parameter_name for product in record.products),
         frozenset(record.used),
         record.switched,
     )
@@ -103,10 +103,18 @@ def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
         batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        length = _TOKENS
+        for kernel, stride in zip(config.conv_kernel[::-1], config.conv_stride[::-1], strict=True):
+            length = (length - 1) * stride + kernel
+        batch = {name: torch.linspace(-1, 1, length)[None]}
+    elif name == "input_features" and hasattr(config, "max_source_positions"):
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
     else:
         return None
     if getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = batch["input_ids"]
+        batch["decoder_input_ids"] = torch.arange(_TOKENS)[None] % getattr(config, "vocab_size", 2)
     dtype = next(
         (each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32
     )

@@ -86,6 +86,8 @@ class RoleWeight:
     path: str
     view: WeightView
     kind: Literal["self", "cross"] | None = None
+    heads: tuple[Spans, ...] = ()
+    """The rows of each head, of a query, key or value."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ class Roles:
         order."""
         for part in self.attention:
             for role in ATTENTION:
-                view = getattr(part, role)
-                yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
+                view, heads = getattr(part, role), part.heads.get(role, ())
+                yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind, heads)
             for role, view in part.further:
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
         for network in self.feedforward:

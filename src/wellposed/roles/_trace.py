@@ -39,15 +39,17 @@ class Place:
         return f"{self.path}.{self.attribute}".lstrip(".")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Cut:
     """A tensor at which the graph was cut: its gradient ends in ``leaf``."""
 
     order: int
     leaf: Tensor
+    origin: Tensor | None = None
+    """What it was computed from, where that is one tensor."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Product(Cut):
     """``output = input W^T``: the weight as the product reads it, and of which entries of a
     stack."""
@@ -73,7 +75,7 @@ class Product(Cut):
         return WeightView(**{**vars(whole), "spans": spans_of(sorted(chosen))})
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Attention(Cut):
     """One attention call: query, key and value as (..., tokens, width)."""
 
@@ -93,8 +95,6 @@ class Record:
     """Autograd node of an elementwise product -> its factors."""
     cuts: dict[int, Cut] = field(default_factory=dict)
     """Identity of a leaf -> where it came from."""
-    composite: set[str] = field(default_factory=set)
-    """Parameters that a product used in a form computed from several of them."""
     used: set[int] = field(default_factory=set)
     """Storages that any function read."""
     switched: bool = False
@@ -212,7 +212,7 @@ class Tracer(TorchFunctionMode):
 
     def _embedding(self, call: _Call) -> Tensor:
         known = all(_address(each) in self._neutral for each in call.given)
-        return call.output if known else self._cut(Cut, call.output)
+        return call.output if known else self._cut(call.output)
 
     def _scaled_dot_product(self, call: _Call) -> Tensor:
         named = [call.kwargs[name] for name in ("query", "key", "value") if name in call.kwargs]
@@ -255,13 +255,13 @@ class Tracer(TorchFunctionMode):
         readable = len(terms) == len(given) == 2 and "." not in equation and out
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
         if len(summed) != 1:
-            return self._cut(Cut, output) if known else output
+            return self._cut(output) if known else output
         weight = next((i for i in (1, 0) if self._at(given[i]) is not None), None)
         if weight is not None:
             own = [letter for letter in terms[weight] if letter not in terms[1 - weight]]
             shared = [letter for letter in terms[weight] if letter not in (*own, *summed)]
             if len(own) != 1 or out[-1] != own[0] or len(shared) > 1:
-                return self._cut(Cut, output)
+                return self._cut(output)
             order = [terms[weight].index(letter) for letter in (*shared, *own, *summed)]
             return self._product(given[1 - weight], given[weight].permute(order), output)
         left, right = given
@@ -304,7 +304,10 @@ class Tracer(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, causal: bool
     ) -> Tensor:
         output, cut = self._leaf(
-            output, lambda leaf: Attention(self._order, leaf, query, key, value, causal)
+            output,
+            lambda leaf: Attention(
+                order=self._order, leaf=leaf, query=query, key=key, value=value, causal=causal
+            ),
         )
         self.record.attention.append(cut)
         return output
@@ -313,17 +316,25 @@ class Tracer(TorchFunctionMode):
         """Note ``source weight^T``."""
         place = self._at(weight)
         if place is None:
-            self.record.composite |= self._neutral.get(_address(weight), frozenset())
             known = _address(weight) in self._neutral and _address(source) not in self._neutral
-            return self._cut(Cut, output) if known else output
+            return self._cut(output) if known else output
         found = _located(place, weight)
         if found is None:
-            return self._cut(Cut, output)
+            return self._cut(output)
         entries, transposed, rows = found
         view = WeightView(place.path, place.owner, place.attribute, transposed=transposed)
         output, cut = self._leaf(
             output,
-            lambda leaf: Product(self._order, leaf, view, rows, entries, source, weight.shape[-1]),
+            lambda leaf: Product(
+                order=self._order,
+                leaf=leaf,
+                origin=source,
+                source=source,
+                view=view,
+                rows=rows,
+                entries=entries,
+                in_features=weight.shape[-1],
+            ),
         )
         self.record.products.append(cut)
         return output
@@ -331,10 +342,10 @@ class Tracer(TorchFunctionMode):
     def given(self, value: Tensor) -> Tensor:
         """Return an input of the model as a place where the way up ends."""
         with torch.enable_grad():
-            return self._cut(Cut, value)
+            return self._cut(value)
 
-    def _cut(self, kind: type[Cut], output: Tensor) -> Tensor:
-        return self._leaf(output, lambda leaf: kind(self._order, leaf))[0]
+    def _cut(self, output: Tensor, origin: Tensor | None = None) -> Tensor:
+        return self._leaf(output, lambda leaf: Cut(order=self._order, leaf=leaf, origin=origin))[0]
 
     def _leaf(self, output: Tensor, cut: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
         leaf = output.detach().requires_grad_()
@@ -405,7 +416,8 @@ _READERS: dict[str, Callable[[Tracer, _Call], Tensor]] = {
         lambda tracer, call: tracer._multiplied(replace(call, given=call.given[1:])),
     ),
     **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d"), lambda tracer, call: tracer._cut(Cut, call.output)
+        ("conv1d", "conv2d", "conv3d"),
+        lambda tracer, call: tracer._cut(call.output, call.given[0]),
     ),
     **dict.fromkeys(
         ("grouped_mm", "_grouped_mm", "grouped_mm_fallback"),

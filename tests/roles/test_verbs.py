@@ -1,0 +1,118 @@
+"""Every verb on every family: it does all of its work or says by name what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.many_families import FAMILIES, batch_of
+from torch import nn
+
+import wellposed as wp
+from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError
+
+UNSEEN = "affinities cannot be seen in these attention modules"
+REFUSED = {
+    ("gpt-oss", "affinity"): UNSEEN,  # its softmax has a column more, the sink
+    ("funnel", "affinity"): UNSEEN,  # its queries are pooled, so that weights are not square
+    ("longformer", "affinity"): UNSEEN,  # its softmax is over windows
+    **dict.fromkeys(
+        (("squeezebert", verb) for verb in ("penalize", "constrain", "measure", "affinity")),
+        "no attention or feed-forward weight was recognised",
+    ),
+    ("xlnet", "penalize"): "the model has no such weight",
+    ("xlnet", "constrain"): "no weight of the model plays the role query, key",
+    ("xlnet", "affinity"): "no self-attention module was found",
+}
+BUILT = [name for name in FAMILIES if name not in {"wav2vec2", "hubert"}]
+"""Those that eat tokens or images: others need longer inputs to train."""
+
+
+def penalize(model: nn.Module, batch: Any) -> None:
+    penalty = wp.OrthogonalityPenalty(
+        model, query=1.0, key=1.0, attention=1.0, feedforward=1.0, attention_mode="separate",
+        cross_attention=True, batch=batch, form="gram",
+    )  # fmt: skip
+    penalty().backward()
+    for weight in penalty.roles.weights():
+        if weight.role not in {"token_embedding", "position_embedding"}:
+            gradient = weight.view.parameter.grad
+            assert gradient is not None
+            assert weight.view.seen(gradient).any(), weight.view.label
+
+
+def constrain(model: nn.Module, batch: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    handle = wp.constrain_(
+        model, optimizer, roles=("query", "key"), per="head", batch=batch, gain=1.0
+    )
+    model(**batch)[0].square().sum().backward()
+    optimizer.step()
+    handle.remove()
+    roles = wp.find_roles(model, batch)
+    for part in roles.attention:
+        for view in (*part.by_head("query"), *part.by_head("key")):
+            weight = view.tensor().double()
+            small = weight if weight.shape[0] <= weight.shape[1] else weight.mT
+            identity = torch.eye(len(small), dtype=torch.float64)
+            torch.testing.assert_close(small @ small.mT, identity, rtol=0, atol=1e-4)
+
+
+def measure(model: nn.Module, batch: Any) -> None:
+    found = wp.measure(model, batch, spectra=False)
+    roles = wp.find_roles(model, batch)
+    assert [row["role"] for row in found.rows] == [weight.role for weight in roles.weights()]
+    for weight, row in zip(roles.weights(), found.rows, strict=True):
+        assert (row["rows"], row["cols"]) == weight.view.shape
+        exact = torch.linalg.matrix_norm(weight.view.tensor().detach().double(), 2).item()
+        assert row["sigma_max"] == pytest.approx(exact, rel=2e-3)
+    listed = "".join(found.notes)
+    assert all(name in listed for name in roles.unnamed)
+
+
+def affinity(model: nn.Module, batch: Any) -> None:
+    penalty = wp.OrthogonalityPenalty(model, affinity=1.0, batch=batch)
+    output = model(**batch)[0]
+    value = penalty()
+    value.backward()
+    assert output.isfinite().all()
+    assert len(penalty.terms()) >= 1
+    first = next(part for part in penalty.roles.attention if part.kind == "self")
+    gradient = first.query.parameter.grad
+    assert gradient is not None
+    assert first.query.seen(gradient).any()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("verb", [penalize, constrain, measure, affinity])
+@pytest.mark.parametrize("name", BUILT)
+def test_a_verb_works_on_a_family_or_is_refused(
+    name: str, verb: Callable[[nn.Module, Any], None]
+) -> None:
+    model = FAMILIES[name]()
+    batch = batch_of(name, model)
+    refused = REFUSED.get((name, verb.__name__))
+    if refused is None:
+        verb(model, batch)
+        return
+    with pytest.raises((ConfigError, RoleNotFoundError), match=refused):
+        verb(model, batch)
+
+
+def test_rows_between_those_of_other_roles_are_held_by_head_alone() -> None:
+    model = FAMILIES["gpt-neox"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="per='head'"):
+        wp.constrain_(model, optimizer, roles="query")
+    penalty = wp.OrthogonalityPenalty(model, query=1.0, form="gram")
+    with pytest.raises(WellposedError, match="lie between those of other roles"):
+        penalty.accumulate_()
+    handle = wp.constrain_(model, optimizer, roles="query", per="head")
+    labels = [row.path for row in handle.report.rows]
+    assert labels[:2] == [
+        "layers.0.attention.query_key_value.weight[0:8]",
+        "layers.0.attention.query_key_value.weight[24:32]",
+    ]
+    assert len(labels) == 2 * 4
