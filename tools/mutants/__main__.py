@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import importlib.abc
 import importlib.util
@@ -200,28 +199,18 @@ def preload(names: Iterable[str], own: set[str]) -> None:
 
 
 def lines_of_tests(
-    source: Path, sources: Sequence[Path], tests: Sequence[Path], kept: Path, workers: int
+    source: Path, sources: Sequence[Path], tests: Sequence[Path], workers: int
 ) -> Tests:
-    """Return which test runs which lines, and how long; kept until a file changes."""
-
-    def digest(files: Sequence[Path]) -> str:
-        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    if known.get("sources") != digest(sources):
-        [(_, modules)] = forked(imported, [(tests, FILE_SECONDS)], 1)
-        known = {"sources": digest(sources), "modules": modules or [], "files": {}}
+    """Return which test runs which lines, and how long."""
+    [(_, modules)] = forked(imported, [(tests, FILE_SECONDS)], 1)
     own = {"conftest", *(file.relative_to(source).parts[0] for file in sources)}
-    preload((name for name in known["modules"] if not name.startswith("tests.")), own)
-    digests = {file: digest([file]) for file in tests}
-    stale = [f for f in tests if known["files"].get(str(f), {}).get("digest") != digests[f]]
-    jobs = [((source, file), FILE_SECONDS) for file in stale]
+    preload((name for name in modules or [] if not name.startswith("tests.")), own)
+    mapped: Tests = {}
+    jobs = [((source, file), FILE_SECONDS) for file in tests]
     for (_, file), answer in forked(recorded, jobs, workers):
-        known["files"][str(file)] = {"digest": digests[file], "tests": answer or {}}
+        mapped |= answer or {}
         sys.stderr.write(f"mapped {file}: {len(answer or {})} tests\n")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(known))
-    return {name: test for f in tests for name, test in known["files"][str(f)]["tests"].items()}
+    return mapped
 
 
 def chosen_tests(mutant: Mutant, mapped: Tests, budget: float) -> list[str]:
@@ -284,29 +273,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests for a change")
     parser.add_argument("--workers", type=int, default=1)
-    kept = ROOT / "build" / "mutants" / "map.json"
-    parser.add_argument("--kept", type=Path, default=kept, help="the map of lines to tests")
     parser.add_argument("--only", default="", help="only files whose path holds this")
     options = parser.parse_args(arguments)
 
     source: Path = options.source
     folders = {name: source / name.replace(".", "/") for name in options.packages}
     sources = [file for folder in folders.values() for file in sorted(folder.rglob("*.py"))]
-    listed = {
-        name: [
-            m
-            for f in sources
-            if folder in f.parents
-            if options.only in str(f)
-            for m in mutants(f, source)
-        ]
-        for name, folder in folders.items()
-    }
+    listed: dict[str, list[Mutant]] = {name: [] for name in folders}
+    for name, folder in folders.items():
+        for file in sources:
+            if folder in file.parents and options.only in str(file):
+                listed[name] += mutants(file, source)
     tests = [file for folder in options.tests for file in sorted(folder.rglob("test_*.py"))]
     tests += [file for file in sources if ">>>" in file.read_text(encoding="utf-8")]
     sys.path.insert(0, str(source))
     os.environ["PYTHONPATH"] = str(source)
-    mapped = lines_of_tests(source, sources, tests, options.kept, options.workers)
+    mapped = lines_of_tests(source, sources, tests, options.workers)
 
     plan = {
         mutant: chosen_tests(mutant, mapped, options.budget)
