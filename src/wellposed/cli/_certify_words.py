@@ -3,7 +3,7 @@ against."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError
@@ -53,6 +53,29 @@ def print_accuracy(
 def text_limit(model: Any, tokenizer: Any) -> int:
     """Return the most tokens of a text that the model reads; what is longer is cut."""
     return min(int(tokenizer.model_max_length), int(model.config.max_position_embeddings))
+
+
+def word_counter(
+    model: Any, tokenizer: Any, limit: int
+) -> Callable[[Mapping[str, Any]], list[int]]:
+    """Return a function from a batch of texts to how many replaced words hold, for each text.
+
+    Raises:
+        NotLipschitzError, ConfigError: there is no certificate in words; the reason is named.
+    """
+    from wellposed.training.certified.characters import CharacterEdits
+    from wellposed.training.certified.words import bound_words, hold_texts
+
+    bounds = bound_words(model, seq_len=limit)
+    CharacterEdits.of(bounds, tokenizer, limit)
+
+    def count(batch: Mapping[str, Any]) -> list[int]:
+        return [
+            min(text.held["words"], text.words)
+            for text in hold_texts(bounds, [batch], {"words": _MOST})
+        ]
+
+    return count
 
 
 def print_text(model: Any, tokenizer: Any, text: str) -> None:

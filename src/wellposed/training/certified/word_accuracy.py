@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,9 @@ from wellposed.training.certified.words import (
     bound_words,
     hold_texts,
 )
+
+_TRIES = 32
+"""Texts with one more character changed that the attack tries in each round."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,16 @@ def _attacked(
     """Return how many edits of each kind the attack needs; one more than asked where it fails."""
     bounds = characters.bounds
     swaps = WordSwaps(bounds.model, bounds.vectors, ids, text.label)
+    letters = partial(characters.proposals, label=text.label, tries=_TRIES)
+    words = max((count for kind, count in most.items() if kind != "characters"), default=0)
+    # Replaced words are edits too.
+    swapped = WordAttack(bounds.model, swaps, beam).fewest_edits(ids, text.label, words)
     needed: dict[EditKind, int] = {}
     for kind, count in most.items():
-        propose = characters.proposals if kind == "characters" else swaps
-        attack = WordAttack(bounds.model, propose, beam)
-        needed[kind], turned = attack.fewest_edits(ids, text.label, count)
+        found = swapped
+        if kind == "characters":
+            found = WordAttack(bounds.model, letters, beam).fewest_edits(ids, text.label, count)
+        needed[kind], turned = found
         if needed[kind] <= min(count, text.held[kind]):
             raise UnsoundBoundError(
                 f"words: {needed[kind]} {kind} turn a text of label {text.label} that is certified"
