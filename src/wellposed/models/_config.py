@@ -62,6 +62,20 @@ class CheckedConfig(PreTrainedConfig):
     """Keys that another family has, and what to do without them here."""
     named: ClassVar[Mapping[str, Registry[Any]]] = {}
     """Where the names that fields give are looked up."""
+    vocab_size: Size = 256
+    max_position_embeddings: Size = 512
+    hidden_size: Size = 128
+    dropout: Rate = 0.0
+    pooling: str = "mean"
+    is_causal: bool | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    use_cache: bool | None = True
+
+    if TYPE_CHECKING:  # options of parts are no fields
+
+        def __init__(self, **options: Any) -> None: ...
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, item in self.part_options().items():
@@ -238,9 +252,6 @@ class WellposedConfig(CheckedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     named = _NAMED
 
-    vocab_size: Size = 256
-    max_position_embeddings: Size = 512
-    hidden_size: Size = 128
     num_hidden_layers: Depth = 2
     num_attention_heads: Size = 4
     intermediate_size: Size | None = None
@@ -254,24 +265,13 @@ class WellposedConfig(CheckedConfig):
     unit_embeddings: bool = False
     ball_embeddings: bool = False
     tie_word_embeddings: bool = True
-    dropout: Rate = 0.0
     attention_dropout: Rate = 0.0
     init: str = "xavier"
-    pooling: str = "mean"
     num_decoder_layers: Annotated[Depth, Ge(1)] | None = None
     share_embeddings: bool = True
     cross_attention: str | None = None
     decoder_start_token_id: int | None = None
-    is_causal: bool | None = None
     layer_norm_eps: Positive = 1e-5
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    use_cache: bool | None = True
-
-    if TYPE_CHECKING:  # options of parts are no fields
-
-        def __init__(self, **options: Any) -> None: ...
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None and fits(self.hidden_size, Size):
@@ -397,27 +397,13 @@ class TransJectConfig(CheckedConfig):
         "gates",
     ]
 
-    vocab_size: Size = 256
-    max_position_embeddings: Size = 512
-    hidden_size: Size = 128
     num_hidden_layers: Annotated[Depth, Ge(1)] = 2
     spectrum_eps: Eps = 1e-6
     gating: Gating = "pooled"
     residual: ResidualStart = "rezero"
     position: PositionKind = "sinusoidal"
-    dropout: Rate = 0.0
     reconstruction_weight: Strength = 0.01
-    pooling: str = "mean"
     tie_word_embeddings: bool = False
-    is_causal: bool | None = None
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    use_cache: bool | None = True
-
-    if TYPE_CHECKING:  # options of parts are no fields
-
-        def __init__(self, **options: Any) -> None: ...
 
     @classmethod
     def part_classes(cls) -> list[type[PartOptions]]:
