@@ -64,8 +64,9 @@ def test_accumulation_is_exact_wherever_targets_are(accelerator: Accelerator, co
     model.zero_grad(set_to_none=True)
     numbers = compute_gradients(accelerator, model, task, batches, TrainOptions(max_grad_norm=0.0))
     scale = float(expected.abs().max())
-    tolerance = 100 * torch.finfo(torch.float64).eps * scale
-    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        gradients(model), expected, rtol=0, atol=100 * torch.finfo(torch.float64).eps * scale
+    )
     assert numbers.grad_norm == pytest.approx(float(expected.norm()), rel=1e-12)
     assert numbers.finite
 

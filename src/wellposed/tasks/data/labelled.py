@@ -228,7 +228,8 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tu
     ]
     if label in text:
         problems.append(f"{table.where}:1: label and text are both column {label}")
-    files.refuse("the columns cannot be used", problems)
+    if problems:
+        raise DataError("the columns cannot be used:\n" + listed(problems))
     return label, text
 
 

@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed import errors
-from wellposed.tasks.data.files import bounded_lines, missing_file, refuse
+from wellposed.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ShapeError,
+    listed,
+    missing_extra,
+)
+from wellposed.tasks.data.files import bounded_lines, missing_file
 
 Vectors = NDArray[np.float32]
 
@@ -142,7 +149,10 @@ def read_word_vectors(path: Path) -> WordVectors:
         problems.append(
             f"{path}:1: says {count} words, the file holds {len(rows)}; it may be cut short"
         )
-    refuse("the word vectors cannot be read; correct or remove these lines", problems)
+    if problems:
+        raise DataError(
+            "the word vectors cannot be read; correct or remove these lines:\n" + listed(problems)
+        )
     return WordVectors(rows, width or 0)
 
 
@@ -152,7 +162,7 @@ _HEADER = re.compile(r"(\d{1,18}) (\d{1,18})", re.ASCII)
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) as the file is read, as a file of vectors may be larger than memory."""
     if path.is_dir():
-        raise errors.DataError(f"{path}: is a folder, expected a file")
+        raise DataError(f"{path}: is a folder, expected a file")
     if not path.is_file():
         raise missing_file(path)
     number = 0
@@ -161,9 +171,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(bounded_lines(path, file), start=1):
                 yield number, line.decode("utf-8").rstrip("\r\n ")
         except UnicodeDecodeError as error:
-            raise errors.DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
+            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
         except (EOFError, OSError, zlib.error) as error:
-            raise errors.DataError(
+            raise DataError(
                 f"{path}: the gzip data is damaged or cut short ({error}); copy the file again"
             ) from None
 
@@ -215,7 +225,7 @@ def sentence_cosine(
         return 0.0
     rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts):
-        raise errors.ShapeError(
+        raise ShapeError(
             f"sentence encoder: {len(texts)} sentences gave an array of shape {rows.shape},"
             " expected one row each"
         )
@@ -231,18 +241,20 @@ def hf_sentence_encoder(
 
     ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens.
     """
-    library = errors.import_extra("transformers", "hf", "sentence encoders")
-    import torch
-
+    try:
+        import torch
+        from transformers import AutoModel
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "sentence encoders") from error
     from wellposed.models import load_pretrained_model
     from wellposed.tasks.text.pretrained import load_tokenizer
 
     try:
         tokenizer: Any = load_tokenizer(name)
         # The mean is over hidden states, so nothing is read of the pooler.
-        model: Any = load_pretrained_model(library.AutoModel, name, unread="pooler.")
-    except errors.CheckpointError as error:
-        raise errors.ConfigError(
+        model: Any = load_pretrained_model(AutoModel, name, unread="pooler.")
+    except CheckpointError as error:
+        raise ConfigError(
             f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an encoder"
             " saved with save_pretrained, tokenizer beside it, or a hub name that is cached or"
             " reachable"
