@@ -100,13 +100,16 @@ DAMAGES: dict[str, Damage] = {
 def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     """Damage ``count`` files of finished and unfinished folders and run every reader of each."""
     finished, compared = toys.finished("classifier"), toys.finished("compare")
-    for what, folder, share, prepare in (
-        ("a finished run", finished, 0.6, lambda _: None),
-        ("an unfinished run", finished, 0.25, _unfinish),
-        ("a comparison", compared, 0.15, lambda _: None),
+    place = toys.root / "damaged" / "it"
+    reading = toys.reading(place)
+    unfinished = {"resume": reading["resume"]}
+    several = {"report": reading["report"], "compare": toys.compare(place)}
+    for what, folder, share, readers, prepare in (
+        ("a finished run", finished, 0.6, reading, lambda _: None),
+        ("an unfinished run", finished, 0.25, unfinished, _unfinish),
+        ("a comparison", compared, 0.15, several, lambda _: None),
     ):
         row = Row("damage", f"files of {what}", "damaged files")
-        place = toys.root / "damaged" / "it"
         draw = random.Random(f"{seed}/{what}")
         prepare(copied(folder, place))
         skipped = (".lock", ".html", ".txt", ".svg")
@@ -115,7 +118,6 @@ def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
             for path in place.rglob("*")
             if path.is_file() and path.suffix not in skipped
         )
-        readers = _readers(toys, place, what)
         before = {}
         for verb, words in readers.items():
             prepare(copied(folder, place))
@@ -139,21 +141,6 @@ def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
             if kind := after.fault() or _judged(file, guarded, before[verb], after):
                 row.add(kind, case, after.said[-600:])
         yield row
-
-
-def _readers(toys: Toys, folder: Path, what: str) -> dict[str, list[str]]:
-    report = {"report": ["report", str(folder), "--out", str(folder.parent / "page.html")]}
-    if what == "an unfinished run":
-        return {"resume": toys.classify(folder)}
-    if what == "a comparison":
-        return {**report, "compare": toys.compare(folder)}
-    return {
-        **report,
-        "resume": toys.classify(folder),
-        "measure": ["measure", str(folder)],
-        "certify": toys.certify(folder, 0),
-        "predict": ["predict", str(folder), "--text", "a good film x"],
-    }
 
 
 def _unfinish(folder: Path) -> None:
@@ -192,7 +179,7 @@ def _same(before: str, after: str) -> bool:
 
 def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     """Put odd values into data, model folders and behind every option of ``train``."""
-    draw, place = random.Random(seed), toys.root / "values"
+    draw, place, log = random.Random(seed), toys.root / "values", toys.root / "values.log"
     place.mkdir(exist_ok=True)
     row = Row("values", "cells of labelled data")
     for number in range(round(count * 0.4)):
@@ -201,7 +188,7 @@ def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         tokenizer = ["--tokenizer", draw.choice(TOKENIZERS)]
         out = ["--out", str(place / f"run-{number}"), "--steps", "1"]
         words = [*toys.classify(place), "--data", str(path), *tokenizer, *out]
-        _meet(row, words, f"{path.name} {path.read_bytes()[:80]!r}", toys)
+        row.meet(words, f"{path.name} {path.read_bytes()[:80]!r}", log)
     yield row
     row = Row("values", "entries of a model's JSON files")
     for _ in range(round(count * 0.4)):
@@ -213,7 +200,7 @@ def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         verb = draw.choice(
             (["measure"], ["certify", "--examples", "0"], ["predict", "--text", "a"])
         )
-        _meet(row, [verb[0], str(folder), *verb[1:]], f"{file.name}, {verb[0]}", toys)
+        row.meet([verb[0], str(folder), *verb[1:]], f"{file.name}, {verb[0]}", log)
     yield row
     row = Row("values", "options on the command line")
     listed = run(["train", "text_classification", "--help-all"], toys.root / "help.log").said
@@ -222,15 +209,8 @@ def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         option, word = draw.choice(options), draw.choice(WORDS)
         out = place / f"words-{number}"
         words = [*toys.classify(out, "--steps", "1"), option, os.fsdecode(os.fsencode(word))]
-        _meet(row, words, f"{option} {word[:20]!r}", toys)
+        row.meet(words, f"{option} {word[:20]!r}", log)
     yield row
-
-
-def _meet(row: Row, words: list[str], case: str, toys: Toys) -> None:
-    row.tried += 1
-    answer = run(words, toys.root / "values.log")
-    if kind := answer.fault():
-        row.add(kind, case, answer.said[-600:])
 
 
 def _table(suffix: str, draw: random.Random) -> bytes:

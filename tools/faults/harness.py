@@ -54,6 +54,13 @@ class Row:
         sys.stderr.write(f"  {kind}: {case}: {' '.join(detail.split())[:400]}\n")
         sys.stderr.flush()
 
+    def meet(self, words: Sequence[str], case: str, log: Path) -> None:
+        """Run one command and note what any command may not do."""
+        self.tried += 1
+        answer = run(words, log)
+        if kind := answer.fault():
+            self.add(kind, case, answer.said[-600:])
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.faults.harness import Row, run
+from tools.faults.harness import Row
 from tools.faults.toys import Toys, copied
 
-SECONDS = 60.0
 BOMB_BYTES = 4 << 30
 ODD_NAMES = ("a\nb", "a\x1b[31mb", "\udcff\udcfe", "a" * 255, "-rf", "='x", "$(x)", "\u202egpj")
 FILES = (
@@ -73,12 +72,12 @@ def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         row = Row("hostile", title)
         for name, harm, verb in some((*case, verb) for case in cases.items() for verb in VERBS):
             folder = _harmed(toys, harm)
-            _meet(row, folder, _words(toys, folder, verb), f"{name}: {verb}", toys)
+            _meet(row, folder, toys.reading(folder)[verb], f"{name}: {verb}", toys)
         yield row
     row = Row("hostile", "odd names and places to write to")
     for name, verb, _ in some((name, verb, None) for name in ODD_NAMES for verb in VERBS):
         folder = _harmed(toys, lambda _: None).rename(toys.root / "hostile" / name)
-        _meet(row, folder, _words(toys, folder, verb), f"{name[:20]!r}: {verb}", toys)
+        _meet(row, folder, toys.reading(folder)[verb], f"{name[:20]!r}: {verb}", toys)
     for name, words in _places(toys).items():
         folder = _harmed(toys, lambda folder: os.mkfifo(folder / "pipe"))
         _meet(row, folder, words(folder), name, toys)
@@ -113,24 +112,11 @@ def _treasure(path: Path) -> Path:
 
 
 def _meet(row: Row, folder: Path, words: list[str], case: str, toys: Toys) -> None:
-    row.tried += 1
-    answer = run(words, toys.root / "hostile.log", SECONDS)
-    if kind := answer.fault():
-        row.add(kind, case, answer.said[-600:])
+    row.meet(words, case, toys.root / "hostile.log")
     if any(folder.parent.rglob("it-ran")):
         row.add("wrong", case, "code of the folder ran")
     if _treasure(folder / "x").read_text() != "dear to the user":
         row.add("lost", case, "a file outside the folder was changed")
-
-
-def _words(toys: Toys, folder: Path, verb: str) -> list[str]:
-    return {
-        "measure": ["measure", str(folder)],
-        "certify": toys.certify(folder, 0),
-        "predict": ["predict", str(folder), "--text", "a good film x"],
-        "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
-        "resume": toys.classify(folder),
-    }[verb]
 
 
 def _in_place_of(name: str, make: Harm, folder: Path) -> None:

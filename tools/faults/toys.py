@@ -61,6 +61,16 @@ class Toys:
         """Return the words that certify a classifier."""
         return ["certify", str(folder), "--examples", str(examples), "--attack-steps", "1"]
 
+    def reading(self, folder: Path) -> dict[str, list[str]]:
+        """Return the words of every command that reads the folder of a classifier."""
+        return {
+            "measure": ["measure", str(folder)],
+            "certify": self.certify(folder, 0),
+            "predict": ["predict", str(folder), "--text", "a good film x"],
+            "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
+            "resume": self.classify(folder),
+        }
+
     def finished(self, name: str) -> Path:
         """Return a finished folder, made on first use."""
         folder = self.root / name

@@ -170,19 +170,16 @@ def constrain_(
     >>> handle.error().worst < 1e-5, capped.error().worst
     (True, 0.0)
     """
-    foreign = (
-        {"bound": bound != 1.0}
-        if to == "orthogonal"
-        else {
-            "gain": gain not in (None, 1.0),
-            "weight_decay": weight_decay != "refuse",
-            "embeddings": embeddings != "refuse",
-        }
-    )
+    others = {
+        "gain": gain not in (None, 1.0),
+        "weight_decay": weight_decay != "refuse",
+        "embeddings": embeddings != "refuse",
+    }
+    foreign = {"bound": bound != 1.0} if to == "orthogonal" else others
     if any(foreign.values()):
-        names = ", ".join(name for name, is_given in foreign.items() if is_given)
+        names = [name for name, is_given in foreign.items() if is_given]
         raise ConfigError(
-            f"constrain_: to={to!r} has no {names}; the size of the set orthogonal is gain=, that of"
+            f"constrain_: to={to!r} has no {', '.join(names)}; the size of the set orthogonal is gain=, that of"
             " the others bound="
         )
     model = unwrap_model(model, "constrain_")
