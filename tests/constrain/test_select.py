@@ -62,11 +62,7 @@ def test_names_types_and_functions_in_the_order_of_the_model(where: Any, found: 
 
 def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     owner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    rows = [
-        "self_attn.in_proj_weight[0:4]",
-        "self_attn.in_proj_weight[4:8]",
-        "self_attn.in_proj_weight[8:12]",
-    ]
+    rows = [f"self_attn.in_proj_weight[{start}:{start + 4}]" for start in (0, 4, 8)]
     assert labels("self_attn", owner) == rows
     assert labels(None, owner, roles="key") == rows[1:2]
     assert labels(None, owner, roles=("value", "query")) == [rows[0], rows[2]]
@@ -76,11 +72,8 @@ def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     place = select_weights(owner, "key")[0]
     weight = owner.self_attn.in_proj_weight
     assert torch.equal(place.seen(weight), weight[4:8])
-    assert (place.rows, place.transposed, place.parameter_name) == (
-        (4, 8),
-        False,
-        "self_attn.in_proj_weight",
-    )
+    assert (place.rows, place.transposed) == ((4, 8), False)
+    assert place.parameter_name == "self_attn.in_proj_weight"
     assert place.roles == {"key"}
 
 
@@ -94,10 +87,8 @@ def test_the_models_own_weight_has_no_path() -> None:
 def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
     owner = nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 3))
     places = select_weights(owner, nn.Linear)
-    assert [(place.label, place.parameter is None) for place in places] == [
-        ("0.weight", True),
-        ("1.weight", False),
-    ]
+    found = {place.label: place.parameter is None for place in places}
+    assert found == {"0.weight": True, "1.weight": False}
 
 
 @pytest.mark.parametrize(

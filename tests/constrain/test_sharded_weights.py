@@ -52,11 +52,8 @@ class Trained:
         self.handle = constrain_(self.layers, self.optimizer, where=nn.Linear, **options)
 
     def cut(self, whole: Tensor) -> Tensor:
-        return (
-            whole.clone()
-            if self.mesh is None
-            else distribute_tensor(whole.clone(), self.mesh, [Shard(0)])
-        )
+        own = whole.clone()
+        return own if self.mesh is None else distribute_tensor(own, self.mesh, [Shard(0)])
 
     def step(self, gradients: list[Tensor]) -> None:
         for layer, gradient in zip(self.layers, gradients, strict=True):

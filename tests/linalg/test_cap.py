@@ -146,10 +146,9 @@ def test_the_nearest_matrix_of_the_set_when_asked_for(
 
 
 def test_a_batch_is_of_one_shape_and_finite_or_untouched() -> None:
+    pair = [torch.eye(2), torch.ones(3, 2)]
     shapes = {
-        r"received torch.float32 \(2, 2\), torch.float32 \(3, 2\)": lambda: cap_spectral_norms_(
-            [torch.eye(2), torch.ones(3, 2)]
-        ),
+        r"torch.float32 \(2, 2\), torch.float32 \(3, 2\)": lambda: cap_spectral_norms_(pair),
         "received none": lambda: cap_spectral_norms_([]),
         "floating matrix": lambda: cap_spectral_norm_(torch.zeros(2, 2, 2)),
         "int64": lambda: cap_spectral_norm_(torch.zeros(2, 2, dtype=torch.int64)),

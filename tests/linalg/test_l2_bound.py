@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.linalg import (
-    L2Layer,
-    l2_attention_bound,
-    l2_constants,
-)
+from wellposed.linalg import L2Layer, l2_attention_bound, l2_constants
 
 HEADS, WIDTH = 2, 4
 CONSTANTS = l2_constants(5)
@@ -140,12 +136,8 @@ def test_mixings_too_large_to_be_given_come_as_powers_of_two() -> None:
             scaled = L2Layer(heads[0], heads[1] * shares, heads[2]).bound(CONSTANTS, norm=norm)
             given = L2Layer(*heads, exponents=torch.tensor(powers)).bound(CONSTANTS, norm=norm)
             assert float(given.value) == pytest.approx(float(scaled.value), rel=1e-12)
-        assert (
-            float(
-                L2Layer(*heads, exponents=torch.tensor([9000, 0])).bound(CONSTANTS, norm=norm).value
-            )
-            == math.inf
-        )
+        huge = L2Layer(*heads, exponents=torch.tensor([9000, 0]))
+        assert float(huge.bound(CONSTANTS, norm=norm).value) == math.inf
         assert float(plain.value) > 0
     layered = L2Layer(*heads, exponents=torch.tensor([5, 3]))
     # Largest entries are powers of two apart: 1, 1, 2 and 1/2, 3 (2), 1, so the layers are 2^(5 +
@@ -169,17 +161,9 @@ def test_a_head_that_is_silent_has_no_share() -> None:
 
 def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
     reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
-    bad = [
-        (reads[0], mixing, output),
-        (reads, mixing[:1], output),
-        (reads, mixing, output[:1]),
-        (reads, mixing[0], output),
-    ]
-    bad += [
-        (reads, mixing, output.mT.contiguous()),
-        (reads, reads, output),
-        (reads[..., :1], mixing, output),
-    ]
+    bad = [(reads[0], mixing, output), (reads[..., :1], mixing, output)]
+    bad += [(reads, each, output) for each in (mixing[:1], mixing[0], reads)]
+    bad += [(reads, mixing, each) for each in (output[:1], output.mT.contiguous())]
     for weights in bad:
         with pytest.raises(ShapeError, match="expected projection"):
             L2Layer(*weights)
@@ -187,10 +171,8 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
         L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")  # type: ignore[arg-type]
 
 
-def test_l2_bound_checks_shapes_carries_gradient_and_covers_silent_heads():
+def test_l2_bound_carries_gradient_and_covers_silent_heads():
     w, r, o = torch.randn(2, 4, 2), torch.randn(2, 2, 2), torch.randn(2, 2, 4)
-    with pytest.raises(ShapeError, match=r"\(H, d, d\)"):
-        l2_attention_bound(w, r[:1], o, l2_constants(3))
     parameters = [part.clone().requires_grad_() for part in (w, r, o)]
     for norm in ("tok", 2, "inf"):
         value = l2_attention_bound(*parameters, l2_constants(3), norm=norm, method="gram").value

@@ -8,8 +8,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.special import lambertw
 from tests.support.refusal import each_refused
 
@@ -44,15 +42,9 @@ def test_printed_values_of_the_theory_note(tokens, kim, any_mask, causal, full, 
 def test_phi_inverse_is_lambert_w():
     x = torch.cat([torch.zeros(1), torch.logspace(-300, 300, 4001, dtype=torch.float64)])
     expected = torch.from_numpy(lambertw(x.numpy() / math.e).real)
-    assert torch.allclose(phi_inverse(x), expected, rtol=4e-16, atol=0)
-
-
-@given(st.floats(0, 1e12), st.floats(1e-9, 1e3))
-@settings(max_examples=50, deadline=None)
-def test_phi_inverse_inverts_phi_and_increases(mass, more):
-    c = phi_inverse(mass)
-    assert c * math.exp(c + 1) == pytest.approx(mass, rel=1e-13, abs=1e-300)
-    assert phi_inverse(mass + more) >= c
+    found = phi_inverse(x)
+    assert torch.allclose(found, expected, rtol=4e-16, atol=0)
+    assert bool((found.diff() > 0).all())
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
@@ -64,12 +56,8 @@ def test_phi_inverse_refuses(bad):
 def test_one_token_is_the_linear_map():
     for mask in ("full", "causal", "any"):
         constants = l2_constants(1, mask=mask)
-        assert (
-            constants.bracket(2)
-            == constants.bracket("tok")
-            == constants.bracket("inf", head_dim=3)
-            == 1.0
-        )
+        brackets = {constants.bracket(norm, head_dim=3) for norm in ("tok", "inf", 2)}
+        assert brackets == {1.0}
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
@@ -109,6 +97,8 @@ def test_bad_input():
     for bad in (0, -1, 2.5, True):
         with pytest.raises(ShapeError, match="seq_len"):
             l2_constants(bad)
+    with pytest.raises(ShapeError, match="extra_keys must be >= 0, received -1"):
+        l2_constants(3, extra_keys=-1)
     words = {
         "nearest: causal": lambda: l2_constants(4, mask="casual"),
         "head_dim": lambda: l2_bracket(4, norm="inf"),
@@ -130,12 +120,6 @@ def test_the_printed_brackets_of_kim2021_are_their_formulas(tokens, head_dim):
     )
     expected = math.sqrt(tokens / head_dim) * (4 * c + 1)
     assert kim_bracket(tokens, norm=2, head_dim=head_dim) == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_number_of_extra_keys_is_none_or_more():
-    assert l2_constants(3, extra_keys=0) == l2_constants(3)
-    with pytest.raises(ShapeError, match="extra_keys must be >= 0, received -1"):
-        l2_constants(3, extra_keys=-1)
 
 
 def test_alibi_sums_term_by_term():

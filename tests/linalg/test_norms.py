@@ -65,18 +65,13 @@ def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(
             # underflows.
             unit, unit_bound = scaled(stored.double(), -exponent), scaled(bound.double(), -exponent)
             true = torch.linalg.matrix_norm(unit, 2)
-            assert (unit_bound >= true * (1 - 1e-14)).all(), (
-                shape,
-                float((unit_bound / true).min()),
-            )
+            assert (unit_bound >= true * (1 - 1e-14)).all(), shape
             assert ((unit_bound == 0) == (true == 0)).all()
             # What the computing dtype can hold at all is held tightly; one denormal step comes on
             # top.
-            step = scaled(
-                torch.tensor(torch.finfo(bound.dtype).smallest_normal, dtype=torch.float64),
-                -exponent,
-            )
-            step = step * torch.finfo(bound.dtype).eps
+            info = torch.finfo(bound.dtype)
+            least = torch.tensor(info.smallest_normal, dtype=torch.float64)
+            step = scaled(least, -exponent) * info.eps
             if method in TIGHT and bool(torch.isfinite(bound).all()):
                 assert (unit_bound <= true * (1 + TIGHT[method]) + 2 * step).all()
 
@@ -115,19 +110,14 @@ def spectra(size: int) -> Iterator[tuple[str, Tensor]]:
     yield "orthogonal", left
     for amount in (1e-6, 1e-4, 1e-2, 0.3, 1.0, 30.0):
         pair = draw(2, size)
-        yield (
-            f"orthogonal + {amount} rank one",
-            left + amount * torch.outer(*(pair / pair.norm(dim=1, keepdim=True))),
-        )
+        rank_one = torch.outer(*(pair / pair.norm(dim=1, keepdim=True)))
+        yield f"orthogonal + {amount} rank one", left + amount * rank_one
     for amount in (1e-4, 0.03, 1.0):
         yield f"3 I + {amount} low rank", 3 * eye + amount * draw(size, 4) @ draw(4, size) / size
         # Top vectors that are orthogonal to ones, or that one coordinate holds.
         difference = eye[0] - eye[1]
         yield f"I + {amount} difference", eye + amount * torch.outer(difference, difference)
-        yield (
-            f"one entry {1 + amount}",
-            torch.diag(torch.where(torch.arange(size) == 3, 1 + amount, 1.0).double()),
-        )
+        yield f"one entry {1 + amount}", eye + amount * torch.outer(eye[3], eye[3])
     values = torch.cat([torch.ones(size // 2), torch.linspace(1, 0, size - size // 2)]).double()
     yield "flat top", left * values @ right
     yield "clustered", left * (1 + 3e-4 * torch.linspace(0, 1, size).double()) @ right
@@ -268,18 +258,6 @@ def test_products_that_cancel_are_bounded_with_their_rounding(norm: Norm):
             for how in ("svd", "gram")
         )
         assert quick >= exact * (1 - 3e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_batches_and_zeros(method):
-    batch = torch.randn(2, 3, 5, 4, dtype=torch.float64)
-    batch[1, 2] = 0
-    bound = certified_spectral_norm(batch, method=method)
-    assert bound.shape == (2, 3)
-    assert float(bound[1, 2]) <= 1e-150
-    each = [certified_spectral_norm(matrix, method=method) for matrix in batch.flatten(0, 1)]
-    assert torch.allclose(bound, torch.stack(each).view(2, 3), rtol=1e-12)
-    assert certified_spectral_norm(torch.zeros(0, 4), method=method) == 0
 
 
 def test_gram_iteration_shrinks_to_the_norm_and_carries_the_right_gradient():

@@ -182,12 +182,8 @@ def test_the_error_that_is_left_of_a_turn(
     own = angle**6 / 64 if is_cubic else angle**4 / 4
     reach = angle + angle**2 / 2 + (angle**3 / 8 if is_cubic else 0.0)
     spectral = math.sqrt(2) * defect
-    left = (
-        own
-        + reach * defect * (1 + spectral)
-        + reach**2 * spectral
-        + defect**2 * (0.75 + 0.25 * spectral)
-    )
+    left = own + reach * defect * (1 + spectral) + reach**2 * spectral
+    left += defect**2 * (0.75 + 0.25 * spectral)
     if own <= SHARE and left <= SHARE:
         assert taken.method == "corrected"
         assert taken.drift == pytest.approx(left, rel=1e-6, abs=1e-14)
@@ -203,25 +199,14 @@ def test_the_error_that_is_left_of_a_turn(
 def test_errors_of_steps_that_are_not_measured_add_up_until_they_are() -> None:
     """Each adds its own defect and a twentieth of the tolerance; above nine tenths of it the error
     is measured."""
-    own = 0.1**4 / 4
+    step, own = (torch.eye(2).double(), turn(0.1)), 0.1**4 / 4
     for drift in (0.0, 0.3 * TOLERANCE, SHARE - 0.05 * TOLERANCE - own):
         out = torch.empty(2, 2, dtype=torch.float64)
-        taken = rotate(
-            torch.eye(2).double(),
-            turn(0.1),
-            out=out,
-            tolerance=TOLERANCE,
-            drift=drift * (1 - 1e-12),
-        )
+        taken = rotate(*step, out=out, tolerance=TOLERANCE, drift=drift * (1 - 1e-12))
         assert taken.method == "quadratic"
         assert taken.drift == pytest.approx(drift + own + 0.05 * TOLERANCE, rel=1e-9)
-    taken = rotate(
-        torch.eye(2).double(),
-        turn(0.1),
-        out=out,
-        tolerance=TOLERANCE,
-        drift=SHARE - 0.04 * TOLERANCE - own,
-    )
+    drift = SHARE - 0.04 * TOLERANCE - own
+    taken = rotate(*step, out=out, tolerance=TOLERANCE, drift=drift)
     assert taken.method == "corrected"
     assert taken.drift == pytest.approx(own, rel=1e-9)
 
