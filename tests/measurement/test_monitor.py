@@ -98,3 +98,144 @@ def test_bad_input() -> None:
         model.linear1.weight[0, 0] = torch.nan
     with pytest.raises(ConvergenceError, match=r"linear1\.weight"):
         monitor.step()
+
+
+class Reference(nn.Module):
+    """One layer whose attention is written out, so that a reader sees every number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(8, 8, bias=False))
+
+    def forward(self, x: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_vital_signs_are_what_a_reader_would_compute(causal: bool) -> None:
+    torch.manual_seed(0)
+    model = Reference()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    monitor = Monitor(model, optimizer, every=1, weights=False)
+    x = torch.randn(3, 6, 8)
+    before = model.v_proj.weight.detach().clone()
+    output = model(x, causal)
+    output.square().sum().backward()
+    gradient = model.v_proj.weight.grad.norm().item()
+    optimizer.step()
+    numbers = monitor.step()
+    with torch.no_grad():
+        model.v_proj.weight.copy_(before)
+        for name in ("q_proj", "k_proj"):
+            layer = getattr(model, name)
+            layer.weight.add_(0.5 * layer.weight.grad)
+    q, k = (
+        (layer(x)).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (model.q_proj, model.k_proj)
+    )
+    logits = (q @ k.mT / 2).detach()
+    keys = torch.arange(1, 7) if causal else torch.full((6,), 6)
+    if causal:
+        logits = logits.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -torch.inf)
+    weights = logits.softmax(-1)
+    entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1)
+    for head in (0, 1):
+        name = f"vital/encoder.0.head{head}/"
+        assert numbers[name + "logit_max"] == pytest.approx(logits[:, head].max().item(), rel=1e-4)
+        share = entropy[:, head].sum() / (3 * keys.log().sum())
+        assert numbers[name + "entropy"] == pytest.approx(share.item(), rel=1e-4)
+        assert numbers[name + "key_norm"] == pytest.approx(
+            k[:, head].norm(dim=-1).max().item(), rel=1e-4
+        )
+    y = output.detach()
+    assert numbers["vital/encoder.0/activation_max"] == pytest.approx(y.abs().max().item())
+    z = (y - y.mean()) / y.std(correction=0)
+    assert numbers["vital/encoder.0/kurtosis"] == pytest.approx((z**4).mean().item(), rel=1e-4)
+    assert numbers["vital/encoder.0.value/grad_norm"] == pytest.approx(gradient, rel=1e-5)
+    moved = 0.5 * gradient / before.norm().item()
+    assert numbers["vital/encoder.0.value/update"] == pytest.approx(moved, rel=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_logits_of_padded_tokens_do_not_count(implementation: str) -> None:
+    from tests.support.zoo import ZOO
+
+    model = ZOO["bert"].build().train()
+    model.set_attn_implementation(implementation)
+    monitor = Monitor(model, every=1, weights=False)
+    ids = torch.arange(3, 10)[None]
+    alone = [model(input_ids=ids[:, :5]), monitor.step()][1]
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0]])
+    padded = [model(input_ids=ids, attention_mask=mask), monitor.step()][1]
+    assert {name for name in alone if "head" in name} == {name for name in padded if "head" in name}
+    assert all(value < 50 for name, value in padded.items() if name.endswith("logit_max"))
+    assert all(0 < value <= 1.001 for name, value in padded.items() if name.endswith("entropy"))
+
+
+def test_only_steps_that_are_due_and_passes_that_train_are_seen() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    monitor = Monitor(model, every=2, weights=False)
+    with torch.no_grad():
+        model.eval()(torch.randn(1, 3, 8))
+    assert monitor.step() == {}
+    model.train()(torch.randn(1, 3, 8))
+    assert monitor.step() == {}
+    model(torch.randn(1, 3, 8))
+    assert "vital/encoder.0.head1/logit_max" in monitor.step()
+    monitor.remove()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_alarms_come_before_the_loss_shows_it_and_name_the_place() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = Monitor(model, optimizer, every=1, weights=False)
+    x = torch.randn(4, 6, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        monitor.step()
+
+    step()
+    assert monitor.alarms == []
+    with torch.no_grad():
+        model[0].self_attn.in_proj_weight[:32] *= 30
+    step()
+    step()
+    assert [alarm.name.rpartition("/")[2] for alarm in monitor.alarms] == [
+        "logit_max",
+        "entropy",
+    ]
+    assert monitor.alarms[0].step == 1  # said once for as long as it lasts
+    assert "and 1 more" in str(monitor.alarms[0])
+    with torch.no_grad():
+        model[0].linear2.weight[0, 0] = torch.nan
+    step()
+    (alarm,) = [alarm for alarm in monitor.alarms if "NaN" in alarm.reason]
+    assert (alarm.step, alarm.name) == (3, "0.linear2")
+    with pytest.raises(ConfigError, match="nearest: logit_max"):
+        Monitor(model, limits={"logits": 3.0})
+
+
+def test_the_model_and_the_step_are_as_without_a_monitor() -> None:
+    states = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        monitor = Monitor(model, optimizer, every=1) if watched else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(2, 5, 16)).square().mean().backward()
+            optimizer.step()
+            if monitor is not None:
+                monitor.step()
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from wellposed.measurement._isomap import IsomapPoints as IsomapPoints
     from wellposed.measurement._isomap import isomap as isomap
     from wellposed.measurement._measure import measure as measure
+    from wellposed.measurement._monitor import Alarm as Alarm
     from wellposed.measurement._monitor import Monitor as Monitor
     from wellposed.measurement._states import hidden_states as hidden_states
 else:  # a report reads a measurement without torch
@@ -38,7 +39,7 @@ else:  # a report reads a measurement without torch
             "_entropy": "EntropyEstimator differential_entropy layer_entropy",
             "_isomap": "IsomapPoints isomap",
             "_measure": "measure",
-            "_monitor": "Monitor",
+            "_monitor": "Alarm Monitor",
             "_states": "hidden_states",
         },
     )

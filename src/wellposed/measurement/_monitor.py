@@ -1,62 +1,163 @@
-"""Numbers to log while a model trains, without an engine: one call per step, one flat
+"""Numbers to log while a model trains, and alarms, without an engine: one call per step, one flat
 dictionary."""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
+from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments
+from wellposed.errors import unknown_name
 from wellposed.measurement._measure import check_measurable, weight_row
 from wellposed.measurement._measurement import row_names
+from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.roles import find_roles
 
 QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
 EXACT = (*QUICK, "sigma_min", "condition_number")
+LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
+"""What a number may not exceed; the entropy may not fall below."""
+_REASONS = {
+    "logit_max": "attention logits this large leave one key all the weight, and grow on: lower the"
+    " rate, warm up, or normalise queries and keys",
+    "entropy": "a head that spread its attention now looks at one key: its logits have grown",
+    "update": "one step moved a weight by more than a tenth of it: lower the rate, or warm up",
+    "kurtosis": "a few activations are far larger than all others: low precision loses the rest",
+    "finite": "the first module whose output held NaN or infinity",
+}
+logger = logging.getLogger("wellposed.monitor")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """The number that is farthest beyond its limit at a step, how many others are beyond it, and
+    what that means."""
+
+    step: int
+    name: str
+    value: float
+    limit: float
+    others: int
+    reason: str
+
+    def __str__(self) -> str:
+        number = "" if math.isnan(self.value) else f" is {self.value:.3g}, limit {self.limit:g}"
+        others = f" (and {self.others} more)" if self.others else ""
+        return f"step {self.step}: {self.name}{number}{others}: {self.reason}"
 
 
 class Monitor:
-    """Every k-th `step` gives ``{"cond/<stack>.<layer>.<role>/<number>": value}`` of every weight
-    with a role.
+    """Every k-th `step` gives the condition of every weight with a role, and the vital signs of the
+    training step that it ends.
 
-    Status: as `measure`: with ``spectra`` exact, without (the default) empirical and an order of
-    magnitude cheaper. The
-    names are public: ``cond/encoder.3.query/sigma_max``,
-    ``cond/decoder.0.cross_key/orthogonality_error``, ``cond/token_embedding/stable_rank``; a number
-    that does not exist (the stable rank of a zero weight) is left out of that step. Weights are
-    read where they are; nothing is attached to the model.
+    Weights: ``cond/<stack>.<layer>.<role>/<number>``, as `measure`: with ``spectra`` exact, without
+    (the default) empirical and an order of magnitude cheaper. What ran since the last step, forward
+    passes with gradients alone: by head ``vital/<stack>.<layer>.head<h>/`` ``logit_max``,
+    ``entropy`` (mean, as a share of the logarithm of the open keys), ``query_norm`` and
+    ``key_norm``, exact on up to 64 queries of each sequence, never N x N; by layer
+    ``vital/<stack>.<layer>/`` ``activation_max``, ``activation_rms``, ``kurtosis``; by weight, with
+    an ``optimizer``, ``vital/<stack>.<layer>.<role>/`` ``grad_norm`` and ``update`` (the step's
+    length over the weight's). The names are public; a number that does not exist is left out of
+    that step.
+
+    `alarms` lists, once for each time, a logit above 50, an entropy that fell below .1, an update
+    above .1, a kurtosis above 20, and the first module whose output is not finite; each is logged
+    as a warning. Status: thresholds from practice (Kimi K2, 2025, clips logits at 100); an alarm
+    proves nothing.
 
     Args:
-        model: any model in which `find_roles` finds weights.
-        every: measure on the first step and on every ``every``-th after it.
+        model: any model in which `find_roles` finds weights; hooks are put on it until `remove`.
+        optimizer: what steps its weights.
+        every: measure the first step and every ``every``-th after it.
+        batch: passed to `find_roles`.
+        weights: the condition of the weights, too, which costs more than all else.
         spectra: also ``sigma_min`` and ``condition_number``, by SVD.
+        limits: other limits, such as ``{"logit_max": 100}``.
 
     Raises:
         RoleNotFoundError: no weight is recognised.
-        ConfigError: ``every`` is not a positive whole number.
+        ConfigError: ``every`` is not a positive whole number, or an unknown limit.
         ConvergenceError: from `step`, where weights hold NaN or infinity.
 
-    Cost: nothing on other steps. When not to use: under sharding, where a weight must be gathered
-    first.
+    Cost: on a Transformer of width 256 a step that is measured takes an eighth longer without
+    ``weights``, so at ``every=10`` 1.3 %; on other steps a call of an empty hook for each module.
 
-    >>> monitor = Monitor(nn.TransformerEncoderLayer(16, 4, 32), every=2)
-    >>> [len(monitor.step()) for _ in range(3)]
-    [24, 0, 24]
+    When not to use: under sharding, where a weight must be gathered first.
+
+    >>> import torch
+    >>> model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    >>> monitor = Monitor(model, optimizer, every=2)
+    >>> for _ in range(2):
+    ...     model(torch.randn(2, 5, 16)).square().mean().backward()
+    ...     optimizer.step()
+    ...     numbers = monitor.step()
+    ...     print(len(numbers), "vital/encoder.0.head3/logit_max" in numbers)
+    47 True
+    0 False
+    >>> monitor.alarms
+    []
     """
 
     @checked_arguments
-    def __init__(self, model: nn.Module, every: Size = 100, *, spectra: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        every: Size = 100,
+        *,
+        batch: Any = None,
+        weights: bool = True,
+        spectra: bool = False,
+        limits: Mapping[str, float] | None = None,
+    ) -> None:
+        for name in limits or {}:
+            if name not in LIMITS:
+                raise unknown_name("limit", name, LIMITS)
         self.every = every
+        self.weights = weights
         self.spectra = spectra
-        self._weights = list(find_roles(getattr(model, "_orig_mod", model)).weights())
+        self.limits = {**LIMITS, **(limits or {})}
+        self.alarms: list[Alarm] = []
+        model = getattr(model, "_orig_mod", model)
+        roles = find_roles(model, batch)
+        self._weights = list(roles.weights())
         self._steps = 0
+        self._beyond: set[str] = set()
+        self._fine: set[str] = set()
+        self._vitals = VitalSigns(model, roles, optimizer, self._is_due)
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
-        due = self._steps % self.every == 0
+        step, due = self._steps, self._is_due()
         self._steps += 1
         if not due:
             return {}
+        vitals, broken = self._vitals.take()
+        new: dict[str, dict[str, float]] = {"finite": {broken: math.nan}} if broken else {}
+        for name, value in vitals.items():
+            number = name.rpartition("/")[2]
+            if self._is_beyond(name, value, self.limits.get(number)):
+                new.setdefault(number, {})[name] = value
+        for number, found in new.items():
+            if not found.keys() <= self._beyond:
+                worst = min if number == "entropy" else max
+                name = worst(found, key=found.__getitem__)
+                limit = self.limits.get(number, 0.0)
+                others = len(found) - 1
+                alarm = Alarm(step, name, found[name], limit, others, _REASONS[number])
+                self.alarms.append(alarm)
+                logger.warning("%s", alarm)
+        self._beyond = {name for found in new.values() for name in found}
+        if not self.weights:
+            return vitals
         check_measurable(self._weights)
         rows = [weight_row(weight, spectra=self.spectra) for weight in self._weights]
         return {
@@ -64,4 +165,17 @@ class Monitor:
             for name, row in zip(row_names(rows), rows, strict=True)
             for number in (EXACT if self.spectra else QUICK)
             if row[number] is not None
-        }
+        } | vitals
+
+    def remove(self) -> None:
+        """Take the hooks off the model and the optimizer."""
+        self._vitals.remove()
+
+    def _is_due(self) -> bool:
+        return self._steps % self.every == 0
+
+    def _is_beyond(self, name: str, value: float, limit: float | None) -> bool:
+        if limit is None or ((value >= limit) if name.endswith("/entropy") else (value <= limit)):
+            self._fine.add(name)
+            return False
+        return not name.endswith("/entropy") or name in self._fine  # sharp from the start is fine

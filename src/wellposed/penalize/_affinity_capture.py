@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, listed
@@ -162,45 +160,15 @@ def penalty_of_call(call: AttentionCall, estimate: Callable[..., Tensor]) -> Ten
     """Return |A^T A - I|_F^2 of a call, shape (batch, heads), by ``estimate`` of query and key."""
     if isinstance(call, SoftmaxCall):
         # The logits are there already, so probes would save nothing.
-        return affinity_penalty_from_logits(call.logits)
+        return affinity_penalty_from_logits(call.given)
     if isinstance(call, ScaledDotProductCall):
         masks = {"attn_mask": call.attn_mask, "is_causal": call.is_causal, "scale": call.scale}
         return estimate(call.query, call.key, **masks)
     assert isinstance(call, MultiheadCall)
-    module = call.module
-    assert isinstance(module, nn.MultiheadAttention)
-    inputs = call.arguments[0] if call.arguments[0].ndim == 3 else call.arguments[0][:, None]
-    tokens, batch, _ = inputs.shape
-    weights = [module.q_proj_weight, module.k_proj_weight]
-    if module.in_proj_weight is not None:
-        weights = module.in_proj_weight.chunk(3)[:2]
-    biases = [None] * 2 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
-    lowered = call.autocast_dtype
-    with nullcontext() if lowered is None else torch.autocast(inputs.device.type, dtype=lowered):
-        query, key = (
-            F.linear(inputs, weight, bias)
-            .view(tokens, batch, module.num_heads, -1)
-            .permute(1, 2, 0, 3)
-            for weight, bias in zip(weights, biases, strict=True)
-        )
-    mask = call.named.get("attn_mask")
-    if mask is not None:
-        # Here True means "may attend", there it means "may not".
-        mask = ~mask if mask.dtype == torch.bool else mask
-        mask = mask if mask.ndim == 2 else mask.view(batch, module.num_heads, tokens, tokens)
-    padding = call.named.get("key_padding_mask")
-    if padding is not None and padding.dtype != torch.bool:
-        padding = padding < torch.finfo(padding.dtype).min / 2
+    query, key, mask, padding = call.projected()
     return estimate(query, key, attn_mask=mask, key_padding_mask=padding)
 
 
 def _can_be_penalised(call: AttentionCall) -> bool:
     """Tell whether query and key of a call that attends to itself can be read."""
-    if not isinstance(call, MultiheadCall):
-        return True
-    module = call.module
-    return (
-        isinstance(module, nn.MultiheadAttention)
-        and module.bias_k is None
-        and not module.add_zero_attn
-    )
+    return not isinstance(call, MultiheadCall) or call.readable

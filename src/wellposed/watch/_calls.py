@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,11 @@ class AttentionCall(Protocol):
 
     def weights(self) -> Tensor:
         """Return the weights without dropout, in float32 at least; rows without a key are NaN."""
+        ...
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        """Return what the softmax reads, of all queries or of so many that are spread evenly; keys
+        that are masked have -inf or a number near the least of the dtype."""
         ...
 
 
@@ -77,20 +83,27 @@ class ScaledDotProductCall:
         return self.query.shape[-2] == self.key.shape[-2]
 
     def weights(self) -> Tensor:
+        return self.logits().softmax(-1)
+
+    def logits(self, at_most: int | None = None) -> Tensor:
         query, key = _widened(self.query.detach()), _widened(self.key.detach())
+        count = query.shape[-2]
+        rows = _spread(query, at_most)
+        query = query[..., rows, :]
         if key.shape[-3] != query.shape[-3]:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
         logits = query @ key.mT * scale
         if self.is_causal:
-            ahead = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+            ahead = torch.arange(key.shape[-2], device=rows.device) > rows[:, None]
             logits = logits.masked_fill(ahead, -math.inf)
         if self.attn_mask is not None:
-            if self.attn_mask.dtype == torch.bool:
-                logits = logits.masked_fill(~self.attn_mask, -math.inf)
+            mask = self.attn_mask.expand(*self.attn_mask.shape[:-2], count, -1)[..., rows, :]
+            if mask.dtype == torch.bool:
+                logits = logits.masked_fill(~mask, -math.inf)
             else:
-                logits = logits + self.attn_mask
-        return logits.softmax(-1)
+                logits = logits + mask
+        return logits
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class SoftmaxCall:
     """Logits (batch, heads, queries, keys) on their way into a softmax: attention written out by
     hand, or eager."""
 
-    logits: Tensor
+    given: Tensor
 
     @classmethod
     def read(
@@ -115,10 +128,14 @@ class SoftmaxCall:
 
     @property
     def attends_to_itself(self) -> bool:
-        return self.logits.shape[-1] == self.logits.shape[-2]
+        return self.given.shape[-1] == self.given.shape[-2]
 
     def weights(self) -> Tensor:
-        return _widened(self.logits.detach()).softmax(-1)
+        return self.logits().softmax(-1)
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        given = self.given.detach()
+        return _widened(given[..., _spread(given, at_most), :])
 
 
 @dataclass(frozen=True)
@@ -152,9 +169,63 @@ class MultiheadCall:
         assert weights is not None
         return _widened(weights if weights.ndim == 4 else weights[None])
 
+    @property
+    def readable(self) -> bool:
+        """Whether query and key are what the module's projections make of its inputs."""
+        module = self.module
+        return (
+            isinstance(module, nn.MultiheadAttention)
+            and module.bias_k is None
+            and not module.add_zero_attn
+        )
+
+    def projected(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return query and key (batch, heads, tokens, width), the mask, in which True means "may
+        attend", and which keys are padding; they carry gradients."""
+        module = self.module
+        assert isinstance(module, nn.MultiheadAttention)
+        given = [each if each.ndim == 3 else each[:, None] for each in self.arguments[:2]]
+        weights = [module.q_proj_weight, module.k_proj_weight]
+        if module.in_proj_weight is not None:
+            weights = module.in_proj_weight.chunk(3)[:2]
+        biases = [None] * 2 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+        lowered = self.autocast_dtype
+        kind = given[0].device.type
+        with nullcontext() if lowered is None else torch.autocast(kind, dtype=lowered):
+            query, key = (
+                F.linear(each, weight, bias)
+                .view(*each.shape[:2], module.num_heads, -1)
+                .permute(1, 2, 0, 3)
+                for each, weight, bias in zip(given, weights, biases, strict=True)
+            )
+        mask = self.named.get("attn_mask")
+        if mask is not None:
+            # here True means "may attend", there it means "may not"
+            mask = ~mask if mask.dtype == torch.bool else mask
+            shape = (*query.shape[:3], key.shape[-2])
+            mask = mask if mask.ndim == 2 else mask.view(shape)
+        padding = self.named.get("key_padding_mask")
+        if padding is not None and padding.dtype != torch.bool:
+            padding = padding < torch.finfo(padding.dtype).min / 2
+        return query, key, mask, padding
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        with torch.no_grad():
+            query, key, mask, padding = self.projected()
+            logits = ScaledDotProductCall(query, key, mask, False, None).logits(at_most)
+        return logits if padding is None else logits.masked_fill(padding[:, None, None], -math.inf)
+
 
 def _widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _spread(tokens: Tensor, at_most: int | None) -> Tensor:
+    """Return the places of some tokens, the first and the last among them; of all where no number
+    is given."""
+    count = tokens.shape[-2]
+    some = count if at_most is None else min(count, at_most)
+    return torch.linspace(0, count - 1, some, device=tokens.device, dtype=torch.float64).long()
 
 
 def _by_head(matrices: Tensor, num_heads: int) -> Tensor:

@@ -1,0 +1,164 @@
+"""What one step of training shows of a model's health, by hooks that leave the step as it is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wellposed.measurement._measurement import row_names
+from wellposed.roles import AttentionRole, Roles
+from wellposed.roles.layer_paths import split_path
+from wellposed.watch import (
+    AttentionCall,
+    AttentionWatcher,
+    MultiheadCall,
+    ObservingHook,
+    ScaledDotProductCall,
+    first_tensor,
+)
+
+QUERIES = 64
+"""Queries of a sequence whose logits are computed."""
+
+
+class VitalSigns:
+    """Hooks that note, in steps that are ``due``, attention logits, activations, gradients and
+    updates.
+
+    Only passes with gradients count. `take` hands the numbers over and starts anew.
+    """
+
+    def __init__(
+        self, model: nn.Module, roles: Roles, optimizer: Optimizer | None, due: Callable[[], bool]
+    ) -> None:
+        self._due = due
+        self._numbers: dict[str, Tensor] = {}
+        self._finite: dict[str, Tensor] = {}
+        self._before: list[Tensor] = []
+        weights = list(roles.weights())
+        rows = [{**vars(each), "parameter": each.view.label, "path": each.path} for each in weights]
+        self._weights = dict(zip(row_names(rows), (each.view for each in weights), strict=True))
+        parts = (*roles.attention, *roles.feedforward)
+        layers = {split_path(part.path)[1]: part for part in parts}
+        places = [f"{part.stack}.{part.layer}" for part in layers.values()]
+        self._layers = {
+            path: place if places.count(place) == 1 else f"{place}@{path}"
+            for path, place in zip(layers, places, strict=True)
+        }
+        self._attention = self._names_of(roles.attention)
+        self._watcher = AttentionWatcher(
+            model, roles.attention, self._attended, wanted=lambda _: self._counts()
+        )
+        self._handles: list[Any] = [
+            module.register_forward_hook(ObservingHook(self._returned, path))
+            for path, module in model.named_modules()
+        ]
+        if optimizer is not None:
+            self._handles += [
+                optimizer.register_step_pre_hook(partial(_quietly, self._before_step)),
+                optimizer.register_step_post_hook(partial(_quietly, self._after_step)),
+            ]
+
+    def take(self) -> tuple[dict[str, float], str | None]:
+        """Return the numbers of the steps since the last call, and the first module whose output was
+        not finite."""
+        numbers = {name: value.item() for name, value in self._numbers.items()}
+        broken = next((path for path, fine in self._finite.items() if not fine), None)
+        self._numbers, self._finite, self._before = {}, {}, []
+        return numbers, broken
+
+    def remove(self) -> None:
+        """Take every hook off the model and the optimizer."""
+        self._watcher.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _counts(self) -> bool:
+        return self._due() and torch.is_grad_enabled()
+
+    @staticmethod
+    def _names_of(attention: Sequence[AttentionRole]) -> dict[str, str]:
+        plain = {
+            role.path: f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
+            for role in attention
+        }
+        count = Counter(plain.values())
+        return {
+            path: name if count[name] == 1 else f"{name}@{path}" for path, name in plain.items()
+        }
+
+    @torch.no_grad()
+    def _attended(self, role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
+        """Note the largest logit, the entropy as a share of the logarithm of the keys that are
+        open, and the longest query and key, by head."""
+        for call, _ in calls:
+            if isinstance(call, MultiheadCall) and not call.readable:
+                continue
+            logits = call.logits(QUERIES)
+            is_open = logits > torch.finfo(torch.float32).min / 4
+            weights = logits.softmax(-1)
+            entropy = torch.special.entr(weights).nan_to_num().sum((0, 2, 3))
+            most = is_open.sum(-1).clamp_min(1).log().sum((0, 2))
+            found = {
+                "logit_max": logits.where(is_open, -math.inf).amax((0, 2, 3)),
+                "entropy": entropy / most.clamp_min(1e-6) if most.any() else torch.ones_like(most),
+            }
+            if isinstance(call, ScaledDotProductCall):
+                for name, vectors in (("query_norm", call.query), ("key_norm", call.key)):
+                    lengths = torch.linalg.vector_norm(vectors.detach().float(), dim=-1)
+                    found[name] = lengths.amax((0, 2))
+            for name, values in found.items():
+                for head, value in enumerate(values):
+                    self._numbers[f"vital/{self._attention[role.path]}.head{head}/{name}"] = value
+
+    def _returned(self, path: str, _module: nn.Module, _given: Any, output: Any) -> None:
+        tokens = first_tensor(output) if self._counts() else None
+        if tokens is not None:
+            self._note(path, tokens)
+
+    @torch.no_grad()
+    def _note(self, path: str, tokens: Tensor) -> None:
+        values = tokens.detach().float()
+        fine = values.isfinite().all()
+        self._finite[path] = self._finite.get(path, fine) & fine
+        name = self._layers.get(path)
+        if name is not None:
+            centred = values - values.mean()
+            square = centred.square()
+            for number, value in (
+                ("activation_max", values.abs().max()),
+                ("activation_rms", values.square().mean().sqrt()),
+                ("kurtosis", square.square().mean() / square.mean().square().clamp_min(1e-30)),
+            ):
+                self._numbers[f"vital/{name}/{number}"] = value
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        if self._due():
+            self._before = [view.tensor().detach().clone() for view in self._weights.values()]
+            for name, view in self._weights.items():
+                if view.parameter.is_leaf and view.parameter.grad is not None:
+                    gradient = view.seen(view.parameter.grad).float()
+                    self._numbers[f"vital/{name}/grad_norm"] = gradient.norm()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        for (name, view), before in zip(self._weights.items(), self._before, strict=False):
+            size = before.float().norm()
+            moved = (view.tensor().detach() - before).float().norm()
+            if size > 0:
+                self._numbers[f"vital/{name}/update"] = moved / size
+        self._before = []
+
+
+def _quietly(call: Callable[[], None], *_: Any) -> None:
+    """Call what needs nothing of an optimizer's hook."""
+    call()
