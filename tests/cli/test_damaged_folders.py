@@ -185,21 +185,6 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(
     succeed(["measure", str(folder)])
 
 
-def test_a_flipped_bit_is_said_with_both_digests(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from hashlib import sha256
-
-    folder = Path(shutil.copytree(run, tmp_path / "run"))
-    file = folder / "final/model.safetensors"
-    before = sha256(file.read_bytes()).hexdigest()
-    file.write_bytes(flip(0.9)(file.read_bytes()))
-    assert main(["measure", str(folder)]) == 1
-    message = capsys.readouterr().err
-    assert f"SHA-256 is {sha256(file.read_bytes()).hexdigest()}, expected {before}" in message
-    assert "--resume auto" in message
-
-
 def test_a_copy_of_final_and_a_folder_without_manifests_load(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,90 +1,231 @@
-"""`--from`: the commands on a Hugging Face model of the user's, small and made here."""
+"""`--from`: the commands on a Hugging Face model of the user's, small and made here: what is trained,
+variants of it, what a run of it leaves for other programs, and what cannot be used."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 from tests.support.bert import make_checkpoint, make_table
-from tests.support.words import Cli, succeed
+from tests.support.tokenizer_folders import byte_level_bpe
+from tests.support.words import TINY, Cli, python, succeed
 from tests.support.words import words as typed
+from transformers import AutoTokenizer
 
-from wellposed.training import RunConfig, TrainOptions, train
+from wellposed.cli import main
+from wellposed.models import load_pretrained, load_saved_model
+from wellposed.training import RunConfig, TrainOptions
 from wellposed.training.loop.schedules import counted_in_steps
+
+CLASSIFY = "text_classification --data {files}/t.tsv --max-length 16 --epochs None"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bert")
-    make_checkpoint(folder)
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a BERT, and folders that differ from it in one thing each."""
+    folder = tmp_path_factory.mktemp("files")
+    make_checkpoint(folder / "bert")
+    make_table(folder / "t.tsv")
+    for name, changes in (("wide", {"hidden_size": 32}), ("deep", {"num_hidden_layers": 3})):
+        shutil.copytree(folder / "bert", folder / name)
+        config = folder / name / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    shutil.copytree(folder / "bert", folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    bert = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "bert", num_labels=3
+    )
+    bert.save_pretrained(folder / "three")
+    transformers.AutoTokenizer.from_pretrained(folder / "bert").save_pretrained(folder / "three")
+    tokenizer = byte_level_bpe(["a text"])
+    tokenizer.save_pretrained(folder / "gpt2")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, **special)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
+    vit = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.ViTForImageClassification(vit).save_pretrained(folder / "vit")
+    t5 = transformers.T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
+    (folder / "my.py").write_text("import nothing_of_this_name\n")
     return folder
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("table") / "train.tsv"
-    make_table(path)
-    return path
+WIDTHS = "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
+OTHER_TOKENS = "its weights are those of its own tokens"
+REFUSED = [
+    (
+        "language_modeling --from {files}/bert --limit-chars 20000 --seq-len 16",
+        "the tokens of a BertLMHeadModel see those after them",
+    ),
+    ("language_modeling --from {files}/t5", "a t5 model has no head for causal lm"),
+    (
+        "translation --from {files}/bert --data {files} --src de --tgt en",
+        "a bert model has no head for seq2seq lm",
+    ),
+    (
+        "char_lm --from {files}/gpt2 --limit-chars 20000 --seq-len 32",
+        f"{OTHER_TOKENS}, and the data of char_lm is read as others",
+    ),
+    (f"{CLASSIFY} --from {{files}}/vit", "a vit model has no head for sequence classification"),
+    (f"{CLASSIFY} --from {{files}}/bert --tokenizer hf:{{files}}/gpt2", OTHER_TOKENS),
+    (f"{CLASSIFY} --from {{files}}/three", "give --new-head to draw a new one"),
+    (f"{CLASSIFY} --from bert-base-uncased", "couldn't find them in the cached files"),
+    (f"{CLASSIFY} --from {{files}}/wide", WIDTHS),
+    (f"{CLASSIFY} --from {{files}}/wide --new-head", WIDTHS),
+    (f"{CLASSIFY} --from {{files}}/deep", "lacks bert.encoder.layer.1."),
+    (f"{CLASSIFY} --from {{files}}/cut", "cut: cannot be loaded: "),
+    (
+        f"{CLASSIFY} --from {{files}}/bert --import {{files}}/my.py",
+        "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+    ),
+]
 
 
-def _words(table: Path, source: Path, out: Path, *more: str) -> list[str]:
+def in_place(files: Path, command: str) -> list[str]:
+    return [word.format(files=files) for word in command.split()]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED)
+def test_what_cannot_be_started_from_is_one_line(
+    files: Path, tmp_path: Path, words: str, says: str, cli: Cli
+) -> None:
+    out, given = tmp_path / "run", in_place(files, words)
+    message = cli("train", given, "--steps 2 --quiet --out", [out], status=None).err
+    assert says in message
+    assert message.count("\n") == 1
+    assert not (out / "config.toml").exists()
+
+
+@pytest.mark.parametrize("command", ["measure", "certify"])
+def test_weights_that_do_not_fit_are_measured_by_no_command(
+    files: Path, command: str, cli: Cli
+) -> None:
+    said = cli([command, str(files / "wide")], status=1).err
+    assert WIDTHS in said
+
+
+def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
+    files: Path, tmp_path: Path
+) -> None:
+    words = typed("compare", in_place(files, CLASSIFY), "--out", [tmp_path / "runs"])
+    words += typed("--quiet --steps 2 --variants plain --seeds 1")
+    assert main([*words, "--from", str(files / "three")]) == 2
+    succeed([*words, "--from", str(files / "bert")])
+    assert main([*words, "--from", str(files / "bert")]) == 2  # now there is something to lose
+
+
+def test_memory_that_ends_is_one_line_with_the_way_out(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    def full(self: object, *args: object, **inputs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", full)
+    words = in_place(files, CLASSIFY)
+    words += typed("--from", [files / "bert"], "--steps 2 --batch-size 8 --quiet")
+    message = cli(["train", *words, "--out", str(tmp_path / "run")], status=1).err
+    assert "--batch-size 4 --gradient-accumulation 2, or give --gradient-checkpointing" in message
+    assert message.count("out of memory") == 1
+
+
+def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
+    files: Path, tmp_path: Path, cli: Cli
+) -> None:
+    words = in_place(files, CLASSIFY)
+    run, lines = tmp_path / "run", tmp_path / "lines.txt"
+    succeed("train", words, "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet")
+    kept = (  # with both ends, the 16 tokens of training
+        "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"
+    )
+    lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
+    said = cli(["predict", "--from", str(run), "--input", str(lines)])
+    first, second, _ = said.out.splitlines()
+    assert first == second
+    assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err
+
+
+def _started(table: Path, source: Path, out: Path, *more: str) -> list[str]:
     words = typed("train text_classification --data", [table], "--max-length 16 --from", [source])
     return [*words, "--out", str(out), "--quiet", *more]
 
 
-def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(
-    checkpoint: Path, table: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    succeed(_words(table, checkpoint, out, "--epochs", "2"))
+    succeed(_started(files / "t.tsv", files / "bert", out, "--epochs", "2"))
     config = (out / "config.toml").read_text()
     for line in (
         'schedule = "linear"',
         "epochs = 2",
         "steps = 12",
         "warmup_steps = 1",
-        f'tokenizer = "hf:{checkpoint}"',
+        f'tokenizer = "hf:{files}/bert"',
     ):
         assert line in config
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.id2label == {0: "bad", 1: "good"}
     succeed(
-        _words(table, checkpoint, out, "--epochs", "2", "--resume", "auto")
+        _started(files / "t.tsv", files / "bert", out, "--epochs", "2", "--resume", "auto")
     )  # finished: nothing to do
     succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
 def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
-    checkpoint: Path, table: Path, tmp_path: Path, cli: Cli
+    files: Path, tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "run"
-    succeed(_words(table, checkpoint, out, "--steps", "3"))
+    succeed(_started(files / "t.tsv", files / "bert", out, "--steps", "3"))
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     assert "epochs" not in (out / "config.toml").read_text()
-    succeed(_words(table, checkpoint, out, "--steps", "5", "--epochs", "None", "--resume", "auto"))
+    succeed(
+        _started(
+            files / "t.tsv",
+            files / "bert",
+            out,
+            "--steps",
+            "5",
+            "--epochs",
+            "None",
+            "--resume",
+            "auto",
+        )
+    )
     said = cli(
-        _words(table, checkpoint, tmp_path / "both", "--steps", "3", "--epochs", "2"), status=2
+        _started(
+            files / "t.tsv", files / "bert", tmp_path / "both", "--steps", "3", "--epochs", "2"
+        ),
+        status=2,
     ).err
     assert "--steps 3 and --epochs 2 both say how long to train" in said
 
 
 def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
-    table: Path, checkpoint: Path, tmp_path: Path
+    files: Path, tmp_path: Path
 ) -> None:
     options = ["--steps", "150", "--epochs", "None", "--learning-rate", "3e-3"]
-    succeed(_words(table, checkpoint / "config.json", tmp_path / "run", *options))
+    succeed(_started(files / "t.tsv", files / "bert" / "config.json", tmp_path / "run", *options))
     run = json.loads((tmp_path / "run" / "result.json").read_text())
     assert run["results"]["text_classification"]["accuracy,valid"] == 1.0
 
 
 def test_an_architecture_of_ours_beside_it_is_refused(
-    checkpoint: Path, table: Path, tmp_path: Path, cli: Cli
+    files: Path, tmp_path: Path, cli: Cli
 ) -> None:
     said = cli(
-        _words(table, checkpoint, tmp_path / "run", "--model.hidden-size", "64"), status=None
+        _started(files / "t.tsv", files / "bert", tmp_path / "run", "--model.hidden-size", "64"),
+        status=None,
     ).err
     assert "brings its own architecture; received besides: model.hidden_size = 64" in said
 
@@ -103,10 +244,135 @@ def test_epochs_are_counted_in_steps_of_the_data() -> None:
         assert counted_in_steps(config, task, processes=processes).train.steps == expected
 
 
-def test_a_finished_run_of_epochs_is_known_again(tmp_path: Path) -> None:
-    options = TrainOptions(
-        epochs=1, batch_size=8, warmup_share=0.25, schedule="linear", eval_batches=1
+IDS = [[2, 5, 6, 3]]
+SHOW = f"import torch; print(model(input_ids=torch.tensor({IDS})).logits.tolist())"
+
+
+def _words(files: Path, command: str, out: Path, *more: str, source: str = "bert") -> list[str]:
+    words = typed([command], "text_classification --data", [files / "t.tsv"], "--max-length 16")
+    return [*words, "--from", str(files / source), "--epochs", "1", "--out", str(out), *more]
+
+
+def _result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def _in_a_fresh_process(code: str, cache: Path) -> Any:
+    """Return the JSON that the code prints."""
+    environment = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1"}
+    done = python(["-c", code], env={**environment, "HF_MODULES_CACHE": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _of_card(folder: Path) -> str:
+    """Return the code that the card of a model gives."""
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    return code.replace("FOLDER", str(folder))
+
+
+def test_variants_of_a_checkpoint_are_compared(files: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "runs"
+    words = _words(files, "compare", out, "--variants", "plain,key:1e-2,orthogonal", "--quiet")
+    shown = cli(words, "--seeds 2").out
+    assert (out / "report.html").is_file()
+    assert all(name in shown for name in ("plain", "key:1e-2", "orthogonal"))
+    assert _result(out / "orthogonal" / "seed-1")["train_info"]["isometry_error"] < 1e-5
+    assert _result(out / "key-1e-2" / "seed-0")["config"]["penalty"]["key"] == 0.01
+
+
+def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files: Path, tmp_path: Path) -> None:
+    succeed(_words(files, "compare", tmp_path / "runs", "--seeds", "1", "--quiet"))
+    written = json.loads((tmp_path / "runs" / "compare.json").read_text())
+    assert written["variants"] == ["plain", "key:1e-2"]
+
+
+@pytest.mark.parametrize("variant", ["t_fixup", "l2"])
+def test_a_changed_model_is_predicted_with_as_it_was_trained(
+    files: Path, tmp_path: Path, variant: str, cli: Cli
+) -> None:
+    out = tmp_path / "run"
+    source = "bert/config.json" if variant == "t_fixup" else "bert"
+    said = cli([*_words(files, "train", out, source=source), "--variant", variant]).err
+    assert said.count("starts from ") == 1
+    card = (out / "final" / "README.md").read_text()
+    assert "**A plain `from_pretrained` gives another model**" in card
+    with torch.no_grad():
+        expected = load_saved_model(out / "final")(input_ids=torch.tensor(IDS)).logits
+    found = _in_a_fresh_process(_of_card(out / "final") + SHOW, tmp_path / "cache")
+    assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+    succeed(["predict", str(out), "--text", "w1 good w2"])
+
+
+def test_what_was_drawn_stands_in_the_result_and_is_said_once(
+    files: Path, tmp_path: Path, cli: Cli
+) -> None:
+    out = tmp_path / "run"
+    said = cli(_words(files, "train", out)).err.splitlines()
+    started = _result(out)["train_info"]["started_from"]
+    drawn = ["classifier.bias", "classifier.weight"]
+    assert started == {"model": str(files / "bert"), "new_weights": drawn, "left_out": []}
+    (line,) = (line for line in said if line.startswith("starts from "))
+    assert line.endswith("bert; drawn at random: classifier.bias, classifier.weight")
+
+
+def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path) -> None:
+    words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", TINY)
+    succeed([*words, "--out", str(tmp_path / "run")])
+    final = tmp_path / "run" / "final"
+    with torch.no_grad():
+        expected = load_saved_model(final)(input_ids=torch.tensor(IDS)).logits
+    trusted = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer; "
+        f"tokenizer = AutoTokenizer.from_pretrained({str(final)!r}, trust_remote_code=True); "
+        f"model = AutoModelForCausalLM.from_pretrained({str(final)!r}, trust_remote_code=True)\n"
     )
-    config = RunConfig("char_lm", {"limit_chars": 4000, "seq_len": 64}, train=options)
-    assert train(config, tmp_path / "run", progress=False).status == "success"
-    assert train(config, tmp_path / "run", resume="auto", progress=False).status == "success"
+    imported = _of_card(final)
+    assert imported.startswith("import wellposed.models\n")
+    for code in (trusted, imported):
+        found = _in_a_fresh_process(code + SHOW, tmp_path / "cache")
+        assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+
+
+def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path: Path) -> None:
+    words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 2", TINY)
+    succeed([*words, "--out", str(tmp_path / "run")])
+    final = tmp_path / "run" / "final"
+    card = (final / "README.md").read_text()
+    line = card.partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
+    code = (
+        "import sys; from transformers import PreTrainedTokenizerFast; tokenizer ="
+        f" PreTrainedTokenizerFast{line.replace('FOLDER', str(final))}; assert not"
+        " any(name.startswith('wellposed') for name in sys.modules); print(tokenizer('a"
+        " cat')['input_ids'])"
+    )
+    expected = load_pretrained(AutoTokenizer, final)("a cat")["input_ids"]
+    assert _in_a_fresh_process(code, tmp_path / "cache") == expected
+
+
+def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
+    files: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    succeed([*_words(files, "train", out), "--variant", "key:1e-2", "--seed", "3"])
+    card = (out / "final" / "README.md").read_text()
+    result = _result(out)
+    accuracy = result["results"]["text_classification"]["accuracy,test"]
+    examples = result["n-samples"]["text_classification"]["test"]
+    assert f"| test | {examples} | accuracy | {accuracy:.6g} |" in card
+    for line in ("task: text_classification", "data: t.tsv", "variant: `key:1e-2`", "seed: 3"):
+        assert f"- {line}\n" in card
+    assert "wellposed train text_classification --data t.tsv" in card
+    assert str(files) not in card
+    assert str(tmp_path) not in card
+    assert "license" not in card
+    (out / "final" / "README.md").write_text("mine\n" + card)  # not damage
+    succeed(["predict", str(out), "--text", "w1 good w2"])
+
+
+def test_a_certificate_stands_in_the_card(files: Path, tmp_path: Path) -> None:
+    for variant, certified in (("lipschitz", True), ("post_ln", False)):
+        words = typed("train text_classification --data", [files / "t.tsv"], "--steps 2", TINY)
+        succeed([*words, "--variant", variant, "--out", str(tmp_path / variant)])
+        card = (tmp_path / variant / "final" / "README.md").read_text()
+        assert ("- certificate: Lipschitz bound " in card) == certified

@@ -111,9 +111,3 @@ def test_debug_shows_the_traceback() -> None:
 
     with pytest.raises(ConfigError):
         main(["--debug", "trane"])
-
-
-def test_python_dash_m_is_the_same_command() -> None:
-    found = python("-m wellposed --help")
-    assert found.returncode == 0
-    assert "usage: wellposed" in found.stdout

@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tomllib
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from tests.support.films import write_films
-from tests.support.words import Cli
+from tests.support.words import Cli, python
 from tests.support.words import words as typed
 
 from wellposed.errors import ConfigError
@@ -62,12 +61,6 @@ TINY = typed(
 )
 
 
-def wellposed(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a fresh process."""
-    command = [sys.executable, "-m", "wellposed", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the plug-in `my.py`, its rows and a comparison of its variant on its
@@ -77,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my.py").write_text(PLUGIN, encoding="utf-8")
     words = ["compare", "films", "--seeds", "1", "--variants", "post_ln,mine"]
     words += ["--import", str(folder / "my.py"), "--out", str(folder / "runs")]
-    done = wellposed(*words, *TINY)
+    done = python("-m wellposed", words, TINY)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -95,10 +88,10 @@ def test_a_run_records_what_it_imported(folder: Path) -> None:
 def test_a_folder_runs_no_code_until_its_file_is_named(folder: Path) -> None:
     run, file = folder / "runs" / "mine" / "seed-0", folder.resolve() / "my.py"
     words = ("predict", run, "--text", "a good film x")
-    done = wellposed(*words)
+    done = python("-m wellposed", words)
     assert done.returncode == 2
     assert f"{file}: if you trust it, give --import {file}" in done.stderr
-    done = wellposed(*words, "--import", file)
+    done = python("-m wellposed", words, "--import", [file])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\t")[0] in ("pos", "neg")
 
@@ -159,17 +152,7 @@ def test_an_installed_package_brings_its_names_by_entry_points(
         " (VARIANTS, ATTENTIONS, FAMILIES))]))"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-
-    def run() -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-        )
-
+    run = partial(python, ["-c", code], env={**os.environ, "PYTHONPATH": path})
     done = run()
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True] * 4

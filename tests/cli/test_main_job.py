@@ -6,8 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -75,54 +73,12 @@ def test_predict_continues_a_text_past_the_positions(workspace: Path, cli: Cli) 
     assert said != first
 
 
-def test_a_fresh_process_loads_the_same_model(workspace: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    final = workspace / "runs" / "post_ln" / "seed-0" / "final"
-    code = (
-        "import sys, torch, wellposed.models; from transformers import AutoModelForCausalLM as M;"
-        "print(M.from_pretrained(sys.argv[1])(torch.arange(9)[None]).logits.double().sum().item())"
-    )
-    found = subprocess.check_output(
-        [sys.executable, "-c", code, str(final)], text=True, stderr=subprocess.DEVNULL
-    )
-    with torch.no_grad():
-        here = (
-            AutoModelForCausalLM.from_pretrained(final)(torch.arange(9)[None])
-            .logits.double()
-            .sum()
-            .item()
-        )
-    assert float(found) == pytest.approx(here, abs=0, rel=1e-12)
-
-
 def test_measure_prints_and_writes(workspace: Path, tmp_path: Path, cli: Cli) -> None:
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
     out = cli(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]).out
     assert "query" in out
     assert "feedforward_in" in out
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}
-
-
-def test_report_over_several_folders(workspace: Path, tmp_path: Path, cli: Cli) -> None:
-    page = tmp_path / "page.html"
-    assert str(page) in cli("report", [workspace / "runs"], "--out", [page]).out
-    assert page.is_file()
-
-
-def test_classify_lines(tmp_path: Path) -> None:
-    kinds = [("good", "fine"), ("bad", "dull")] * 40
-    rows = [f"{label}\tthe film was {word} {number}" for number, (label, word) in enumerate(kinds)]
-    (tmp_path / "films.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n", encoding="utf-8")
-    run, lines, out = (tmp_path / name for name in ("run", "lines.txt", "labels.tsv"))
-    words = typed("train text_classification --data", [tmp_path / "films.tsv"], SHORT)
-    succeed(words, "--out", [run])
-    lines.write_text("the film was fine 3\nthe film was dull 4\n", encoding="utf-8")
-    succeed("predict", [run], "--input", [lines], "--output", [out])
-    labels = [line.split("\t")[0] for line in out.read_text().splitlines()]
-    assert len(labels) == 2
-    assert set(labels) <= {"good", "bad"}
 
 
 def _train(folder: Path, data: Path) -> list[str]:
