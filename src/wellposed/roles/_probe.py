@@ -113,6 +113,8 @@ def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
     else:
         return None
+    if type(model).__name__.endswith("PairClassification"):
+        batch["input_ids_pair"] = batch["input_ids"]
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.arange(_TOKENS)[None] % getattr(config, "vocab_size", 2)
     dtype = next(
