@@ -7,7 +7,9 @@ was expected and what to do next; all offenders of one call are in one message.
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_LISTED = 10
 MAX_MESSAGE = 8000
@@ -145,3 +147,18 @@ def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
         f"{purpose} need the package {package!r}, which is not installed; run: pip install"
         f" 'wellposed[{extra}]'"
     )
+
+
+def import_extra(module: str, extra: str, purpose: str, *, package: str = "") -> Any:
+    """Import a module of an optional dependency, or say which extra brings it.
+
+    Raises:
+        ConfigError: ``package``, by default the module's first name, is not installed.
+
+    >>> import_extra("json", "hf", "tables").loads("[1]")
+    [1]
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing_extra(package or module.partition(".")[0], extra, purpose) from error

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.runs import rows
 from tests.support.words import words as typed
 
 from wellposed.compare.named import NAMED
@@ -18,14 +19,7 @@ from wellposed.errors import ConfigError
 from wellposed.models import build_model
 from wellposed.nn import OrthogonalLinear
 from wellposed.tasks import build_task
-from wellposed.training import (
-    ModelOptions,
-    PenaltyOptions,
-    RunConfig,
-    TrainOptions,
-    read_metrics,
-    train,
-)
+from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, train
 from wellposed.training.config import StartOptions
 from wellposed.training.loop.build import build_penalty, build_run_model, constrained_weights
 
@@ -248,8 +242,8 @@ def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path: Path) -> None:
     assert result.status == "success", result.message
     values = result.result["results"]["char_lm"]
     assert values["nats_per_char,valid"] < result.result["reference"]["nats_per_char"]
-    rows = [row for row in read_metrics(tmp_path / "run") if row["split"] == "train"]
-    assert all(0.0 < row["auxiliary_loss"] < 0.01 for row in rows)  # at most the default weight
+    logged = rows(tmp_path / "run", "train")
+    assert all(0.0 < row["auxiliary_loss"] < 0.01 for row in logged)  # at most the default weight
     weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
     kinds = ("left", "right", "up_proj", "basis")
     held = [weights[name].double() for name in weights if name.split(".")[-2] in kinds]

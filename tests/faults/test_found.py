@@ -112,10 +112,8 @@ def test_a_claim_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "kim2021-figure-2.json"
     path.write_text(json.dumps(claim))
     assert "## kim2021/figure-2" in reproduction_page(tmp_path)
-    broken = [
-        json.dumps({**claim, name: {"a": 1}})
-        for name in ("holds", "notes", "seconds", "criterion", "we_got")
-    ]
+    names = ("holds", "notes", "seconds", "criterion", "we_got")
+    broken = [json.dumps({**claim, name: {"a": 1}}) for name in names]
     for content in ("", "{", "null", DEEP, json.dumps(claim)[:-9], *broken):
         path.write_text(content)
         assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
@@ -372,9 +370,8 @@ def test_an_interrupted_comparison_says_how_to_go_on(
 
     monkeypatch.setattr("wellposed.compare.compare.compare", stopped)
     assert main(["compare", "listops", "--out", "my runs", "--resume", "never"]) == 130
-    assert capsys.readouterr().err == (
-        "interrupted; go on with: wellposed compare listops --out 'my runs' --resume auto\n"
-    )
+    again = "wellposed compare listops --out 'my runs' --resume auto"
+    assert capsys.readouterr().err == f"interrupted; go on with: {again}\n"
     assert asked["seeds"] == 3
 
 

@@ -196,7 +196,7 @@ def test_generation_has_the_same_logits_with_a_cache(family: str, cache: str, na
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads_far_from_the_origin_keep_the_accuracy_of_the_dtype(
+def test_grouped_heads_far_from_the_origin_stay_accurate(
     name: str, dtype: torch.dtype, masked: bool
 ) -> None:
     """Outputs err by the rounding of weights and values in the dtype, not by that of `|k|^2`, which
@@ -207,9 +207,8 @@ def test_grouped_heads_far_from_the_origin_keep_the_accuracy_of_the_dtype(
     causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9).clone()
     if masked:
         causal[0, :, :, :2] = False
-    out, weights = AttentionInterface()[name](
-        module, query, key, value, causal if masked else None, scaling=0.5, dropout=0.0
-    )
+    given = (module, query, key, value, causal if masked else None)
+    out, weights = AttentionInterface()[name](*given, scaling=0.5, dropout=0.0)
     added = torch.zeros(causal.shape).double().masked_fill(~causal, -math.inf)
     wide = (query.double(), key.double(), value.double())
     slow = loops(name, wide, added, scaling=0.5, groups=3)

@@ -119,9 +119,7 @@ class Gradients(TrainerCallback):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_step_is_mean_loss_and_penalty_clipped_together(
-    tmp_path: Path, accumulation: int
-) -> None:
+def test_a_step_is_the_mean_loss_and_one_penalty_clipped(tmp_path: Path, accumulation: int) -> None:
     model, reference = bert(), bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.3, form="gram_squared")
     gradients = Gradients()
@@ -205,9 +203,7 @@ def test_with_roles_each_has_its_worst_and_its_mean() -> None:
         ConditionMetrics(penalty, details="role")
 
 
-def test_a_large_first_penalty_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_first_large_penalty_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = bert()
     for strength, said in ((1e-3, 0), (1e3, 1)):
         penalty = wp.OrthogonalityPenalty(model, key=strength, form="paper")
@@ -272,12 +268,9 @@ def test_a_model_whose_loss_is_not_known_is_refused() -> None:
         compute(None, None)
 
 
-@pytest.mark.parametrize(
-    ("module", "package"), [("_hf_trainer", "transformers"), ("_lightning", "lightning.pytorch")]
-)
-def test_a_missing_engine_names_its_extra(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("module", ["_hf_trainer", "_lightning"])
+def test_a_missing_engine_names_its_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = {"_hf_trainer": "transformers", "_lightning": "lightning.pytorch"}[module]
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"wellposed.integrations.{module}", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'wellposed\["):

@@ -40,9 +40,7 @@ class Rows(lightning.Callback):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
+@pytest.mark.filterwarnings("ignore")
 def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, rows = Net(), Rows()

@@ -144,10 +144,7 @@ def test_a_causal_block_takes_one_or_many():
 
 @with_and_without
 def test_stack_says_how_many_gates_are_missing(grad):
-    with (
-        torch.set_grad_enabled(grad),
-        bad_config(match="gates of 1 layers; expected 2"),
-    ):
+    with torch.set_grad_enabled(grad), bad_config(match="gates of 1 layers; expected 2"):
         make()(torch.randn(1, N, D), gates=[torch.ones(1, E)])
 
 

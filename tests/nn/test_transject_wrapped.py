@@ -11,12 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError
-from wellposed.nn import (
-    GramSpectrum,
-    OrthogonalFeedForward,
-    OrthogonalLinear,
-    TransJectStack,
-)
+from wellposed.nn import GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack
 from wellposed.nn.checks import is_plain
 from wellposed.nn.transject import experts
 

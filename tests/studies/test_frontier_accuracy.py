@@ -6,13 +6,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.studies.test_frontier_toy import write_texts
 
+from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
 from wellposed.tasks import build_task
 from wellposed.training import train
@@ -169,6 +170,22 @@ def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_
     for label, model in MODELS.items():
         assert not model.rate_of or labels.index(model.rate_of) < labels.index(label)
     assert {JUDGED, *PLAIN} <= set(DRAWN)
+
+
+def write_texts(folder: Path) -> Path:
+    rng = random.Random(0)
+    folder.mkdir(parents=True)
+    pairs = [("pos", "good"), ("neg", "bad")] * 40
+    rows = "".join(f"{label}\ta {word} film {rng.choice('xyz')}\n" for label, word in pairs)
+    (folder / "train.tsv").write_text(f"label\ttext\n{rows}", encoding="utf-8")
+    return folder
+
+
+def test_a_study_without_its_texts_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ag_news, imdb"):
+        find_texts(Request("toy", tmp_path))
+    with pytest.raises(DataError, match="found none"):
+        find_texts(Request("toy", tmp_path, data=str(tmp_path)))
 
 
 def test_corpora_are_found_in_a_folder_of_many_or_are_the_folder(tmp_path: Path) -> None:

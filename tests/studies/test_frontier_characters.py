@@ -3,13 +3,10 @@ seconds."""
 
 from __future__ import annotations
 
-import csv
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.finished_runs import written
 
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
@@ -169,32 +166,6 @@ def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> Non
         moved = vectors + share * radius * delta / delta.norm(dim=-1, keepdim=True)
         right = model(inputs_embeds=moved).logits[:, :-1].argmax(-1) == ids[:, 1:]
         assert float(right.double().mean()) >= certified
-
-
-@pytest.mark.slow
-def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
-    generator = random.Random(0)
-    text = tmp_path / "text.txt"
-    text.write_text("".join(generator.choices("abcd \n", k=3000)), encoding="utf-8")
-    done = reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
-    assert done.result.holds is None
-    rows = list(
-        csv.DictReader((tmp_path / "out" / "frontier-characters.csv").read_text().splitlines())
-    )
-    assert {row["model"] for row in rows} == {
-        "Newhouse, AdamW",
-        "Newhouse, Muon",
-        "lipschitz:1",
-        "lipschitz:2",
-    }
-    for row in rows:
-        assert bool(row["printed_bound"]) == row["model"].startswith("Newhouse")
-        if row["model"].startswith("lipschitz"):
-            assert float(row["sound_bound"]) <= float(row["model"].split(":")[1]) * (1 + 1e-6)
-    finished = written(tmp_path)
-    assert len(finished) == 4
-    reproduce("frontier/characters", scale="toy", out=tmp_path / "out", data=str(text))
-    assert written(tmp_path) == finished
 
 
 def test_the_text_is_asked_for(tmp_path: Path) -> None:

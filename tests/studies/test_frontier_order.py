@@ -3,15 +3,10 @@ repeated."""
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
-from tests.support.finished_runs import written
 
-from wellposed.recipes.reproduce import reproduce
 from wellposed.training.certified.record import CertifiedRun
-from wellposed_studies.frontier.order import SHARES, TASKS, Curves, gains_over_control, judge
+from wellposed_studies.frontier.order import SHARES, Curves, gains_over_control, judge
 from wellposed_studies.study import Tuned
 
 CLEAR, NONE, UNSURE = [0.5, 0.52, 0.48], [0.0, 0.01, 0.02], [0.1, 0.3, 0.05]
@@ -64,18 +59,3 @@ def test_a_control_that_keeps_all_its_accuracy_gives_no_radius() -> None:
         gains_over_control([curve("lipschitz, T = 30", flat), curve("no blocks, T = 30", flat)])
         == {}
     )
-
-
-@pytest.mark.slow
-def test_the_recipe_runs_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
-    done = reproduce("frontier/order", scale="toy", out=tmp_path)
-    assert done.result.holds is None
-    assert done.result.criterion is not None
-    rows = list(csv.DictReader((tmp_path / "frontier-order.csv").read_text().splitlines()))
-    assert {row["task"] for row in rows} == set(TASKS)
-    assert {row["model"] for row in rows} == {"pre_ln", "lipschitz, T = 30", "no blocks, T = 30"}
-    assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
-    assert (tmp_path / "frontier-order.svg").is_file()
-    finished = written(tmp_path)
-    reproduce("frontier/order", scale="toy", out=tmp_path)
-    assert written(tmp_path) == finished

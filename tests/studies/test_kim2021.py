@@ -5,47 +5,28 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.finished_runs import written
-from tests.support.recipes import check_reproduced
 from torch import nn
 
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
-from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed.recipes.reproduce import Request, reproduce
 from wellposed_studies.kim2021 import inverses as inverse
 from wellposed_studies.kim2021 import jacobians as bounds
-from wellposed_studies.kim2021.costs import depths_learned, figure_4
-from wellposed_studies.kim2021.language_models import run_config
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a small file of made-up words, whose training folder the recipes share."""
-    rng = random.Random(0)
-    words = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(2, 6))) for _ in range(60)]
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(rng.choice(words) for _ in range(1200)), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one folder for all recipes, so that those which share runs train them once."""
-    return tmp_path_factory.mktemp("reproduce")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("kim2021/")])
-def test_every_recipe_leaves_table_figure_and_claim(name: str, text: str, shared_out: Path) -> None:
-    data = text if "data" in RECIPES.get(name).takes else None
-    check_reproduced(reproduce(name, scale="toy", out=shared_out, data=data))
+from wellposed_studies.kim2021.costs import depths_learned
+from wellposed_studies.kim2021.language_models import (
+    fixed,
+    nll,
+    one_layer,
+    run_config,
+    train_models,
+)
+from wellposed_studies.study import Sizes
 
 
 def test_row_norm_is_that_of_the_layer() -> None:
@@ -112,41 +93,25 @@ def test_random_layers_show_what_figure_3_shows() -> None:
 
 
 def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
-    from wellposed_studies.kim2021 import language_models as training
-
     request = Request("paper", tmp_path)
-    sizes = training.one_layer(request)
+    sizes = one_layer(request)
     config = run_config(request, sizes, "l2_contractive_kim2021", 1)
     assert (config.task_options["examples"], config.model.contractive_bound) == ("lines", "kim2021")
     assert run_config(request, sizes, "l2_contractive", 1).model.contractive_bound == "sharp"
     model, train = config.model, config.train
     assert (model.hidden_size, model.num_attention_heads, train.batch_size) == (512, 8, 64)
     assert (train.schedule, train.steps, train.warmup_steps) == ("kim2021", 100 * 663, 4000)
-    fixed = training.fixed(Request("medium", tmp_path))
-    assert run_config(request, fixed, "dot_product", 18).train.schedule == "constant"
+    sizes = fixed(Request("medium", tmp_path))
+    assert run_config(request, sizes, "dot_product", 18).train.schedule == "constant"
 
 
 @pytest.mark.slow
-def test_runs_are_kept_and_a_diverged_run_is_a_row(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from wellposed_studies.kim2021 import language_models as training
-
-    sizes = training.Sizes(
-        3, 1, 16, heads=8, batch_size=4, seq_len=16, depths=(1,), limit=2000, eval_batches=1
-    )
-    wild = replace(sizes, learning_rate=1e30)
-    request = Request("toy", tmp_path, text)
-    (run,) = training.train_models(request, "diverge", ("dot_product",), wild)
-    assert math.isinf(training.nll(run))
+def test_a_diverged_run_has_no_depth_at_which_it_trains(tmp_path: Path) -> None:
+    sizes = Sizes(3, 1, 16, heads=8, batch_size=4, seq_len=16, depths=(1,), limit=2000)
+    wild = replace(sizes, learning_rate=1e30, eval_batches=1)
+    (run,) = train_models(Request("toy", tmp_path), "diverge", ("dot_product",), wild)
+    assert math.isinf(nll(run))
     assert depths_learned([run]) == {"dot_product": []}
-    small = replace(sizes, warmup=2)
-    monkeypatch.setattr("wellposed_studies.kim2021.costs.tuned", lambda request: small)
-    figure_4(request)
-    before = written(tmp_path)
-    assert len(before) == 7
-    figure_4(request)
-    assert written(tmp_path) == before
 
 
 def test_wrong_names_are_refused(tmp_path: Path) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.finished_runs import written
-from tests.support.recipes import check_reproduced
 
-from wellposed.charts import draw
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
-from wellposed.recipes.reproduce import RECIPES, Request, reproduce
+from wellposed.recipes.reproduce import Request, reproduce
 from wellposed_studies.sengupta2023 import parameters as counts
 from wellposed_studies.sengupta2023 import speed, states, tables
 from wellposed_studies.sengupta2023 import trained as trained_models
@@ -34,7 +31,6 @@ from wellposed_studies.sengupta2023.trained import (
 from wellposed_studies.study import FinishedRun, PlannedRun
 
 WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
-NAMES = [name for name in RECIPES if name.startswith("sengupta2023/")]
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +44,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
             rows = [f"{i % labels}\t{' '.join(rng.sample(WORDS, 8))}\n" for i in range(count)]
             (folder / name / f"{split}.tsv").write_text("".join(rows))
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one folder for all recipes, so that those which share runs train them once."""
-    return tmp_path_factory.mktemp("reproduce")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_leaves_table_figure_and_claim(name: str, data: str, shared_out: Path) -> None:
-    texts = None if name.endswith(("table-3", "table-4", "table-5")) else data
-    check_reproduced(reproduce(name, scale="toy", out=shared_out, data=texts))
 
 
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
@@ -196,22 +179,6 @@ def test_a_task_that_no_model_learns_has_no_part_in_the_verdict(tmp_path: Path) 
     assert not tables._is_learnt([{**chance, "task": "other", "ours": 90.0}], study.name)
 
 
-def test_a_chart_names_the_models_and_shows_their_errors(tmp_path: Path) -> None:
-    study = text_study(Request("mini", tmp_path), "imdb")
-    rows = [
-        {"model": name, "paper": 80.0, "ours": 70.0 + i, "standard_error": 0.5}
-        for i, name in enumerate("AB")
-    ]
-    panel = tables.chart(study, [{**row, "model": f"Model {row['model']}"} for row in rows])
-    plain = replace(panel, series=[replace(series, errors=()) for series in panel.series])
-    draw([panel], tmp_path / "with.svg")
-    draw([plain], tmp_path / "without.svg")
-    text = (tmp_path / "with.svg").read_text()
-    assert "Model A" in text
-    assert "Model B" in text
-    assert len(text) > len((tmp_path / "without.svg").read_text())
-
-
 def batches() -> list[dict[str, torch.Tensor]]:
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     return [{"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), "attention_mask": mask}]
@@ -258,15 +225,9 @@ def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
     assert states.residual_weights(model) == [pytest.approx(math.tanh(0.5))] * 2
 
 
-def test_runs_are_kept_and_a_diverged_run_is_without_metrics(data: str, tmp_path: Path) -> None:
+def test_a_diverged_run_is_without_metrics(data: str, tmp_path: Path) -> None:
     request = Request("toy", tmp_path, data)
     study = text_study(request, "imdb")
-    _, (first,) = train_study(request, study, variants=("post_ln",), seeds=[0])
-    before = written(tmp_path)
-    _, (again,) = train_study(request, study, variants=("post_ln",), seeds=[0])
-    assert isinstance(again, FinishedRun)
-    assert again.metrics == first.metrics
-    assert written(tmp_path) == before
     wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, steps=6))
     _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}

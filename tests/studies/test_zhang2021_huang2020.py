@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.finished_runs import finished
-from tests.support.recipes import check_reproduced
 
 from wellposed.compare.named import NAMED
 from wellposed.errors import ConfigError
-from wellposed.recipes.reproduce import RECIPES, Request, Scale, reproduce
+from wellposed.recipes.reproduce import Request, Scale, reproduce
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
@@ -26,8 +25,6 @@ from wellposed_studies.study import FinishedRun, PlannedRun, Sizes
 from wellposed_studies.zhang2021 import affinity_rows as theorem
 from wellposed_studies.zhang2021 import printed as values
 from wellposed_studies.zhang2021 import tables
-
-OURS = [name for name in RECIPES if name.startswith(("zhang2021/", "huang2020/"))]
 
 
 @pytest.mark.parametrize(
@@ -253,12 +250,6 @@ def test_the_change_of_a_block_is_that_of_its_jacobian(width: int) -> None:
     if width == 1:
         assert row["closed_form"] == pytest.approx(expected, rel=1e-9)
         assert row["closed_form_as_printed"] != pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OURS)
-def test_every_recipe_runs_at_toy_scale(name: str, tmp_path: Path) -> None:
-    check_reproduced(reproduce(name, scale="toy", out=tmp_path))
 
 
 def test_panels_have_means_and_errors_by_strength() -> None:

@@ -12,9 +12,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from tests.support.refusal import bad_config, refused
 
-from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, TASKS, Task, build_task
 
 SMALL_LISTOPS = {"num_train": 90, "num_valid": 30, "num_test": 30}
@@ -41,35 +39,6 @@ def test_importing_and_building_tasks_is_light() -> None:
     code = f"{code}; {build}; print('torch' in sys.modules)"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said.splitlines() == ["[]", "False"]
-
-
-def test_registered_names() -> None:
-    assert set(TASKS.names()) >= {"listops", "char_lm", "text_classification"}
-    for name in TASKS.names():
-        assert TASKS.get(name).name == name
-        assert TASKS.get(name).summary
-
-
-def test_unknown_task_lists_the_nearest() -> None:
-    with bad_config(match=r"unknown task 'listop'; nearest: listops"):
-        build_task("listop")
-
-
-def test_every_bad_option_is_named_at_once() -> None:
-    options = {"seq_length": 3, "limit_chars": "many", "format": "wide", "seq_len": True}
-    says = (
-        "unknown option 'seq_length'; nearest: seq_len",
-        "limit_chars = 'many', expected an integer >= 2 or None",
-        "format = 'wide', expected 'auto', 'plain' or 'spaced'",
-        "seq_len = True, expected an integer",
-    )
-    with refused(*says, kind=ConfigError):
-        build_task("char_lm", options)
-
-
-def test_a_missing_option_is_named() -> None:
-    with bad_config(match="option 'data' is missing"):
-        build_task("text_classification", {})
 
 
 def test_every_option_field_has_a_help_text() -> None:

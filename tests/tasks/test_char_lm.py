@@ -76,31 +76,12 @@ def test_totals_over_a_split_count_every_character_but_the_first(text_file: Path
     assert metrics["bits_per_char"] == pytest.approx(math.log2(7), rel=1e-5)
 
 
-def test_reference_is_the_entropy_of_the_predicted_characters(text_file: Path) -> None:
-    task = build(text_file)
-    counts = Counter(decoded(task, "valid")[1:])
-    total = sum(counts.values())
-    entropy = -sum(count / total * math.log(count / total) for count in counts.values())
-    assert task.reference()["nats_per_char"] == pytest.approx(entropy, rel=1e-12)
-    assert task.reference()["bits_per_char"] == pytest.approx(entropy / math.log(2), rel=1e-12)
-
-
 def test_limit_chars_cuts_train_alone_and_is_described(text_file: Path) -> None:
     full, task = build(text_file), build(text_file, limit_chars=1000)
     assert decoded(task, "train") == decoded(full, "train")[:1000]
     described, whole = task.description(), full.description()["characters"]
     assert described["characters"]["valid"] == whole["valid"]
     assert described["train_characters_left_out_by_limit_chars"] == whole["train"] - 1000
-
-
-def test_unknown_characters_of_valid_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("abcabc\n" * 10)
-    (tmp_path / "valid.txt").write_text("abcéxxabc\n")
-    (tmp_path / "test.txt").write_text("abc\n")
-    described = build(tmp_path).description()["unknown_characters"]
-    assert described["train"]["count"] == 0
-    assert described["valid"] == {"count": 3, "distinct": 2, "most_frequent": {"x": 2, "é": 1}}
-    assert described["test"]["count"] == 0
 
 
 SPACED = "n o _ i t _ w a s n ' t \n < u n k > _ a _ b c d \n "

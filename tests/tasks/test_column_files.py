@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,6 @@ def test_parquet_without_its_package_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", TEXTS)
-    present = builtins.__import__
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name == "datasets":
-            raise ImportError(name)
-        return present(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with bad_config(match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):
         load_texts(DataOptions(str(path)))

@@ -35,11 +35,6 @@ from wellposed.tasks.metrics.overlap import cider, meteor, rouge_l, score_texts
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 
 
-def test_words_keep_inner_apostrophes_and_split_punctuation() -> None:
-    assert words_of("Don't you , SAY?!") == ["don't", "you", ",", "say", "?", "!"]
-    assert words_of("  ") == []
-
-
 def test_meteor_by_hand() -> None:
     # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
     # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
@@ -60,12 +55,6 @@ def test_meteor_by_hand() -> None:
     # penalty 1/2. With: 3 matches, 1 chunk, 1 - 0.5/27.
     scored("a big dog", "a large dog", 1 / 3)
     scored("a big dog", "a large dog", 1 - 0.5 / 27, synonyms={"big": "large"})
-
-
-@given(WORDS)
-@settings(max_examples=30, deadline=None)
-def test_meteor_of_a_sentence_with_itself_is_its_greatest_value(words: list[str]) -> None:
-    assert meteor(words, words) == pytest.approx(1 - 0.5 / len(words) ** 3 if words else 0.0)
 
 
 def test_rouge_l_by_hand() -> None:
@@ -112,16 +101,6 @@ def test_cider_of_one_pair_is_zero_and_numbers_must_agree() -> None:
     assert cider([["a", "b"]], [["a", "b"]]) == [0.0]
     with pytest.raises(ShapeError, match="2 hypotheses and 1 references"):
         cider([["a"], ["b"]], [["a"]])
-
-
-@given(st.lists(st.lists(st.sampled_from("abcdefg"), max_size=8), min_size=2, max_size=5))
-@settings(max_examples=40, deadline=None)
-def test_cider_is_greatest_on_the_reference_itself(wanted: list[list[str]]) -> None:
-    reversed_words = [words[::-1] for words in wanted]
-    for variant, greatest in (("cider", 1), ("cider_d", 10)):
-        same, other = (cider(said, wanted, variant=variant) for said in (wanted, reversed_words))
-        for best, value in zip(same, other, strict=True):
-            assert 0 <= value <= best + 1e-9 <= greatest + 1e-8
 
 
 # Word vectors ---------------------------------------------------------------------------------------------------------

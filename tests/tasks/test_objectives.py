@@ -11,6 +11,7 @@ from wellposed.tasks.objectives import (
     accuracy_sums,
     causal_cross_entropy_sum,
     cross_entropy_sum,
+    perplexity,
 )
 
 
@@ -62,3 +63,7 @@ def test_padded_logits_get_no_gradient() -> None:
 def test_accuracy_counts() -> None:
     logits = torch.eye(4)[[0, 1, 1, 3]]
     assert accuracy_sums(logits, torch.tensor([0, 1, 2, 0])) == (2.0, 4.0)
+
+
+def test_perplexity_beyond_all_floats_is_infinite() -> None:
+    assert (perplexity(1e6), perplexity(0.0)) == (math.inf, 1.0)

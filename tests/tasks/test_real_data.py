@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,24 @@ pytestmark = pytest.mark.data
 
 def sizes(task: Task) -> list[int]:
     return [len(task.dataset(split)) for split in SPLITS]
+
+
+PUBLISHED = {
+    "listops/d20s_train.tsv.gz": ("listops", {}, [8000, 1000, 1000], 10),
+    "listops/d8_test.tsv.gz": ("listops", {}, [9000, 500, 500], 10),
+    "ag_news": ("text_classification", {"tokenizer": "byte"}, [9000, 1000, 3800], 4),
+    "ag_news/": ("retrieval", {"num_train": 2000, "max_length": 256}, [2000, 1000, 3800], 2),
+    "cifar10_subset": ("image", {}, [10000, 1000, 2000], 10),
+    "cifar10_subset/": ("image", {"color": "rgb", "size": 16}, [2850, 150, 1000], 10),
+}
+
+
+@pytest.mark.parametrize("data", PUBLISHED)
+def test_published_sets_have_their_sizes_and_labels(shared_data: Path, data: str) -> None:
+    """Labels of ListOps are those of every expression, or the task would have refused the file."""
+    name, options, expected, labels = PUBLISHED[data]
+    task = build_task(name, {"data": str(shared_data / data), **options})
+    assert (sizes(task), task.model_kwargs()["num_labels"]) == (expected, labels)
 
 
 def test_penn_treebank_characters(shared_data: Path) -> None:
@@ -38,49 +55,6 @@ def test_penn_treebank_characters(shared_data: Path) -> None:
         "consumers may want to move their telephones a little closer to the tv set\n<unk> <unk> "
     )
     assert task.reference()["nats_per_char"] == pytest.approx(3.005, abs=0.001)
-
-
-def test_listops_d20s_labels_all_equal_an_independent_evaluation(shared_data: Path) -> None:
-    folder = shared_data / "listops"
-    task = build_task("listops", {"data": str(folder / "d20s_train.tsv.gz")})
-    assert sizes(task) == [8000, 1000, 1000]
-    # Evaluate by rewriting innermost brackets until a digit is left.
-    innermost = re.compile(r"\[(MIN|MAX|MED|SM)((?: \d)+) \]")
-
-    def reduce(match: re.Match[str]) -> str:
-        values = sorted(map(int, match[2].split()))
-        n = len(values)
-        middle = int((values[(n - 1) // 2] + values[n // 2]) / 2)
-        return str(
-            {"MIN": values[0], "MAX": values[-1], "MED": middle, "SM": sum(values) % 10}[match[1]]
-        )
-
-    rows = gzip.decompress((folder / "d20s_test.tsv.gz").read_bytes()).decode().splitlines()
-    for row, example in zip(rows, task.dataset("test"), strict=True):
-        label, expression = row.split("\t")
-        text = " ".join(expression.replace("(", " ").replace(")", " ").split())
-        assert len(text.split()) == len(example["input_ids"])
-        while "[" in text:
-            text = innermost.sub(reduce, text)
-        assert text == label == str(example["labels"][0])
-
-
-def test_listops_d8_with_first_and_last(shared_data: Path) -> None:
-    task = build_task("listops", {"data": str(shared_data / "listops" / "d8_test.tsv.gz")})
-    assert sizes(task) == [9000, 500, 500]
-
-
-def test_ag_news_folder(shared_data: Path) -> None:
-    task = build_task(
-        "text_classification", {"data": str(shared_data / "ag_news"), "tokenizer": "byte"}
-    )
-    assert sizes(task) == [9000, 1000, 3800]
-    assert task.model_kwargs()["num_labels"] == 4
-    described = task.description()
-    assert described["files"]["test"]["path"].endswith("test_even.tsv.gz")
-    assert (
-        described["files"]["train"]["columns"] == "no header, label in column 0, text in column 1"
-    )
 
 
 def test_sst_with_header_and_quotes(shared_data: Path) -> None:
@@ -122,28 +96,3 @@ def test_imdb_folder_with_the_defaults_of_the_command_line(shared_data: Path) ->
     assert described["texts_also_in_train"]["valid"] == 23
     assert described["truncated_texts"]["train"] > 0
     assert task.reference() == {"accuracy": 0.5}
-
-
-def test_cifar_in_gray(shared_data: Path) -> None:
-    task = build_task("image", {"data": str(shared_data / "cifar10_subset")})
-    assert sizes(task) == [10000, 1000, 2000]
-    assert set(task.lengths("train")) == {1024}
-    assert task.model_kwargs()["num_labels"] == 10
-    assert task.reference() == {"accuracy": 0.1}
-
-
-def test_cifar_in_colour(shared_data: Path) -> None:
-    task = build_task(
-        "image", {"data": str(shared_data / "cifar10_subset"), "color": "rgb", "size": 16}
-    )
-    assert sizes(task) == [2850, 150, 1000]
-    assert set(task.lengths("test")) == {768}
-
-
-def test_ag_news_as_pairs(shared_data: Path) -> None:
-    options = {"data": str(shared_data / "ag_news"), "num_train": 2000, "max_length": 256}
-    task = build_task("retrieval", options)
-    assert sizes(task) == [2000, 1000, 3800]
-    described = task.description()
-    assert described["files"]["test"]["path"].endswith("test_even.tsv.gz")
-    assert described["labels"]["train"] == {"different": 1000, "related": 1000}

@@ -1,8 +1,11 @@
-"""Reading files: gzip, UTF-8, missing and empty files, and how valid and test are found."""
+"""Reading files: gzip, UTF-8, missing and empty files; how valid and test are found, or cut from
+train."""
 
 from __future__ import annotations
 
 import gzip
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,15 @@ import pytest
 from tests.support.refusal import bad_data
 
 from wellposed.tasks.data.files import read_text
-from wellposed.tasks.data.splits import SPLITS, DataOptions, find_split_files, load_hub_dataset
+from wellposed.tasks.data.splits import (
+    SPLITS,
+    DataOptions,
+    Split,
+    cut_missing,
+    cut_missing_text,
+    find_split_files,
+    load_hub_dataset,
+)
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -171,3 +182,36 @@ def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"everything": None})
     with bad_data(match="no split named train; it has everything"):
         load_hub_dataset("hf:name")
+
+
+class Numbers(tuple[int, ...]):
+    def select(self, rows: Sequence[int], /) -> Numbers:
+        return Numbers(self[row] for row in rows)
+
+
+@pytest.mark.parametrize("missing", [("valid",), ("test",), ("valid", "test")])
+def test_rows_are_those_of_the_fixed_shuffle(missing: tuple[Split, ...]) -> None:
+    order = list(range(97))
+    random.Random("cut").shuffle(order)
+    expected = {split: sorted(order[5 * i : 5 * i + 5]) for i, split in enumerate(missing)}
+    whole = {split: Numbers([-1]) for split in SPLITS if split not in missing}
+    splits, described = cut_missing({**whole, "train": Numbers(range(97))}, "x.tsv")
+    assert list(splits) == list(SPLITS)
+    assert {split: list(splits[split]) for split in missing} == expected
+    assert list(splits["train"]) == sorted(order[5 * len(missing) :])
+    assert described == {
+        "cut_from_train": dict.fromkeys(missing, "5 of 97 rows, by a fixed shuffle")
+    }
+
+
+@pytest.mark.parametrize("missing", [(), ("valid",), ("test",), ("valid", "test")])
+def test_a_text_is_cut_at_its_end_in_the_order_of_the_splits(missing: tuple[Split, ...]) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(1010))
+    whole: dict[Split, str] = {split: "own" for split in SPLITS[1:] if split not in missing}
+    texts, described = cut_missing_text({"train": text, **whole}, "x.txt")
+    assert texts["train"] + "".join(texts[split] for split in missing) == text
+    assert all(len(texts[split]) == 50 for split in missing)
+    assert all(texts[split] == "own" for split in whole)
+    assert described == (
+        {"cut_from_train": dict.fromkeys(missing, "contiguous 5%")} if missing else {}
+    )

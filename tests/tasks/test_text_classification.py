@@ -102,18 +102,6 @@ def test_quoting_can_be_overridden(tmp_path: Path) -> None:
     assert texts(build(tmp_path / "b.csv", quoting="none"))[0][1] == '5" tall'
 
 
-def test_a_missing_split_is_cut_from_train_by_a_fixed_shuffle(tmp_path: Path) -> None:
-    # All of one label first: a contiguous cut would give test one label only.
-    rows = [("a" if i < 200 else "b", f"text {i}") for i in range(400)]
-    (tmp_path / "all.tsv").write_text(as_tsv(rows))
-    task = build(tmp_path / "all.tsv")
-    parts = [texts(task, split) for split in SPLITS]
-    assert [len(part) for part in parts] == [360, 20, 20]
-    assert sorted(row for part in parts for row in part) == sorted(rows)
-    assert {label for label, _ in parts[2]} == {"a", "b"}
-    assert set(task.description()["cut_from_train"]) == {"valid", "test"}
-
-
 def write_splits(folder: Path, **rows: list[Any]) -> None:
     for split in SPLITS:
         (folder / f"{split}.tsv").write_text(as_tsv(rows.get(split, ROWS)))

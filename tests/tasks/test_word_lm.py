@@ -3,12 +3,10 @@ Treebank's counts."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support.refusal import bad_config
 
 from wellposed.tasks import SPLITS, WordLMTask, build_task
@@ -63,25 +61,6 @@ def test_pieces_are_words_and_marks(tmp_path: Path) -> None:
     text = "".join(decoded(task, "train")[:7])
     assert text == "Well,it's(almost"
     assert "done." in decoded(build(tmp_path / "x.txt"), "train")
-
-
-def test_totals_count_every_word_but_the_first_and_perplexity_is_exp_of_the_mean(
-    folder: Path,
-) -> None:
-    task = build(folder)
-    classes = task.model_kwargs()["vocab_size"]
-    totals = (0.0, 0.0)
-    for indices in task.batches("valid", 2, seed=0, epoch=0):
-        batch = task.collate([task.dataset("valid")[i] for i in indices])
-        sums = task.metric_sums(torch.zeros(*batch["input_ids"].shape, classes), batch)[
-            "nats_per_word"
-        ]
-        totals = (totals[0] + sums[0], totals[1] + sums[1])
-    assert totals[1] == len(decoded(task, "valid")) - 1
-    assert task.summarize({"nats_per_word": totals})["perplexity"] == pytest.approx(
-        classes, rel=1e-5
-    )
-    assert task.summarize({"nats_per_word": (1e6, 1.0)})["perplexity"] == math.inf
 
 
 def test_limit_words_cuts_train_alone(folder: Path) -> None:

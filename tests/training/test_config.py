@@ -23,11 +23,8 @@ def test_all_problems_of_a_section_are_in_one_error() -> None:
 
 
 def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
-    values = {
-        "task": "listops",
-        "model": {"hidden_size": 30, "num_attention_heads": 4},
-        "train": {"steps": 0, "stepz": 1},
-    }
+    sizes = {"hidden_size": 30, "num_attention_heads": 4}
+    values = {"task": "listops", "model": sizes, "train": {"steps": 0, "stepz": 1}}
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(values, where="run.toml")
     message = str(caught.value)

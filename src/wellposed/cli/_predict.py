@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 200
-TEXT_ONLY = ("text", "max_new_tokens", "temperature", "seed")
+TEXT_ONLY = ("text", "certified", "max_new_tokens", "temperature", "seed")
 TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
 
 
@@ -40,6 +40,8 @@ class PredictArguments(ModelArguments):
     training where not given."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
+    certified: bool = False
+    """A third column of labels: how many words of the text cannot turn the label, whatever they are replaced by."""
     max_new_tokens: Size | None = None
     """Most tokens to add. A language model adds 200 where not given, and past its positions goes on
     from the last half of them; a translation has at most 2 x source + 10."""
@@ -92,6 +94,8 @@ def run(words: Sequence[str]) -> int:
             " give a file of lines of text"
         )
     tokenizer = load_tokenizer(options.model)
+    if model.config.is_encoder_decoder or model.can_generate():
+        _refuse_foreign(options, ("certified",), "only the label of a text holds against words")
     if model.config.is_encoder_decoder:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
@@ -104,7 +108,9 @@ def run(words: Sequence[str]) -> int:
     else:
         from wellposed.cli.prediction.labels import label_lines
 
-        lines = label_lines(model, tokenizer, _lines(options, tokenizer), options.batch_size)
+        given = _lines(options, tokenizer)
+        how = {"certified": options.certified}
+        lines = label_lines(model, tokenizer, given, options.batch_size, **how)
     return _write(lines, options)
 
 

@@ -17,7 +17,6 @@ from wellposed.errors import ConvergenceError, ShapeError
 from wellposed.linalg._polar import (
     BASIN,
     factor,
-    gram,
     largest_row,
     minus_identity_,
     spectral_bound,
@@ -243,14 +242,14 @@ def rotate(
         torch.matmul(point, moved, out=out)
         return Retraction(method, math.nan, unseen)
     if own <= budget:
-        error, e = _half_error(point, gain, work)
+        error, e = _error(point, gain, work)
         e2 = e * math.sqrt(point.shape[-1])  # bounds |E|_2
         left = own + reach * e * (1.0 + e2) + reach * reach * e2 + e * e * (0.75 + 0.25 * e2)
         if left <= budget:
-            torch.matmul(point, moved.add_(error), out=out)
+            torch.matmul(point, moved.add_(error, alpha=-0.5), out=out)
             return Retraction("corrected", math.nan, left)
-    near = torch.matmul(point, moved, out=work("tall", point.shape, point))
-    method, left = _polish_into(near, out, gain, tolerance, work)
+    torch.matmul(point, moved, out=out)
+    method, left = _polish_(out, gain, tolerance, work)
     if method != "svd" and is_large:
         method = "exponential"
     return Retraction(method, size, left + _UNSEEN * tolerance)
@@ -293,7 +292,7 @@ def retract_(
     """
     _require(weight, weight, square=False)
     work = workspace or Workspace()
-    error = _error(weight, gain, work)
+    error, _ = _error(weight, gain, work)
     squared = torch.matmul(error, error, out=work("square", error.shape, weight))
     size = spectral_bound(error, squared)
     if not math.isfinite(size):
@@ -314,32 +313,6 @@ def retract_(
     return Retraction(_polish_(weight, gain, tolerance, work)[0], size)
 
 
-def _polish_into(
-    weight: Tensor, out: Tensor, gain: float, tolerance: float, work: Workspace
-) -> tuple[str, float]:
-    """Write ``W (I - E/2)`` to ``out``, and polish that further if need be; return the method and
-    what it leaves."""
-    error, row = _half_error(weight, gain, work)
-    if not row * math.sqrt(weight.shape[-1]) < BASIN:
-        out.copy_(weight)
-        return _polish_(out, gain, tolerance, work)
-    error.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    torch.matmul(weight, error, out=out)
-    return (
-        ("newton_schulz", row * row)
-        if row * row <= 0.5 * tolerance
-        else _polish_(out, gain, tolerance, work)
-    )
-
-
-def _half_error(weight: Tensor, gain: float, work: Workspace) -> tuple[Tensor, float]:
-    """Return ``-E / 2`` and the largest row norm of E."""
-    error = work("gram", _small_shape(weight), weight)
-    _mirrored_product(weight.mT, weight, out=error, alpha=-0.5 / (gain * gain))
-    error.diagonal(dim1=-2, dim2=-1).add_(0.5)
-    return error, 2.0 * largest_row(error)
-
-
 def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> tuple[str, float]:
     """Take measured Newton-Schulz steps until the next error is certainly within tolerance; SVD
     outside the basin.
@@ -347,8 +320,7 @@ def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> 
     Returns the method and a bound on the error it leaves, rounding apart.
     """
     for _ in range(_MAX_POLISH):
-        error = _error(weight, gain, work)
-        row = largest_row(error)
+        error, row = _error(weight, gain, work)
         if not math.isfinite(row):
             raise ConvergenceError(
                 f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
@@ -373,11 +345,11 @@ def _svd_(weight: Tensor, gain: float) -> str:
     return "svd"
 
 
-def _error(weight: Tensor, gain: float, work: Workspace) -> Tensor:
-    error = gram(weight, out=work("gram", _small_shape(weight), weight))
-    if gain != 1.0:
-        error.div_(gain * gain)
-    return minus_identity_(error)
+def _error(weight: Tensor, gain: float, work: Workspace) -> tuple[Tensor, float]:
+    """Return ``E = W^T W / g^2 - I`` and its largest row norm."""
+    error = work("gram", _small_shape(weight), weight)
+    _mirrored_product(weight.mT, weight, out=error, alpha=1.0 / (gain * gain))
+    return minus_identity_(error), largest_row(error)
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor, alpha: float) -> None:

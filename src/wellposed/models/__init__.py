@@ -48,10 +48,10 @@ from wellposed.models._lstm import LSTMConfig as LSTMConfig
 from wellposed.models._lstm import LSTMForCausalLM as LSTMForCausalLM
 from wellposed.models._pair_head import PairHead as PairHead
 from wellposed.models._pooling import POOLINGS as POOLINGS
+from wellposed.models._seq2seq import GNMTLengthPenalty as GNMTLengthPenalty
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
 from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
-from wellposed.models._seq2seq_generation import GNMTLengthPenalty as GNMTLengthPenalty
 from wellposed.models._start import Start as Start
 from wellposed.models._start import check_start as check_start
 from wellposed.models._start import reads_images as reads_images

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from wellposed.errors import ConfigError, listed, unknown_name
 from wellposed.model_options import ModelOptions
-from wellposed.models._checked_config import CheckedConfig
+from wellposed.models._config import CheckedConfig
 from wellposed.registry import Registry
 
 

@@ -1,12 +1,17 @@
-"""The configurations of wellposed and TransJect models: Hugging Face's, with every value checked."""
+"""The configurations of wellposed and TransJect models: Hugging Face's, with every value checked when
+one is made, and again when a model is made of it."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
+from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
-from wellposed.errors import ConfigError, NotLipschitzError
+from transformers import GenerationConfig, PreTrainedConfig
+
+from wellposed.errors import ConfigError, NotLipschitzError, listed, nearest_names
 from wellposed.model_options import (
     PartOptions,
     TransJectOptions,
@@ -14,7 +19,6 @@ from wellposed.model_options import (
     readers,
     unread_options,
 )
-from wellposed.models._checked_config import CheckedConfig
 from wellposed.models._init import INITS
 from wellposed.models._pooling import POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
@@ -23,7 +27,154 @@ from wellposed.nn.checks import Eps
 from wellposed.nn.transject.experts import Gating
 from wellposed.nn.transject.injective_embedding import PositionKind
 from wellposed.nn.transject.orthogonal import ResidualStart
-from wellposed.options import Ge, Lt, Positive, Rate, Size, Strength, fits
+from wellposed.options import Ge, Lt, Positive, Rate, Size, Strength, checked_hints, fits, misfits
+from wellposed.registry import Registry
+
+# What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
+_HUGGING_FACE = {
+    "model_type",
+    "num_labels",
+    "name_or_path",
+    "torch_dtype",
+    "output_attentions",
+    "attn_implementation",
+    "experts_implementation",
+    "auto_map",
+    "quantization_config",
+    "custom_pipelines",
+    "task_specific_params",
+    "use_cache",
+}
+MOST_LABELS = 1_000_000
+"""Hugging Face keeps a name for each label: beyond this a configuration alone fills the memory."""
+_Labels = Annotated[int, Ge(1), Lt(MOST_LABELS + 1)]
+
+
+class CheckedConfig(PreTrainedConfig):
+    """What the configurations of all families share: bad values, and keys that nobody reads, in one
+    error.
+
+    The annotations of the fields say what their values must be. The options that only some parts
+    read are declared with the parts; a configuration has them as attributes.
+    """
+
+    absent_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that another family has, and what to do without them here."""
+    named: ClassVar[Mapping[str, Registry[Any]]] = {}
+    """Where the names that fields give are looked up."""
+    vocab_size: Size = 256
+    max_position_embeddings: Size = 512
+    hidden_size: Size = 128
+    dropout: Rate = 0.0
+    pooling: str = "mean"
+    is_causal: bool | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    use_cache: bool | None = True
+
+    if TYPE_CHECKING:  # options of parts are no fields
+
+        def __init__(self, **options: Any) -> None: ...
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name, item in self.part_options().items():
+            setattr(self, name, kwargs.pop(name, item.default))
+        if kwargs.get("num_labels", 0) is None:
+            del kwargs["num_labels"]
+        unusable = _label_problems(kwargs.get("num_labels"), self.id2label)
+        unknown = self._unknown_keys(kwargs)
+        if unusable:
+            kwargs, self.id2label = {**kwargs, "num_labels": 2}, None
+        super().__post_init__(**kwargs)
+        self.check([*unknown, *unusable])
+
+    @classmethod
+    def part_classes(cls) -> list[type[PartOptions]]:
+        """Return the classes of the options that only some parts read."""
+        return []
+
+    @classmethod
+    def part_options(cls) -> dict[str, Field[Any]]:
+        """Return the options that only some parts read."""
+        return {item.name: item for options in cls.part_classes() for item in fields(options)}
+
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """Return what values must be, by name, as `wellposed.options` writes it."""
+        found: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, CheckedConfig):
+                found |= inspect.get_annotations(base, eval_str=True)
+        own = {item.name: found[item.name] for item in fields(cls) if item.name in found}
+        for options in cls.part_classes():
+            own |= checked_hints(options)
+        return own
+
+    def check(self, problems: list[str] | None = None) -> None:
+        """Raise `ConfigError` naming every value that no model can be built from."""
+        problems = [*(problems or []), *self.problems()]
+        if problems:
+            count = "1 value is" if len(problems) == 1 else f"{len(problems)} values are"
+            raise ConfigError(f"{type(self).__name__}: {count} not usable:\n{listed(problems)}")
+
+    def problems(self) -> list[str]:
+        """Return one line for each value that no model can be built from."""
+        # An option that a part registered after this configuration was made is not its own.
+        hints = {name: hint for name, hint in self.hints().items() if hasattr(self, name)}
+        values = {name: getattr(self, name) for name in hints}
+        wrong = {
+            name: f"{name}: received {value!r}; expected {expected}"
+            for name, value, expected in misfits(values, hints)
+            if name not in self.named
+        }
+        return [
+            *wrong.values(),
+            *(
+                f"{name}: unknown {registry.kind} {values[name]!r}; "
+                f"nearest: {', '.join(nearest_names(str(values[name]), registry))}"
+                for name, registry in self.named.items()
+                if not (isinstance(values[name], str) and values[name] in registry)
+            ),
+            *(
+                f"{name}: received {token!r}; expected a token in [0, {self.vocab_size})"
+                for name in values
+                if name.endswith("_token_id") and name not in wrong and "vocab_size" not in wrong
+                for token in _tokens(values[name])
+                if not fits(token, Annotated[int, Ge(0), Lt(self.vocab_size)])
+            ),
+        ]
+
+    def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass
+        in silence."""
+        known = {item.name for item in fields(self)} | set(self.part_options())
+        accepted = known | _HUGGING_FACE | {"per_layer_config", *GenerationConfig().to_dict()}
+        return [
+            f"{key}: unknown key;"
+            f" {self.absent_keys.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
+            for key in kwargs
+            if key not in accepted and not key.startswith("_")
+        ]
+
+
+def _tokens(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _label_problems(count: Any, names: Any) -> list[str]:
+    """Return one line for labels that no head has; before Hugging Face makes a name for each."""
+    wrong = misfits({"num_labels": count}, {"num_labels": _Labels | None})
+    problems = [f"{name}: received {value!r}; expected {words}" for name, value, words in wrong]
+    if names is not None and not (
+        isinstance(names, Mapping) and names and all(str(key).isdigit() for key in names)
+    ):
+        problems.append(
+            f"id2label: received {names!r:.200}; expected names of labels by number, such as"
+            " {0: 'bad', 1: 'good'}"
+        )
+    return problems
+
 
 _NAMED = {
     "attention": ATTENTIONS,
@@ -94,16 +245,13 @@ class WellposedConfig(CheckedConfig):
     Traceback (most recent call last):
     ...
     wellposed.errors.ConfigError: WellposedConfig: 1 value is not usable:
-      norm: unknown norm 'per'; nearest: pre, post, none
+      norm: unknown norm 'per'; nearest: pre
     """
 
     model_type = "wellposed"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     named = _NAMED
 
-    vocab_size: Size = 256
-    max_position_embeddings: Size = 512
-    hidden_size: Size = 128
     num_hidden_layers: Depth = 2
     num_attention_heads: Size = 4
     intermediate_size: Size | None = None
@@ -117,24 +265,13 @@ class WellposedConfig(CheckedConfig):
     unit_embeddings: bool = False
     ball_embeddings: bool = False
     tie_word_embeddings: bool = True
-    dropout: Rate = 0.0
     attention_dropout: Rate = 0.0
     init: str = "xavier"
-    pooling: str = "mean"
     num_decoder_layers: Annotated[Depth, Ge(1)] | None = None
     share_embeddings: bool = True
     cross_attention: str | None = None
     decoder_start_token_id: int | None = None
-    is_causal: bool | None = None
     layer_norm_eps: Positive = 1e-5
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    use_cache: bool | None = True
-
-    if TYPE_CHECKING:  # options of parts are no fields
-
-        def __init__(self, **options: Any) -> None: ...
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None and fits(self.hidden_size, Size):
@@ -260,27 +397,13 @@ class TransJectConfig(CheckedConfig):
         "gates",
     ]
 
-    vocab_size: Size = 256
-    max_position_embeddings: Size = 512
-    hidden_size: Size = 128
     num_hidden_layers: Annotated[Depth, Ge(1)] = 2
     spectrum_eps: Eps = 1e-6
     gating: Gating = "pooled"
     residual: ResidualStart = "rezero"
     position: PositionKind = "sinusoidal"
-    dropout: Rate = 0.0
     reconstruction_weight: Strength = 0.01
-    pooling: str = "mean"
     tie_word_embeddings: bool = False
-    is_causal: bool | None = None
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    use_cache: bool | None = True
-
-    if TYPE_CHECKING:  # options of parts are no fields
-
-        def __init__(self, **options: Any) -> None: ...
 
     @classmethod
     def part_classes(cls) -> list[type[PartOptions]]:

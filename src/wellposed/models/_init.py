@@ -28,8 +28,6 @@ class Initializer:
     model: Callable[[nn.Module], None] | None = None
     """`model(model)`, called once on a whole fresh model after all its modules; never when a
     checkpoint is loaded."""
-    reads: tuple[str, ...] = ()
-    """Options of the configuration that this initialisation reads and others do not."""
 
 
 INITS = Registry[Initializer]("init")
@@ -116,13 +114,11 @@ def kim2021_model_(model: Any) -> None:
     >>> bool(model[0].q_proj.weight.abs().max() <= 1 / 4)
     True
     """
-    scale = _KIM2021_SCALE if model.config.l2_init_scale is None else model.config.l2_init_scale
+    scale = model.config.l2_init_scale or _KIM2021_SCALE
     for module in model.modules():
         if isinstance(module, L2SelfAttention):
             module.init_scale = scale
             module.reset_parameters()
 
 
-INITS.register("kim2021")(
-    Initializer(module=xavier_, model=kim2021_model_, reads=("l2_init_scale",))
-)
+INITS.register("kim2021")(Initializer(module=xavier_, model=kim2021_model_))

@@ -18,7 +18,7 @@ from wellposed.finite_json import from_json
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
 from wellposed.models._build import AUTO_CLASSES
-from wellposed.models._checked_config import MOST_LABELS
+from wellposed.models._config import MOST_LABELS
 from wellposed.regular_file import read_bytes
 
 _BY_SUFFIX = {

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from wellposed.errors import ConfigError
-from wellposed.models._checked_config import CheckedConfig
+from wellposed.models._config import CheckedConfig
 from wellposed.models._inputs import ModelInputs
 from wellposed.options import Size, fits
 

@@ -58,12 +58,12 @@ class Embeddings(nn.Module):
     with `unit_embeddings`, below 1 with `ball_embeddings`.
 
     Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after
-    the factor, as there. `position_scale` is a further factor on sines; see `WellposedConfig`.
+    the factor, as there. `position_scale` is a further factor on sines.
 
     Args:
         config: what the model is made of.
-        own_tokens: whether it holds a table of tokens; otherwise one is handed to every call.
-        position_scale: the factor on sines.
+        stack: encoder, or decoder, which is handed the encoder's table of tokens at every call where
+            the two share it.
 
     >>> from wellposed.models import WellposedConfig
     >>> embeddings = Embeddings(WellposedConfig(hidden_size=8, num_attention_heads=2))
@@ -71,16 +71,15 @@ class Embeddings(nn.Module):
     torch.Size([1, 2, 8])
     """
 
-    def __init__(
-        self, config: Any, *, own_tokens: bool = True, position_scale: float = 1.0
-    ) -> None:
+    def __init__(self, config: Any, *, stack: str = "encoder") -> None:
         super().__init__()
         table = UnitEmbedding if config.unit_embeddings else nn.Embedding
         table = BallEmbedding if config.ball_embeddings else table
-        self.token = table(config.vocab_size, config.hidden_size) if own_tokens else None
+        own = stack == "encoder" or not config.share_embeddings
+        self.token = table(config.vocab_size, config.hidden_size) if own else None
         self.position = POSITIONS.get(config.position)(config)
         if isinstance(self.position, SinusoidalPositions):
-            self.position.rescale(position_scale)
+            self.position.rescale(_position_scale(config, own_depth=own and stack == "decoder"))
         in_ball = config.unit_embeddings or config.ball_embeddings
         scaled = config.scale_embeddings and not in_ball
         self.scale = math.sqrt(config.hidden_size) if scaled else 1.0
@@ -106,7 +105,7 @@ class Embeddings(nn.Module):
         )
 
 
-def position_scale(config: Any, stack: str) -> float:
+def _position_scale(config: Any, *, own_depth: bool) -> float:
     """Return the factor on sinusoidal positions; under T-Fixup, unless given, that of the stack's
     token embeddings."""
     if config.position_scale is not None:
@@ -116,8 +115,7 @@ def position_scale(config: Any, stack: str) -> float:
     if not config.is_encoder_decoder:
         return t_fixup_factor(2 * config.num_hidden_layers)
     # one table of tokens for both sides is scaled once, by the depth of the encoder
-    own = stack == "decoder" and not config.share_embeddings
-    return t_fixup_decoder_factor(config.decoder_depth if own else config.num_hidden_layers)
+    return t_fixup_decoder_factor(config.decoder_depth if own_depth else config.num_hidden_layers)
 
 
 class WellposedPreTrainedModel(CheckedPreTrainedModel):
@@ -165,15 +163,20 @@ class WellposedBody(WellposedPreTrainedModel):
     """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: what encoders, decoders and
     language models share."""
 
-    embeddings: Embeddings
-    layers: nn.ModuleList
-    final_norm: nn.Module
-
-    def assemble(
-        self, blocks: tuple[nn.ModuleList, nn.Module], embeddings: Embeddings, *, is_causal: bool
+    def __init__(
+        self,
+        config: WellposedConfig,
+        block: Callable[[Any], Block],
+        depth: int,
+        *,
+        stack: str,
+        is_causal: bool,
+        is_part: bool,
     ) -> None:
-        """Set the parts, in the order in which random numbers are drawn."""
-        self.embeddings = embeddings
+        super().__init__(config)
+        self._is_part = is_part
+        blocks = build_layers(config, block, depth)  # random numbers are drawn in this order
+        self.embeddings = Embeddings(config, stack=stack)
         self.layers, self.final_norm = blocks
         self.is_causal = is_causal
         self.post_init()
@@ -257,11 +260,8 @@ class WellposedModel(WellposedBody):
     """
 
     def __init__(self, config: WellposedConfig, *, is_part: bool = False) -> None:
-        super().__init__(config)
-        self._is_part = is_part
-        blocks = build_layers(config, Block, config.num_hidden_layers)
-        embeddings = Embeddings(config, position_scale=position_scale(config, "encoder"))
-        self.assemble(blocks, embeddings, is_causal=bool(config.is_causal))
+        how = {"stack": "encoder", "is_causal": bool(config.is_causal), "is_part": is_part}
+        super().__init__(config, Block, config.num_hidden_layers, **how)
 
     @takes(ModelInputs)
     def forward(self, given: ModelInputs) -> BaseModelOutputWithPast:

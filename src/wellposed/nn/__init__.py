@@ -71,9 +71,7 @@ from wellposed.nn.transject.experts import GramAttention as GramAttention
 from wellposed.nn.transject.injective_embedding import InjectiveEmbedding as InjectiveEmbedding
 from wellposed.nn.transject.orthogonal import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
 from wellposed.nn.transject.orthogonal import InjectiveResidual as InjectiveResidual
-from wellposed.nn.transject.orthogonal import (
-    OrthogonalFeedForward as OrthogonalFeedForward,
-)
+from wellposed.nn.transject.orthogonal import OrthogonalFeedForward as OrthogonalFeedForward
 from wellposed.nn.transject.orthogonal import OrthogonalLinear as OrthogonalLinear
 from wellposed.nn.transject.orthogonal import orthogonal_patterns as orthogonal_patterns
 from wellposed.nn.transject.spectrum import GramSpectrum as GramSpectrum

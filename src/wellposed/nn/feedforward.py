@@ -34,7 +34,25 @@ def unit_gelu(x: Tensor) -> Tensor:
     return F.gelu(x) / 1.128905
 
 
-class MLP(Part):
+class _TwoLayers(Part):
+    """`f(x) = W_down g(W_up x + b_up) + b_down` for each token."""
+
+    def __init__(
+        self, embed_dim: Size, hidden_dim: Size, activation: Callable[[Tensor], Tensor], bias: bool
+    ) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
+        self.activation = activation
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., embed_dim) to (..., embed_dim)."""
+        check_tokens(self, x, self.embed_dim)
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class MLP(_TwoLayers):
     """`f(x) = W_down g(W_up x + b_up) + b_down` for each token, `g` a scalar nonlinearity.
 
     Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`; `gelu` is x Phi(x), the exact
@@ -61,17 +79,8 @@ class MLP(Part):
     def __init__(
         self, embed_dim: Size, hidden_dim: Size, *, activation: str = "gelu", bias: bool = True
     ) -> None:
-        super().__init__()
-        self.embed_dim = embed_dim
+        super().__init__(embed_dim, hidden_dim, ACTIVATIONS.get(activation), bias)
         self.activation_name = activation
-        self.activation = ACTIVATIONS.get(activation)
-        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
-        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., embed_dim) to (..., embed_dim)."""
-        check_tokens(self, x, self.embed_dim)
-        return self.down_proj(self.activation(self.up_proj(x)))
 
 
 @FEEDFORWARDS.register("mlp")
@@ -109,7 +118,7 @@ class MaxMin(nn.Module):
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], -1)
 
 
-class MaxMinFeedForward(Part):
+class MaxMinFeedForward(_TwoLayers):
     r"""`f(x) = W_2 MaxMin(W_1 x + b) + c` for each token: `|f(x) - f(y)| <= |W_2| |W_1| |x - y|`.
 
     1-Lipschitz in norms tok and 2 where no singular value of the two weights is above 1, in inf
@@ -131,21 +140,12 @@ class MaxMinFeedForward(Part):
     """
 
     def __init__(self, embed_dim: Size, hidden_dim: Size, *, bias: bool = True) -> None:
-        super().__init__()
         if hidden_dim % 2:
             raise ConfigError(
                 f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, whose entries"
                 f" make pairs; take {hidden_dim + 1}"
             )
-        self.embed_dim = embed_dim
-        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
-        self.activation = MaxMin()
-        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., embed_dim) to (..., embed_dim)."""
-        check_tokens(self, x, self.embed_dim)
-        return self.down_proj(self.activation(self.up_proj(x)))
+        super().__init__(embed_dim, hidden_dim, MaxMin(), bias)
 
 
 FEEDFORWARDS.register("maxmin")(

@@ -63,9 +63,7 @@ Divisor: TypeAlias = Annotated[
     " seq_len=...).total",
 ]
 Budget: TypeAlias = Annotated[
-    float,
-    Gt(1),
-    "x alone has the constant 1; for a map of constant 1 take ConvexResidual",
+    float, Gt(1), "x alone has the constant 1; for a map of constant 1 take ConvexResidual"
 ]
 
 
@@ -166,12 +164,7 @@ class BudgetResidual(_DividedBranch):
     shown = ("budget", "blocks", "divisor")
 
     def __init__(
-        self,
-        budget: Budget,
-        blocks: Size = 1,
-        *,
-        share: Share = 0.5,
-        divisor: Divisor = 1.0,
+        self, budget: Budget, blocks: Size = 1, *, share: Share = 0.5, divisor: Divisor = 1.0
     ) -> None:
         super().__init__(share, divisor)
         self.budget = float(budget)

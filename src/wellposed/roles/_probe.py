@@ -99,7 +99,9 @@ def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
     config = config.get_text_config() if name == "input_ids" else config
     if name == "input_ids":
         vocabulary = getattr(config, "vocab_size", 2)
-        batch = {name: torch.arange(_TOKENS)[None] % vocabulary}
+        positions = getattr(config, "max_position_embeddings", None) or 0
+        length = positions if 0 < positions < _TOKENS else _TOKENS
+        batch = {name: torch.arange(length)[None] % vocabulary}
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
         batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}

@@ -195,6 +195,9 @@ class Tracer(TorchFunctionMode):
             self._follow(name, args, given, output)
         elif name in {"var_mean", "std_mean"}:
             return tuple(each.detach() for each in output)
+        elif name == "frexp":
+            for each in output:
+                self._follow(name, args, given, each)
         return output
 
     def _seen(self, call: _Call) -> Tensor:

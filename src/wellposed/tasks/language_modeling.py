@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -17,7 +16,7 @@ from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
-from wellposed.tasks.task import register_task
+from wellposed.tasks.task import Batch, Sums, register_task
 from wellposed.tasks.text.pretrained import count_unknown
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 
@@ -94,9 +93,7 @@ class LanguageModelingTask(LanguageModelTask):
     def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
         return encode_with_bytes(encoder, text)
 
-    def metric_sums(
-        self, logits: Tensor, batch: Mapping[str, Tensor]
-    ) -> dict[str, tuple[float, float]]:
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         sums = super().metric_sums(logits, batch)
         predicted_bytes = int(batch["label_bytes"][:, 1:].sum())
         return {
@@ -104,7 +101,7 @@ class LanguageModelingTask(LanguageModelTask):
             "bits_per_byte": (sums["nats_per_token"][0] / math.log(2), float(predicted_bytes)),
         }
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    def summarize(self, totals: Sums) -> dict[str, float]:
         bits, predicted_bytes = totals["bits_per_byte"]
         return {**super().summarize(totals), "bits_per_byte": bits / max(1.0, predicted_bytes)}
 

@@ -15,10 +15,10 @@ from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Ge, Size
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data import splits
+from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
@@ -306,11 +306,9 @@ def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[Examples, Desc
     splits.refuse_options(options, _DRAWN, reason)
     tables, described = load_labelled(options)
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
-    if problems:
-        raise DataError(
-            f"{len(problems)} rows that are not label and expression; correct or remove them:\n"
-            + listed(problems)
-        )
+    files.refuse(
+        f"{len(problems)} rows that are not label and expression; correct or remove them", problems
+    )
     examples: Examples = {}
     for split in SPLITS:
         encoded = encoder.encode(tables[split].texts)

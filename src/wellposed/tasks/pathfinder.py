@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed.tasks.data import files, images, splits
 from wellposed.tasks.data.images import Images
@@ -411,12 +411,11 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], Desc
             else:
                 paths.append(path)
                 labels.append(int(fields[3]))
-    if problems or not paths:
-        raise DataError(
-            f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip'"
-            " for images that are missing or empty:\n"
-            + listed(problems or [f"{metadata}: no .npy file of text"])
-        )
+    files.refuse(
+        f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip' for"
+        " images that are missing or empty",
+        problems or ([] if paths else [f"{metadata}: no .npy file of text"]),
+    )
     release = Images(paths, np.array(labels, np.int64), images.read_image_file)
     everything = images.stack_images(release, skipped=skipped if skip else None)
     found, cut = splits.cut_missing({"train": everything}, str(folder), share=_CUT_SHARE)

@@ -11,18 +11,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import ConfigError
 from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
 from wellposed.tasks.data.prose import gather_prose
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.kinds.classification import (
-    ClassificationTask,
-    LabelledExamples,
-    encode_labelled,
-)
+from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import Kind, register_task
 from wellposed.tasks.text.tokenizers import build_encoder
 
@@ -63,7 +59,7 @@ class RetrievalOptions(DataOptions):
 
 
 @register_task("retrieval", RetrievalOptions, "whether two documents belong together (accuracy)")
-class RetrievalTask(ClassificationTask):
+class RetrievalTask(classification.ClassificationTask):
     """Two-way classification of pairs of documents: related or not.
 
     From a pair file (the AAN release of the Long Range Arena) labels are those of the file. From
@@ -89,7 +85,9 @@ class RetrievalTask(ClassificationTask):
         documents: dict[Split, LabelledTexts] = {s: each.documents for s, each in tables.items()}
         texts = documents["train"].texts
         encoder = build_encoder(options.tokenizer, texts, max_words=options.max_words)
-        encoded, details = encode_labelled(encoder, documents, options, noun="documents")
+        encoded, details = classification.encode_labelled(
+            encoder, documents, options, noun="documents"
+        )
         super().__init__(
             encoder=encoder,
             examples={split: table.examples(encoded[split].ids) for split, table in tables.items()},
@@ -141,11 +139,10 @@ def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
         for label in (1, 0)
         if wanted[label] > available[label]
     ]
-    if problems:
-        raise DataError(
-            "the labelled texts give too few pairs; lower num_train, num_valid, num_test, or add"
-            " texts:\n" + listed(problems)
-        )
+    files.refuse(
+        "the labelled texts give too few pairs; lower num_train, num_valid, num_test, or add texts",
+        problems,
+    )
     drawn = _draw(groups, table.labels, wanted, random.Random(f"pairs/{seed}"))
     return PairTable(table, [one for one, _ in drawn], [two for _, two in drawn], [*drawn.values()])
 
@@ -205,11 +202,11 @@ class PairTable:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def examples(self, ids: Ragged) -> LabelledExamples:
+    def examples(self, ids: Ragged) -> classification.LabelledExamples:
         """Return the pairs of documents with the token ids ``ids``."""
         columns = (np.array(values, np.int64) for values in (self.labels, self.first, self.second))
         labels, first, second = columns
-        return LabelledExamples(ids, labels, first=first, second=second)
+        return classification.LabelledExamples(ids, labels, first=first, second=second)
 
     def select(self, rows: Sequence[int]) -> PairTable:
         """Return the pairs ``rows`` and the documents they use."""

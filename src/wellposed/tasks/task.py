@@ -30,6 +30,9 @@ Kind: TypeAlias = Literal[
     "image_classification",
 ]
 Example: TypeAlias = "dict[str, list[int]]"
+Batch: TypeAlias = "Mapping[str, Tensor]"
+Sums: TypeAlias = "dict[str, tuple[float, float]]"
+"""Sum and count of each metric."""
 Examples = TypeVar("Examples", bound="Sequence[Example]")
 
 
@@ -101,7 +104,7 @@ class Task(ABC):
         """
 
     def loss_sum(
-        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
+        self, logits: Tensor, batch: Batch, *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Return the summed float32 cross entropy in nats and the number of predictions; a causal
         shift is inside."""
@@ -109,7 +112,7 @@ class Task(ABC):
         loss = objectives.causal_cross_entropy_sum if causal else objectives.cross_entropy_sum
         return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 
-    def target_count(self, batch: Mapping[str, Tensor]) -> int:
+    def target_count(self, batch: Batch) -> int:
         """Return how many predictions `loss_sum` sums over, known before the forward pass.
 
         Labels other than -100 count; the first token of a language model does not, as nothing
@@ -119,12 +122,10 @@ class Task(ABC):
         return int((labels != objectives.IGNORED_LABEL).sum())
 
     @abstractmethod
-    def metric_sums(
-        self, logits: Tensor, batch: Mapping[str, Tensor]
-    ) -> dict[str, tuple[float, float]]:
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    def summarize(self, totals: Sums) -> dict[str, float]:
         """Return the metrics of added-up (sum, count) pairs: their means, unless the task knows
         better."""
         return {name: total / count for name, (total, count) in totals.items()}

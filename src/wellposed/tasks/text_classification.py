@@ -10,12 +10,7 @@ from wellposed.options import Size
 from wellposed.tasks.data import labelled, splits
 from wellposed.tasks.data.docstrings import labelled_docstrings
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.kinds.classification import (
-    ClassificationTask,
-    LabelledExamples,
-    encode_labelled,
-    number_labels,
-)
+from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import build_encoder
 
@@ -44,7 +39,7 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     TextClassificationOptions,
     "classify texts of a csv, tsv or jsonl file (accuracy)",
 )
-class TextClassificationTask(ClassificationTask):
+class TextClassificationTask(classification.ClassificationTask):
     """Classification of texts by the labels that train holds; a label of valid or test that train
     lacks is an error.
 
@@ -63,13 +58,17 @@ class TextClassificationTask(ClassificationTask):
         labels = labelled.sorted_labels(train.labels)
         _refuse_labels(train, labels)
         names, named_by = labelled.name_classes(labels, train.path, options.class_names)
-        numbers = {split: number_labels(tables[split], labels, split) for split in SPLITS}
+        numbers = {
+            split: classification.number_labels(tables[split], labels, split) for split in SPLITS
+        }
         encoder = build_encoder(options.tokenizer, train.texts, max_words=options.max_words)
-        encoded, details = encode_labelled(encoder, tables, options, noun="texts")
+        encoded, details = classification.encode_labelled(encoder, tables, options, noun="texts")
         super().__init__(
             encoder=encoder,
             examples={
-                split: LabelledExamples(encoded[split].ids, numbers[split], encoded[split].segments)
+                split: classification.LabelledExamples(
+                    encoded[split].ids, numbers[split], encoded[split].segments
+                )
                 for split in SPLITS
             },
             labels=names,

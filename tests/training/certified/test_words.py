@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.models import WellposedForSequenceClassification
 from wellposed.nn import ConvexResidual
 from wellposed.tasks.text.tokenizers import CharacterEncoder, WordEncoder
+from wellposed.training import load_run_model
 from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import WordBounds, bound_words, hold_texts
@@ -182,7 +182,7 @@ def test_what_one_character_makes_is_what_the_tokenizer_reads():
     characters, tokenizer = of_words(bound_words(model_of(0), seq_len=16))
     for text in ("abb ba", "a b bb", "ab"):
         ids = tokenizer(text)["input_ids"]
-        mine = {tuple(t.tolist()) for t in characters.proposals(torch.tensor(ids), 0)}
+        mine = {tuple(t.tolist()) for t in characters.proposals(torch.tensor(ids), 0, label=1)}
         short = {tuple(tokenizer(t)["input_ids"]) for t in characters_away(text)} - {(), tuple(ids)}
         assert short <= mine
 
@@ -296,17 +296,45 @@ def test_a_model_without_such_a_loss_is_named():
         word_logits(torch.zeros(1, 3), batch, torch.nn.Linear(2, 2), 1.0)
 
 
-def test_a_model_without_a_certificate_is_attacked_and_told_why(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    out = str(tmp_path / "plain")
-    words = "train text_classification --data builtin --variant pre_ln --steps 2 --quiet"
-    small = "--model.hidden-size 16 --model.num-hidden-layers 1 --model.num-attention-heads 2"
-    assert main([*words.split(), *small.split(), "--out", out]) == 0
-    asked = ["--words", "1", "--examples", "4", "--text", "send a message to the mail server"]
+def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        f"{label}\t{word} {word} film {word} x\n" for label, word in (("p", "good"), ("n", "bad"))
+    ]
+    (tmp_path / "train.tsv").write_text("label\ttext\n" + "".join(rows * 40), encoding="utf-8")
+    run = str(tmp_path / "run")
+    typed = "--steps 30 --eval-every 30 --checkpoint-every 30 --batch-size 8 --quiet --max-length 9"
+    sizes = "--model.hidden-size 8 --model.num-hidden-layers 0 --model.num-attention-heads 1"
+    train = ["train", "text_classification", "--data", str(tmp_path / "train.tsv")]
+    words = [*typed.split(), *sizes.split(), "--variant", "lipschitz", "--margin-loss", "words:1"]
+    assert main([*train, *words, "--out", run]) == 0
+    model, _ = load_run_model(Path(run))
+    assert model.config.ball_embeddings
+    assert model.config.position == "none"
     capsys.readouterr()
-    assert main(["certify", out, *asked]) == 0
-    said = capsys.readouterr().out
-    assert "no certificate: no bound in norm sum of DotProductAttention" in said
-    assert re.search(r"words  1  none +[01]\.\d{4}\n", said)
-    assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", said)
+    kinds = ["--words", "1,2", "--edits", "1", "--characters", "1", "--examples", "6"]
+    assert main(["certify", run, *kinds, "--text", "good bad good film"]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    table = {
+        tuple(line[:2]): line[2:]
+        for line in lines
+        if line[:1] in (["words"], ["edits"], ["characters"])
+    }
+    assert table["words", "1"] == table["words", "1"][:1] * 2, "exact: certified is attacked"
+    assert len(table) == 4
+    assert all(sure <= seen for sure, seen in table.values())
+    assert "4 words" in shown
+    assert "the words that carry it" in shown
+    assert main(["predict", run, "--text", "good good film good x", "--certified"]) == 0
+    label, _, count = capsys.readouterr().out.split("\t")
+    assert (label, int(count) >= 1) == ("p", True)
+    for wrong, says in (
+        (["--words", "0"], "whole numbers"),
+        (["--words", "2,1"], "increasing"),
+        (["--words", "1", "--examples", "0"], "--examples >= 1"),
+        (["--text", " "], "no word"),
+    ):
+        assert main(["certify", run, *wrong]) == 2
+        assert says in capsys.readouterr().err

@@ -17,16 +17,11 @@ from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.tasks import build_task
-from wellposed.training import (
-    ModelOptions,
-    RunConfig,
-    TrainOptions,
-    read_config,
-    read_metrics,
-    train,
-)
+from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_config, train
 from wellposed.training.folder import run_folder
-from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.folder.metrics import MetricsFile, read_metrics
+
+VALUES = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans()
 
 
 @settings(max_examples=25, deadline=None)
@@ -36,10 +31,7 @@ from wellposed.training.folder.metrics import MetricsFile
         learning_rate=st.floats(min_value=1e-12, max_value=1e3),
         patience=st.none() | st.integers(1, 99),
     ),
-    data=st.dictionaries(
-        st.text("abc", min_size=1),
-        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
-    ),
+    data=st.dictionaries(st.text("abc", min_size=1), VALUES),
 )
 def test_a_configuration_survives_the_file(
     tmp_path_factory: pytest.TempPathFactory, train: TrainOptions, data: dict[str, str]

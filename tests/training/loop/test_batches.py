@@ -115,8 +115,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(tmp_path: Path) -> Non
         def collate(self, examples: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(
-        WellposedError, match=r"num_workers = 1: fewer need less memory.*--resume auto"
-    ) as lost:
+    expected = r"num_workers = 1: fewer need less memory.*--resume auto"
+    with pytest.raises(WellposedError, match=expected) as lost:
         stub.run(stub.make_config(num_workers=1), tmp_path / "run", task=Killed())
     assert "\n" not in str(lost.value)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tests.support import stub_task as stub
 from tests.support.images import image_config
-from tests.support.runs import assert_resumed_bit_for_bit, assert_same_files, final, rows, same
+from tests.support.runs import assert_resumed_bit_for_bit, final, rows, same
 from torch import nn
 
 from wellposed.compare.variants import apply_variant
@@ -158,31 +158,6 @@ def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path: Path) -> 
     build_report([tmp_path / "run"], tmp_path / "report.html")
     assert (tmp_path / "report.html").is_file()
     assert stub.run(config, tmp_path / "run", resume="auto").status == "success"
-
-
-def test_a_crashed_run_continues_bit_for_bit(tmp_path: Path) -> None:
-    class CrashError(Exception):
-        """Stands for a kill: nothing of the loop catches it."""
-
-    class Dies(stub.StubTask):
-        left = 13  # micro-batches: in the seventh step, after the checkpoint of step 4
-
-        def collate(self, examples: Any) -> Any:
-            if len(examples) == 4:
-                self.left -= 1
-            if not self.left:
-                raise CrashError
-            return super().collate(examples)
-
-    config = make_config(gradient_accumulation=2, log_every=5)
-    stub.run(config, tmp_path / "straight")
-    with pytest.raises(CrashError):
-        stub.run(config, tmp_path / "killed", task=Dies())
-    assert (tmp_path / "killed" / "checkpoint-4").is_dir()
-    assert stub.run(config, tmp_path / "killed", resume="auto").status == "success"
-    assert_same_files(tmp_path / "straight", tmp_path / "killed")
-    straight, killed = (rows(tmp_path / name, "train") for name in ("straight", "killed"))
-    assert straight == killed
 
 
 @pytest.mark.parametrize(

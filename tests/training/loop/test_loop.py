@@ -8,9 +8,7 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, ClassVar
-from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -25,8 +23,6 @@ from wellposed.training import read_metrics, read_result, result_schema
 from wellposed.training.config import ConstrainOptions
 from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.folder.checkpoints import WeightHistory, mean_tensors
-from wellposed.training.loop import train
-from wellposed.training.loop.state import Evaluation, TrainerState
 
 
 def last(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -108,7 +104,7 @@ def test_early_stopping_looks_at_valid_alone(out: Path) -> None:
 
 
 @pytest.mark.parametrize("ask", [1, 4, 9, 14, 17, 20])
-def test_a_stopped_run_goes_on_bit_for_bit(
+def test_stop_and_resume(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, ask: int
 ) -> None:
     """The stop falls between steps, inside evaluations on valid and inside the one on test; the
@@ -157,7 +153,7 @@ def test_no_usable_checkpoint_is_an_error(out: Path, monkeypatch: pytest.MonkeyP
         stub.run(stub.make_config(), out, resume="auto")
 
 
-def test_a_full_disk_loses_nothing(
+def test_a_full_disk_ends_nothing(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stub.make_config(dropout=0.3)
@@ -223,13 +219,9 @@ def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path: Path) -> 
         batches, zeros = seen.setdefault(name, []), masks.setdefault(name, [])
 
         def make(
-            *_: Any,
-            width: int = width,
-            draws: int = draws,
-            batches: Any = batches,
-            zeros: Any = zeros,
+            *_: Any, sizes: Any = (width, 1, 0.5, draws), lists: Any = (batches, zeros)
         ) -> Any:
-            model = stub.StubModel(width, 1, 0.5, extra_draws=draws)
+            model, (batches, zeros) = stub.StubModel(*sizes), lists
 
             def before(_: Any, args: Any, inputs: dict[str, torch.Tensor]) -> None:
                 batches.append(inputs["input_ids"].tolist())
@@ -283,41 +275,6 @@ def linear(value: float) -> torch.nn.Linear:
     return module
 
 
-@pytest.mark.parametrize(
-    ("higher", "value", "used"), [(False, 0.9, True), (False, 1.1, False), (True, 1.1, True)]
-)
-def test_the_mean_is_used_only_where_valid_is_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, higher: bool, value: float, used: bool
-) -> None:
-    history, model = WeightHistory(tmp_path, 2), linear(9.0)
-    for step, weight in ((1, 8.0), (2, 3.0), (3, 5.0)):
-        history.add(step, linear(weight))
-    seen = []
-
-    def evaluate(run: Any, split: str) -> Evaluation:
-        seen.append(model.weight.item())
-        return Evaluation({"score": value}, 4)
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    quiet: Any = Mock()
-    run: Any = SimpleNamespace(
-        history=history,
-        model=model,
-        state=TrainerState(best_step=2, best_value=1.0),
-        task=SimpleNamespace(headline="score", higher_is_better=higher),
-        accelerator=quiet,
-        progress=quiet,
-    )
-    report = train.choose_mean_weights(run)["weights"]
-    assert seen == [4.0]
-    assert model.weight.item() == (4.0 if used else 9.0)
-    assert run.state.best_examples == (4 if used else 0)
-    assert report == {
-        "used": "average" if used else "best", "best_step": 2, "averaged_steps": [2, 3], "chosen_by": "score,valid",
-        "best": 1.0, "average": value,
-    }  # fmt: skip
-
-
 def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> None:
     history = WeightHistory(tmp_path, 3)
     for step in (1, 2, 3, 4):
@@ -330,11 +287,12 @@ def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> 
         history.mean()
 
 
-def test_a_run_ends_with_the_better_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rate", "used"), [(0.3, "best"), (1.0, "average")])
+def test_a_run_ends_with_the_better_weights(tmp_path: Path, rate: float, used: str) -> None:
     """With a learning rate that bounces the mean wins; the weights kept are those of the last
     evaluations."""
     options = {"keep_checkpoints": 9, "average_checkpoints": 2, "steps": 20}
-    config = stub.make_config(learning_rate=0.3, **options)
+    config = stub.make_config(learning_rate=rate, **options)
     result = stub.run(config, tmp_path / "run").result
     weights = result["weights"]
 
@@ -342,7 +300,8 @@ def test_a_run_ends_with_the_better_weights(tmp_path: Path) -> None:
         return load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
 
     assert weights["averaged_steps"] == [16, 20]
-    is_mean = weights["used"] == "average"
+    assert weights["used"] == used
+    is_mean = used == "average"
     expected = mean_tensors([kept(16), kept(20)]) if is_mean else kept(weights["best_step"])
     assert same(final(tmp_path / "run"), expected)
     better = min(weights["best"], weights["average"])

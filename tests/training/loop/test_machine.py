@@ -28,11 +28,8 @@ DATA = {"limit_chars": 9000, "seq_len": 32}
 def losses(out: Path, **options: object) -> list[float]:
     values = {"steps": 3, "batch_size": 16, "eval_batches": 1, "log_every": 1, **options}
     penalty = PenaltyOptions(affinity=1e-3, key=1e-2)
-    train(
-        RunConfig("char_lm", DATA, model=SMALL, penalty=penalty, train=TrainOptions(**values)),
-        out,
-        progress=False,
-    )
+    how = {"model": SMALL, "penalty": penalty, "train": TrainOptions(**values)}
+    train(RunConfig("char_lm", DATA, **how), out, progress=False)
     names = ("loss", "penalty", "grad_norm")
     return [row[name] for row in rows(out) for name in names if name in row]
 
@@ -51,7 +48,7 @@ def test_an_unknown_device(device: str) -> None:
         ({"device": "cpu", "precision": "fp16"}, "1", "only CUDA devices train in it; give --prec"),
     ],
 )
-def test_a_device_that_is_not_there(
+def test_unusable_devices(
     monkeypatch: pytest.MonkeyPatch, options: Any, world: str, says: str
 ) -> None:
     if world != "1":
@@ -96,11 +93,7 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
 )
 @pytest.mark.parametrize(
     "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ],
+    [torch.OutOfMemoryError("out of memory"), MemoryError(), RuntimeError("can't allocate memory")],
 )
 def test_memory_ends_in_one_line(tmp_path: Path, error: Any, options: Any, says: str) -> None:
     failing = one_line_failures(tmp_path, TrainOptions(**options), Accelerator())
@@ -109,9 +102,7 @@ def test_memory_ends_in_one_line(tmp_path: Path, error: Any, options: Any, says:
     assert "\n" not in str(caught.value)
 
 
-def test_fp16_scales_its_loss_in_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp16_leaves_no_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of
     fp16, 2^-11."""
     monkeypatch.setattr(machine, "FP16_DEVICES", ("cpu", "cuda"))

@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
-from tests.support.runs import final, same
+from tests.support.runs import final, rows, same
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import build_task
-from wellposed.training import (
-    SCHEDULES,
-    RunConfig,
-    TrainOptions,
-    learning_rate,
-    read_config,
-    read_metrics,
-)
+from wellposed.training import SCHEDULES, RunConfig, TrainOptions, learning_rate, read_config
 from wellposed.training.config import Schedule
 from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 
@@ -52,9 +45,9 @@ def test_inverse_sqrt() -> None:
 
 def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup() -> None:
     values = rates("inverse_sqrt_warmup")
-    assert values == pytest.approx(
-        [0.3 * t / 7 for t in range(1, 8)] + [0.3 * (7 / t) ** 0.5 for t in range(8, 51)], rel=1e-14
-    )
+    rising, falling = range(1, 8), range(8, 51)
+    expected = [0.3 * t / 7 for t in rising] + [0.3 * (7 / t) ** 0.5 for t in falling]
+    assert values == pytest.approx(expected, rel=1e-14)
     assert values.index(max(values)) == 6
 
 
@@ -80,7 +73,7 @@ def test_a_schedule_that_needs_warmup_says_so() -> None:
 
 
 def logged(out: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in read_metrics(out) if row["split"] == "train"]
+    return [(row["step"], row["loss"]) for row in rows(out, "train")]
 
 
 def test_a_longer_run_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wellposed.cli._certify_words import word_counter
 from wellposed.cli.prediction.lines import LineSource, say_long
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
@@ -43,15 +44,23 @@ def label_and_probability(
 
 
 def label_lines(
-    model: PreTrainedModel, tokenizer: Any, lines: Sequence[str], batch_size: int
+    model: PreTrainedModel,
+    tokenizer: Any,
+    lines: Sequence[str],
+    batch_size: int,
+    *,
+    certified: bool = False,
 ) -> Iterator[str]:
-    """Yield the most probable label of every line and its probability, with a tab between.
+    """Yield the most probable label of every line and its probability, with a tab between; and
+    where ``certified``, how many words of it cannot turn the label, whatever they are replaced by
+    (B14).
 
     A text that is longer than those the model was trained on is cut as they were; standard error
     says which lines.
 
     Raises:
         ConfigError: the model gives no label of a text.
+        NotLipschitzError, ConfigError: ``certified``, and there is no certificate in words.
         DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
@@ -62,6 +71,7 @@ def label_lines(
     limit = min(text_positions(model.config) or sys.maxsize, int(tokenizer.model_max_length))
     two_inputs = type(model).__name__.endswith("PairClassification")
     cut: set[int] = set()
+    held = word_counter(model, tokenizer, limit) if certified else None
 
     def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
         given = [list(side) for side in sides]
@@ -92,7 +102,12 @@ def label_lines(
             inputs = first | {f"{name}_pair": value for name, value in second.items()}
         else:
             inputs = encoded(start, *sides)
-        yield from label_and_probability(model, inputs, "text")
+        found = label_and_probability(model, inputs, "text")
+        if held is None:
+            yield from found
+        else:
+            counts = zip(found, held(inputs), strict=True)
+            yield from (f"{line}\t{count}" for line, count in counts)
     say_long(sorted(cut), limit)
 
 

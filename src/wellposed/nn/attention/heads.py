@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
 from wellposed.nn._registry import LayerBuilder, LayerCache, MemoryCache
-from wellposed.nn.attention.masks import (
-    AttentionMask,
-    PaddingMask,
-    attention_mask,
-    check_batch,
-    memory_mask,
-)
+from wellposed.nn.attention import masks
 from wellposed.nn.checks import Part, check_tokens
 from wellposed.options import Rate, Size
 
@@ -118,7 +112,9 @@ class HeadProjections(Part, ABC):
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     @abstractmethod
-    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: masks.AttentionMask
+    ) -> Tensor:
         """Means of the values, (batch, heads, tokens, d)."""
 
 
@@ -129,7 +125,7 @@ class SelfAttention(HeadProjections):
         self,
         x: Tensor,
         *,
-        key_padding_mask: PaddingMask = None,
+        key_padding_mask: masks.PaddingMask = None,
         is_causal: bool = False,
         cache: LayerCache | None = None,
     ) -> Tensor:
@@ -149,12 +145,14 @@ class SelfAttention(HeadProjections):
             ShapeError: the padding mask does not fit.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
-        check_batch(key_padding_mask, x)
+        masks.check_batch(key_padding_mask, x)
         x = self._tokens(x)
         query, (key, value) = self._query(x), self._key_value(x)
         if cache is not None:
             key, value = cache.update(key, value)
-        seen = attention_mask(key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device)
+        seen = masks.attention_mask(
+            key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device
+        )
         return self.o_proj(join_heads(self._weighted(query, key, value, seen)))
 
 
@@ -177,7 +175,7 @@ class MemoryAttention(HeadProjections):
         x: Tensor,
         memory: Tensor,
         *,
-        key_padding_mask: PaddingMask = None,
+        key_padding_mask: masks.PaddingMask = None,
         cache: MemoryCache | None = None,
     ) -> Tensor:
         """Attend from every token of `x` to the real tokens of the memory.
@@ -208,6 +206,6 @@ class MemoryAttention(HeadProjections):
             return self._key_value(self._tokens(memory))
 
         key, value = project() if cache is None else cache.once(project)
-        seen = memory_mask(key_padding_mask, memory)
+        seen = masks.memory_mask(key_padding_mask, memory)
         heads = self._weighted(self._query(self._tokens(x)), key, value, seen)
         return self.o_proj(join_heads(heads))

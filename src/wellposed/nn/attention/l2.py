@@ -10,13 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import (
-    ConfigError,
-    NotContractiveError,
-    NotLipschitzError,
-    ShapeError,
-    listed,
-)
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed
 from wellposed.functional import l2_attention
 from wellposed.linalg import (
     MASK_KINDS,
@@ -29,26 +23,8 @@ from wellposed.linalg import (
 )
 from wellposed.model_options import ContractiveOptions, L2Options
 from wellposed.nn._registry import ATTENTIONS, LayerCache
+from wellposed.nn.attention import l2_bound, masks
 from wellposed.nn.attention.heads import head_width, join_heads, split_heads
-from wellposed.nn.attention.l2_bound import (
-    DivisionBound,
-    UnitWeights,
-    Values,
-    check_diagonal,
-    kim2021_divisor,
-    l2_attention_refusal,
-    one_width,
-    refuse_unbounded,
-    uncompiled,
-)
-from wellposed.nn.attention.masks import (
-    AttentionMask,
-    PaddingMask,
-    attention_mask,
-    check_batch,
-    known_pattern,
-    most_visible,
-)
 from wellposed.nn.checks import Part, check_tokens
 from wellposed.options import Rate, Size, Strength
 
@@ -130,8 +106,8 @@ class L2SelfAttention(Part):
         tied: bool = True,
         contractive: float | None = None,
         norm: Norm = "tok",
-        bound: DivisionBound = "sharp",
-        values: Values | None = None,
+        bound: l2_bound.DivisionBound = "sharp",
+        values: l2_bound.Values | None = None,
         query_width: Literal[1, 2] = 1,
         max_tokens: Size | None = None,
         dropout: Rate = 0.0,
@@ -143,8 +119,8 @@ class L2SelfAttention(Part):
         self.embed_dim, self.num_heads, self.tied = embed_dim, num_heads, tied
         self.contractive, self.max_tokens = contractive, max_tokens
         self.norm: Norm = norm
-        self.bound: DivisionBound = bound
-        self.values: Values = values or ("paper" if tied else "plain")
+        self.bound: l2_bound.DivisionBound = bound
+        self.values: l2_bound.Values = values or ("paper" if tied else "plain")
         self.query_width, self.dropout, self.init_scale = query_width, dropout, init_scale
         self._check_combination()
         columns = query_width * embed_dim
@@ -185,11 +161,13 @@ class L2SelfAttention(Part):
                 f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside"
                 " (0, 1): at 1 and above the residual x + f(x) need not be invertible"
             )
-        refuse_unbounded(self._form_refusal(self.dropout > 0))
+        l2_bound.refuse_unbounded(self._form_refusal(self.dropout > 0))
 
     def _form_refusal(self, drops: bool) -> str | None:
         plain = self.values == "plain"
-        return l2_attention_refusal(tied=self.tied, plain_values=plain, drops_weights=drops)
+        return l2_bound.l2_attention_refusal(
+            tied=self.tied, plain_values=plain, drops_weights=drops
+        )
 
     def reset_parameters(self) -> None:
         """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
@@ -220,11 +198,13 @@ class L2SelfAttention(Part):
             NotLipschitzError: the values are plain, so there is no `R_h`.
         """
         if self.values == "plain":
-            raise NotLipschitzError(f"L2SelfAttention: {l2_attention_refusal(plain_values=True)}")
+            raise NotLipschitzError(
+                f"L2SelfAttention: {l2_bound.l2_attention_refusal(plain_values=True)}"
+            )
         dtype = dtype or self.q_proj.weight.dtype
         projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
         output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
-        return projection, *one_width(self._mixing(dtype), output)
+        return projection, *l2_bound.one_width(self._mixing(dtype), output)
 
     def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
         """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
@@ -237,19 +217,19 @@ class L2SelfAttention(Part):
             value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             return query @ value.mT / math.sqrt(self.head_dim)
 
-    @uncompiled
-    def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> UnitWeights:
+    @l2_bound.uncompiled
+    def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> l2_bound.UnitWeights:
         value = None if self.v_proj is None else self.v_proj.weight
         weights = (self.q_proj.weight, self.o_proj.weight, value, self.mix)
         known = None if layers is None else layers[0]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            return UnitWeights(*weights, num_heads=self.num_heads, by_call=known)
+            return l2_bound.UnitWeights(*weights, num_heads=self.num_heads, by_call=known)
 
     def forward(
         self,
         x: Tensor,
         *,
-        key_padding_mask: PaddingMask = None,
+        key_padding_mask: masks.PaddingMask = None,
         is_causal: bool = False,
         cache: LayerCache | None = None,
     ) -> Tensor:
@@ -275,7 +255,7 @@ class L2SelfAttention(Part):
         than under a full or causal one.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
-        check_batch(key_padding_mask, x)
+        masks.check_batch(key_padding_mask, x)
         query = split_heads(self.q_proj(x), self.num_heads)
         key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
@@ -347,7 +327,7 @@ class L2SelfAttention(Part):
                 own.
         """
         # Spectral norms that the refusal computes first would be kept without their gradient.
-        refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))
+        l2_bound.refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))
         norm = self.norm if norm is None else check_norm(norm)
         by_call, exact = self.bound_layers(method) if layers is None else layers
         if self.contractive is None:
@@ -394,7 +374,7 @@ class L2SelfAttention(Part):
         """
         if layers is None and self.contractive is not None:
             layers = self.bound_layers("gram")
-        refuse_unbounded(self.certificate_refusal(layers))
+        l2_bound.refuse_unbounded(self.certificate_refusal(layers))
         heads = _bias(self.q_proj).unflatten(0, (self.num_heads, 1, -1))
         if self.contractive is None:
             heads = heads @ self._mixing(torch.float64)
@@ -427,14 +407,14 @@ class L2SelfAttention(Part):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_padding_mask: PaddingMask,
+        key_padding_mask: masks.PaddingMask,
         is_causal: bool,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         how: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
         queries, keys = query.shape[-2], key.shape[-2]
         if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
-            seen = attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
+            seen = masks.attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
             return l2_attention(query, key, value, **seen.flags, **how)
         # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
         # hand.
@@ -461,11 +441,11 @@ class L2SelfAttention(Part):
             return sharp
         assert self.v_proj is not None
         weights = (self.q_proj.weight, self.v_proj.weight, self.o_proj.weight)
-        paper = kim2021_divisor(layer, weights, num_tokens, self.norm)
+        paper = l2_bound.kim2021_divisor(layer, weights, num_tokens, self.norm)
         return torch.maximum(sharp, paper.to(sharp.dtype))
 
     def _factor(
-        self, weights: UnitWeights, num_tokens: int, mask: MaskKind, *, kept: bool = True
+        self, weights: l2_bound.UnitWeights, num_tokens: int, mask: MaskKind, *, kept: bool = True
     ) -> Tensor:
         """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
         assert self.contractive is not None
@@ -495,23 +475,23 @@ class L2SelfAttention(Part):
         factor = self._factor(weights, self.max_tokens or 1, "any", kept=False)
         return weights.range_refusal(factor, self.q_proj.bias)
 
-    @uncompiled
+    @l2_bound.uncompiled
     def _contraction(
         self,
-        weights: UnitWeights,
-        key_padding_mask: PaddingMask,
+        weights: l2_bound.UnitWeights,
+        key_padding_mask: masks.PaddingMask,
         is_causal: bool,
         queries: int,
         keys: int,
     ) -> Tensor:
         """The factor of the heads: (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own
         length."""
-        mask = known_pattern(key_padding_mask, is_causal)
-        if isinstance(key_padding_mask, AttentionMask):
-            check_diagonal(key_padding_mask, queries, keys)
+        mask = masks.known_pattern(key_padding_mask, is_causal)
+        if isinstance(key_padding_mask, masks.AttentionMask):
+            l2_bound.check_diagonal(key_padding_mask, queries, keys)
         if self.max_tokens is not None and keys <= self.max_tokens:
             return self._factor(weights, self.max_tokens, mask)
-        counts = most_visible(key_padding_mask, keys)
+        counts = masks.most_visible(key_padding_mask, keys)
         if self.max_tokens is not None:
             self._check_covered(int(torch.as_tensor(counts).max()))
             return self._factor(weights, self.max_tokens, mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -67,13 +67,7 @@ class LogitRounding(TorchFunctionMode):
         self.amplification = 0.0
         self.refusal = ""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function; note what it does to logits."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -130,9 +124,8 @@ class LogitRounding(TorchFunctionMode):
             )
             return
         rows = moved * share
-        self.amplification += float(
-            torch.linalg.vector_norm(rows) if self.norm == 2 else rows.max()
-        )
+        size = torch.linalg.vector_norm(rows) if self.norm == 2 else rows.max()
+        self.amplification += float(size)
 
 
 _WANTED: ContextVar[bool] = ContextVar("wellposed_error_bound_wanted", default=True)

@@ -73,14 +73,17 @@ class SeenTokens(NamedTuple):
     def sum(self, name: Hashable, values: Tensor) -> Tensor:
         """Return the sum, (batch, ...); causal the running sums, (batch, tokens, ...)."""
         values = self.filled(values, 0.0)
-        return self._joined(name, values.cumsum(1), torch.add) if self.is_causal else values.sum(1)
+        if not self.is_causal:
+            return values.sum(1)
+        return (self.cache or TransJectCache()).extend(name, values.cumsum(1), torch.add)
 
     def max(self, name: Hashable, values: Tensor) -> Tensor:
         """Return the maximum, as `sum` does the sum; -inf where no token is real."""
         values = self.filled(values, -torch.inf)
         if not self.is_causal:
             return values.amax(1)
-        return self._joined(name, values.cummax(1).values, torch.maximum)
+        largest = values.cummax(1).values
+        return (self.cache or TransJectCache()).extend(name, largest, torch.maximum)
 
     def filled(self, values: Tensor, fill: float) -> Tensor:
         """Put ``fill`` in the place of padded tokens."""
@@ -88,11 +91,6 @@ class SeenTokens(NamedTuple):
             return values
         padding = self.padding if values.dim() == 2 else self.padding.unsqueeze(-1)
         return values.masked_fill(padding, fill)
-
-    def _joined(
-        self, name: Hashable, running: Tensor, join: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        return running if self.cache is None else self.cache.extend(name, running, join)
 
 
 Normalization = Literal["max", "trace"]

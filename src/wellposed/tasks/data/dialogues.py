@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from wellposed.errors import DataError, listed
+from wellposed.errors import DataError
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import TextFile
 from wellposed.tasks.data.splits import DataOptions, Described, Split
@@ -123,11 +123,9 @@ def parse_dailydialog(file: TextFile) -> list[Dialogue]:
         elif not all(turns):
             problems.append(f"{where}: utterance {turns.index('') + 1} is empty")
         dialogues.append(Dialogue(number, tuple(turns)))
-    if problems:
-        raise DataError(
-            f"lines that are no dialogue of utterances, each followed by {END_OF_UTTERANCE}:\n"
-            + listed(problems)
-        )
+    files.refuse(
+        f"lines that are no dialogue of utterances, each followed by {END_OF_UTTERANCE}", problems
+    )
     return dialogues
 
 
@@ -154,8 +152,7 @@ def parse_personachat(file: TextFile) -> list[Dialogue]:
         for dialogue in dialogues
         if not dialogue.turns
     ]
-    if problems:
-        raise DataError("lines that do not follow the PersonaChat format:\n" + listed(problems))
+    files.refuse("lines that do not follow the PersonaChat format", problems)
     return dialogues
 
 
@@ -208,8 +205,7 @@ def _read_hub(rows: Any, where: str) -> Dialogues:
         for number, turns in enumerate(dialogues)
         if not turns or not all(turns)
     ]
-    if problems:
-        raise DataError("dialogues that cannot be used:\n" + listed(problems))
+    files.refuse("dialogues that cannot be used", problems)
     return Dialogues(Dialogue(number, turns) for number, turns in enumerate(dialogues, start=1))
 
 
@@ -265,6 +261,5 @@ def read_synonyms(path: Path) -> dict[str, str]:
             what = f"{again[0]!r} is in a group already" if again else "expected two words or more"
             problems.append(f"{path}:{number}: {what}")
         names |= dict.fromkeys(words, words[0] if words else "")
-    if problems:
-        raise DataError("the synonyms cannot be used:\n" + listed(problems))
+    files.refuse("the synonyms cannot be used", problems)
     return names

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from wellposed.errors import DataError, listed, missing_extra, nearest_names
+from wellposed.errors import DataError, import_extra, listed, nearest_names
 from wellposed.finite_json import from_json
 
 OBJECT_SUFFIXES = (".jsonl", ".json")
@@ -219,13 +219,16 @@ def not_text(value: Any, name: str) -> str | None:
     return None
 
 
+def refuse(what: str, problems: Sequence[str]) -> None:
+    """Raise `DataError` that says ``what`` and names every problem, if there are any."""
+    if problems:
+        raise DataError(f"{what}:\n" + listed(problems))
+
+
 def refuse_rows(where: Path | str, problems: Sequence[str]) -> None:
     """Raise `DataError` naming every malformed row, if there are any."""
-    if problems:
-        raise DataError(
-            f"{where}: {len(problems)} rows that cannot be used; correct or remove them:\n"
-            + listed(problems)
-        )
+    what = f"{where}: {len(problems)} rows that cannot be used; correct or remove them"
+    refuse(what, problems)
 
 
 def is_named(path: Path, *suffixes: str) -> bool:
@@ -373,13 +376,11 @@ def objects_column(
 
 
 def _parquet(path: Path) -> Any:
+    library = import_extra("datasets", "hf", "parquet files")
+    import pyarrow.parquet
+
     try:
-        import pyarrow.parquet
-        from datasets import Dataset
-    except ImportError as error:
-        raise missing_extra("datasets", "hf", "parquet files") from error
-    try:
-        rows = Dataset(pyarrow.parquet.read_table(path))
+        rows = library.Dataset(pyarrow.parquet.read_table(path))
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{path}: cannot be read as parquet: {error}; copy the file again"

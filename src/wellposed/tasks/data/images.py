@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import DataError, listed, missing_extra
+from wellposed.errors import DataError, import_extra
 from wellposed.options import Size
 from wellposed.tasks.data import files, shapes, splits
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
@@ -248,11 +248,7 @@ def checked(images: Images) -> Images:
 
 
 def _refuse_images(problems: Sequence[str]) -> None:
-    if problems:
-        raise DataError(
-            f"{len(problems)} images that cannot be used; correct or remove them:\n"
-            + listed(problems)
-        )
+    files.refuse(f"{len(problems)} images that cannot be used; correct or remove them", problems)
 
 
 def stack_images(images: Images, *, skipped: list[str] | None = None) -> Images:
@@ -305,11 +301,7 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
 
 def require_pillow() -> Any:
     """Return the module ``PIL.Image``."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise missing_extra("pillow", "report", "image files") from error
-    return Image
+    return import_extra("PIL.Image", "report", "image files", package="pillow")
 
 
 def _decoded(image: Any) -> NDArray[np.uint8]:
@@ -375,8 +367,7 @@ def read_npz(path: Path) -> tuple[Images, Described]:
         problems.append(f"{len(x)} images and {len(y)} labels, expected as many of both")
     elif len(y) and y.min() < 0:
         problems.append(f"label {y.min()} of image {int(y.argmin())}, expected 0 or more")
-    if problems:
-        raise DataError(f"{path}: the arrays do not fit:\n" + listed(problems))
+    files.refuse(f"{path}: the arrays do not fit", problems)
     return Images(x, y.astype(np.int64)), files.describe_file(path)
 
 
@@ -419,9 +410,8 @@ def _read_cifar_batch(path: Path) -> Images:
         )
     records = stored.reshape(-1, 1 + CIFAR_WIDTH)
     wrong = np.flatnonzero(records[:, 0] > 9).tolist()
-    if wrong:
-        problems = [f"{path}: record {index}: label {records[index, 0]}" for index in wrong]
-        raise DataError("labels of CIFAR-10 are 0 to 9:\n" + listed(problems))
+    problems = [f"{path}: record {index}: label {records[index, 0]}" for index in wrong]
+    files.refuse("labels of CIFAR-10 are 0 to 9", problems)
     pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64))
 

@@ -228,8 +228,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tu
     ]
     if label in text:
         problems.append(f"{table.where}:1: label and text are both column {label}")
-    if problems:
-        raise DataError("the columns cannot be used:\n" + listed(problems))
+    files.refuse("the columns cannot be used", problems)
     return label, text
 
 

@@ -328,7 +328,4 @@ def _refuse_empty(pairs: ParallelTexts) -> None:
         for side, (name, texts) in enumerate(sides.items())
         if not texts[i].strip()
     ]
-    if problems:
-        raise DataError(
-            "pairs with an empty side cannot be used; correct or remove them:\n" + listed(problems)
-        )
+    files.refuse("pairs with an empty side cannot be used; correct or remove them", problems)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from wellposed.errors import ConfigError, DataError, listed, missing_extra
+from wellposed.errors import ConfigError, DataError, import_extra, listed
 from wellposed.options import CheckedOptions
-from wellposed.tasks.data.files import missing_file
+from wellposed.tasks.data.files import missing_file, refuse
 
 Split: TypeAlias = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -152,11 +152,8 @@ def find_class_files(
         labels += [number] * len(found)
         others += len(files) - len(found)
         problems += [] if found else [f"{folder / name}: no file named {', '.join(suffixes)}"]
-    if problems or not classes:
-        raise DataError(
-            f"{folder}: expected a folder of files for each class:\n"
-            + listed(problems or ["it has none"])
-        )
+    problems = problems or ([] if classes else ["it has none"])
+    refuse(f"{folder}: expected a folder of files for each class", problems)
     unread = {"other_files_not_read": others} if others else {}
     return classes, paths, labels, {"path": str(folder), "files": len(paths), **unread}
 
@@ -225,10 +222,7 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
 def load_hub(data: str, **how: Any) -> Any:
     """Load ``hf:name[:config]`` by `datasets.load_dataset`; ``split=`` loads one, by its name
     there."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise missing_extra("datasets", "hf", "hf: data sets") from error
+    datasets = import_extra("datasets", "hf", "hf: data sets")
     name, _, config = data.removeprefix("hf:").partition(":")
     if not name:
         raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")

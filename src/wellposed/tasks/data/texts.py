@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.errors import DataError, listed
+from wellposed.errors import DataError
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.prose import gather_prose
 from wellposed.tasks.data.splits import DataOptions, Described, Split
@@ -96,9 +96,7 @@ def unspace(text: str, where: str) -> str:
         for number, line in enumerate(lines, 1)
         if line[1::2].strip(" ") or " " in line[::2]
     ]
-    if problems:
-        raise DataError(
-            "the text is not in the spaced format; give format='plain' to read it as it is:\n"
-            + listed(problems)
-        )
+    files.refuse(
+        "the text is not in the spaced format; give format='plain' to read it as it is", problems
+    )
     return "\n".join(line[::2].replace("_", " ") for line in lines)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import DataError, listed
 from wellposed.tasks import batches, objectives
 from wellposed.tasks.batches import Ragged
+from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.task import Example, Kind, Task, TokenTask
+from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,9 +82,7 @@ class LabelTask(Task):
             "label2id": {label: index for index, label in enumerate(self.labels)},
         }
 
-    def metric_sums(
-        self, logits: Tensor, batch: Mapping[str, Tensor]
-    ) -> dict[str, tuple[float, float]]:
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         return {"accuracy": objectives.accuracy_sums(logits, batch["labels"])}
 
     def reference(self) -> dict[str, float]:
@@ -186,9 +184,7 @@ def refuse_longer(
 
 
 def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) -> None:
-    if problems:
-        lines = [f"{table.where(row)}: {problem}" for row, problem in problems.items()]
-        raise DataError(f"{why}:\n" + listed(lines))
+    refuse(why, [f"{table.where(row)}: {problem}" for row, problem in problems.items()])
 
 
 def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:

@@ -13,7 +13,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.tasks.batches import Rows, bucketed_batches, collate_causal_lm, shuffle_key
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.objectives import frequency_entropy, perplexity
-from wellposed.tasks.task import Example, Kind, TokenTask
+from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,24 +167,17 @@ class LanguageModelTask(TokenTask[BlockDataset]):
     """Name of the mean of -ln p."""
 
     def __init__(
-        self,
-        *,
-        encoder: TextEncoder,
-        texts: Mapping[Split, str],
-        seq_len: int,
-        source: Mapping[str, Any],
-        details: Mapping[str, Any],
+        self, *, encoder: TextEncoder, texts: Mapping[Split, str], seq_len: int, **parts: Any
     ) -> None:
         blocks: dict[Split, BlockDataset] = {}
         unknown: dict[Split, Any] = {}
         for split in SPLITS:
-            found, where = self._encode(encoder, texts[split]), f"{source['source']} ({split})"
+            where = f"{parts['source']['source']} ({split})"
+            found = self._encode(encoder, texts[split])
             blocks[split] = self._cut(encoder, found, seq_len=seq_len, where=where)
             unknown[split] = found.unknown_description()
-        details = {**details, f"unknown_{self.noun}s": unknown}
-        super().__init__(
-            encoder=encoder, examples=blocks, max_length=seq_len, source=source, details=details
-        )
+        super().__init__(encoder=encoder, examples=blocks, max_length=seq_len, **parts)
+        self._details = {**self._details, f"unknown_{self.noun}s": unknown}
 
     def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
         return encoder.encode([text])
@@ -210,13 +203,11 @@ class LanguageModelTask(TokenTask[BlockDataset]):
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         return collate_causal_lm(examples, pad_id=self._encoder.pad_id)
 
-    def metric_sums(
-        self, logits: Tensor, batch: Mapping[str, Tensor]
-    ) -> dict[str, tuple[float, float]]:
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         total, count = self.loss_sum(logits.detach(), batch)
         return {self.nats_name: (float(total), float(count))}
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    def summarize(self, totals: Sums) -> dict[str, float]:
         total, count = totals[self.nats_name]
         return self._metrics(total / count)
 

@@ -14,7 +14,7 @@ from wellposed.tasks.data.splits import Split
 from wellposed.tasks.kinds.generate import Decoding, generate_texts
 from wellposed.tasks.metrics.overlap import TextScores
 from wellposed.tasks.objectives import frequency_entropy, perplexity
-from wellposed.tasks.task import Example, Kind, TokenTask
+from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
 from wellposed.tasks.text.tokenizers import TextEncoder
 
 if TYPE_CHECKING:
@@ -120,13 +120,11 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         pad_id = self._encoder.pad_id
         return batches.collate_seq2seq(examples, pad_id=pad_id, bos_id=self._start_id)
 
-    def metric_sums(
-        self, logits: Tensor, batch: Mapping[str, Tensor]
-    ) -> dict[str, tuple[float, float]]:
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         total, count = self.loss_sum(logits.detach(), batch)
         return {"perplexity": (float(total), float(count))}
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    def summarize(self, totals: Sums) -> dict[str, float]:
         total, count = totals["perplexity"]
         return {"perplexity": perplexity(total / count)}
 

@@ -15,15 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ShapeError,
-    listed,
-    missing_extra,
-)
-from wellposed.tasks.data.files import bounded_lines, missing_file
+from wellposed import errors
+from wellposed.tasks.data.files import bounded_lines, missing_file, refuse
 
 Vectors = NDArray[np.float32]
 
@@ -149,10 +142,7 @@ def read_word_vectors(path: Path) -> WordVectors:
         problems.append(
             f"{path}:1: says {count} words, the file holds {len(rows)}; it may be cut short"
         )
-    if problems:
-        raise DataError(
-            "the word vectors cannot be read; correct or remove these lines:\n" + listed(problems)
-        )
+    refuse("the word vectors cannot be read; correct or remove these lines", problems)
     return WordVectors(rows, width or 0)
 
 
@@ -162,7 +152,7 @@ _HEADER = re.compile(r"(\d{1,18}) (\d{1,18})", re.ASCII)
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) as the file is read, as a file of vectors may be larger than memory."""
     if path.is_dir():
-        raise DataError(f"{path}: is a folder, expected a file")
+        raise errors.DataError(f"{path}: is a folder, expected a file")
     if not path.is_file():
         raise missing_file(path)
     number = 0
@@ -171,9 +161,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(bounded_lines(path, file), start=1):
                 yield number, line.decode("utf-8").rstrip("\r\n ")
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
+            raise errors.DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
         except (EOFError, OSError, zlib.error) as error:
-            raise DataError(
+            raise errors.DataError(
                 f"{path}: the gzip data is damaged or cut short ({error}); copy the file again"
             ) from None
 
@@ -225,7 +215,7 @@ def sentence_cosine(
         return 0.0
     rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"sentence encoder: {len(texts)} sentences gave an array of shape {rows.shape},"
             " expected one row each"
         )
@@ -241,20 +231,18 @@ def hf_sentence_encoder(
 
     ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens.
     """
-    try:
-        import torch
-        from transformers import AutoModel
-    except ImportError as error:
-        raise missing_extra("transformers", "hf", "sentence encoders") from error
+    library = errors.import_extra("transformers", "hf", "sentence encoders")
+    import torch
+
     from wellposed.models import load_pretrained_model
     from wellposed.tasks.text.pretrained import load_tokenizer
 
     try:
         tokenizer: Any = load_tokenizer(name)
         # The mean is over hidden states, so nothing is read of the pooler.
-        model: Any = load_pretrained_model(AutoModel, name, unread="pooler.")
-    except CheckpointError as error:
-        raise ConfigError(
+        model: Any = load_pretrained_model(library.AutoModel, name, unread="pooler.")
+    except errors.CheckpointError as error:
+        raise errors.ConfigError(
             f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an encoder"
             " saved with save_pretrained, tokenizer beside it, or a hub name that is cached or"
             " reachable"

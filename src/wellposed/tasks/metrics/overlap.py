@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
-from wellposed.errors import ConfigError, DataError, ShapeError, missing_extra
+from wellposed.errors import ConfigError, DataError, ShapeError, import_extra
 
 ORDERS = (1, 2, 3, 4)
 SIGMA = 6.0
@@ -76,11 +76,7 @@ def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) ->
 
 
 def _library() -> Any:
-    try:
-        import sacrebleu.metrics
-    except ImportError as error:
-        raise missing_extra("sacrebleu", "train", "BLEU and chrF") from error
-    return sacrebleu.metrics
+    return import_extra("sacrebleu.metrics", "train", "BLEU and chrF")
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -100,11 +96,8 @@ def porter_stem(word: str) -> str:
 
 @functools.cache
 def _stemmer() -> Any:
-    try:
-        from nltk.stem.porter import PorterStemmer
-    except ImportError as error:
-        raise missing_extra("nltk", "train", "METEOR and CIDEr") from error
-    return PorterStemmer(PorterStemmer.ORIGINAL_ALGORITHM)
+    stemmer = import_extra("nltk.stem.porter", "train", "METEOR and CIDEr").PorterStemmer
+    return stemmer(stemmer.ORIGINAL_ALGORITHM)
 
 
 def meteor(
@@ -154,11 +147,8 @@ def meteor(
 
 @functools.cache
 def _rouge_scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise missing_extra("rouge-score", "train", "ROUGE-L") from error
-    return RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
+    library = import_extra("rouge_score.rouge_scorer", "train", "ROUGE-L", package="rouge-score")
+    return library.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
 
 
 def rouge_l(hypothesis: Sequence[str], reference: Sequence[str], *, beta: float = 1.2) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wellposed.errors import CheckpointError, ConfigError, missing_extra
+from wellposed.errors import CheckpointError, ConfigError, import_extra
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
@@ -26,13 +26,10 @@ def load_tokenizer(name: str) -> Any:
         CheckpointError: it cannot be loaded, or says that a text has fewer tokens than one.
         ConfigError: transformers is not installed.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise missing_extra("transformers", "hf", "Hugging Face tokenizers") from error
+    library = import_extra("transformers", "hf", "Hugging Face tokenizers")
     from wellposed.models import load_pretrained
 
-    tokenizer = load_pretrained(AutoTokenizer, name)
+    tokenizer = load_pretrained(library.AutoTokenizer, name)
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float) or not longest >= 1:
         raise CheckpointError(

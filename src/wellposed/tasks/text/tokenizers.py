@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import ConfigError, missing_extra
+from wellposed.errors import ConfigError, import_extra
 from wellposed.tasks.batches import Ragged
 
 if TYPE_CHECKING:
@@ -261,11 +261,7 @@ def _byte_symbols() -> list[str]:
 
 def tokenizers_library() -> Any:
     """Return the module `tokenizers`, or raise naming the extra that brings it."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise missing_extra("tokenizers", "hf", "tokenizers") from error
-    return tokenizers
+    return import_extra("tokenizers", "hf", "tokenizers")
 
 
 def wrap_tokenizer(
@@ -273,11 +269,7 @@ def wrap_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside a
     text."""
-    try:
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise missing_extra("transformers", "hf", "tokenizers") from error
-    return PreTrainedTokenizerFast(
+    return import_extra("transformers", "hf", "tokenizers").PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token=pad,
         unk_token=unk,

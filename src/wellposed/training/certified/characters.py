@@ -164,10 +164,12 @@ class CharacterEdits:
             self._edits[words] = sorted(made - {words})
         return self._edits[words]
 
-    def proposals(self, ids: Tensor, target: int) -> Sequence[Tensor]:
-        """Return every text that one character makes of the known words of a text, for an
-        attack."""
-        del target
+    def proposals(
+        self, ids: Tensor, target: int, *, label: int, tries: int | None = None
+    ) -> Sequence[Tensor]:
+        """Return texts that one character makes of the known words of a text, for an attack: the
+        ``tries`` on which the linear part of ``target`` is furthest ahead of ``label``, all where
+        not given."""
         words = tuple(ids.tolist())
         texts = {
             (*words[:start], *added, *words[start + size :])
@@ -176,4 +178,9 @@ class CharacterEdits:
             if set(words[start : start + size]) <= self.words.keys()
             for added in self._made(words[start : start + size])
         }
-        return [torch.tensor(text) for text in texts if 0 < len(text) <= self.limit]
+        found = [torch.tensor(text) for text in sorted(texts) if 0 < len(text) <= self.limit]
+        if tries is None:
+            return found
+        ahead = self._along(label)[:, target].tolist()
+        found.sort(key=lambda text: -sum(ahead[word] for word in text.tolist()) / len(text))
+        return found[:tries]

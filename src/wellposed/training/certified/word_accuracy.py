@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,9 @@ from wellposed.training.certified.words import (
     bound_words,
     hold_texts,
 )
+
+_TRIES = 32
+"""Texts with one more character changed that the attack tries in each round."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,6 @@ class WordAccuracy:
     """No certificate of replaced words could be better."""
     skip: float
     rest: float
-    reason: str
-    """Why nothing is certified, where nothing is."""
     ordered: bool
     """The model reads the order of words, so that insertions and characters have no certificate."""
 
@@ -45,17 +47,14 @@ class WordAccuracy:
         """Return the numbers as plain text."""
         rows = [("edits", "k", "certified", "attacked"), ("none", "0", *[f"{self.clean:.4f}"] * 2)]
         found = zip(self.kinds, self.counts, self.certified, self.attacked, strict=True)
-        for kind, k, sure, seen in found:
-            certified = "none" if self.reason else f"{sure:.4f}"
-            rows.append((kind, str(k), certified, f"{seen:.4f}"))
+        rows += [(kind, str(k), f"{sure:.4f}", f"{seen:.4f}") for kind, k, sure, seen in found]
         how = (
-            f"norm sum, {self.skip:.3g} of a state is its own token, the rest has bound"
-            f" {self.rest:.3g}"
+            "replaced words exactly"
+            if self.exact
+            else f"norm sum, {self.skip:.3g} of a state is its own token, the rest has bound {self.rest:.3g}"
         )
-        if self.reason or self.exact:
-            how = f"no certificate: {self.reason}" if self.reason else "replaced words exactly"
         lines = [f"{self.texts} texts, clean accuracy {self.clean:.4f}; {how}", aligned(rows, "l")]
-        if self.ordered and not self.reason and {"edits", "characters"} & set(self.kinds):
+        if self.ordered and {"edits", "characters"} & set(self.kinds):
             lines.append(
                 "edits and characters have no certificate where the order of words is read: train"
                 " with --model.position none"
@@ -76,8 +75,7 @@ def word_accuracy(
 
     Status: certified for exact arithmetic (theory note B14; `bound_words`, `CharacterEdits`); the
     attack (`WordAttack`: replacements over the whole vocabulary, characters of known words) can
-    only be too weak. Replaced words are edits too, and attack these. A model without a certificate is
-    attacked alone.
+    only be too weak. Replaced words are edits too, and attack these.
 
     Args:
         model: a classifier of texts, see `bound_words`.
@@ -88,12 +86,12 @@ def word_accuracy(
         beam: texts the attack keeps in each round.
 
     Raises:
-        ConfigError: the model is no classifier of texts that pools by the mean.
+        NotLipschitzError, ConfigError: there is no certificate in words; the reason is named.
         UnsoundBoundError: an attack turned a certified text.
 
     Cost: a forward pass in float64 a text; the attack ``classes x k`` gradients a text.
     """
-    bounds = bound_words(model, seq_len=limit, required=False)
+    bounds = bound_words(model, seq_len=limit)
     characters = CharacterEdits.of(bounds, tokenizer, limit)
     most = {kind: max(some) for kind, some in counts.items() if some}
     held = hold_texts(bounds, batches, most, characters)
@@ -113,7 +111,6 @@ def word_accuracy(
         exact=bounds.exact,
         skip=bounds.skip,
         rest=bounds.rest,
-        reason=bounds.reason,
         ordered=bounds.free_rest == float("inf"),
     )
 
@@ -134,11 +131,16 @@ def _attacked(
     """Return how many edits of each kind the attack needs; one more than asked where it fails."""
     bounds = characters.bounds
     swaps = WordSwaps(bounds.model, bounds.vectors, ids, text.label)
+    letters = partial(characters.proposals, label=text.label, tries=_TRIES)
+    words = max((count for kind, count in most.items() if kind != "characters"), default=0)
+    # Replaced words are edits too.
+    swapped = WordAttack(bounds.model, swaps, beam).fewest_edits(ids, text.label, words)
     needed: dict[EditKind, int] = {}
     for kind, count in most.items():
-        propose = characters.proposals if kind == "characters" else swaps
-        attack = WordAttack(bounds.model, propose, beam)
-        needed[kind], turned = attack.fewest_edits(ids, text.label, count)
+        found = swapped
+        if kind == "characters":
+            found = WordAttack(bounds.model, letters, beam).fewest_edits(ids, text.label, count)
+        needed[kind], turned = found
         if needed[kind] <= min(count, text.held[kind]):
             raise UnsoundBoundError(
                 f"words: {needed[kind]} {kind} turn a text of label {text.label} that is certified"

@@ -1,0 +1,117 @@
+"""Every recipe at toy scale: it leaves table, figure and claim, and does not train again what is
+there; what holds at any size holds."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.finished_runs import written
+from tests.support.recipes import check_reproduced
+
+from wellposed.recipes.reproduce import RECIPES, reproduce
+from wellposed.training.certified.record import TOKEN_SHARES
+from wellposed_studies.frontier.order import TASKS
+from wellposed_studies.frontier.translation import CONSTRAINTS, LABELS, STRENGTHS, TRANSFORMERS
+
+pytestmark = pytest.mark.slow
+WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
+Rows = Sequence[Mapping[str, Any]]
+GIVEN = (
+    "sengupta2023/table-1",
+    "sengupta2023/table-2",
+    "sengupta2023/fig",
+    "kim2021/",
+    "frontier/",
+)
+"""Recipes that get data, where they take any; the others read what is built in."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of small data sets, in which each recipe finds its own."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("data")
+    for name, labels in (("imdb", 2), ("ag_news", 4)):
+        (folder / name).mkdir()
+        for split, count in (("train", 24), ("valid", 8), ("test", 12)):
+            rows = [f"{i % labels}\t{' '.join(rng.sample(WORDS, 8))}\n" for i in range(count)]
+            (folder / name / f"{split}.tsv").write_text("".join(rows))
+    text = " ".join(rng.choice(WORDS) for _ in range(1200)).encode()
+    for name in ("ptb/ptb.char.train.txt.gz", "text/tinyshakespeare.txt.gz"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(gzip.compress(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for all recipes, so that those which share runs train them once."""
+    return tmp_path_factory.mktemp("reproduce")
+
+
+def accuracy(rows: Rows) -> None:
+    assert {"post_ln", "rezero", "lipschitz, T = 10"} <= {row["model"] for row in rows}
+    assert {row["radius"] for row in rows if "radius" in row} == set(TOKEN_SHARES)
+    ours = [row for row in rows if row["model"].startswith(("lipschitz", "no blocks"))]
+    assert max(row["total"] for row in ours if "total" in row) <= 1
+
+
+def characters(rows: Rows) -> None:
+    theirs = {"Newhouse, AdamW", "Newhouse, Muon"}
+    assert {row["model"] for row in rows} == theirs | {"lipschitz:1", "lipschitz:2"}
+    for row in rows:
+        assert (row["printed_bound"] is not None) == (row["model"] in theirs)
+        if row["model"] not in theirs:
+            assert row["sound_bound"] <= float(row["model"].split(":")[1]) * (1 + 1e-6)
+
+
+def depth(rows: Rows) -> None:
+    assert {row["blocks"] for row in rows} == {1, 2}
+    assert max(row["total"] for row in rows if row["model"] == "lipschitz") <= 1
+
+
+def order(rows: Rows) -> None:
+    assert {row["task"] for row in rows} == set(TASKS)
+    assert {row["model"] for row in rows} == {"pre_ln", "lipschitz, T = 30", "no blocks, T = 30"}
+
+
+def translation(every: Rows) -> None:
+    rows, longer = ([r for r in every if (r["steps"] == 3) is short] for short in (True, False))
+    kept = {row["model"]: row for row in rows if row["kept"]}
+    for label in LABELS.values():
+        mine = [row for row in rows if row["model"] == label]
+        settings = {row["setting"] for row in mine}
+        if label in CONSTRAINTS.values():
+            assert settings == {f"strength {strength:g}" for strength in STRENGTHS}
+        else:
+            assert 3 <= len(settings) <= 6
+        assert kept[label]["valid_loss"] == min(row["valid_loss"] for row in mine)
+    constrained = (*CONSTRAINTS.values(), TRANSFORMERS["post_ln"])
+    assert len({kept[label]["learning_rate"] for label in constrained}) == 1
+    assert {(row["model"], row["steps"]) for row in longer} == {(of, 6) for of in LABELS.values()}
+    for part in ("learning_rate", "setting"):
+        assert all(row[part] == kept[row["model"]][part] for row in longer)
+
+
+CHECKS: dict[str, Callable[[Rows], None]] = {
+    f"frontier/{check.__name__}": check
+    for check in (accuracy, characters, depth, order, translation)
+}
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("mcgrath2024/")])
+def test_a_recipe_leaves_its_files_and_keeps_its_runs(name: str, data: Path, out: Path) -> None:
+    takes = "data" in RECIPES.get(name).takes and name != "frontier/translation"
+    given = str(data) if takes and name.startswith(GIVEN) else None
+    done = reproduce(name, scale="toy", out=out, data=given)
+    check_reproduced(done)
+    rows = done.result.rows
+    assert all(row["certified"] <= row["attacked"] for row in rows if "attacked" in row)
+    CHECKS.get(name, lambda _: None)(rows)
+    trained = written(out)
+    reproduce(name, scale="toy", out=out, data=given)
+    assert written(out) == trained
