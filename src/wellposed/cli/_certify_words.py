@@ -87,47 +87,58 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
     from wellposed.training.certified.words import bound_words, hold_texts
 
     limit = text_limit(model, tokenizer)
-    bounds = bound_words(model, seq_len=limit)
-    characters = CharacterEdits.of(bounds, tokenizer, limit)
+    bounds = bound_words(model, seq_len=limit, required=False)
     ids = torch.tensor(tokenizer(text)["input_ids"][:limit], dtype=torch.long)
     if not len(ids):
         raise ConfigError(
             "--text: no word in it, so there is none to change; give a text of 1 word"
         )
     batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
-    most: dict[EditKind, int] = {"words": _MOST, "edits": 3, "characters": 3}
-    (held,) = hold_texts(bounds, [batch], most, characters)
-    label, names = held.predicted, dict(model.config.id2label or {})
+    with torch.no_grad():
+        logits = bounds.model(**batch).logits[0]
+    label = int(logits.argmax())
     swaps = WordSwaps(bounds.model, bounds.vectors, ids, label)
-    needed, _ = WordAttack(bounds.model, swaps).fewest_edits(ids, label, len(ids))
-    print(f"{printable(text)}\nanswer: {printable(str(names.get(label, label)))}, {len(ids)} words")
+    needed, turned = WordAttack(bounds.model, swaps).fewest_edits(ids, label, len(ids))
+    words, others = (tokenizer.convert_ids_to_tokens(some.tolist()) for some in (ids, turned))
+    swapped = [
+        f"{printable(old)} -> {printable(new)}"
+        for old, new in zip(words, others, strict=True)
+        if old != new
+    ]
+    attack = f"the attack needs {needed}: {', '.join(swapped)}"
+    if needed > len(ids):
+        attack = "the attack finds none"
+    names = dict(model.config.id2label or {})
+    answer = printable(str(names.get(label, label)))
+    print(f"{printable(text)}\nanswer: {answer}, {len(ids)} words")
+    if bounds.reason:
+        print(f"no certificate: {bounds.reason}; {attack}")
+        return
+    most: dict[EditKind, int] = {"words": _MOST, "edits": 3, "characters": 3}
+    characters = CharacterEdits.of(bounds, tokenizer, limit)
+    (held,) = hold_texts(bounds, [batch], most, characters)
     if held.held["words"] >= len(ids):
         print("no words of this vocabulary change it, however many are replaced")
     else:
-        k = held.held["words"]
-        ending = f"the attack needs {needed}" if needed <= len(ids) else "the attack finds none"
-        print(f"no {k} replaced words change it; {ending}")
+        print(f"no {held.held['words']} replaced words change it; {attack}")
     if bounds.free_rest < float("inf"):
         print(
             f"nor do {held.held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
             f" {held.held['characters']} characters (up to 3 tried)"
         )
-    with torch.no_grad():
-        logits = bounds.model(**batch).logits[0]
-    others = [other for other in range(len(logits)) if other != label]
     gains = bounds.gains(label, ids) / len(ids)
     ahead = logits[label] - logits
-    near = min(others, key=lambda c: float(ahead[c]) - float(gains[:, c].sum()))
+    near = min(
+        (other for other in range(len(logits)) if other != label),
+        key=lambda c: float(ahead[c]) - float(gains[:, c].sum()),
+    )
     shares = gains[:, near] / ahead[near]
-    order = shares.argsort(descending=True)[:_SHOWN].tolist()
-    words = tokenizer.convert_ids_to_tokens(ids.tolist())
+    rows = [
+        (printable(words[i]), f"{float(shares[i]):.3f}")
+        for i in shares.argsort(descending=True)[:_SHOWN].tolist()
+    ]
     print(
         f"the words that carry it against {printable(str(names.get(near, near)))}, by what replacing"
         " each can take of the margin:"
     )
-    print(
-        aligned(
-            [("word", "share"), *((printable(words[i]), f"{float(shares[i]):.3f}") for i in order)],
-            "l",
-        )
-    )
+    print(aligned([("word", "share"), *rows], "l"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -338,3 +339,19 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(
     ):
         assert main(["certify", run, *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_model_without_a_certificate_is_attacked_and_told_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = str(tmp_path / "plain")
+    words = "train text_classification --data builtin --variant pre_ln --steps 2 --quiet"
+    small = "--model.hidden-size 16 --model.num-hidden-layers 1 --model.num-attention-heads 2"
+    assert main([*words.split(), *small.split(), "--out", out]) == 0
+    asked = ["--words", "1", "--examples", "4", "--text", "send a message to the mail server"]
+    capsys.readouterr()
+    assert main(["certify", out, *asked]) == 0
+    said = capsys.readouterr().out
+    assert "no certificate: no bound in norm sum of DotProductAttention" in said
+    assert re.search(r"words  1  none +[01]\.\d{4}\n", said)
+    assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", said)

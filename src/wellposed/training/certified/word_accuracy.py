@@ -40,6 +40,8 @@ class WordAccuracy:
     """No certificate of replaced words could be better."""
     skip: float
     rest: float
+    reason: str
+    """Why nothing is certified, where nothing is."""
     ordered: bool
     """The model reads the order of words, so that insertions and characters have no certificate."""
 
@@ -47,14 +49,17 @@ class WordAccuracy:
         """Return the numbers as plain text."""
         rows = [("edits", "k", "certified", "attacked"), ("none", "0", *[f"{self.clean:.4f}"] * 2)]
         found = zip(self.kinds, self.counts, self.certified, self.attacked, strict=True)
-        rows += [(kind, str(k), f"{sure:.4f}", f"{seen:.4f}") for kind, k, sure, seen in found]
+        for kind, k, sure, seen in found:
+            certified = "none" if self.reason else f"{sure:.4f}"
+            rows.append((kind, str(k), certified, f"{seen:.4f}"))
         how = (
-            "replaced words exactly"
-            if self.exact
-            else f"norm sum, {self.skip:.3g} of a state is its own token, the rest has bound {self.rest:.3g}"
+            f"norm sum, {self.skip:.3g} of a state is its own token, the rest has bound"
+            f" {self.rest:.3g}"
         )
+        if self.reason or self.exact:
+            how = f"no certificate: {self.reason}" if self.reason else "replaced words exactly"
         lines = [f"{self.texts} texts, clean accuracy {self.clean:.4f}; {how}", aligned(rows, "l")]
-        if self.ordered and {"edits", "characters"} & set(self.kinds):
+        if self.ordered and not self.reason and {"edits", "characters"} & set(self.kinds):
             lines.append(
                 "edits and characters have no certificate where the order of words is read: train"
                 " with --model.position none"
@@ -75,7 +80,8 @@ def word_accuracy(
 
     Status: certified for exact arithmetic (theory note B14; `bound_words`, `CharacterEdits`); the
     attack (`WordAttack`: replacements over the whole vocabulary, characters of known words) can
-    only be too weak. Replaced words are edits too, and attack these.
+    only be too weak. Replaced words are edits too, and attack these. A model without a certificate is
+    attacked alone.
 
     Args:
         model: a classifier of texts, see `bound_words`.
@@ -86,12 +92,12 @@ def word_accuracy(
         beam: texts the attack keeps in each round.
 
     Raises:
-        NotLipschitzError, ConfigError: there is no certificate in words; the reason is named.
+        ConfigError: the model is no classifier of texts that pools by the mean.
         UnsoundBoundError: an attack turned a certified text.
 
     Cost: a forward pass in float64 a text; the attack ``classes x k`` gradients a text.
     """
-    bounds = bound_words(model, seq_len=limit)
+    bounds = bound_words(model, seq_len=limit, required=False)
     characters = CharacterEdits.of(bounds, tokenizer, limit)
     most = {kind: max(some) for kind, some in counts.items() if some}
     held = hold_texts(bounds, batches, most, characters)
@@ -111,6 +117,7 @@ def word_accuracy(
         exact=bounds.exact,
         skip=bounds.skip,
         rest=bounds.rest,
+        reason=bounds.reason,
         ordered=bounds.free_rest == float("inf"),
     )
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from wellposed.attack import in_dtype
-from wellposed.certification import certify
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.certification import Certificate, certify
+from wellposed.errors import ConfigError, ShapeError, shortened
 from wellposed.models import input_vectors
 
 EditKind = str
@@ -53,6 +53,8 @@ class WordBounds:
     tokens: int
     longest: float
     """Largest norm of a word."""
+    reason: str = ""
+    """Why nothing is certified, where nothing is; an attack needs no certificate."""
     tables: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -110,6 +112,8 @@ class WordBounds:
         ahead = _ahead(logits, label)
         if not bool((ahead > 0).all()):
             return -1
+        if self.reason:
+            return 0
         moved = self.gains(label, ids).sort(0, descending=True).values.cumsum(0) / len(ids)
         holds = (_above(moved) < ahead).all(1)
         return int(holds.long().cumprod(0).sum())
@@ -168,7 +172,7 @@ def _above(moved: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def bound_words(model: Any, *, seq_len: int) -> WordBounds:
+def bound_words(model: Any, *, seq_len: int, required: bool = True) -> WordBounds:
     """Return what changed words can do to a classifier of texts of at most ``seq_len`` tokens.
 
     Certified; see `WordBounds`.
@@ -176,6 +180,7 @@ def bound_words(model: Any, *, seq_len: int) -> WordBounds:
     Args:
         model: of our kind ``WellposedForSequenceClassification``, pooled by the mean; copied.
         seq_len: most tokens of a text.
+        required: without, a model that has no bound is given with the reason, to be attacked.
 
     Raises:
         NotLipschitzError: a part has no bound in norm sum (LayerNorm, dot-product attention); all
@@ -185,7 +190,10 @@ def bound_words(model: Any, *, seq_len: int) -> WordBounds:
     Cost: that of `certify` and of embedding the vocabulary.
     """
     exact: Any = in_dtype(model, torch.float64).eval()
-    found = certify(exact, seq_len=seq_len, norm="sum").require()
+    found = certify(exact, seq_len=seq_len, norm="sum")
+    if math.isinf(found.total) and not required:
+        return _unbounded(exact, seq_len, found)
+    found.require()
     if found.head is None or found.skip is None:
         raise ConfigError(
             f"words are counted for a classifier of texts that pools by the mean; received a"
@@ -193,9 +201,7 @@ def bound_words(model: Any, *, seq_len: int) -> WordBounds:
             f" {getattr(model.config, 'pooling', 'of its own')!r}; train with --model.pooling mean"
         )
     weight, body = found.head
-    ids = torch.arange(len(exact.get_input_embeddings().weight))[:, None]
-    vectors = input_vectors(exact, ids, torch.ones_like(ids))[:, 0].double()
-    skip = found.skip
+    vectors, skip = _word_vectors(exact), found.skip
 
     def rest_of(total: float) -> float:
         return max(0.0, total - skip) + 1e-12 * total
@@ -215,6 +221,27 @@ def bound_words(model: Any, *, seq_len: int) -> WordBounds:
         free_rest=free,
         tokens=seq_len,
         longest=float(vectors.norm(dim=-1).max()) * (1 + 1e-12),
+    )
+
+
+def _word_vectors(model: Any) -> Tensor:
+    ids = torch.arange(len(model.get_input_embeddings().weight))[:, None]
+    return input_vectors(model, ids, torch.ones_like(ids))[:, 0].double()
+
+
+def _unbounded(model: Any, seq_len: int, found: Certificate) -> WordBounds:
+    vectors = _word_vectors(model)
+    parts = shortened(sorted({layer.module for layer in found.uncertified}))
+    return WordBounds(
+        model=model,
+        vectors=vectors,
+        weight=vectors.new_zeros(model.config.num_labels, vectors.shape[1]),
+        skip=math.nan,
+        rest=math.inf,
+        free_rest=math.inf,
+        tokens=seq_len,
+        longest=float(vectors.norm(dim=-1).max()),
+        reason=f"no bound in norm sum of {parts}",
     )
 
 
