@@ -105,11 +105,8 @@ def compare(
     configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
     check_name(out)
-    if (
-        is_first()
-        and resume == "never"
-        and any(path.is_file() and path != out / ORDER for path in out.rglob("*"))
-    ):
+    files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER)
+    if is_first() and resume == "never" and any(files):
         raise ConfigError(
             f"{out}: the folder holds files; name another --out, or give --resume auto to keep"
             " finished runs and go on"

@@ -262,10 +262,8 @@ def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
     config = post_ln(base)
     steps = config.train.steps
     if warmup_steps != int(warmup_steps) or warmup_steps < 0:
-        raise ConfigError(
-            f"post_ln_warmup: warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or"
-            " more"
-        )
+        problem = f"warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or more"
+        raise ConfigError(f"post_ln_warmup: {problem}")
     automatic = config.train.warmup_steps or min(PAPER_WARMUP_STEPS, max(1, steps // WARMUP_SHARE))
     schedule = config.train.schedule
     schedule = "inverse_sqrt_warmup" if schedule == "inverse_sqrt" else schedule
@@ -318,13 +316,11 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     have no positions, and attention starts cool, since what a word can do grows as e^(2 t).
     """
     if not 1 <= budget < float("inf"):
-        raise ConfigError(
-            f"lipschitz: budget = {budget}, expected a finite number, 1 or more: a residual keeps"
-            " its input"
-        )
-    residual: dict[str, Any] = (
-        {"residual": "convex"} if budget == 1 else {"residual": "budget", "budget": budget}
-    )
+        problem = f"budget = {budget}, expected a finite number, 1 or more"
+        raise ConfigError(f"lipschitz: {problem}: a residual keeps its input")
+    residual: dict[str, Any] = {"residual": "budget", "budget": budget}
+    if budget == 1:
+        residual = {"residual": "convex"}
     embeddings: dict[str, Any] = {"unit_embeddings": True}
     if (base.train.margin_loss or "").startswith("words"):
         embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}

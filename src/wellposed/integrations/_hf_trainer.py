@@ -59,9 +59,8 @@ def penalized_loss(
         outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         if labels is None:
-            raise ConfigError(
-                "penalized_loss: the batch holds no 'labels'; give them, or drop compute_loss_func"
-            )
+            problem = "penalized_loss: the batch holds no 'labels'"
+            raise ConfigError(f"{problem}; give them, or drop compute_loss_func")
         nonlocal is_first
         loss = task_loss(outputs, labels)
         if torch.is_grad_enabled():

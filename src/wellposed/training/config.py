@@ -17,19 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from wellposed import options
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
-from wellposed.options import (
-    CheckedOptions,
-    Count,
-    Positive,
-    Rate,
-    Seed,
-    Size,
-    Strength,
-    build_options,
-    flat_options,
-)
+from wellposed.options import Count, Positive, Rate, Seed, Size, Strength
 from wellposed.regular_file import read_text
 
 SCHEMA_VERSION = 1
@@ -44,7 +35,7 @@ STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "e
 
 
 @dataclass(frozen=True)
-class PenaltyOptions(CheckedOptions):
+class PenaltyOptions(options.CheckedOptions):
     """Keywords of `wellposed.OrthogonalityPenalty`; all zero means no penalty."""
 
     affinity: Strength = 0.0
@@ -82,7 +73,7 @@ class PenaltyOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class ConstrainOptions(CheckedOptions):
+class ConstrainOptions(options.CheckedOptions):
     """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
 
     where: str = ""
@@ -128,7 +119,7 @@ def words_of(margin_loss: str | None) -> float:
 
 
 @dataclass(frozen=True)
-class TrainOptions(CheckedOptions):
+class TrainOptions(options.CheckedOptions):
     """How a model is trained."""
 
     steps: Size = 1000
@@ -218,10 +209,8 @@ class TrainOptions(CheckedOptions):
         if schedule in NEEDS_WARMUP and not (warm or share):
             yield f"warmup_steps = {warm}, expected at least 1 for the schedule {schedule}"
         if schedule in DECAYS_TO_ZERO and self.epochs is None and self.steps <= warm:
-            yield (
-                f"warmup_steps = {warm}, expected fewer than steps = {self.steps} for the schedule"
-                f" {schedule}"
-            )
+            fewer = f"expected fewer than steps = {self.steps}"
+            yield f"warmup_steps = {warm}, {fewer} for the schedule {schedule}"
         yield from self._margin_problems()
         whole = {
             "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
@@ -245,10 +234,8 @@ class TrainOptions(CheckedOptions):
         if words and radius:
             yield f"margin_radius = {radius} with margin_loss = {loss}, expected one of them"
         if loss == "ce" and radius:
-            yield (
-                f"margin_radius = {radius} with margin_loss = ce, which has no margin; take"
-                " certified or hinge"
-            )
+            given = f"margin_radius = {radius} with margin_loss = ce"
+            yield f"{given}, which has no margin; take certified or hinge"
         if loss in ("certified", "hinge") and not radius:
             yield f"margin_loss = {loss} needs a margin_radius above 0"
         if loss == "hinge" and smoothing:
@@ -256,7 +243,7 @@ class TrainOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class StartOptions(CheckedOptions):
+class StartOptions(options.CheckedOptions):
     """A Hugging Face model that the run begins with, in the place of an architecture of ours; none
     where empty."""
 
@@ -306,8 +293,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.start.model and self.model != ModelOptions():
-            chosen = flat_options(dataclasses.asdict(self.model))
-            usual = flat_options(dataclasses.asdict(ModelOptions()))
+            chosen = options.flat_options(dataclasses.asdict(self.model))
+            usual = options.flat_options(dataclasses.asdict(ModelOptions()))
             changed = {name: value for name, value in chosen.items() if value != usual[name]}
             names = [f"model.{name} = {value!r}" for name, value in changed.items()]
             raise ConfigError(
@@ -342,7 +329,7 @@ class RunConfig:
             # Constraints on a pretrained model that were recorded without a gain had the gain 1.
             former = {"gain": "one"} if held.get("where") else {}
             values["constrain"] = {**former, **held}
-        return build_options(cls, values, where=where)
+        return options.build_options(cls, values, where=where)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -371,7 +358,7 @@ def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
 
 def _meaning(config: RunConfig) -> dict[str, Any]:
     """Return the options, with forms that mean the same named alike."""
-    values, penalty = flat_options(config.to_dict()), config.penalty
+    values, penalty = options.flat_options(config.to_dict()), config.penalty
     unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
     if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"

@@ -149,12 +149,10 @@ def certified_accuracy(
 
     Cost: ``len(radii) x attack_steps x restarts`` forward and backward passes over the data.
     """
-    if radii is not None and (
-        not radii or list(radii) != sorted(set(radii)) or not 0 <= radii[0] <= radii[-1] < math.inf
-    ):
-        raise ConfigError(
-            f"certified accuracy: radii: expected finite increasing sizes >= 0, received {list(radii)}"
-        )
+    rising = sorted({size for size in radii or () if 0 <= size < math.inf})
+    if radii is not None and (not radii or list(radii) != rising):
+        problem = f"radii: expected finite increasing sizes >= 0, received {list(radii)}"
+        raise ConfigError(f"certified accuracy: {problem}")
     certificate.require_weights_of(model)
     # Asked once: each radius would make a digest of all weights again.
     certificate = replace(certificate, module=None)
@@ -165,17 +163,14 @@ def certified_accuracy(
     largest = torch.cat([batch.sizes.amax(-1) for batch in embedded])
     certified = torch.cat([_certified_radii(certificate, batch) for batch in embedded])
     median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
-    sizes = (
-        default_radii(certified)
-        if radii is None
-        else [r * (median_token if in_tokens else 1.0) for r in radii]
-    )
+    unit = median_token if in_tokens else 1.0
+    sizes = default_radii(certified) if radii is None else [size * unit for size in radii]
     how = {"norm": certificate.norm, "steps": attack_steps, "restarts": restarts}
     how |= {"generator": torch.Generator().manual_seed(seed)}
-    broken_at = torch.cat(
-        [_smallest_breaks(target, batch, sizes, **how)[batch.is_counted] for batch in embedded]
-    )
-    correct = torch.cat([batch.correct[batch.is_counted] for batch in embedded])
+    breaks = [_smallest_breaks(target, batch, sizes, **how) for batch in embedded]
+    counted = torch.cat([batch.is_counted.flatten() for batch in embedded])
+    broken_at = torch.cat([each.flatten() for each in breaks])[counted]
+    correct = torch.cat([batch.correct.flatten() for batch in embedded])[counted]
     return CertifiedAccuracy(
         list(sizes),
         [_share(correct & ((certified > size) | (size == 0))) for size in sizes],
@@ -207,9 +202,8 @@ def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
     ball = f"the ball |x_i| <= {certificate.ball:g}"
     outside = int((largest > certificate.ball).sum())
     if outside:
-        return (
-            f"{outside} of {len(largest)} inputs lie outside {ball}: nothing is certified there",
-        )
+        where = f"{outside} of {len(largest)} inputs lie outside {ball}"
+        return (f"{where}, where nothing is certified",)
     room = float((certificate.ball - largest).median())
     return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
 
@@ -362,9 +356,8 @@ def _smallest_breaks(
 def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
     if norm == "inf":
         return delta.clamp(-size, size)
-    length = (
-        delta.norm(dim=-1, keepdim=True)
-        if norm == "tok"
-        else delta.flatten(1).norm(dim=-1)[:, None, None]
-    )
+    if norm == "tok":
+        length = delta.norm(dim=-1, keepdim=True)
+    else:
+        length = delta.flatten(1).norm(dim=-1)[:, None, None]
     return delta * (size / length.clamp_min(size)) if size > 0 else torch.zeros_like(delta)

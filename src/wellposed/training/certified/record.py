@@ -88,7 +88,5 @@ def _refuse_damage(run: CertifiedRun) -> None:
         raise ValueError(f"shares = {run.shares}, expected increasing radii")
     above = [share for share, sure, seen in zip(*columns, strict=True) if sure > seen]
     if above:
-        raise ValueError(
-            f"certified accuracy is above the attacked one at {above}, which no sound certificate"
-            " allows"
-        )
+        problem = f"certified accuracy is above the attacked one at {above}"
+        raise ValueError(f"{problem}, which no sound certificate allows")

@@ -37,9 +37,8 @@ BALL = 1.5
 def has_certified_accuracy(model: nn.Module) -> bool:
     """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or
     the next token."""
-    return type(model).__name__.endswith(
-        ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
-    )
+    kinds = ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
+    return type(model).__name__.endswith(kinds)
 
 
 def first_batches(
@@ -191,10 +190,8 @@ def keep(
 def _date(folder: Path) -> str:
     result = read_result(folder)
     if result is None:
-        raise ConfigError(
-            f"{folder}: the run has not finished (no result.json); finish it with --resume auto"
-            " first"
-        )
+        problem = "the run has not finished (no result.json)"
+        raise ConfigError(f"{folder}: {problem}; finish it with --resume auto first")
     return str(result.result["date"])
 
 

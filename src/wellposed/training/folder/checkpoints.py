@@ -271,12 +271,9 @@ class WeightHistory:
 
     def files(self) -> dict[int, Path]:
         """Return the files of weights that are there by their steps, in order."""
-        found = {
-            int(match[1]): path
-            for path in self.folder.glob("step-*")
-            if (match := _STEP.match(path.name))
-        }
-        return dict(sorted(found.items()))
+        files = {path.name: path for path in self.folder.glob("step-*")}
+        matches = filter(None, map(_STEP.match, files))
+        return dict(sorted((int(match[1]), files[match[0]]) for match in matches))
 
     def mean(self) -> dict[str, torch.Tensor]:
         """Return the mean of the weights that are there; integers are those of the last step."""

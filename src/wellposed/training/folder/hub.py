@@ -22,9 +22,8 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConfigError(
-            f"{name}: not the name of a repository ({error}); expected NAME or OWNER/NAME"
-        ) from error
+        problem = f"{name}: not the name of a repository ({error})"
+        raise ConfigError(f"{problem}; expected NAME or OWNER/NAME") from error
 
 
 def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:

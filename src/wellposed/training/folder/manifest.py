@@ -22,10 +22,8 @@ RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", *MEASURED)
 
 def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return size and digest of each file, from its bytes."""
-    return {
-        name: {"bytes": len(data), "sha256": sha256(data).hexdigest()}
-        for name, data in sorted(files.items())
-    }
+    digests = {name: sha256(data).hexdigest() for name, data in sorted(files.items())}
+    return {name: {"bytes": len(files[name]), "sha256": each} for name, each in digests.items()}
 
 
 def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None) -> None:

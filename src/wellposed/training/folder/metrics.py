@@ -76,10 +76,8 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 def _truncate(path: Path, rows: int) -> int:
     lines = _complete_lines(path)[:rows]
     if len(lines) < rows:
-        raise CheckpointError(
-            f"{path}: {len(lines)} complete rows, but the checkpoint was written after {rows};"
-            f" {_RESTORE}"
-        )
+        problem = f"{len(lines)} complete rows, but the checkpoint was written after {rows}"
+        raise CheckpointError(f"{path}: {problem}; {_RESTORE}")
     if path.exists() or path.is_symlink():
         durable_files.replace_file(path, b"".join(lines))
     return len(lines)

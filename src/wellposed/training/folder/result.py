@@ -73,9 +73,8 @@ def read_result(run_folder: Path) -> RunResult | None:
             raise TypeError("a value of another type")
         return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: not a result of wellposed ({error}); remove it and resume the run"
-        ) from error
+        problem = f"{path}: not a result of wellposed ({error})"
+        raise CheckpointError(f"{problem}; remove it and resume the run") from error
 
 
 def write_result(result: RunResult) -> RunResult:

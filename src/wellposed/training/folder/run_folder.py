@@ -90,9 +90,8 @@ def check_name(out: Path) -> None:
     try:
         str(out).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"--out {out}: the name is not UTF-8, and a run could not be recorded; name another"
-        ) from error
+        problem = f"--out {out}: the name is not UTF-8, and a run could not be recorded"
+        raise ConfigError(f"{problem}; name another") from error
 
 
 def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:
@@ -264,9 +263,8 @@ def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> No
     """
     starts = read_environment(run_folder).get("starts", [])
     entry = {"from_step": step, "date": values["date"], "command": values["command"]}
-    durable_files.replace_file(
-        run_folder / ENVIRONMENT, to_json({**values, "starts": [*starts, entry]}, indent=2)
-    )
+    data = to_json({**values, "starts": [*starts, entry]}, indent=2)
+    durable_files.replace_file(run_folder / ENVIRONMENT, data)
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:

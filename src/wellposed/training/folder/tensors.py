@@ -88,9 +88,8 @@ def load_optimizer_tensors(
     for key, value in tensors.items():
         number, _, name = key.partition(".")
         weight = weights[int(number)]
-        state.setdefault(int(number), {})[name] = (
-            cut_like(weight, value) if value.shape == weight.shape else value
-        )
+        value = cut_like(weight, value) if value.shape == weight.shape else value
+        state.setdefault(int(number), {})[name] = value
     for parameter, entries in plain["scalars"].items():
         state.setdefault(int(parameter), {}).update(entries)
     groups = [dict(group) for group in plain["groups"]]
@@ -107,10 +106,8 @@ def random_tensors() -> tuple[Tensors, dict[str, Any]]:
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     numbers = torch.from_numpy(numpy.asarray(keys).astype("int64"))
     version, words, next_gauss = random.getstate()
-    plain = {
-        "numpy": [int(position), int(has_gauss), float(gauss)],
-        "python": [version, list(words), next_gauss],
-    }
+    gaussian = [int(position), int(has_gauss), float(gauss)]
+    plain = {"numpy": gaussian, "python": [version, list(words), next_gauss]}
     return {**torch_states(), "numpy": numbers}, plain
 
 

@@ -96,10 +96,8 @@ class _FiniteWatcher:
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             before, after = partial(self._before, path or ROOT), partial(self._after, path or ROOT)
-            self._handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after),
-            ]
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -66,10 +66,8 @@ def _check_device(wanted: str, kind: str, index: str) -> None:
     present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind in present and int(index or 0) >= present[kind]:
         there = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
-        raise ConfigError(
-            f"train.device = {wanted!r} is not on this machine, which has:"
-            f" {', '.join(['cpu', *there])}"
-        )
+        has = ", ".join(["cpu", *there])
+        raise ConfigError(f"train.device = {wanted!r} is not on this machine, which has: {has}")
 
 
 class ShardedModel:
@@ -129,12 +127,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     def uses(part: nn.Module) -> Counter[int]:
         return Counter(id(weight) for _, weight in part.named_parameters(remove_duplicate=False))
 
-    everywhere = uses(model)
-    return [
-        layer
-        for layer in layers
-        if all(everywhere[weight] == count for weight, count in uses(layer).items())
-    ]
+    everywhere = uses(model).items()
+    return [layer for layer in layers if uses(layer).items() <= everywhere]
 
 
 def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:

@@ -78,13 +78,9 @@ def refuse_sharding() -> None:
     Raises:
         ConfigError: it asks for FSDP, DeepSpeed or Megatron.
     """
-    asked = [
-        name
-        for name, variable in SHARDING_BY_LAUNCHER.items()
-        if os.environ.get(variable, "").lower() in ("true", "1")
-    ]
-    if asked:
-        raise ConfigError(
-            f"accelerate launch is to shard the weights ({asked[0]}), which a run does by an option"
-            " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
-        )
+    for name, variable in SHARDING_BY_LAUNCHER.items():
+        if os.environ.get(variable, "").lower() in ("true", "1"):
+            raise ConfigError(
+                f"accelerate launch is to shard the weights ({name}), which a run does by an option"
+                " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
+            )

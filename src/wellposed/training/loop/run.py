@@ -140,9 +140,8 @@ class Run:
                 " other numbers"
             )
         position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
-        self.batches = MicroBatches(
-            self.task, options.batch_size, options.seed, workers=options.num_workers, **position
-        )
+        position |= {"workers": options.num_workers}
+        self.batches = MicroBatches(self.task, options.batch_size, options.seed, **position)
         self._began = time.monotonic() - state.seconds
         self.progress.start(state.step)
 
@@ -362,10 +361,8 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     order = run.task.batches(split, run.options.batch_size, seed=0, epoch=0)
     order = order[: run.options.eval_batches if split == "valid" else run.test_batches]
     if not order:
-        raise DataError(
-            f"{run.task.name}: the {split} split is empty; a run needs it to choose and report"
-            " weights"
-        )
+        problem = f"{run.task.name}: the {split} split is empty"
+        raise DataError(f"{problem}; a run needs it to choose and report weights")
     totals: dict[str, tuple[float, float]] = {}
     bad: list[Batch] = []
     rank, world = run.accelerator.process_index, run.accelerator.num_processes

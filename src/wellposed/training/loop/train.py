@@ -265,10 +265,8 @@ def _load_best_weights(run: Run) -> str:
     try:
         checkpoints.load_weights(best, run.model)
     except CheckpointError as error:
-        lost = (
-            f"the best weights, of step {state.best_step}, are lost; those of step {state.step} are"
-            f" used: {error}"
-        )
+        lost = f"the best weights, of step {state.best_step}, are lost"
+        lost += f"; those of step {state.step} are used: {error}"
         run.progress.say(lost, warn=True)
         state.best_value = None
         validate(run)
