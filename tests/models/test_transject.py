@@ -1,23 +1,28 @@
-"""TransJect models: the formula, padding, heads, options, and what is refused."""
+"""TransJect models: the formula, padding, heads, options; as a language model; and certificates."""
+
+from __future__ import annotations
 
 import pytest
 import torch
 from tests.support.close import within
 from tests.support.refusal import bad_config, bad_shape
 from tests.support.tiny import options
-from tests.support.transject import CONFIG, IDS, MASK, SIZES, awake, blocks, slow_stack
+from tests.support.transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake, blocks, slow_stack
 from tests.support.words import words
 from torch import nn
 from torch.testing import assert_close
 
 import wellposed.nn
+from wellposed.certification import certify
 from wellposed.models import (
     TransJectConfig,
     TransJectForCausalLM,
     TransJectForSequenceClassification,
     TransJectForSequencePairClassification,
     TransJectModel,
+    input_vectors,
 )
+from wellposed.training.certified.accuracy import certified_accuracy
 
 
 def test_the_whole_model_against_the_formula_in_float64():
@@ -169,3 +174,138 @@ def test_half_precision_under_autocast_trains():
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
     whole = model(input_ids=IDS, labels=IDS)
     assert float((whole.loss - output.loss).detach().abs()) < 0.05
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_no_gradient_comes_from_later_tokens(settings):
+    torch.manual_seed(3)
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, **settings)))
+    start = torch.randn(1, 6, 16, requires_grad=True)
+    logits = model(inputs_embeds=start).logits[0]
+    earlier = 0.0
+    for position in range(6):
+        (gradient,) = torch.autograd.grad(logits[position].square().sum(), start, retain_graph=True)
+        sizes = gradient[0].abs().amax(-1)
+        assert float(sizes[position + 1 :].sum()) == 0.0
+        assert float(sizes[position]) > 0.0
+        earlier += float(sizes[:position].sum())
+    mixes = settings.get("spectrum") != "random" or settings.get("num_experts", 1) > 1
+    assert (earlier > 0.0) == mixes
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
+def test_generation_with_a_cache_is_that_without(settings, how):
+    torch.manual_seed(4)
+    config = TransJectConfig(**SIZES, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = awake(TransJectForCausalLM(config))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    how = {"max_new_tokens": 5, "do_sample": False, **how}
+    cached, whole = (
+        model.generate(IDS, attention_mask=mask, use_cache=use_cache, **how)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached, whole)
+    alone = model.generate(IDS[:1, 2:], **how)
+    assert torch.equal(cached[:1, 5 : alone.shape[1] + 2], alone[:, 3:])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings):
+    torch.manual_seed(5)
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, **settings)))
+    ids = torch.randint(0, 13, (2, 9))
+    whole = model(input_ids=ids).logits
+    cache, parts = None, []
+    for start, end in ((0, 4), (4, 5), (5, 9)):
+        output = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+        cache, parts = output.past_key_values, [*parts, output.logits]
+    assert_close(torch.cat(parts, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
+    torch.manual_seed(5)
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
+    how = options("do_sample=False max_new_tokens=3 min_new_tokens=3 return_dict_in_generate=True")
+    first = model.generate(IDS[:1], **how)
+    prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
+    again = model.generate(prompt, past_key_values=first.past_key_values, **how)
+    assert_close(again.sequences, model.generate(prompt, use_cache=False, **how).sequences)
+
+
+def test_a_piece_of_padding_is_no_error_in_training_with_a_cache():
+    model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
+    ids, mask = IDS.repeat(1, 2), torch.ones(2, 10, dtype=torch.long)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        model.train()
+        first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        assert first.auxiliary_loss is None
+        second = model(
+            input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values
+        )
+    assert_close(second.logits, expected[:, 5:])
+
+
+def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps():
+    with bad_config(match="spectrum_eps: received 1e-60"):
+        TransJectConfig(**SIZES, spectrum_eps=1e-60)
+    model = awake(
+        TransJectForCausalLM(TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized"))
+    )
+    assert bool(model(inputs_embeds=torch.zeros(1, 2, 16)).logits.isfinite().all())
+
+
+def classifier(**changes):
+    torch.manual_seed(0)
+    sizes = options("vocab_size=12 hidden_size=8 num_hidden_layers=2 num_labels=3")
+    how = {**sizes, "spectrum_norm": "trace", "residual": "sigmoid", **changes}
+    model = TransJectForSequenceClassification(TransJectConfig(**how))
+    return model.double().eval()
+
+
+def test_input_vectors_give_what_the_ids_give():
+    model = classifier()
+    vectors = input_vectors(model, IDS, MASK)
+    by_vectors = model(inputs_embeds=vectors, attention_mask=MASK).logits
+    assert_close(by_vectors, model(input_ids=IDS, attention_mask=MASK).logits)
+
+
+@pytest.mark.parametrize(
+    "changes", ["", "spectrum_norm=max", "spectrum=random", "num_experts=2 gating=normalized"]
+)
+@pytest.mark.parametrize("norm", ["tok", 2])
+def test_no_ascent_beats_the_certificate(changes, norm):
+    model = classifier(**options(changes))
+    total = certify(model, seq_len=5, norm=norm).total
+    start = input_vectors(model, IDS[:1]).detach()
+    step = torch.full_like(start, 1e-3).requires_grad_()
+    optimizer = torch.optim.Adam([step], lr=1e-2)
+    worst = 0.0
+    for _ in range(40):
+        change = model(inputs_embeds=start + step).logits - model(inputs_embeds=start).logits
+        size = step.norm(dim=-1).max() if norm == "tok" else step.norm()
+        ratio = change.norm() / size
+        worst = max(worst, float(ratio.detach()))
+        optimizer.zero_grad()
+        (-ratio).backward()
+        optimizer.step()
+    assert 0.01 * total < worst <= total
+
+
+def test_pooled_gates_are_named():
+    certificate = certify(classifier(num_experts=2), seq_len=5)
+    assert certificate.label == "uncertified"
+    assert [layer.path for layer in certificate.uncertified] == ["model.stack"]
+
+
+def test_certified_accuracy_is_below_the_attacked_one():
+    model = classifier()
+    certificate = certify(model, seq_len=5)
+    labels = model(input_ids=IDS, attention_mask=MASK).logits.argmax(-1)
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
+    curve = certified_accuracy(model, [batch], certificate, radii=[0.0, 1e-4, 10.0], attack_steps=5)
+    assert curve.certified[1] == 1.0
+    assert all(sure <= seen for sure, seen in zip(curve.certified, curve.attacked, strict=True))
+    assert curve.certified[2] < 1.0
