@@ -13,7 +13,7 @@ from wellposed.initialize import remove_norms_, signal_propagation, step_change,
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
 
 
-def encoder(layers: int, width: int = 512, inner: int = 1024) -> nn.TransformerEncoder:
+def encoder(layers: int, width: int, inner: int) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(width, 8, inner, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
@@ -30,24 +30,29 @@ def plain_xavier_(model: nn.Module) -> None:
                     nn.init.xavier_uniform_(parameter)
 
 
-def encoder_ratio(layers: int, input_scale: float | None) -> float:
-    model = encoder(layers)
+OF_A_DECODER = (9 * 6) ** -0.25
+SIGNALS = [
+    pytest.param(6, 512, None, 1.1, id="6 layers"),
+    pytest.param(6, 512, OF_A_DECODER, 1.1, id="in front of a decoder"),
+    pytest.param(100, 512, (9 * 100) ** -0.25, 1.1, id="100 layers", marks=pytest.mark.slow),
+    pytest.param(100, 32, None, 1.15, id="100 narrow layers, which fluctuate"),
+]
+
+
+@pytest.mark.parametrize(("layers", "width", "input_scale", "most"), SIGNALS)
+def test_the_signal_keeps_its_size(
+    layers: int, width: int, input_scale: float | None, most: float
+) -> None:
+    model = encoder(layers, width, 2 * width)
     t_fixup_(model, input_scale=input_scale, zero_biases=True)
-    return signal_propagation(model, torch.randn(2, 16, 512)).ratios()[-1]
+    assert 1.0 <= signal_propagation(model, torch.randn(2, 16, width)).ratios()[-1] <= most
 
 
-def test_signal_of_six_layers_keeps_its_size_and_plain_xavier_does_not() -> None:
-    assert 1.0 <= encoder_ratio(6, None) <= 1.1
-    assert 1.0 <= encoder_ratio(6, (9 * 6) ** -0.25) <= 1.1
-    control = encoder(6)
-    plain_xavier_(control)
-    assert signal_propagation(control, torch.randn(2, 16, 512)).ratios()[-1] > 4
-
-
-@pytest.mark.slow
-def test_signal_of_deep_encoders_keeps_its_size() -> None:
-    # the factor 0.67 N^-1/4 that an encoder has in front of a decoder
-    assert 1.0 <= encoder_ratio(100, (9 * 100) ** -0.25) <= 1.1
+@pytest.mark.parametrize(("layers", "width", "least"), [(6, 512, 4), (40, 32, 1e3)])
+def test_the_signal_of_plain_xavier_grows(layers: int, width: int, least: float) -> None:
+    model = encoder(layers, width, 2 * width)
+    plain_xavier_(model)
+    assert signal_propagation(model, torch.randn(2, 16, width)).ratios()[-1] > least
 
 
 @pytest.mark.parametrize("layers", [6, pytest.param(100, marks=pytest.mark.slow)])
@@ -59,17 +64,6 @@ def test_signal_of_our_encoder_keeps_its_size(layers: int) -> None:
     ids = torch.randint(0, 50, (2, 16))
     signal = signal_propagation(WellposedSeq2SeqModel(config), [ids, None, ids])
     assert 1.0 <= signal.ratios("encoder")[-1] <= 1.1
-
-
-def test_signal_of_a_hundred_narrow_layers() -> None:
-    model = encoder(100, 32, 64)
-    t_fixup_(model, zero_biases=True)
-    assert (
-        1.0 <= signal_propagation(model, torch.randn(2, 16, 32)).ratios()[-1] <= 1.15
-    )  # a narrow net fluctuates
-    control = encoder(40, 32, 64)
-    plain_xavier_(control)
-    assert signal_propagation(control, torch.randn(2, 16, 32)).ratios()[-1] > 1e3
 
 
 def test_rows_are_the_hidden_states_of_the_model() -> None:
