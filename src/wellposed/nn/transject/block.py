@@ -137,14 +137,15 @@ class TransJectBlock(ResetByParts):
         yield "residual", self.residual, InjectiveResidual
         yield "attention", self.attention, ExpertMixture
         yield "feedforward", self.feedforward, OrthogonalFeedForward
-        maps = [("feedforward", ("up_proj", "down_proj"))]
+        maps: list[tuple[str, nn.Module, tuple[str, str]]]
+        maps = [("feedforward", self.feedforward, ("up_proj", "down_proj"))]
         for index, expert in enumerate(self.attention.experts):
             path = f"attention.experts.{index}"
             yield path, expert, GramAttention
-            maps.append((path, ("left", "right")))
-        for path, names in maps:
+            maps.append((path, expert, ("left", "right")))
+        for path, owner, names in maps:
             for name in names:
-                yield f"{path}.{name}", self.get_submodule(f"{path}.{name}"), OrthogonalLinear
+                yield f"{path}.{name}", getattr(owner, name), OrthogonalLinear
 
     def sublayers(self, sigma: Tensor, gates: Tensor) -> list[InvertibleResidual]:
         """Return the two halves as bijections, for stored sigma and gates, with contractions

@@ -65,12 +65,14 @@ class RowBlocks:
                 mixing = self._fold(own[0]) if folded and len(part) == 1 else None
             masked = None if padding is None else padding[samples]
             outputs = self.work("outputs", (len(self.left), *part.shape), x)
-            shares = None if gates is None else gates[samples]
-            pools = x.new_full((len(outputs), len(part), x.shape[2]), -torch.inf)
-            pooled = pools if shares is None else None
-            self._fill(part, own, mixing, padding=masked, outputs=outputs, pools=pooled)
-            if shares is None:
+            pools = None
+            if gates is None:
+                pools = x.new_full((len(outputs), len(part), x.shape[2]), -torch.inf)
+            self._fill(part, own, mixing, padding=masked, outputs=outputs, pools=pools)
+            if pools is not None:
                 shares = self.mixture.gates_from_pools(pools, part, SeenTokens(masked))
+            else:
+                shares = cast(Tensor, gates)[samples]
             used.append(shares)
             self._mix(part, outputs, shares, y[samples])
         self._feed_(y.view(-1, y.shape[-1]))
