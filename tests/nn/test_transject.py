@@ -23,7 +23,7 @@ from wellposed.nn import (
     TransJectStack,
     orthogonal_patterns,
 )
-from wellposed.nn.transject.inference import elu_
+from wellposed.nn.transject.block import elu_
 from wellposed_studies.sengupta2023.parameters import transject_parameter_count
 
 D, L, N = 6, 3, 7

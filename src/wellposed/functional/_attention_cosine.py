@@ -66,18 +66,13 @@ def cosine_attention(
         )
     if not isinstance(tau, Tensor) and not tau > 0:
         raise ConfigError(f"cosine_attention: tau is {tau}; expected a positive temperature")
-    check_attention_inputs("cosine_attention", (query, key, value), attn_mask=attn_mask)
+    check_attention_inputs("cosine_attention", (query, key, value), attn_mask)
     query, key, value = (normalized_vectors(tokens, eps) for tokens in (query, key, value))
     # A learnt temperature must stay a tensor, while the fused kernel takes a number.
     scale = 1.0 if isinstance(tau, Tensor) else tau
     query = (query * tau).to(key.dtype) if isinstance(tau, Tensor) else query
+    seen = {"attn_mask": attn_mask, "is_causal": is_causal}
     joined = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
+        query, key, value, **seen, dropout_p=dropout_p, scale=scale
     )
     return (nu * joined).to(joined.dtype)

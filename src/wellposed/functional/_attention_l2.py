@@ -73,9 +73,7 @@ def l2_attention(
     tensor([[0., 0.],
             [3., 4.]])
     """
-    check_attention_inputs(
-        "l2_attention", (query, key, value), attn_mask=attn_mask, key_padding_mask=key_padding_mask
-    )
+    check_attention_inputs("l2_attention", (query, key, value), attn_mask, key_padding_mask)
     if scale is not None and not scale > 0:
         raise ConfigError(
             f"l2_attention: scale is {scale}; expected a positive number (default 1 /"

@@ -26,11 +26,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_attention_inputs(
-    call: str,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    *,
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
+    call: str, tensors: Sequence[Tensor], attn_mask: Tensor | None, padding: Tensor | None = None
 ) -> None:
     """Raise one `ShapeError` with every misfit of query, key, value and masks."""
     query, key, value = tensors
@@ -60,9 +56,9 @@ def check_attention_inputs(
         problems.append(
             f"attn_mask is {tuple(attn_mask.shape)}; expected (..., queries, keys) {rows}"
         )
-    if key_padding_mask is not None:
+    if padding is not None:
         batch = query.shape[: 1 if query.dim() > 2 else 0]
-        problems += padding_problems(key_padding_mask, (*batch, keys))
+        problems += padding_problems(padding, (*batch, keys))
     if problems:
         raise ShapeError(f"{call}:\n" + listed(problems))
 

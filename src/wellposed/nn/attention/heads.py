@@ -92,9 +92,7 @@ class HeadProjections(Part, ABC):
     ) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.dropout = dropout
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         memory_dim = embed_dim if self.memory_dim is None else self.memory_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)

@@ -403,24 +403,19 @@ class L2SelfAttention(Part):
             self._frozen_scales = outer
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: masks.PaddingMask,
-        is_causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, padding: masks.PaddingMask, is_causal: bool
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         how: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
         queries, keys = query.shape[-2], key.shape[-2]
-        if not isinstance(key_padding_mask, Tensor) or (is_causal and 1 < queries < keys):
-            seen = masks.attention_mask(key_padding_mask, is_causal, queries, keys, query.device)
+        if not isinstance(padding, Tensor) or (is_causal and 1 < queries < keys):
+            seen = masks.attention_mask(padding, is_causal, queries, keys, query.device)
             return l2_attention(query, key, value, **seen.flags, **how)
         # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
         # hand.
-        how |= {"is_causal": is_causal and queries == keys, "key_padding_mask": key_padding_mask}
+        how |= {"is_causal": is_causal and queries == keys, "key_padding_mask": padding}
         heads = l2_attention(query, key, value, **how)
-        padded = key_padding_mask[:, None, keys - queries :, None]
+        padded = padding[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
     def _check_covered(self, num_tokens: int) -> None:
@@ -477,28 +472,23 @@ class L2SelfAttention(Part):
 
     @l2_bound.uncompiled
     def _contraction(
-        self,
-        weights: l2_bound.UnitWeights,
-        key_padding_mask: masks.PaddingMask,
-        is_causal: bool,
-        queries: int,
-        keys: int,
+        self, weights: l2_bound.UnitWeights, padding: masks.PaddingMask, causal: bool, *lengths: int
     ) -> Tensor:
-        """The factor of the heads: (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own
-        length."""
-        mask = masks.known_pattern(key_padding_mask, is_causal)
-        if isinstance(key_padding_mask, masks.AttentionMask):
-            l2_bound.check_diagonal(key_padding_mask, queries, keys)
+        """The factor of the heads for so many queries and keys: (H, 1, 1), or (batch, H, 1, 1)
+        where each sequence has its own length."""
+        mask, keys = masks.known_pattern(padding, causal), lengths[1]
+        if isinstance(padding, masks.AttentionMask):
+            l2_bound.check_diagonal(padding, *lengths)
         if self.max_tokens is not None and keys <= self.max_tokens:
             return self._factor(weights, self.max_tokens, mask)
-        counts = masks.most_visible(key_padding_mask, keys)
+        counts = masks.most_visible(padding, keys)
         if self.max_tokens is not None:
             self._check_covered(int(torch.as_tensor(counts).max()))
             return self._factor(weights, self.max_tokens, mask)
         if not isinstance(counts, Tensor):
             return self._factor(weights, counts, mask)
-        lengths, index = counts.unique(return_inverse=True)
-        factors = [self._factor(weights, length, mask) for length in lengths.tolist()]
+        numbers, index = counts.unique(return_inverse=True)
+        factors = [self._factor(weights, number, mask) for number in numbers.tolist()]
         return torch.stack(factors)[index]
 
 
