@@ -223,17 +223,3 @@ def test_images_of_the_hub_are_those_of_a_folder(
     held["train"] = datasets.Dataset.from_dict(columns, features=features)
     with bad_data(match=r"hf:pets \(train\):4: cannot be decoded"):
         build("hf:pets")
-
-
-@pytest.mark.data
-def test_the_subset_of_cifar_has_its_own_pixels(shared_data: Path) -> None:
-    task = build(shared_data / "cifar10_subset", limit_train=200)
-    with np.load(shared_data / "cifar10_subset" / "test_rgb.npz") as arrays:
-        images, labels = arrays["x"][:100] / 255, arrays["y"][:100]
-    expected = (images - task.processor.image_mean) / task.processor.image_std
-    batch = task.collate(task.dataset("test")[:100])
-    assert np.abs(batch["pixel_values"].numpy() - expected.transpose(0, 3, 1, 2)).max() < 1e-5
-    assert batch["labels"].tolist() == labels.tolist()
-    train = pixels(task).double()
-    assert train.mean((0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-5)
-    assert train.std((0, 2, 3), correction=0).tolist() == pytest.approx([1, 1, 1], abs=1e-5)

@@ -57,16 +57,6 @@ def test_penn_treebank_characters(shared_data: Path) -> None:
     assert task.reference()["nats_per_char"] == pytest.approx(3.005, abs=0.001)
 
 
-def test_sst_with_header_and_quotes(shared_data: Path) -> None:
-    task = build_task(
-        "text_classification", {"data": str(shared_data / "minbert" / "ids-sst-train.csv.gz")}
-    )
-    assert len(task.dataset("valid")) == 1101
-    assert len(task.dataset("train")) + len(task.dataset("test")) == 8544
-    columns = "header, label 'sentiment', text 'sentence'; not read: '', 'id'"
-    assert task.description()["files"]["train"]["columns"] == columns
-
-
 @pytest.mark.slow
 def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
     shared_data: Path, tmp_path: Path
@@ -84,15 +74,3 @@ def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
     ids, end = example["input_ids"], task.tokenizer.sep_token_id
     first, second = (place for place, token in enumerate(ids) if token == end)
     assert example["token_type_ids"] == [0] * (first + 1) + [1] * (second - first)
-
-
-@pytest.mark.slow
-def test_imdb_folder_with_the_defaults_of_the_command_line(shared_data: Path) -> None:
-    task = build_task("text_classification", {"data": str(shared_data / "imdb")})
-    assert sizes(task) == [20000, 5000, 12500]
-    described = task.description()
-    assert described["files"]["test"]["path"].endswith("test_a.tsv.gz")
-    assert described["labels"]["train"] == {"0": 10000, "1": 10000}
-    assert described["texts_also_in_train"]["valid"] == 23
-    assert described["truncated_texts"]["train"] > 0
-    assert task.reference() == {"accuracy": 0.5}

@@ -274,18 +274,3 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
 def test_bad_options_are_refused(corpus: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises((ConfigError, DataError), match=says):
         build(corpus, **options)
-
-
-@pytest.mark.data
-@pytest.mark.slow
-def test_multi30k_both_ways_and_tatoeba_by_characters(shared_data: Path) -> None:
-    folder = str(shared_data / "multi30k")
-    for src, tgt in (("de", "en"), ("en", "fr")):
-        sizes = {"limit_pairs": 300, "vocab_size": 400}
-        task = build_task("translation", {"data": folder, "src": src, "tgt": tgt, **sizes})
-        assert [len(task.dataset(split)) for split in SPLITS] == [300, 1014, 1000]
-    options = {"src": "fr", "columns": "en,fr", "tokenizer": "char", "limit_pairs": 2000}
-    task = build(shared_data / "tatoeba_en_fr", **options, max_tokens=400)
-    assert len(task.dataset("test")) == 2000
-    first = task.dataset("train")[0]
-    assert task.tokenizer.decode(first["input_ids"], skip_special_tokens=True) == "Va !"

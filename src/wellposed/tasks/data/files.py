@@ -13,11 +13,13 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from wellposed import regular_file
 from wellposed.errors import DataError, import_extra, listed, nearest_names
 from wellposed.finite_json import from_json
 
@@ -78,16 +80,12 @@ def read_text(path: Path) -> TextFile:
 
 
 def _read_bytes(path: Path) -> bytes:
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder, expected a file")
-    if path.exists() and not path.is_file():
-        raise DataError(
-            f"{path}: is a pipe or a device, expected a file, as it is read more than once"
-        )
     try:
-        return path.read_bytes()
+        return regular_file.read_bytes(path)
     except FileNotFoundError:
         raise missing_file(path) from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: is a folder, expected a file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -413,9 +411,8 @@ def hub_table(rows: Any, where: str) -> Table:
 
 
 def _first_not_utf8(rows: Any) -> int:
-    for number in range(len(rows)):
-        try:
-            _ = rows[number]
-        except UnicodeDecodeError:
-            return number + 1
-    return 0
+    number = 0
+    with suppress(UnicodeDecodeError):
+        for number in range(1, len(rows) + 1):
+            _ = rows[number - 1]
+    return number
