@@ -201,7 +201,7 @@ def test_endless_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "m.json").symlink_to("/dev/zero")
     with pytest.raises(DataError, match="pipe or a device"):
         Measurement.from_json(tmp_path / "m.json")
-    with pytest.raises(DataError, match="/dev/zero: is a pipe or a device"):
+    with pytest.raises(DataError, match="/dev/zero: cannot be read: is a pipe or a device"):
         files.read_text(Path("/dev/zero"))
     assert main(["train", "char_lm", "--config", "/dev/zero", "--out", str(tmp_path / "x")]) != 0
     assert "Traceback" not in capsys.readouterr().err

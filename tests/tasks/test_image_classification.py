@@ -24,10 +24,8 @@ X = np.random.default_rng(0).integers(0, 256, (30, 6, 4, 3), dtype=np.uint8)
 Y = np.arange(30) % 3
 
 
-def build(data: Path | str = "builtin", **options: Any) -> ImageClassificationTask:
-    task = build_task("image_classification", {"data": str(data), **options})
-    assert isinstance(task, ImageClassificationTask)
-    return task
+def build(data: Path | str = "builtin", **options: Any) -> Any:
+    return build_task("image_classification", {"data": str(data), **options})
 
 
 def pixels(task: ImageClassificationTask, split: Any = "train") -> torch.Tensor:

@@ -21,10 +21,8 @@ from wellposed.tasks.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
 
 
-def build(data: Path | str = "builtin", **options: Any) -> ListOpsTask:
-    task = build_task("listops", {"data": str(data), **options})
-    assert isinstance(task, ListOpsTask)
-    return task
+def build(data: Path | str = "builtin", **options: Any) -> Any:
+    return build_task("listops", {"data": str(data), **options})
 
 
 def value_of(text: str) -> int:

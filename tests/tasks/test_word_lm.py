@@ -14,10 +14,8 @@ from wellposed.tasks import SPLITS, WordLMTask, build_task
 LINES = [" the cat <unk> N times ", " a dog 's bark ", "", " the dog sat "]
 
 
-def build(data: Path | str, **options: Any) -> WordLMTask:
-    task = build_task("word_lm", {"data": str(data), "seq_len": 6, **options})
-    assert isinstance(task, WordLMTask)
-    return task
+def build(data: Path | str, **options: Any) -> Any:
+    return build_task("word_lm", {"data": str(data), "seq_len": 6, **options})
 
 
 def decoded(task: WordLMTask, split: Any) -> list[str]:

@@ -116,7 +116,7 @@ def dialogue_scores(
     if vectors is None:
         missing |= dict.fromkeys(VECTOR_METRICS, "needs word vectors")
     else:
-        similar, counts, _ = embedding_scores(said, wanted, vectors)
+        similar, counts = embedding_scores(said, wanted, vectors)
         scores |= similar
         details |= counts
     return DialogueScores({name: 100 * value for name, value in scores.items()}, missing, details)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,22 +29,15 @@ class WordVectors:
 
     def of(self, words: Sequence[str]) -> Vectors:
         """Return the vectors of the words that have one, (known words, width) float32."""
-        return np.array(
-            [self.rows[word] for word in words if word in self.rows], np.float32
-        ).reshape(-1, self.width)
-
-    def __contains__(self, word: object) -> bool:
-        return word in self.rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        known = [self.rows[word] for word in words if word in self.rows]
+        return np.array(known, np.float32).reshape(-1, self.width)
 
 
 def embedding_scores(
     hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]], vectors: WordVectors
-) -> tuple[dict[str, float], dict[str, int], Counter[str]]:
-    """Return the means over pairs of three cosines of sentences, each in [-1, 1]; counts of words
-    and pairs without a vector; and those words.
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the means over pairs of three cosines of sentences, each in [-1, 1], and counts of
+    words and pairs without a vector.
 
     embedding_average: of the sums of the word vectors. vector_extrema (Forgues et al. 2014): of the
     vectors that hold in each dimension the entry of greatest magnitude over the words.
@@ -58,9 +50,9 @@ def embedding_scores(
     sentences hold the same words.
 
     >>> vectors = WordVectors({"yes": np.array([1.0, 0.0]), "no": np.array([0.0, 1.0])}, 2)
-    >>> scores, _, unknown = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
-    >>> {name: round(value, 4) for name, value in scores.items()}, dict(unknown)
-    ({'embedding_average': 0.7071, 'vector_extrema': 0.7071, 'greedy_matching': 0.75}, {'sir': 1})
+    >>> scores, counts = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
+    >>> {name: round(value, 4) for name, value in scores.items()}, counts["words_without_a_vector"]
+    ({'embedding_average': 0.7071, 'vector_extrema': 0.7071, 'greedy_matching': 0.75}, 1)
     """
     measures: dict[str, Callable[[Vectors, Vectors], float]] = {
         "embedding_average": lambda first, second: _cosine(first.sum(0), second.sum(0)),
@@ -68,24 +60,19 @@ def embedding_scores(
         "greedy_matching": _greedy,
     }
     totals = dict.fromkeys(measures, 0.0)
-    unknown: Counter[str] = Counter()
-    words = bare = 0
+    counts = {"words": 0, "words_without_a_vector": 0, "pairs_without_vectors": 0}
     for said, wanted in zip(hypotheses, references, strict=True):
-        words += len(said) + len(wanted)
-        unknown.update(word for word in (*said, *wanted) if word not in vectors)
         first, second = vectors.of(said), vectors.of(wanted)
+        words, known = len(said) + len(wanted), len(first) + len(second)
+        counts["words"] += words
+        counts["words_without_a_vector"] += words - known
         if len(first) == 0 or len(second) == 0:
-            bare += 1
+            counts["pairs_without_vectors"] += 1
             continue
         for name, measure in measures.items():
             totals[name] += measure(first, second)
-    count = max(1, len(hypotheses))
-    counts = {
-        "words": words,
-        "words_without_a_vector": unknown.total(),
-        "pairs_without_vectors": bare,
-    }
-    return {name: total / count for name, total in totals.items()}, counts, unknown
+    pairs = max(1, len(hypotheses))
+    return {name: total / pairs for name, total in totals.items()}, counts
 
 
 def _extreme(vectors: Vectors) -> Vectors:

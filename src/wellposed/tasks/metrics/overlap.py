@@ -186,9 +186,8 @@ def cider(
     the reference's in the product, times ``exp(-(difference in length)^2 / (2 6^2))``, times 10.
 
     Status: exact. One reference a hypothesis, both as words. The references also fix the weights,
-    so a value belongs
-    to a set: the same pair scores differently in another one, and a set of one pair scores 0, as
-    every weight is 0. Orders n for which a sentence has no n-gram of positive weight count as 0, as
+    so a value belongs to a set: the same pair scores differently in another one, and a set of one
+    pair scores 0, as every weight is 0. Orders n for which a sentence has no n-gram of positive weight count as 0, as
     in the authors' code.
 
     >>> said = ["a cat sat on the mat".split(), "he can swim very well".split()]
@@ -201,22 +200,20 @@ def cider(
             " many"
         )
     stemmed = variant == "cider"
-    said = [_grams(words, stem=stemmed) for words in hypotheses]
     wanted = [_grams(words, stem=stemmed) for words in references]
     documents = Counter(gram for counts in wanted for gram in counts)
+    rarity = {gram: math.log(len(references) / count) for gram, count in documents.items()}
+    unseen = math.log(max(1, len(references)))
     scores = []
-    for hypothesis, reference, first, second in zip(
-        said, wanted, hypotheses, references, strict=True
-    ):
-        pair = (
-            _weigh(hypothesis, documents, len(references)),
-            _weigh(reference, documents, len(references)),
+    for words, reference, counts in zip(hypotheses, references, wanted, strict=True):
+        said, held = (
+            {gram: count * rarity.get(gram, unseen) for gram, count in each.items()}
+            for each in (_grams(words, stem=stemmed), counts)
         )
-        if stemmed:
-            scores.append(_mean_cosine(*pair, clip=False))
-        else:
-            fit = math.exp(-((len(first) - len(second)) ** 2) / (2 * SIGMA**2))
-            scores.append(10 * fit * _mean_cosine(*pair, clip=True))
+        cosines = (_cosine(said, held, order, clip=not stemmed) for order in ORDERS)
+        apart = len(words) - len(reference)
+        scale = 1.0 if stemmed else 10 * math.exp(-(apart**2) / (2 * SIGMA**2))
+        scores.append(scale * math.fsum(cosines) / len(ORDERS))
     return scores
 
 
@@ -225,22 +222,11 @@ def _grams(words: Sequence[str], *, stem: bool) -> Counter[Gram]:
     return Counter(tuple(words[i : i + n]) for n in ORDERS for i in range(len(words) - n + 1))
 
 
-def _weigh(counts: Counter[Gram], documents: Counter[Gram], total: int) -> dict[int, Weights]:
-    weights: dict[int, Weights] = {n: {} for n in ORDERS}
-    for gram, count in counts.items():
-        weights[len(gram)][gram] = count * math.log(total / max(1, documents[gram]))
-    return weights
-
-
-def _mean_cosine(
-    hypothesis: dict[int, Weights], reference: dict[int, Weights], *, clip: bool
-) -> float:
-    return math.fsum(_cosine(hypothesis[n], reference[n], clip=clip) for n in ORDERS) / len(ORDERS)
-
-
-def _cosine(hypothesis: Weights, reference: Weights, *, clip: bool) -> float:
-    norms = math.hypot(*hypothesis.values()) * math.hypot(*reference.values())
+def _cosine(said: Weights, wanted: Weights, order: int, *, clip: bool) -> float:
+    """Return the cosine of the weights of the grams of one order."""
+    said, wanted = ({g: w for g, w in each.items() if len(g) == order} for each in (said, wanted))
+    norms = math.hypot(*said.values()) * math.hypot(*wanted.values())
     if norms == 0:
         return 0.0
-    pairs = [(weight, reference[gram]) for gram, weight in hypothesis.items() if gram in reference]
+    pairs = [(weight, wanted[gram]) for gram, weight in said.items() if gram in wanted]
     return min(1.0, math.fsum((min(pair) if clip else pair[0]) * pair[1] for pair in pairs) / norms)

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.text.tokenizers import TextEncoder, tokenizers_library, wrap_tokenizer
+from wellposed.tasks.text.tokenizers import (
+    TextEncoder,
+    symbol_tokenizer,
+    tokenizers_library,
+    wrap_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,9 +122,8 @@ def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int
 def _build_characters(texts: Sequence[str], characters: frozenset[str], vocab_size: int) -> Any:
     del texts, vocab_size
     tokenizers = tokenizers_library()
-    symbols = [*SPECIAL, *sorted({*characters, " "} - set("\t\r\n"))]
-    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+    symbols = sorted({*characters, " "} - set("\t\r\n"))
+    inner = symbol_tokenizer(symbols, special=SPECIAL)
     inner.add_special_tokens(list(SPECIAL))
     inner.normalizer = _white_space(tokenizers)
     inner.decoder = tokenizers.decoders.Fuse()

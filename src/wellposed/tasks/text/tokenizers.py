@@ -124,7 +124,7 @@ class CharacterEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in texts]), unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        inner = _symbol_tokenizer(self.characters)
+        inner = symbol_tokenizer(self.characters)
         inner.decoder = tokenizers_library().decoders.Fuse()
         return wrap_tokenizer(inner, max_length)
 
@@ -145,7 +145,7 @@ class ByteEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in encoded]), {}
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        tokenizers, inner = tokenizers_library(), _symbol_tokenizer(_byte_symbols())
+        tokenizers, inner = tokenizers_library(), symbol_tokenizer(_byte_symbols())
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=False
         )
@@ -243,11 +243,13 @@ def split_words(text: str) -> list[str]:
     return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
 
 
-def _symbol_tokenizer(symbols: Iterable[str]) -> Any:
-    """Return a tokenizer of single symbols, numbered after the special tokens."""
-    models = tokenizers_library().models
-    vocabulary = {symbol: index for index, symbol in enumerate((PAD, UNK, *symbols))}
-    return tokenizers_library().Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, UNK)) -> Any:
+    """Return a tokenizer of single symbols, numbered after the special tokens, of which the second
+    stands for what is unknown."""
+    library = tokenizers_library()
+    vocabulary = {symbol: index for index, symbol in enumerate((*special, *symbols))}
+    model = library.models.BPE(vocab=vocabulary, merges=[], unk_token=special[1])
+    return library.Tokenizer(model)
 
 
 def _byte_symbols() -> list[str]:
