@@ -9,15 +9,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wellposed.call_checks import checked_arguments
 from wellposed.constrain._select import Where, select_weights, unwrap_model
 from wellposed.errors import ConfigError
+from wellposed.options import Strength
 
 _METHOD = "method"
 
 
+@checked_arguments
 def parameter_groups(
     model: nn.Module,
-    weight_decay: float,
+    weight_decay: Strength,
     *,
     where: Where | None = None,
     roles: str | Sequence[str] | None = None,
@@ -53,10 +56,6 @@ def parameter_groups(
     >>> wp.constrain_(model, optimizer, roles=("query", "key")).error().worst < 1e-5
     True
     """
-    if not weight_decay >= 0.0:
-        raise ConfigError(
-            f"parameter_groups: weight_decay must be at least 0, received {weight_decay!r}"
-        )
     model = unwrap_model(model, "parameter_groups")
     held = chosen_parameters(model, where, roles, adapters=adapters, batch=batch)
     groups = decay_groups(model, weight_decay, constrained=held)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, ShapeError, nearest_names
 from wellposed.linalg import based_cayley, cayley, compute_dtype, inverse_cayley, polar, tall
+from wellposed.options import Positive
 
 
 class Orthogonal(nn.Module):
@@ -87,8 +90,9 @@ class Orthogonal(nn.Module):
         return f"{self.shape[0]}x{self.shape[1]}, gain={self.gain:g}, base={self.has_base}"
 
 
+@checked_arguments
 def orthogonal(
-    module: nn.Module, name: str = "weight", *, gain: float = 1.0, base: bool = True
+    module: nn.Module, name: str = "weight", *, gain: Positive = 1.0, base: bool = True
 ) -> nn.Module:
     """Parametrise a weight so that ``W^T W = gain^2 I`` (``W W^T`` for wide W) at every forward
     pass, by any optimizer.
@@ -130,8 +134,6 @@ def orthogonal(
     >>> bool(torch.allclose(layer.weight @ layer.weight.T, torch.eye(4), atol=1e-5))
     True
     """
-    if not gain > 0.0:
-        raise ConfigError(f"orthogonal: gain must be above 0, received {gain!r}")
     parameter = getattr(module, name, None)
     if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
         known = [
@@ -152,28 +154,20 @@ def orthogonal(
     shape = (parameter.shape[0], parameter.shape[1])
     mapping = Orthogonal(shape, gain=gain, base=base).to(parameter.device, compute_dtype(parameter))
     parametrize.register_parametrization(module, name, mapping)
-    module.register_load_state_dict_pre_hook(_LoadPlain(name))
+    module.register_load_state_dict_pre_hook(partial(_load_plain, name))
     return module
 
 
-class _LoadPlain:
-    """Lets a checkpoint of the plain module load into the parametrised one: its weight is
+def _load_plain(
+    name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Let a checkpoint of the plain module load into the parametrised one: its weight is
     projected."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if (
-            not parametrize.is_parametrized(module, self.name)
-            or f"{prefix}{self.name}" not in state_dict
-        ):
-            return
-        mapping = cast(
-            Orthogonal, cast(nn.ModuleDict, module.parametrizations)[self.name].get_submodule("0")
-        )
-        free, buffers = mapping.solve(state_dict.pop(f"{prefix}{self.name}"))
-        inside = f"{prefix}parametrizations.{self.name}."
+    plain = f"{prefix}{name}"
+    if parametrize.is_parametrized(module, name) and plain in state_dict:
+        steps = cast(nn.ModuleDict, module.parametrizations)[name]
+        free, buffers = cast(Orthogonal, steps.get_submodule("0")).solve(state_dict.pop(plain))
+        inside = f"{prefix}parametrizations.{name}."
         state_dict[f"{inside}original"] = free
         state_dict.update({f"{inside}0.{key}": value for key, value in buffers.items()})
 

@@ -113,7 +113,7 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
     if matrix.shape[-2] < matrix.shape[-1]:
         matrix = matrix.mT
     eps = torch.finfo(matrix.dtype).eps
-    matrix, outer = _unit_scaled(matrix)
+    matrix, outer = unit_scaled(matrix)
     scales: list[Tensor] = []
     gammas: list[float] = []
     # Gradients may be rounded as they like; only the value is certified.
@@ -140,7 +140,7 @@ def interpolation_norm(weight: Tensor) -> Tensor:
     matrix = wide_enough(weight)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
-    matrix, outer = _unit_scaled(matrix)
+    matrix, outer = unit_scaled(matrix)
     magnitude = matrix.abs()
     margin = 1 + (max(matrix.shape[-2:]) + 4) * torch.finfo(matrix.dtype).eps
     # The root of each factor by itself: their product may overflow.
@@ -268,7 +268,7 @@ def _scaled_gram(matrix: Tensor, *, by_panels: bool = False) -> tuple[Tensor, Te
     diagonal = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     if bool(((diagonal < 1e200) & (diagonal > 1e-200)).all()):
         return gram, torch.ones_like(diagonal)
-    matrix, outer = _unit_scaled(matrix)
+    matrix, outer = unit_scaled(matrix)
     return _gram(matrix, by_panels=by_panels), outer
 
 
@@ -312,7 +312,7 @@ def power_of_two(magnitude: Tensor) -> Tensor:
     return magnitude / (2 * torch.frexp(magnitude).mantissa)
 
 
-def _unit_scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def unit_scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``W / m`` and ``m`` (...), the power of two of the largest entry, 0 for a zero matrix.
 
     For autograd m is a constant: norms are homogeneous, so the gradient is unchanged.

@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConvergenceError, ShapeError
+from wellposed.options import Positive
 
 PolarMethod = Literal["auto", "newton_schulz", "svd"]
 
@@ -175,6 +177,7 @@ def newton_schulz_(
     )
 
 
+@checked_arguments
 def polar(weight: Tensor, *, method: PolarMethod = "auto") -> Tensor:
     """Return the polar factor U of ``W = U H``: the isometry nearest to W in every unitarily
     invariant norm.
@@ -208,10 +211,6 @@ def polar(weight: Tensor, *, method: PolarMethod = "auto") -> Tensor:
     [[1.0, 0.0], [0.0, -1.0]]
     """
     _require_matrix("polar", weight)
-    if method not in ("auto", "newton_schulz", "svd"):
-        raise ConfigError(
-            f"polar: unknown method {method!r}; expected 'auto', 'newton_schulz' or 'svd'"
-        )
     if not bool(torch.isfinite(weight.detach()).all()):
         raise ConvergenceError(
             f"polar: the {tuple(weight.shape)} matrix holds values that are not finite"
@@ -282,7 +281,10 @@ class NearestOrthogonal(NamedTuple):
     """``|W' - W|_2 / |W|_2``."""
 
 
-def nearest_orthogonal(weight: Tensor, *, gain: float | Literal["fit"] = 1.0) -> NearestOrthogonal:
+@checked_arguments
+def nearest_orthogonal(
+    weight: Tensor, *, gain: Positive | Literal["fit"] = 1.0
+) -> NearestOrthogonal:
     """Find the matrix nearest to W among those with ``W'^T W' = gain^2 I``, and report how far it
     is.
 
@@ -312,15 +314,13 @@ def nearest_orthogonal(weight: Tensor, *, gain: float | Literal["fit"] = 1.0) ->
         raise ShapeError(
             f"nearest_orthogonal: expected a matrix (rows, columns), received {tuple(weight.shape)}"
         )
-    if gain != "fit" and not float(gain) > 0.0:
-        raise ConfigError(f"nearest_orthogonal: gain must be above 0 or 'fit', received {gain!r}")
     if not bool(torch.isfinite(weight.detach()).all()):
         raise ConvergenceError(
             f"nearest_orthogonal: the {tuple(weight.shape)} matrix holds values that are not finite"
         )
     with full_precision(weight.device.type):
         left, values, right = factor(weight)
-        chosen = float(values.mean()) if gain == "fit" else float(gain)
+        chosen = float(values.mean()) if gain == "fit" else gain
         if chosen <= 0.0:
             raise ConvergenceError(
                 "nearest_orthogonal: the matrix is zero, so gain='fit' has nothing to fit"

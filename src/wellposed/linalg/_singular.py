@@ -13,7 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError, unknown_name
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg._norms import unit_scaled
+from wellposed.options import Positive
 
 SingularMethod = Literal["lanczos", "svd"]
 FIRST_CHECK = 16
@@ -58,8 +61,9 @@ def singular_values(weight: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix.to(torch.float64))
 
 
+@checked_arguments
 def largest_singular_value(
-    weight: Tensor, *, method: SingularMethod = "lanczos", tol: float = 1e-3
+    weight: Tensor, *, method: SingularMethod = "lanczos", tol: Positive = 1e-3
 ) -> float:
     """Return an estimate of ``sigma_1 = |W|_2``.
 
@@ -93,12 +97,11 @@ def largest_singular_value(
     """
     if method == "svd":
         return singular_values(weight)[0].item()
-    if method != "lanczos":
-        raise unknown_name("singular value method", str(method), ("lanczos", "svd"))
     return lanczos_singular_value(weight, tol=tol).value
 
 
-def lanczos_singular_value(weight: Tensor, *, tol: float = 1e-3) -> LanczosEstimate:
+@checked_arguments
+def lanczos_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> LanczosEstimate:
     """Return the estimate of `largest_singular_value` with its own error estimate and number of
     steps.
 
@@ -110,22 +113,16 @@ def lanczos_singular_value(weight: Tensor, *, tol: float = 1e-3) -> LanczosEstim
     >>> lanczos_singular_value(torch.eye(5)).steps
     1
     """
-    if not tol > 0:
-        raise ConfigError(f"tol is {tol!r}; expected a positive relative error such as 1e-3")
     matrix = _checked(weight)
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    scale = torch.stack(matrix.aminmax()).abs().amax().item()
+    matrix, scale = unit_scaled(matrix)  # or squares would leave the range of float32
     if scale == 0:
         return LanczosEstimate(0.0, 0.0, 0)
-    if not 1e-12 < scale < 1e12:  # squares would leave the range of float32
-        matrix = matrix / scale
-    else:
-        scale = 1.0
     with torch.autocast(matrix.device.type, enabled=False):
         estimate = _golub_kahan(matrix, tol)
     if estimate is None:
         return LanczosEstimate(singular_values(weight)[0].item(), 0.0, MAX_STEPS)
-    return estimate._replace(value=estimate.value * scale)
+    return estimate._replace(value=estimate.value * scale.item())
 
 
 def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
