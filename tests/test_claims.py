@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.support_table import FAMILIES, VERBS, read_table, row, table
 from torch import nn
 
 import wellposed as wp
@@ -116,3 +118,26 @@ def test_the_readme_and_the_page_of_families_agree() -> None:
     assert said == {
         name: [all(cells[k] for k in group) for group in groups] for name, cells in tried.items()
     }
+
+
+STALE = "run: python tools/support_table.py"
+
+
+def printed_table() -> str:
+    """Return the table of the page."""
+    tool = runpy.run_path(str(ROOT / "tools" / "support_table.py"))
+    page = tool["PAGE"].read_text("utf-8")
+    return page.partition(tool["BEGIN"])[2].partition(tool["END"])[0].strip()
+
+
+def test_the_page_has_a_row_for_every_family_and_a_column_for_every_verb() -> None:
+    rows = read_table(printed_table())
+    assert list(rows) == list(FAMILIES)
+    assert len(FAMILIES) >= 10
+    assert {len(cells) for cells in rows.values()} == {len(VERBS)}
+    assert table(rows) == printed_table(), STALE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_row_of_a_family_is_what_a_trial_gives(family: str) -> None:
+    assert read_table(printed_table())[family] == row(family), STALE

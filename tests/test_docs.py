@@ -1,14 +1,20 @@
-"""Every Python block of the README and of the documentation runs as printed."""
+"""The code of README, CONTRIBUTING and every page of the documentation does what the page says."""
 
 from __future__ import annotations
 
+import doctest
 import multiprocessing
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.support.block import run_block
+
+from wellposed.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,3 +66,138 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
         if not path.is_file() or path.read_text("utf-8") != text
     ]
     assert stale == [], "run: python tools/reference_pages.py"
+
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+TYPED = re.compile(r"^```(console|pycon)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
+
+
+class NearlyTheSame(doctest.OutputChecker):
+    """Texts are equal but for numbers, which agree to a fifth: training differs with the
+    processor."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        """Return whether ``got`` is what the page shows."""
+        if NUMBER.sub("#", want) != NUMBER.sub("#", got):
+            return False
+        pairs = zip(map(float, NUMBER.findall(want)), map(float, NUMBER.findall(got)), strict=True)
+        return all(abs(shown - found) <= 0.2 * abs(shown) for shown, found in pairs)
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "same"), [("0.97", "0.95", True), ("0.97", "0.5", False), ("1", "inf", False)]
+)
+def test_the_checker_tells_numbers_apart(want: str, got: str, same: bool) -> None:
+    assert NearlyTheSame().check_output(want, got, 0) is same
+
+
+def test_the_page_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(NearlyTheSame()), {}
+    blocks = TYPED.findall(TUTORIAL.read_text("utf-8"))
+    assert {kind for kind, _ in blocks} == {"console", "pycon"}
+    for kind, text in blocks:
+        if kind == "console":
+            for line in text.splitlines():
+                assert main(shlex.split(line.removeprefix("$ wellposed "))) == 0, line
+        else:
+            test = parser.get_doctest(text, names, TUTORIAL.name, str(TUTORIAL), 0)
+            runner.run(test, clear_globs=False)
+            names.update(test.globs)
+    printed = capsys.readouterr().out
+    assert runner.summarize(verbose=False).failed == 0, printed
+    shown = re.findall(
+        r"^```text\n(.*?)^```", TUTORIAL.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )[0]
+    assert [line.split()[0] for line in shown.splitlines()] == [
+        line.split()[0] for line in printed.splitlines()[:6]
+    ]
+    assert "t_fixup against post_ln: better" in shown
+    assert (tmp_path / "runs" / "first" / "report.html").is_file()
+    assert any((tmp_path / "measured").iterdir())
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+PASTED = re.findall(r"^```python\n(.*?)^```$", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+BEFORE = """
+import re
+import sys
+from pathlib import Path
+
+mine = {}  # what earlier blocks define; what they import, each block imports for itself
+for block in Path(sys.argv[1]).read_text("utf-8").split("# block\\n"):
+    names = {"__name__": "pasted", **mine}
+    exec(block, names)
+    mine |= {name: names[name] for name in re.findall(r"^(?:class|def) (\\w+)", block, re.M)}
+globals().update(mine)
+
+import tempfile
+import torch
+from torch import nn
+
+import wellposed as wp
+from wellposed.compare.variants import apply_variant
+from wellposed.models import WellposedConfig, WellposedModel
+from wellposed.nn import attention_mask
+from wellposed.recipes.reproduce import reproduce
+from wellposed.tasks import build_task
+from wellposed.training import RunConfig
+"""
+AFTER = """
+assert apply_variant("narrow", RunConfig("listops")).model.hidden_size == 64
+
+config = WellposedConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, attention="average", num_hidden_layers=1)
+assert WellposedModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 8)
+assert wp.certify(Halve().eval(), seq_len=4).total == 0.5
+x = torch.tensor([[[2.0], [4.0], [9.0]]])
+padded = torch.tensor([[False, False, True]])
+assert Average()(x, key_padding_mask=padded, is_causal=True).flatten().tolist() == [2.0, 3.0, 9.0]
+
+rows = Path(tempfile.mkdtemp()) / "train.tsv"
+rows.write_text("label\\ttext\\n" + "good\\ta film\\nbad\\ta movie\\n" * 30)
+assert build_task("films", {"data": str(rows)}).labels == ("bad", "good")
+
+
+class Attention(nn.Module):
+    num_attention_heads = 2
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8) for _ in range(4))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+layer = nn.ModuleDict({"attention": Attention(), "mlp": FeedForward()})
+found = wp.find_roles(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+assert {weight.role for weight in found.weights()} == {
+    "query", "key", "value", "output", "feedforward_in", "feedforward_out"
+}, str(found)
+
+done = reproduce("mine/figure-1", scale="mini", out=Path(tempfile.mkdtemp()))
+assert done.files[0].read_text().split() == ["x,y", "1,2"]
+"""
+
+
+def test_every_block_is_short() -> None:
+    assert len(PASTED) == 6
+    code = [re.sub(r"^(from|import) .*\n", "", block, flags=re.MULTILINE) for block in PASTED]
+    assert [block for block in code if len(re.findall(r"\S.*\n", block)) > 7] == []
+
+
+@pytest.mark.slow
+def test_each_block_runs_as_pasted_and_adds_one_from_outside(tmp_path: Path) -> None:
+    blocks, script = tmp_path / "blocks.txt", tmp_path / "mine.py"
+    blocks.write_text("# block\n".join(PASTED), encoding="utf-8")
+    script.write_text(BEFORE + AFTER, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script, blocks], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr

@@ -111,7 +111,7 @@ def test_groups_by_what_may_decay() -> None:
     (alone,) = decay_groups(nn.LayerNorm(2), 0.3)
     assert alone["weight_decay"] == 0.0
     for decay in (-0.1, float("nan")):
-        with pytest.raises(ConfigError, match="weight_decay = .*, expected a finite number >= 0"):
+        with pytest.raises(ConfigError, match=r"weight_decay = .*, expected a finite number >= 0"):
             parameter_groups(owner, decay)
     with pytest.raises(ConfigError, match="no parameter that trains"):
         parameter_groups(owner.requires_grad_(False), 0.1)

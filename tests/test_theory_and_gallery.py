@@ -1,5 +1,4 @@
-"""The theory pages: formulas that will be rendered, anchors that docstrings name, pictures that
-show the library."""
+"""The theory pages and the gallery: formulas that will be rendered, anchors that are named, pictures that are fresh."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import re
 import runpy
 from collections.abc import Iterable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -154,3 +154,36 @@ def test_the_attack_of_a_picture_can_be_repeated(name: str) -> None:
     found = PICTURES[name][0].curves[number].attack(TOOL["TOKENS"][0], None)
     # The ascent is deterministic but for the rounding of another machine.
     assert found.value == pytest.approx(saved["curves"][number]["attack"][0], rel=1e-2)
+
+
+GALLERY = runpy.run_path(str(ROOT / "tools" / "gallery.py"))
+GALLERY_PAGE = ROOT / "docs" / "gallery.md"
+TELL = "run: python -m tools.gallery"
+
+
+def test_every_picture_is_there_small_and_shown() -> None:
+    shown = re.findall(r"\]\(([^)]+\.svg)\)", GALLERY_PAGE.read_text("utf-8"))
+    files = {path.name for path in GALLERY["PICTURES"].iterdir()}
+    assert (
+        {Path(name).name for name in shown} == files == {f"{name}.svg" for name in GALLERY["MADE"]}
+    )
+    for path in GALLERY["PICTURES"].iterdir():
+        assert path.stat().st_size < 150_000
+        assert GALLERY["INK"] not in path.read_text("utf-8")
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("name", GALLERY["DRAWN"])
+def test_a_picture_of_committed_rows_is_fresh(name: str) -> None:
+    assert GALLERY["picture"](name) == (GALLERY["PICTURES"] / f"{name}.svg").read_text("utf-8"), (
+        TELL
+    )
+
+
+def test_ink_background_and_digits_are_made_fit_for_both_pages() -> None:
+    ground = '<g id="patch_1">\n <path d="M 1.23456 2" style="fill: #ffffff"/>\n</g>'
+    drawn = f'{ground}<text style="fill: {GALLERY["INK"]}">0.12345</text>'
+    made = GALLERY["for_both_pages"](drawn + '<path style="fill: #ffffff"/>')
+    assert 'd="M 1.23 2" style="fill: none"' in made
+    assert f'{GALLERY["GREY"]}">0.12345</text>' in made
+    assert made.endswith('<path style="fill: #ffffff"/>')
