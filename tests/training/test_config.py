@@ -46,14 +46,6 @@ def test_every_number_has_a_range(options: Any, name: str) -> None:
         options(**{name: -1})
 
 
-def test_a_valid_configuration_survives_the_way_through_plain_values() -> None:
-    train = TrainOptions(patience=3, schedule="kim2021", warmup_steps=5)
-    config = RunConfig("listops", {"data": "x"}, train=train)
-    again = RunConfig.from_dict(config.to_dict())
-    assert again == config
-    assert difference(config, again) == []
-
-
 def test_recorded_runs_keep_their_penalty_and_their_gain() -> None:
     """Run folders of 0.2 name the form, and hold pretrained weights at gain 1 without saying so."""
     squares = {"attention": 1e-6, "form": "gram_squared"}

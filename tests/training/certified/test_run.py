@@ -14,13 +14,13 @@ from tests.support.words import words as typed
 
 from wellposed.certification import certify
 from wellposed.cli import main
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import DataError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
 from wellposed.report import aggregate, build_report
 from wellposed.tasks import build_task
 from wellposed.training import load_run_model, read_config
 from wellposed.training.certified.record import NAME, TOKEN_SHARES, CertifiedRun, read_certified
-from wellposed.training.certified.run import certify_run, certify_runs, nearest_words
+from wellposed.training.certified.run import certify_runs, nearest_words
 from wellposed.training.loop.step import certified_logits
 
 TINY = typed("--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2")
@@ -124,15 +124,6 @@ def test_both_texts_of_a_pair_move(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "certified accuracy on test of retrieval" in said
 
 
-def test_a_run_is_not_certified_twice(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = compared / "rezero" / "seed-0" / NAME
-    before = file.stat().st_mtime_ns
-    words = ["--seeds", "2", "--certify", "4", "--resume", "auto"]
-    assert main(texts(compared, "compare", *words)) == 0
-    assert file.stat().st_mtime_ns == before
-    capsys.readouterr()
-
-
 def test_certify_says_what_radii_mean(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = compared / "rezero" / "seed-1"
     (run / NAME).unlink()
@@ -223,11 +214,6 @@ def test_next_tokens_are_certified(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["certify", str(run), "--examples", "4", "--attack-steps", "3"]) == 0
     assert "15 next tokens of 1 texts" in capsys.readouterr().out
     assert found(run)["examples"] == 15
-
-
-def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run folder"):
-        certify_run(tmp_path, None)  # type: ignore[arg-type]
 
 
 class Tokenizer:
