@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from wellposed.registry import Registry
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
@@ -17,21 +18,12 @@ def ptb_mini() -> RunConfig:
 
     The data file is given with ``--data``; the row is in ``benchmarks/HISTORY.md``.
     """
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    every: dict[str, Any] = {"eval_every": 650, "checkpoint_every": 650, "log_every": 50}
+    rate: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 150, "weight_decay": 0.05}
+    train = TrainOptions(steps=2600, batch_size=32, **rate, **every)
     return RunConfig(
-        task="char_lm",
-        task_options={"seq_len": 128},
-        variant="pre_ln",
-        model=ModelOptions(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, norm="pre"),
-        train=TrainOptions(
-            steps=2600,
-            batch_size=32,
-            learning_rate=3e-3,
-            warmup_steps=150,
-            weight_decay=0.05,
-            eval_every=650,
-            checkpoint_every=650,
-            log_every=50,
-        ),
+        "char_lm", {"seq_len": 128}, "pre_ln", ModelOptions(**sizes, norm="pre"), train=train
     )
 
 
@@ -44,36 +36,12 @@ def multi30k_mini() -> RunConfig:
     than the last. The data folder is given with ``--data``; the row is in
     ``benchmarks/HISTORY.md``.
     """
-    return RunConfig(
-        task="translation",
-        task_options={
-            "src": "de",
-            "tgt": "en",
-            "vocab_size": 6000,
-            "max_tokens": 128,
-            "tokens_per_batch": 2048,
-            "generate_beams": 4,
-        },
-        variant="pre_ln",
-        model=ModelOptions(
-            hidden_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=512,
-            norm="pre",
-            activation="relu",
-            dropout=0.1,
-        ),
-        train=TrainOptions(
-            steps=1400,
-            batch_size=512,
-            learning_rate=1.5e-3,
-            schedule="inverse_sqrt_warmup",
-            warmup_steps=150,
-            label_smoothing=0.1,
-            eval_every=100,
-            checkpoint_every=100,
-            average_checkpoints=3,
-            log_every=20,
-        ),
-    )
+    data = {"src": "de", "tgt": "en", "vocab_size": 6000, "generate_beams": 4}
+    batches = {"max_tokens": 128, "tokens_per_batch": 2048}
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = ModelOptions(**sizes, intermediate_size=512, norm="pre", activation="relu", dropout=0.1)
+    every: dict[str, Any] = {"eval_every": 100, "checkpoint_every": 100, "log_every": 20}
+    rate: dict[str, Any] = {"learning_rate": 1.5e-3, "schedule": "inverse_sqrt_warmup"}
+    rate |= {"warmup_steps": 150, "label_smoothing": 0.1, "average_checkpoints": 3}
+    train = TrainOptions(steps=1400, batch_size=512, **rate, **every)
+    return RunConfig("translation", {**data, **batches}, "pre_ln", model, train=train)

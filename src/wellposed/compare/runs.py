@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,17 +75,14 @@ def train_planned(
 
 
 def _train_together(
-    jobs: int,
-    planned: Sequence[PlannedRun],
-    announce: Callable[[str], None],
-    keywords: Mapping[str, Any],
+    jobs: int, planned: Sequence[PlannedRun], announce: Callable[[str], None], how: dict[str, Any]
 ) -> Iterator[RunResult]:
     from wellposed.training import read_result
 
     begun, ended = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
     announced = given = 0
-    given_to_each = (planned, begun, ended, keywords)
-    with Workers(min(jobs, len(planned)), _train_in_turn, *given_to_each) as workers:
+    shared = (planned, begun, ended, how)
+    with Workers(min(jobs, len(planned)), _train_in_turn, *shared) as workers:
         at_work = True
         while at_work:
             at_work = workers.at_work()
@@ -105,11 +102,7 @@ def _train_together(
 
 
 def _train_in_turn(
-    planned: Sequence[PlannedRun],
-    begun: Any,
-    ended: Any,
-    keywords: Mapping[str, Any],
-    stop: Callable[[], bool],
+    planned: Sequence[PlannedRun], begun: Any, ended: Any, how: Any, stop: Callable[[], bool]
 ) -> None:
     """Train the next run that nobody has begun, until none is left."""
     number = 0
@@ -123,5 +116,5 @@ def _train_in_turn(
                 return
             yield planned[number]
 
-    for _ in train_planned(next_runs(), announce=say_nothing, **keywords):
+    for _ in train_planned(next_runs(), announce=say_nothing, **how):
         ended[number] = 1

@@ -19,10 +19,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
 from wellposed.presets import mcgrath2024, zhang2021
 from wellposed.registry import Registry
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 
+PARTS = [
+    "architecture",
+    "attention",
+    "feedforward",
+    "norm",
+    "residual",
+    "qk_norm",
+    "unit_embeddings",
+]
+PARTS += ["ball_embeddings"]
+"""Parts of a model that a variant puts back to the usual ones, but for those that it is about."""
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
 
@@ -93,19 +105,9 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
     if base.start.model:
         raise _OwnArchitectureError(f"{base.start.model} brings its own architecture")
-    plain: dict[str, Any] = {
-        "architecture": "wellposed",
-        "attention": "dot_product",
-        "feedforward": "mlp",
-        "norm": "post",
-        "residual": "plain",
-        "qk_norm": False,
-        "unit_embeddings": False,
-        "ball_embeddings": False,
-    }
-    if (
-        base.model.init == "t_fixup"
-    ):  # it belongs to the variant of that name: with norms it would be refused
+    plain = {name: getattr(ModelOptions(), name) for name in PARTS}
+    if base.model.init == "t_fixup":
+        # It belongs to the variant of that name: with norms it would be refused.
         plain["init"] = "xavier"
     return replace(base, model=base.model.with_parts(**{**plain, **changes}))
 

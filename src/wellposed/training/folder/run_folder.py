@@ -109,17 +109,8 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
             another run or none at all.
     """
     check_name(out)
-    problem = ""
-    if out.is_file():
-        problem = "there is a file of that name, expected a folder; name another --out"
-    elif _is_used(out) and resume == "never":
-        problem = "already holds files; name another --out, or continue it with --resume auto"
-    elif resume not in ("never", "auto"):
-        _check_named(out, Path(resume))
-    if not problem and _is_used(out) and not (out / CONFIG).is_file():
-        problem = f"holds files but no {CONFIG}, so it is not a run to resume; name another --out"
-    if problem:
-        raise ConfigError(f"{out}: {problem}")
+    if problem := next(_problems(out, resume), ""):
+        raise ConfigError(problem)
     if not _is_used(out):
         return
     begun = read_config(out)
@@ -134,21 +125,29 @@ def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool 
         )
 
 
-def _check_named(out: Path, checkpoint: Path) -> None:
-    problem = ""
-    if not checkpoints.NAME.match(checkpoint.name):
-        problem = (
-            "expected never, auto (the newest complete checkpoint of --out) or the folder of a"
-            f" checkpoint, {out / 'checkpoint-STEP'}"
-        )
-    elif checkpoint.resolve().parent != out.resolve():
-        folder = checkpoint.parent
-        problem = f"not of {out}; a run continues in its own folder, so give --out {folder}"
-    elif not checkpoint.is_dir():
-        there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
-        problem = f"no such checkpoint; in {out} there are: {there}"
-    if problem:
-        raise ConfigError(f"--resume {checkpoint}: {problem}")
+def _problems(out: Path, resume: str) -> Iterator[str]:
+    """Yield what speaks against a start in ``out``; the first is what the user is told."""
+    named = Path(resume)
+    if out.is_file():
+        yield f"{out}: there is a file of that name, expected a folder; name another --out"
+    if resume not in ("never", "auto"):
+        if not checkpoints.NAME.match(named.name):
+            yield (
+                f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out)"
+                f" or the folder of a checkpoint, {out / 'checkpoint-STEP'}"
+            )
+        if named.resolve().parent != out.resolve():
+            own = f"a run continues in its own folder, so give --out {named.parent}"
+            yield f"--resume {resume}: not of {out}; {own}"
+        if not named.is_dir():
+            there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
+            yield f"--resume {resume}: no such checkpoint; in {out} there are: {there}"
+    elif _is_used(out) and resume == "never":
+        other = "name another --out, or continue it with --resume auto"
+        yield f"{out}: already holds files; {other}"
+    if _is_used(out) and not (out / CONFIG).is_file():
+        no_run = f"holds files but no {CONFIG}, so it is not a run to resume"
+        yield f"{out}: {no_run}; name another --out"
 
 
 def usual_folder(task: str, *, last: bool) -> Path:
