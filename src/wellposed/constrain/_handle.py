@@ -3,6 +3,7 @@ removed."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -26,6 +27,7 @@ from wellposed.linalg.sharded import is_sharded
 _LOST = "wellposed_lost_constraint"
 # Changes by others before it is said; weights that are loaded or edited by hand change once.
 LIMIT = 3
+_ALL_ROWS = (0, sys.maxsize)
 
 
 class ConstraintWarning(UserWarning):
@@ -251,15 +253,9 @@ class Constraint:
 
     def holds(self, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
         """Whether these rows of this parameter, or some of them, are held."""
-        return any(
-            weight.parameter is parameter
-            and (
-                weight.rows is None
-                or rows is None
-                or max(weight.rows[0], rows[0]) < min(weight.rows[1], rows[1])
-            )
-            for weight in self.weights
-        )
+        start, end = rows or _ALL_ROWS
+        own = [w.rows or _ALL_ROWS for w in self.weights if w.parameter is parameter]
+        return any(max(start, first) < min(end, last) for first, last in own)
 
     def _watch_idle_optimizers(self) -> None:
         """Until an optimizer takes its first step, count the backward passes before which one of its

@@ -190,47 +190,28 @@ class OrthogonalWeight(Weight):
         moved = _joined(values, first.dtype, "gradients", work)
         before = [weight.before if weight.master is None else weight.master for weight in weights]
         points = [each for each in before if each is not None]
-        has_points = len(points) == len(weights)
-        if not (has_points and (first.square or first.is_half or first._displaced)):
-            taken = first._retract_tall(moved, work)
-        else:
+        point = None
+        if len(points) == len(weights) and (first.square or first.is_half or first._displaced):
             point = _joined(points, first.dtype, "points", work)
             if not first._displaced:
                 moved.sub_(point.to(first.parameter.dtype))
-            if first.square:
-                try:
-                    taken = first._rotate(point, moved, work, weights)
-                except ConvergenceError:
-                    if (
-                        len(weights) == 1
-                    ):  # it is where it was before; of several each is tried alone
-                        first._store(moved)
-                    raise
-            else:
-                taken = first._retract_tall(moved.add_(point), work)
+        options = {"gain": first.gain, "tolerance": TOLERANCES[first.dtype], "workspace": work}
+        if first.square and point is not None:
+            skew = all(weight.step_is_skew for weight in weights)
+            drift = max(weight.drift for weight in weights)
+            try:
+                taken = rotate(point, moved, out=moved, step_is_skew=skew, drift=drift, **options)
+            except ConvergenceError:
+                if len(weights) == 1:  # it holds the point; of several each is tried alone
+                    first._store(moved)
+                raise
+        else:
+            taken = retract_(moved if point is None else moved.add_(point), **options)
         if len(weights) == 1:
             first._store(moved)
         else:
             write_matrices_(values, moved)
         return taken
-
-    def _retract_tall(self, moved: Tensor, work: Workspace) -> Retraction:
-        return retract_(moved, gain=self.gain, tolerance=TOLERANCES[self.dtype], workspace=work)
-
-    def _rotate(
-        self, point: Tensor, step: Tensor, work: Workspace, weights: Sequence[OrthogonalWeight]
-    ) -> Retraction:
-        """Leave in ``step`` where it leads from ``point``."""
-        return rotate(
-            point,
-            step,
-            out=step,
-            gain=self.gain,
-            tolerance=TOLERANCES[self.dtype],
-            step_is_skew=all(weight.step_is_skew for weight in weights),
-            drift=max(weight.drift for weight in weights),
-            workspace=work,
-        )
 
     def _store(self, result: Tensor) -> None:
         write_matrices_([self.value], result)

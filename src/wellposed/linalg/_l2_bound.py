@@ -234,12 +234,8 @@ class L2Layer:
         if self.projection.shape[1] > _TRY_ALL_BELOW:
             # Every scaling is valid, so a guess may choose the one whose two large norms are then
             # certified.
-            forms = [
-                min(
-                    forms,
-                    key=lambda form: float(self._joint(form, constants, norm, guess=True).detach()),
-                )
-            ]
+            guesses = [self._joint(form, constants, norm, guess=True).detach() for form in forms]
+            forms = [forms[int(torch.stack(guesses).argmin())]]
         values = [
             Bound(self._joint(form, constants, norm), f"{form}, {norm} (B3)") for form in forms
         ]
@@ -358,8 +354,5 @@ def kim2021_bound(
     spectral, values = (
         certified_spectral_norm(weight, method=method) for weight in (projection, value)
     )
-    return (
-        bracket
-        * (spectral.pow(power) * values.square()).sum().sqrt()
-        * certified_spectral_norm(output, method=method)
-    )
+    heads = (spectral.pow(power) * values.square()).sum().sqrt()
+    return bracket * heads * certified_spectral_norm(output, method=method)

@@ -79,11 +79,7 @@ def phi_inverse(mass: float | Tensor) -> float | Tensor:
             f"phi_inverse: expected finite weights >= 0 of the other keys, received {mass}"
         )
     x = x / math.e
-    w = torch.where(
-        x > math.e,
-        torch.log(x.clamp_min(math.e)) - torch.log(torch.log(x.clamp_min(math.e))),
-        x.log1p(),
-    )
+    w = x.log1p()
     for _ in range(8):
         residual = w - x * torch.exp(-w)
         w = (w - residual / (w + 1 - (w + 2) * residual / (2 * w + 2))).clamp_min(0)
@@ -119,11 +115,8 @@ class L2Constants:
         if norm == "tok":
             return 1 + 4 * self.c
         if norm == 2:
-            return (
-                math.sqrt(self.column_mass)
-                + 2 * self.c
-                + 2 * math.sqrt(self.c * self.column_moment)
-            )
+            spread = math.sqrt(self.c * self.column_moment)
+            return math.sqrt(self.column_mass) + 2 * self.c + 2 * spread
         if head_dim is None:
             raise ConfigError(
                 "the inf-norm bracket of L2 attention depends on the head width: pass head_dim"

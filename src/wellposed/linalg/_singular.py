@@ -148,11 +148,8 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
         if (
             alpha <= rounding * top
         ):  # the start vector's part in the null space; nothing is left to find
-            return (
-                LanczosEstimate(_ritz(band[:k, : k + 1], 0.0)[0], 0.0, k)
-                if k
-                else LanczosEstimate(0.0, 0.0, 1)
-            )
+            value = _ritz(band[:k, : k + 1], 0.0)[0] if k else 0.0
+            return LanczosEstimate(value, 0.0, max(k, 1))
         lefts[k] = left / alpha
         right = _orthogonalised((lefts[k] @ matrix).sub_(rights[k], alpha=alpha), rights[: k + 1])
         beta = torch.linalg.vector_norm(right).item()
@@ -165,9 +162,8 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
         ):  # an invariant subspace, or all of the space: exact
             last = torch.zeros(done, 1, dtype=torch.float64)
             last[-1] = beta
-            return LanczosEstimate(
-                _ritz(torch.cat([band[:done, :done], last], 1), 0.0)[0], 0.0, done
-            )
+            value, _ = _ritz(torch.cat([band[:done, :done], last], 1), 0.0)
+            return LanczosEstimate(value, 0.0, done)
         if done >= FIRST_CHECK and (done - FIRST_CHECK) % CHECK_EVERY == 0:
             value, error = _ritz(band[:done, :done], beta)
             error = max(error, torch.finfo(matrix.dtype).eps)
