@@ -180,7 +180,7 @@ def norms_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_other_norm(module: nn.Module) -> bool:
-    """Tell a BatchNorm, GroupNorm or kin, and by what it holds one of another name."""
+    """Tell whether a module is another norm: by its class, or by what it holds under any name."""
     if isinstance(module, (NoNorm, RemovedNorm, nn.modules.loss._Loss)) or list(module.children()):
         return False
     named = isinstance(module, _BATCHED) or type(module).__name__.endswith("Norm")
@@ -188,7 +188,8 @@ def _is_other_norm(module: nn.Module) -> bool:
 
 
 def _tell(model: nn.Module, removed: Sequence[str]) -> None:
-    """Keep what else knows of the norms true: fused paths of torch, and configurations."""
+    """Switch off torch's fused path, which reads the norms, and note in configurations which are
+    gone."""
     told: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder):

@@ -162,8 +162,8 @@ def _layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list
 def _embedding_steps(
     model: nn.Module, roles: Roles, factors: Mapping[str, float] | None
 ) -> list[Step]:
-    """One step for each table, tied ones once: used outside the decoder too, a table is shared and
-    takes the encoder's factor."""
+    """Return one step for each table, tied ones once; one that is used outside the decoder too takes
+    the encoder's factor."""
     tables = {
         id(table.weight.parameter): (f"{table.kind}_embedding", table.weight)
         for table in roles.embeddings
@@ -187,7 +187,8 @@ def _embedding_steps(
 
 
 def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw) -> list[Step]:
-    """Linear layers outside the layers; T-Fixup draws an untied output layer N(0, 1 / d)."""
+    """Return the steps of linear layers outside the stacks; T-Fixup draws an untied output layer
+    N(0, 1 / d)."""
     known = {id(step.view.parameter) for step in done}
     inside = tuple(f"{path}." if path else "" for path in layer_paths(roles))
     getter: Any = getattr(model, "get_output_embeddings", None)
@@ -258,8 +259,8 @@ def _check_writable(steps: Sequence[Step]) -> None:
 
 
 def _weights(model: nn.Module, roles: Roles) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what a role is expected of: all but norms, biases, single numbers, and numbers of each
-    head, which lie on the attention itself."""
+    """Yield the weights that must have a role: all but norms, biases, single numbers, and numbers of
+    each head, which lie on the attention itself."""
     norms = tuple(f"{path}." for path, _ in norms_of(model))
     attention = {role.path for role in roles.attention}
     for name, parameter in model.named_parameters():

@@ -45,14 +45,14 @@ class Meter:
         return torch.cat(self.norms).square().mean().sqrt().item()
 
     def entered(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Note what enters."""
+        """Add the norms of the tokens that enter a module."""
         values = [*arguments, *keywords.values()]
         if self.side == "value":
             values = [keywords["value"]] if "value" in keywords else list(arguments[2:])
         self._add(values)
 
     def left(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Note what leaves."""
+        """Add the norms of the tokens that leave a module."""
         self._add(output)
 
     def _add(self, value: Any) -> None:
@@ -75,7 +75,7 @@ class Meter:
 
 @contextmanager
 def reading(meters: Sequence[Meter]) -> Iterator[None]:
-    """Let the meters read every call."""
+    """Let the meters read every call of their modules inside the context."""
     with ExitStack() as stack:
         for meter in meters:
             for module in meter.modules:

@@ -51,8 +51,7 @@ _Labels = Annotated[int, Ge(1), Lt(MOST_LABELS + 1)]
 
 
 class CheckedConfig(PreTrainedConfig):
-    """What the configurations of all families share: bad values, and keys that nobody reads, in one
-    error.
+    """Base of the configurations: bad values, and keys that nobody reads, are refused in one error.
 
     The annotations of the fields say what their values must be. The options that only some parts
     read are declared with the parts; a configuration has them as attributes.

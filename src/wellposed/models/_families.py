@@ -240,12 +240,12 @@ class TransJectForCausalLM(
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """Say that the model makes its own cache: keys and values are none of its state."""
+        """Return False: the model makes its own cache, which holds no keys and values."""
         return False
 
     @staticmethod
     def _reorder_cache(past_key_values: TransJectCache, beam_idx: Tensor) -> TransJectCache:
-        """Keep the beams that `generate` goes on with."""
+        """Return the cache of the beams that `generate` chose."""
         return past_key_values.reorder_(beam_idx)
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.modeling_outputs import ModelOutput
 
 from wellposed.errors import ConfigError, ShapeError
@@ -29,12 +28,12 @@ IGNORED_LABEL = -100
 
 Output = TypeVar("Output", bound=ModelOutput)
 CacheKind = TypeVar("CacheKind")
-ConfigKind = TypeVar("ConfigKind", bound=PreTrainedConfig)
 
 
 class Head(nn.Module, Generic[Output]):
-    """What stands behind a body `model`; it comes before the family's `PreTrainedModel` among the
-    bases of a class.
+    """Base of every head: it calls a body `model`, and makes the output of logits and losses.
+
+    It comes before the family's `PreTrainedModel` among the bases of a class.
 
     A body with a loss of its own returns it as `auxiliary_loss`, and it is added to the loss.
     """
@@ -122,7 +121,14 @@ class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
     """`logits_i = W x_i` for the states x of a causal body `model`, of whatever family."""
 
     def __init__(self, config: Any) -> None:
-        config = as_causal(config, type(self).__name__)
+        if config.is_causal is False:
+            raise ConfigError(
+                f"{type(self).__name__}: received is_causal=False; a language model is causal,"
+                " leave it None"
+            )
+        config = copy.copy(config)
+        config.is_causal = True
+        config.use_cache = config.use_cache and config.num_hidden_layers > 0
         super().__init__(config)
         self.model = self.body(config)  # pyright: ignore[reportCallIssue] (a class)
         self.add_output(config)
@@ -283,18 +289,6 @@ class SequencePairClassifier(Classifier[Output]):
         return self.result(logits, self.label_loss(logits, given.labels), found)
 
 
-def as_causal(config: ConfigKind, where: str) -> ConfigKind:
-    """Return a copy that says `is_causal=True`; raise `ConfigError` where it says otherwise."""
-    if getattr(config, "is_causal", None) is False:
-        raise ConfigError(
-            f"{where}: received is_causal=False; a language model is causal, leave it None"
-        )
-    config = copy.copy(config)
-    config.is_causal = True
-    config.use_cache = config.use_cache and config.num_hidden_layers > 0
-    return config
-
-
 def check_targets(targets: Tensor, logits: Tensor) -> None:
     """Raise `ShapeError` where labels are not one token for each of the logits.
 
@@ -318,7 +312,7 @@ def check_targets(targets: Tensor, logits: Tensor) -> None:
 
 
 def following(labels: Tensor | None) -> Tensor | None:
-    """Shift the labels, not the logits: the logits are then not copied."""
+    """Return the labels shifted by one token, so that the logits need not be copied."""
     if labels is None:
         return None
     if labels.dim() != 2:

@@ -110,7 +110,7 @@ class Seq2SeqGeneration(GenerationMixin):
     def _reorder_cache(
         past_key_values: EncoderDecoderCache, beam_idx: Tensor
     ) -> EncoderDecoderCache:
-        """Beams of one sentence read the same source, so only the target's keys and values move."""
+        """Reorder the target's keys and values; beams of one sentence read the same source."""
         past_key_values.self_attention_cache.reorder_cache(cast(Any, beam_idx))
         return past_key_values
 
@@ -220,7 +220,7 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
 
 
 def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutput | None:
-    """Return what the caller knows of the encoder's output by name."""
+    """Return a given encoder output by the names of its entries."""
     if not isinstance(given, tuple):
         return cast("BaseModelOutput | None", given)
     last, *states = cast("tuple[Any, ...]", given)
@@ -357,8 +357,7 @@ class WellposedForSeq2SeqLM(
 
 
 def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
-    """Return a copy that says what it is, or the one that does; raise `ConfigError` where it says
-    otherwise."""
+    """Return a copy marked as an encoder-decoder's; raise `ConfigError` where none can be built."""
     if config.is_causal:
         raise ConfigError(
             f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave"

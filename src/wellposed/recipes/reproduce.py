@@ -102,8 +102,9 @@ def _made_with() -> dict[str, Any]:
 
 
 class TimedProgress:
-    """A line of progress that also counts the seconds of all calls: those before a stop or a kill
-    are kept in a file. It can be sent to another process of this machine.
+    """Announce lines of progress, and count the seconds of all calls, earlier ones from a file.
+
+    It can be sent to another process of this machine.
 
     Args:
         file: where the seconds are kept at every line; None for work that starts anew in each call.
