@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wellposed.measurement._measure import measure as measure
     from wellposed.measurement._monitor import Alarm as Alarm
     from wellposed.measurement._monitor import Monitor as Monitor
+    from wellposed.measurement._monitor import worst_vitals as worst_vitals
     from wellposed.measurement._states import hidden_states as hidden_states
 else:  # a report reads a measurement without torch
     __getattr__, __dir__ = import_on_first_use(
@@ -39,7 +40,7 @@ else:  # a report reads a measurement without torch
             "_entropy": "EntropyEstimator differential_entropy layer_entropy",
             "_isomap": "IsomapPoints isomap",
             "_measure": "measure",
-            "_monitor": "Alarm Monitor",
+            "_monitor": "Alarm Monitor worst_vitals",
             "_states": "hidden_states",
         },
     )

@@ -35,6 +35,18 @@ _REASONS = {
 logger = logging.getLogger("wellposed.monitor")
 
 
+def worst_vitals(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return the worst of each vital sign over heads, layers and weights, by its last name.
+
+    >>> worst_vitals({"vital/encoder.0.head0/entropy": 0.5, "vital/encoder.0.head1/entropy": 0.9})
+    {'entropy': 0.5}
+    """
+    groups: dict[str, list[float]] = {}
+    for name, value in numbers.items():
+        groups.setdefault(name.rpartition("/")[2], []).append(value)
+    return {name: (min if name == "entropy" else max)(values) for name, values in groups.items()}
+
+
 @dataclass(frozen=True)
 class Alarm:
     """The number that is farthest beyond its limit at a step, how many others are beyond it, and

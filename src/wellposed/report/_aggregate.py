@@ -23,11 +23,15 @@ from wellposed.statistics import (
 )
 from wellposed.text_table import MISSING, format_number, text_table
 
-SPLITS = {"train": "training", "valid": "validation", "test": "test"}
+SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
 _METRIC_WORDS = {
     "bleu": "BLEU",
     "f1": "F1",
     "loss": "loss (nats)",
+    "logit_max": "attention logit",
+    "entropy": "attention entropy, as a share of the most",
+    "update": "update over weight",
+    "kurtosis": "kurtosis of activations",
     "nats_per_char": "nats per character",
     "bits_per_char": "bits per character",
 }

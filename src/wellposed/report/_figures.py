@@ -46,7 +46,12 @@ def curves_figure(
         (split, metric): [
             row for of, runs in groups.items() for row in _curve_rows(of, split, metric, runs)
         ]
-        for split, metric in (("train", "loss"), ("valid", "loss"), ("valid", headline))
+        for split, metric in (
+            ("train", "loss"),
+            ("valid", "loss"),
+            ("valid", headline),
+            *(("monitor", name) for name in VITALS),
+        )
     }
     if headline != "loss" and _same_means(found["valid", "loss"], found["valid", headline]):
         del found["valid", "loss"]  # nats per character are the loss: one panel is enough
@@ -146,6 +151,10 @@ def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
 
 def _mean(values: Sequence[Any]) -> float:
     return math.fsum(values) / len(values)
+
+
+VITALS = ("logit_max", "entropy", "update", "kurtosis")
+"""What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
 
 
 def _shared(columns: Sequence[Mapping[Any, float]]) -> dict[Any, list[float]]:

@@ -192,6 +192,8 @@ class TrainOptions(options.CheckedOptions):
     """Average the weights of this many last evaluations and use the mean where it is better on valid; 0: never."""
     log_every: Size = 10
     """Steps between rows of metrics.jsonl."""
+    monitor: Count = 0
+    """Steps between rows of vital signs (attention logits, activations, updates), with alarms; 0: never."""
     seed: Seed = 0
     """Seed of weights, data order and dropout."""
 

@@ -62,6 +62,29 @@ def test_a_first_penalty_that_rules_the_loss_is_said_once(
     assert caplog.text.count("it rules the training") == times
 
 
+def test_vital_signs_are_rows_of_the_run_and_change_nothing(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = language_model(text)
+    watched = replace(plain, train=replace(SHORT, monitor=2, learning_rate=0.1))
+    results = [
+        train(each, tmp_path / name, progress=False)
+        for name, each in (
+            ("watched", watched),
+            ("plain", replace(watched, train=replace(watched.train, monitor=0))),
+        )
+    ]
+    assert results[0].result["results"] == results[1].result["results"]
+    rows = [row for row in read_metrics(tmp_path / "watched") if row["split"] == "monitor"]
+    assert [row["step"] for row in rows] == [1, 3]
+    heads = [value for name, value in rows[0].items() if name.endswith("/logit_max")]
+    assert len(heads) == 2 * 2
+    assert rows[0]["logit_max"] == max(heads)
+    assert rows[0]["update"] > 0.1
+    assert "one step moved a weight by more than a tenth" in caplog.text
+    assert not any(row["split"] == "monitor" for row in read_metrics(tmp_path / "plain"))
+
+
 def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> None:
     from wellposed.measurement import Measurement
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from wellposed.errors import ConfigError, DataError, RoleNotFoundError
+from wellposed.measurement import Monitor, worst_vitals
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, durable_files, manifest, run_folder, tensors
 from wellposed.training.folder.metrics import MetricsFile
@@ -76,6 +77,7 @@ class Run:
         compiled: Any = torch.compile(self.model) if config.train.compile else self.model
         self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
         self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
+        self.monitor = self._monitor() if config.train.monitor else None
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
         self.started: dict[str, Any] = {}
@@ -150,7 +152,7 @@ class Run:
         objects."""
         if hasattr(self, "batches"):
             self.batches.close()
-        for attached in (self.penalty, self.constraint):
+        for attached in (self.penalty, self.constraint, self.monitor):
             if attached is not None:
                 attached.remove()
         if self.accelerator.device.type != "cpu":
@@ -230,6 +232,21 @@ class Run:
         name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
         return {name: self.constraint.error().worst}
 
+    def _monitor(self) -> Monitor | None:
+        """Return what watches the steps of this run, in the process that writes the files."""
+        if self.shards is not None:
+            raise ConfigError("monitor: weights that are cut over processes cannot be watched")
+        every = self.options.monitor
+        return Monitor(self.model, self.optimizer, every, weights=False) if self.is_main else None
+
+    def watch(self) -> None:
+        """Add a row of the vital signs of the step just taken, where one is due."""
+        found = self.monitor.step() if self.monitor is not None else {}
+        finite = {name: value for name, value in found.items() if math.isfinite(value)}
+        if finite:
+            row = {"step": self.state.step, "split": "monitor", **worst_vitals(finite), **finite}
+            self.add_row(row)
+
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         return learning_rate(step, self.options, self.config.model.hidden_size)
@@ -297,6 +314,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
+    run.watch()
     if scaled_loss:
         state.count_scaled_step()
     state.epoch, state.batch_index = run.batches.epoch, run.batches.index
