@@ -90,36 +90,6 @@ def test_the_ball_that_comes_out_holds(qk_norm):
     assert inner < 50
 
 
-def test_ascent_on_the_ball_finds_no_violation_and_comes_close(reference):
-    """One head, all inputs and weights ascended; the norm-2 form reaches at least half."""
-    count, tokens, width = 48, 3, 2
-    torch.manual_seed(0)
-    draw = lambda *s: randn(count, *s)  # noqa: E731
-    q, k, v = (draw(1, width, width).requires_grad_() for _ in range(3))
-    z = draw(tokens, width).requires_grad_()
-    bias, eye = reference.mask_bias("full", tokens), torch.eye(width, dtype=torch.float64)[None]
-    optimizer = torch.optim.Adam([q, k, v, z], lr=0.05, maximize=True)
-    size = lambda m: torch.linalg.matrix_norm(m, 2)[:, 0]  # noqa: E731
-    best = torch.zeros(2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        x = z / z.norm(dim=-1, keepdim=True).clamp_min(1)
-        jacobian = reference.jacobians(
-            lambda y, *w: reference.dot_product_attention(y, *w, eye, bias), x, q, k, v
-        )
-        a = size(k @ q.mT) / math.sqrt(width)
-        k_p = (tokens / (1 + (tokens - 1) * torch.exp(-2 * a))).clamp_max(tokens).sqrt()
-        bounds = {2: k_p + a + k_p.clamp_max(math.sqrt(tokens / 2)) * a, "tok": 1 + 2 * a}
-        ratios = torch.stack(
-            [reference.norms[n](jacobian) / (size(v) * bound) for n, bound in bounds.items()]
-        )
-        ratios.log().sum().backward()
-        optimizer.step()
-        best = torch.maximum(best, ratios.detach().amax(1))
-    assert best.max() <= 1 + 1e-9
-    assert best.min() > 0.5
-
-
 def _one_head(reference, q, k, v, b, x):
     eye = torch.eye(2, dtype=torch.float64)[None]
     return reference.dot_product_attention(x, q, k, v, eye, reference.mask_bias("causal", 5), b)

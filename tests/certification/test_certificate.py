@@ -181,13 +181,6 @@ def test_without_a_bound_the_radius_is_zero(changes: dict[str, Any]) -> None:
     assert make_certificate(**changes).radius(logits).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_model_without_a_bound_has_radius_zero_whatever_its_head() -> None:
-    model = make_model(0, attention="dot_product")
-    certificate = certify(model, seq_len=TOKENS)
-    assert certificate.label == "uncertified"
-    assert certificate.radius(torch.tensor([[9.0, 0.0, 0.0]])).tolist() == [0.0]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("total", [0.0, 2.0])
 def test_logits_that_are_not_finite_have_radius_zero(bad: float, total: float) -> None:

@@ -13,7 +13,7 @@ from tests.support.samples import SAMPLES
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from wellposed.certification import LayerBound, certify, inherit_rule, register_rule
+from wellposed.certification import LayerBound, certify, register_rule
 from wellposed.errors import NotLipschitzError, UnsoundBoundError
 from wellposed.nn import AdditiveCoupling, L2SelfAttention, OrthogonalFeedForward
 
@@ -162,19 +162,6 @@ def test_reduced_precision_around_the_call_is_not_the_modules():
         torch.set_float32_matmul_precision(before)
 
 
-def test_slopes_of_random_compositions_stay_below_what_is_certified():
-    @inherit_rule
-    class Named(nn.Linear):
-        pass
-
-    for _ in range(10):
-        model = nn.Sequential(
-            Named(8, 8), nn.GELU(), L2SelfAttention(8, 2), nn.LayerNorm(8, eps=0.1)
-        ).eval()
-        share = float(certify(model, seq_len=16).cross_check.rsplit(" ", 1)[1])
-        assert 0 < share <= 1
-
-
 def identity(width: int = 6, scale: float = 1.0) -> nn.Linear:
     linear = nn.Linear(width, width, bias=False).double()
     with torch.no_grad():
@@ -224,13 +211,6 @@ def test_the_pairs_are_counted(
 ) -> None:
     said = f"{pairs} pairs through {modules} modules, largest slope / bound {share:.3f}"
     assert certify(model, seq_len=3, norm=norm).cross_check == said
-
-
-@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
-def test_a_slope_above_its_bound_is_said(norm: Any) -> None:
-    said = r"the module \(Claimed\) has a slope of 0\.5 .*bound 0\.499"
-    with pytest.raises(UnsoundBoundError, match=said):
-        certify(Claimed(0.5, 0.499), seq_len=3, norm=norm)
 
 
 def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more() -> None:

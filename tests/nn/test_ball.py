@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wellposed.nn import (
     BallAttention,
     BallCrossAttention,
+    BallEmbedding,
     BallProjection,
     BudgetResidual,
     ConvexResidual,
@@ -169,6 +170,22 @@ def test_unit_embedding(size):
     fresh = UnitEmbedding(7, D, padding_idx=2)
     fresh.load_state_dict(embedding.state_dict())
     assert torch.equal(fresh(ids), out)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_ball_embedding(size):
+    """Every length below 1 is kept apart from every other, and has a gradient along it."""
+    embedding = BallEmbedding(5, D, padding_idx=2).double()
+    embedding.weight.data.mul_(size)
+    rows = embedding.weight.detach()
+    lengths = rows.norm(dim=-1, keepdim=True)
+    expected = rows / torch.hypot(lengths, torch.ones_like(lengths))
+    out = embedding(torch.arange(5))
+    assert_close(out.detach(), expected)
+    assert float(out.detach().norm(dim=-1).max()) < 1
+    out.norm(dim=-1).sum().backward()
+    along = (embedding.weight.grad * rows).sum(-1)
+    assert bool((along[lengths[:, 0] > 0] > 0).all())
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3, 0.999, 1.001, 1e6])

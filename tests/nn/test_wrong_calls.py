@@ -76,6 +76,7 @@ def test_cross_attention_names_the_side_that_does_not_fit(kind):
     ("module", "ids"),
     [
         (wn.UnitEmbedding(5, 4), torch.tensor([5])),
+        (wn.BallEmbedding(5, 4), torch.tensor([5])),
         (wn.LearnedPositions(5, 4), torch.tensor([-1])),
         (wn.SinusoidalPositions(5, 4), torch.tensor([7])),
         (wn.InjectiveEmbedding(5, 4), torch.tensor([[9]])),
@@ -102,6 +103,7 @@ BUILT = {
     wn.SinusoidalPositions: {"num_positions": 5, "embed_dim": 8},
     wn.NoPositions: {"embed_dim": 8},
     wn.InjectiveEmbedding: {"vocab_size": 5, "embed_dim": 8},
+    wn.BallEmbedding: {"num_embeddings": 5, "embedding_dim": 8},
     wn.UnitEmbedding: {"num_embeddings": 5, "embedding_dim": 8},
     wn.OrthogonalLinear: {"embed_dim": 8},
     wn.GramAttention: {"embed_dim": 8},

@@ -30,6 +30,7 @@ from wellposed.nn import (
     AdditiveCoupling,
     BallAttention,
     BallCrossAttention,
+    BallEmbedding,
     BallProjection,
     Block,
     BudgetResidual,
@@ -271,6 +272,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _plain(lambda width: MaxMinFeedForward(width, 2 * width)),
         _plain(lambda width: MaxMinFeedForward(width, 4, bias=False)),
     ],
+    BallEmbedding: [_plain(lambda width: BallEmbedding(11, width), certifiable=False, two_inputs=True)],
     UnitEmbedding: [_plain(lambda width: UnitEmbedding(11, width), certifiable=False, two_inputs=True)],
     BallAttention: [
         _attention(BallAttention),

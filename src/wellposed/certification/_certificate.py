@@ -25,7 +25,7 @@ _NOT_RUN = "not run: "
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that are no plain values, or are written in their own way.
-_NOT_PLAIN = ("layers", "notes", "head", "module")
+_NOT_PLAIN = ("layers", "notes", "head", "skip", "module")
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
