@@ -22,9 +22,8 @@ def ptb_mini() -> RunConfig:
     every: dict[str, Any] = {"eval_every": 650, "checkpoint_every": 650, "log_every": 50}
     rate: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 150, "weight_decay": 0.05}
     train = TrainOptions(steps=2600, batch_size=32, **rate, **every)
-    return RunConfig(
-        "char_lm", {"seq_len": 128}, "pre_ln", ModelOptions(**sizes, norm="pre"), train=train
-    )
+    model = ModelOptions(**sizes, norm="pre")
+    return RunConfig("char_lm", {"seq_len": 128}, "pre_ln", model, train=train)
 
 
 @NAMED.register("multi30k-mini")

@@ -24,16 +24,8 @@ from wellposed.presets import mcgrath2024, zhang2021
 from wellposed.registry import Registry
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 
-PARTS = [
-    "architecture",
-    "attention",
-    "feedforward",
-    "norm",
-    "residual",
-    "qk_norm",
-    "unit_embeddings",
-]
-PARTS += ["ball_embeddings"]
+PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
+PARTS += ["unit_embeddings", "ball_embeddings"]
 """Parts of a model that a variant puts back to the usual ones, but for those that it is about."""
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
@@ -97,9 +89,8 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    raise ConfigError(
-        f"variant {spec!r}: {parameters[1]} must be a finite number, received {text[:40]!r}"
-    )
+    problem = f"{parameters[1]} must be a finite number, received {text[:40]!r}"
+    raise ConfigError(f"variant {spec!r}: {problem}")
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:

@@ -13,6 +13,7 @@ from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
 from wellposed.training.folder import durable_files
 
+Names = Collection[str]
 NAME = "manifest.json"
 FORMAT = 1
 MEASURED = ("measure-initial.json", "measure-final.json")
@@ -44,9 +45,7 @@ def remove(folder: Path) -> None:
     (folder / NAME).unlink(missing_ok=True)
 
 
-def problems(
-    folder: Path, *, needed: Collection[str] = (), only: Collection[str] | None = None
-) -> list[str]:
+def problems(folder: Path, *, needed: Names = (), only: Names | None = None) -> list[str]:
     """Return what is wrong with each file that the manifest names, or with the manifest itself.
 
     Args:

@@ -49,6 +49,14 @@ class RunResult:
         """The exit status of a command: 0 success, 1 failed, 130 cancelled."""
         return EXIT_CODES[self.status]
 
+    def write(self) -> None:
+        """Write the manifest of the run's records and last, in one step, ``result.json``: with it
+        the run has ended."""
+        path, data = self.out / RESULT, to_json(self.result, indent=2)
+        path.unlink(missing_ok=True)  # that of an earlier end is not what the manifest describes
+        manifest.write(self.out, manifest.RECORDS, coming={RESULT: data})
+        durable_files.replace_file(path, data)
+
 
 def result_schema() -> dict[str, Any]:
     """Return the JSON schema of ``result.json``."""
@@ -75,16 +83,6 @@ def read_result(run_folder: Path) -> RunResult | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{path}: not a result of wellposed ({error})"
         raise CheckpointError(f"{problem}; remove it and resume the run") from error
-
-
-def write_result(result: RunResult) -> RunResult:
-    """Write the manifest of the run's records and last, in one step, ``result.json``: with it the
-    run has ended."""
-    path, data = result.out / RESULT, to_json(result.result, indent=2)
-    path.unlink(missing_ok=True)  # that of an earlier end is not what the manifest describes
-    manifest.write(result.out, manifest.RECORDS, coming={RESULT: data})
-    durable_files.replace_file(path, data)
-    return result
 
 
 def describe_result(

@@ -328,10 +328,8 @@ def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
     >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
     {'files.train': 'ab', 'test': 'cd'}
     """
-    return {
-        ".".join(name for name in place if name != DIGEST): digest
-        for place, digest in _leaves(description, ())
-    }
+    leaves = _leaves(description, ())
+    return {".".join(name for name in place if name != DIGEST): digest for place, digest in leaves}
 
 
 def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 Batch = dict[str, Tensor]
-Members = Sequence[int]
+Rows = Sequence[int]
 
 
-def collated(
-    task: Task, split: Split, members: Iterable[Members], *, workers: int
-) -> Iterator[Batch]:
+def collated(task: Task, split: Split, order: Iterable[Rows], *, workers: int) -> Iterator[Batch]:
     """Yield the batch of each list of examples, in order; ``workers`` processes are two batches
     each ahead.
 
@@ -38,8 +36,8 @@ def collated(
     """
     batches = Collation(task, split)
     if workers == 0:
-        return map(batches.make, members)
-    return _from_workers(batches, members, workers)
+        return map(batches.make, order)
+    return _from_workers(batches, order, workers)
 
 
 class Collation(Dataset[Any]):
@@ -48,7 +46,7 @@ class Collation(Dataset[Any]):
     def __init__(self, task: Task, split: Split) -> None:
         self.task, self.examples = task, task.dataset(split)
 
-    def make(self, members: Members) -> Batch:
+    def make(self, members: Rows) -> Batch:
         """Return the batch of these examples."""
         return self.task.collate([self.examples[member] for member in members])
 
@@ -59,7 +57,7 @@ class Collation(Dataset[Any]):
             return error  # raised in the other process, without the text of a second traceback
 
 
-def _from_workers(batches: Collation, members: Iterable[Members], workers: int) -> Iterator[Batch]:
+def _from_workers(batches: Collation, members: Iterable[Rows], workers: int) -> Iterator[Batch]:
     own = torch.Generator()  # else the loader draws from the one that dropout uses
     how = {"num_workers": workers, "worker_init_fn": _leave_signals_to_the_run, "generator": own}
     loader = DataLoader(batches, batch_size=None, sampler=members, **how)

@@ -13,13 +13,7 @@ from torch import nn
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
 from wellposed.linalg.sharded import is_sharded
-from wellposed.training.config import (
-    ConstrainOptions,
-    PenaltyOptions,
-    RunConfig,
-    StartOptions,
-    TrainOptions,
-)
+from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed.training.loop.batches import forward, model_inputs
 
 if TYPE_CHECKING:
@@ -75,13 +69,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def describe_start(options: StartOptions, start: Start) -> dict[str, Any]:
+def describe_start(model: str, start: Start) -> dict[str, Any]:
     """Return the entry ``started_from`` of ``train_info``; nothing where the run starts from no
     model."""
-    if not options.model:
+    if not model:
         return {}
     names = {"new_weights": list(start.new_weights), "left_out": list(start.left_out)}
-    return {"started_from": {"model": options.model, **names}}
+    return {"started_from": {"model": model, **names}}
 
 
 def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
@@ -132,7 +126,8 @@ def build_start(config: RunConfig, task: Task) -> Start:
     if not options.model:
         given = {**model_keywords(config.model), **task.model_kwargs()}
         return Start(build_model(config.model.architecture, task.kind, **given), (), ())
-    _refuse_other_tokens(options, task)
+    if not options.from_scratch:
+        _refuse_other_tokens(options.model, task)
     how = {"from_scratch": options.from_scratch, "new_head": options.new_head}
     start = start_model(options.model, task.kind, task.model_kwargs(), **how)
     if task.kind == "image_classification":
@@ -187,23 +182,23 @@ def _try_image(model: nn.Module, task: Task, source: str) -> None:
     model.train()
 
 
-def _refuse_other_tokens(options: StartOptions, task: Task) -> None:
+def _refuse_other_tokens(source: str, task: Task) -> None:
     """Refuse pretrained weights whose tokens are not those of the data; where no tokenizer was
     saved nobody knows."""
     from transformers import AutoTokenizer
 
     from wellposed.models import load_pretrained
 
-    if options.from_scratch or Path(options.model).is_file() or task.kind == "image_classification":
+    if Path(source).is_file() or task.kind == "image_classification":
         return
     try:
-        saved = load_pretrained(AutoTokenizer, options.model).get_vocab()
+        saved = load_pretrained(AutoTokenizer, source).get_vocab()
     except CheckpointError:
         return
     used = task.tokenizer.get_vocab()
     if any(used.get(token) != number for token, number in saved.items()):
         raise ConfigError(
-            f"{options.model}: its weights are those of its own tokens, and the data of {task.name}"
+            f"{source}: its weights are those of its own tokens, and the data of {task.name}"
             " is read as others; take a task that reads the model's tokenizer, with no other"
             " --tokenizer, or give --from-scratch"
         )

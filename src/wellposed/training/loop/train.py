@@ -18,13 +18,7 @@ from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
 from wellposed.training.folder.lock import only_writer
 from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.folder.model_card import model_card
-from wellposed.training.folder.result import (
-    RunResult,
-    Status,
-    describe_result,
-    read_result,
-    write_result,
-)
+from wellposed.training.folder.result import RunResult, Status, describe_result, read_result
 from wellposed.training.folder.save import save_final
 from wellposed.training.loop import build
 from wellposed.training.loop.divergence import Divergence
@@ -137,7 +131,7 @@ def train(
             config = with_warmup_begun(config, share, run_folder.read_config(out))
     if is_main:
         run_folder.check_run_folder(out, config, resume, longer=longer)
-    finished = _finished_run(config, out, task, longer=longer) if resume == "auto" else None
+    finished = _finished(config, out, task, longer=longer) if resume == "auto" else None
     if finished is not None:
         if is_main and config.train.average_checkpoints:  # a kill after the last record leaves it
             shutil.rmtree(out / checkpoints.AVERAGED, ignore_errors=True)
@@ -153,7 +147,7 @@ def train(
             if model is None:
                 start = build.build_start(config, task)
                 run = Run(config, out, task, start.model, accelerator)
-                run.started = build.describe_start(config.start, start)
+                run.started = build.describe_start(config.start.model, start)
             else:
                 run = Run(config, out, task, model(config, task), accelerator)
             run.test_batches = test_batches
@@ -181,12 +175,10 @@ def _write_early_failure(
     run_folder.enter_run_folder(result.out, config, resume)
     manifest.remove(result.out)
     run_folder.write_environment(result.out, environment, 0)
-    write_result(result)
+    result.write()
 
 
-def _finished_run(
-    config: RunConfig, out: Path, task: Task | None, *, longer: bool
-) -> RunResult | None:
+def _finished(config: RunConfig, out: Path, task: Task | None, *, longer: bool) -> RunResult | None:
     finished = read_result(out)
     if finished is None or finished.status != "success" or not (out / "final").is_dir():
         return None
@@ -333,6 +325,6 @@ def _end(
     values["train_info"].update(run.constraint_error(), **run.started)
     result = RunResult(status, run.out, values, message)
     if run.is_main:
-        write_result(result)
+        result.write()
         run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
     return result
