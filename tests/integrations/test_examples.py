@@ -25,7 +25,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("bert", "worst error of keys"),
         ("gpt2", "decoder.0.query"),
         ("vit", "err_orth / initial"),
         ("l2_attention", "loads as it was saved: True"),
@@ -47,7 +46,6 @@ def test_an_example_prints(name: str, says: str, capsys: pytest.CaptureFixture[s
     assert says in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_bert_shows_a_loss_and_a_penalty_that_fall(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

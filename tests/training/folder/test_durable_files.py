@@ -14,7 +14,6 @@ import pytest
 from tests.support import stub_task as stub
 from tests.support.runs import start_stub, wait_for_rows
 
-from wellposed.cli.prediction.lines import line_writer
 from wellposed.errors import ConfigError
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.lock import NAME, only_writer
@@ -88,23 +87,6 @@ def test_the_record_of_files_comes_last(tmp_path: Path, monkeypatch: pytest.Monk
         interrupted()
     left = {each.name: each.read_text() for each in (tmp_path / "new").iterdir()}
     assert left == {"a.json": "{}", "b.csv": "x"}
-
-
-def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    out = tmp_path / "lines.txt"
-    with line_writer(out) as file:
-        file.write("\u00fc\n")
-    assert out.read_bytes() == "\u00fc\n".encode()
-
-    def interrupted() -> None:
-        with line_writer(out) as file:
-            file.write("x" * 100_000)
-            raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        interrupted()
-    assert out.read_bytes() == "\u00fc\n".encode()
-    assert os.listdir(tmp_path) == ["lines.txt"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

@@ -179,16 +179,10 @@ def test_logits_may_be_a_plain_tensor() -> None:
     tokens = torch.zeros(1, 2, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
 
-    class Plain(nn.Module):
-        def forward(self, input_ids: Tensor) -> Any:
-            return logits
-
-    class Wrapped(nn.Module):
-        def forward(self, input_ids: Tensor) -> Any:
-            return SimpleNamespace(logits=logits)
-
-    assert forward(Plain(), batch) is logits
-    assert forward(Wrapped(), batch) is logits
+    for output in (logits, SimpleNamespace(logits=logits)):
+        model: Any = nn.Module()
+        model.forward = lambda input_ids, output=output: output
+        assert forward(model, batch) is logits
 
 
 @pytest.mark.parametrize("when", ["start", "step"])
