@@ -22,7 +22,7 @@ from benchmarks.rows import Benchmark, Row, Setup, ratio_row
 from wellposed.cli.load import load_model, load_tokenizer
 from wellposed.cli.prediction.lines import LineSource
 from wellposed.cli.prediction.translation import Translator, translate_lines
-from wellposed.tasks.kinds.generate import Decoding, generate_keywords
+from wellposed.tasks.kinds.seq2seq import Decoding, generate_keywords
 
 BEAMS, SIZE = 4, 32
 

@@ -17,7 +17,7 @@ from tests.support.refusal import bad_config, bad_data
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, Task, build_task
 from wellposed.tasks.batches import token_batches
-from wellposed.tasks.kinds.generate import Decoding, generate_texts
+from wellposed.tasks.kinds.seq2seq import Decoding, generate_texts
 from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
 
 WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four"}

@@ -164,7 +164,7 @@ def _translate(
 ) -> int:
     from wellposed.cli.prediction.translation import Translator, translate_lines
     from wellposed.models import GNMTLengthPenalty
-    from wellposed.tasks.kinds.generate import Decoding
+    from wellposed.tasks.kinds.seq2seq import Decoding
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
     power, count = options.length_penalty, options.max_new_tokens

@@ -8,7 +8,7 @@ from typing import Literal
 from wellposed.errors import DataError
 from wellposed.options import Size
 from wellposed.tasks.data import labelled, splits
-from wellposed.tasks.data.docstrings import labelled_docstrings
+from wellposed.tasks.data.prose import labelled_docstrings
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import register_task

@@ -18,7 +18,7 @@ from wellposed.errors import DataError, listed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from wellposed.tasks.kinds.generate import Decoding, Hypothesis
+    from wellposed.tasks.kinds.seq2seq import Decoding, Hypothesis
 
 CHUNK_BATCHES = 16
 LongLines = Literal["refuse", "truncate", "split"]
@@ -61,7 +61,7 @@ class Translator:
     def translate(self, lines: Sequence[str]) -> list[list[Hypothesis]]:
         """Return the hypotheses of every line, best first; parts of a line are joined by a
         space."""
-        from wellposed.tasks.kinds.generate import Hypothesis, generate_texts
+        from wellposed.tasks.kinds.seq2seq import Hypothesis, generate_texts
 
         encoded = zip(lines, self.encode(lines), strict=True)
         parts = [self.pieces(line, ids) for line, ids in encoded]

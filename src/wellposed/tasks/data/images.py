@@ -6,6 +6,7 @@ Nothing is unpickled: npz files of objects and CIFAR-10's Python version are ref
 from __future__ import annotations
 
 import hashlib
+import random
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,12 @@ from numpy.typing import NDArray
 
 from wellposed.errors import DataError, import_extra
 from wellposed.options import Size
-from wellposed.tasks.data import files, shapes, splits
+from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 
+SHAPES = ("disc", "ring", "square", "cross")
+GENERATOR_VERSION = 1
+_NOISE = 24
 BUILTIN_SIZES: dict[Split, int] = {"train": 1000, "valid": 200, "test": 200}
 BUILTIN_SIDE = 32
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -126,16 +130,16 @@ def label_names(images: dict[Split, Images], names: Sequence[str] | None, where:
 
 def _draw(seed: int) -> Loaded:
     images: dict[Split, Images] = {
-        split: Images(*shapes.draw_shapes(count, BUILTIN_SIDE, f"{seed}/{split}"))
+        split: Images(*draw_shapes(count, BUILTIN_SIDE, f"{seed}/{split}"))
         for split, count in BUILTIN_SIZES.items()
     }
     described: Described = {
         "source": "builtin: drawn shapes (no benchmark: for trying things out)",
-        "generator_version": shapes.GENERATOR_VERSION,
+        "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
         "sha256": {split: images[split].sha256() for split in SPLITS},
     }
-    return images, list(shapes.SHAPES), described
+    return images, list(SHAPES), described
 
 
 def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Loaded:
@@ -435,3 +439,33 @@ def shrink(pixels: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8
         )
     blocks = pixels.reshape(number, size, height // size, size, width // size, *pixels.shape[3:])
     return np.rint(blocks.mean((2, 4))).astype(np.uint8)
+
+
+def draw_shapes(count: int, size: int, seed: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return ``count`` noisy images of one bright shape each and their classes, in turn, by (seed,
+    number) alone."""
+    labels = np.arange(count, dtype=np.int64) % len(SHAPES)
+    drawn = [
+        _draw_shape(
+            SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}")
+        )
+        for index, label in enumerate(labels.tolist())
+    ]
+    return np.stack(drawn), labels
+
+
+def _draw_shape(shape: str, size: int, generator: random.Random) -> NDArray[np.uint8]:
+    radius = generator.uniform(0.15, 0.3) * size
+    centre = [generator.uniform(radius, size - radius) for _ in range(2)]
+    level = generator.uniform(100, 200)
+    axis = np.arange(size) + 0.5
+    x, y = np.abs(axis[None, :] - centre[0]), np.abs(axis[:, None] - centre[1])
+    far = np.hypot(x, y)
+    inside = {
+        "disc": far <= radius,
+        "ring": (far <= radius) & (far >= 0.55 * radius),
+        "square": np.maximum(x, y) <= 0.85 * radius,
+        "cross": (np.maximum(x, y) <= radius) & (np.minimum(x, y) <= 0.3 * radius),
+    }[shape]
+    noise = np.frombuffer(generator.randbytes(size * size), np.uint8).reshape(size, size)
+    return (noise % (2 * _NOISE) + level * inside).astype(np.uint8)
