@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ShapeError, listed, unknown_name
 from wellposed.options import Ge, Gt, Lt, misfits
-from wellposed.options import is_plain as is_plain_hint
+from wellposed.options import is_plain as is_hint
 
 LEAST_EPS = torch.finfo(torch.float32).tiny
 """Smallest normal number of float32; below it, a token of zeros divides zero by zero."""
@@ -61,7 +61,8 @@ def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[...
     @functools.cache
     def hints() -> dict[str, Any]:
         found = {**get_type_hints(init, include_extras=True), **sharper}
-        return {name: hint for name, hint in found.items() if _is_checked(hint)}
+        read = (name for name, hint in found.items() if hint in (str, nn.Module) or is_hint(hint))
+        return {name: found[name] for name in read}
 
     @functools.wraps(init)
     def checked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -73,11 +74,19 @@ def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[...
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
             raise ConfigError(f"{where}: {error}; it takes {', '.join(names)}") from error
-        values = {name: _as_plain(value) for name, value in given.items() if name in hints()}
-        problems = [
-            "; ".join((f"{name}: received {value!r}; expected {expected}", *_advice(hints()[name])))
-            for name, value, expected in misfits(values, hints())
-        ]
+        # A number of numpy is one.
+        values = {
+            name: value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
+            for name, value in given.items()
+            if name in hints()
+        }
+        problems = []
+        for name, value, expected in misfits(values, hints()):
+            # What ``Annotated`` says in words beside its limits.
+            said = getattr(hints()[name], "__metadata__", ())
+            advice = (part for part in said if isinstance(part, str))
+            received = f"{name}: received {value!r}; expected {expected}"
+            problems.append("; ".join((received, *advice)))
         if problems:
             raise ConfigError(
                 f"{where}: {problems[0]}" if len(problems) == 1 else f"{where}:\n{listed(problems)}"
@@ -85,20 +94,6 @@ def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[...
         init(self, *args, **kwargs)
 
     return checked
-
-
-def _is_checked(hint: Any) -> bool:
-    return hint in (str, nn.Module) or is_plain_hint(hint)
-
-
-def _advice(hint: Any) -> list[str]:
-    """What ``Annotated`` says in words beside its limits."""
-    return [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, str)]
-
-
-def _as_plain(value: Any) -> Any:
-    """A number of numpy is one."""
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _ORDINARY = (nn.Parameter, Tensor)

@@ -284,6 +284,7 @@ class L2SelfAttention(Part):
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
 
+    @torch.no_grad()
     def certificate_refusal(self, layers: tuple[L2Layer, L2Layer] | None = None) -> str | None:
         """Return why this layer has no certificate in its present mode and with its weights; None
         where it has one.
@@ -291,8 +292,19 @@ class L2SelfAttention(Part):
         `layers` are those of `bound_layers`, made here where not given and needed.
         """
         reason = self._form_refusal(self.dropout > 0 and self.training)
-        divides = reason is None and self.contractive is not None
-        return self._division_refusal(layers) if divides else reason
+        if reason is not None or self.contractive is None:
+            return reason
+        weights = self._unit_weights(layers)
+        for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
+            now = self._factor(weights, num_tokens, mask, kept=False)
+            # A last digit is covered by the bound's margin.
+            if not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
+                return (
+                    "its weights were edited inside frozen(), which divides by the bound they had"
+                    " before"
+                )
+        factor = self._factor(weights, self.max_tokens or 1, "any", kept=False)
+        return weights.range_refusal(factor, self.q_proj.bias)
 
     def lipschitz_bound(
         self,
@@ -455,20 +467,6 @@ class L2SelfAttention(Part):
         if frozen is not None:
             frozen[num_tokens, mask] = factor
         return factor
-
-    @torch.no_grad()
-    def _division_refusal(self, layers: tuple[L2Layer, L2Layer] | None) -> str | None:
-        weights = self._unit_weights(layers)
-        for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
-            now = self._factor(weights, num_tokens, mask, kept=False)
-            # A last digit is covered by the bound's margin.
-            if not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
-                return (
-                    "its weights were edited inside frozen(), which divides by the bound they had"
-                    " before"
-                )
-        factor = self._factor(weights, self.max_tokens or 1, "any", kept=False)
-        return weights.range_refusal(factor, self.q_proj.bias)
 
     @l2_bound.uncompiled
     def _contraction(

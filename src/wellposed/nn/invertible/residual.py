@@ -184,22 +184,17 @@ def frozen(module: nn.Module) -> Iterator[None]:
 def refuse_randomness(module: nn.Module, what: str) -> None:
     """Raise `ConfigError` where a part draws random numbers now: evaluated twice it would be two
     maps."""
-    drawn = [
-        f"{path or type(part).__name__}: dropout {rate}"
-        for path, part in module.named_modules()
-        if part.training and (rate := _dropout_of(part)) > 0
-    ]
+    drawn = []
+    for path, part in module.named_modules():
+        name = "p" if isinstance(part, nn.modules.dropout._DropoutNd) else "dropout"
+        rate = getattr(part, name, 0.0)
+        if part.training and isinstance(rate, int | float) and rate > 0:
+            drawn.append(f"{path or type(part).__name__}: dropout {float(rate)}")
     if drawn:
         raise ConfigError(
             f"{what} needs the same map at every evaluation, but these parts drop at random in"
             f" training:\n{listed(drawn)}\nset their dropout to 0, or call eval()"
         )
-
-
-def _dropout_of(part: nn.Module) -> float:
-    name = "p" if isinstance(part, nn.modules.dropout._DropoutNd) else "dropout"
-    rate = getattr(part, name, 0.0)
-    return float(rate) if isinstance(rate, int | float) else 0.0
 
 
 class AdditiveCoupling(Part):

@@ -163,40 +163,29 @@ class _Rebuild(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         stack: ReversibleSequential = ctx.stack
         x, y = ctx.saved_tensors
-        grad = grads[0]
-        totals: dict[int, Tensor] = {}
+        grad, totals = grads[0], dict[int, Tensor]()
         with torch.autocast(x.device.type, enabled=False), unmeasured():
             for block in reversed(stack.blocks):
                 y, _ = stack._invert(block, y, ctx.options)
-                grad = _backward_through(block, y, grad, ctx.options, totals)
-        _check_drift(x, y, stack.drift)
+                parameters = [each for each in block.parameters() if each.requires_grad]
+                with torch.enable_grad():
+                    y = y.detach().requires_grad_()
+                    image = block(y, **ctx.options)
+                found = torch.autograd.grad(image, [y, *parameters], grad, allow_unused=True)
+                grad = torch.zeros_like(y) if found[0] is None else found[0]
+                for parameter, gradient in zip(parameters, found[1:], strict=True):
+                    if gradient is not None:
+                        # A weight shared by several blocks is met several times.
+                        known = totals.get(id(parameter))
+                        totals[id(parameter)] = gradient if known is None else known + gradient
+        error, size = sample_norms(y.detach() - x, 2), sample_norms(x, 2)
+        sizes = size.clamp_min(torch.finfo(x.dtype).tiny)
+        worst = float((error / sizes).max()) if x.numel() else 0.0
+        if not worst <= stack.drift:
+            raise ConvergenceError(
+                f"ReversibleSequential: the rebuilt input is off by {worst:.3g} of its size;"
+                f" accepted is drift={stack.drift:g}, so the gradients of the first blocks would be"
+                " wrong; use a smaller contraction, fewer blocks, float64, or a larger drift if you"
+                " accept that error"
+            )
         return (None, None, grad, *(totals.get(id(parameter)) for parameter in ctx.parameters))
-
-
-def _backward_through(
-    block: nn.Module, x: Tensor, grad: Tensor, options: dict[str, Any], totals: dict[int, Tensor]
-) -> Tensor:
-    """Add the block's parameter gradients to `totals` and return the gradient of its input."""
-    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        image = block(x, **options)
-    found = torch.autograd.grad(image, [x, *parameters], grad, allow_unused=True)
-    for parameter, gradient in zip(parameters, found[1:], strict=True):
-        if gradient is not None:
-            # A weight shared by several blocks is met several times.
-            known = totals.get(id(parameter))
-            totals[id(parameter)] = gradient if known is None else known + gradient
-    return torch.zeros_like(x) if found[0] is None else found[0]
-
-
-def _check_drift(x: Tensor, rebuilt: Tensor, drift: float) -> None:
-    error, size = sample_norms(rebuilt - x, 2), sample_norms(x, 2)
-    worst = float((error / size.clamp_min(torch.finfo(x.dtype).tiny)).max()) if x.numel() else 0.0
-    if not worst <= drift:
-        raise ConvergenceError(
-            f"ReversibleSequential: the rebuilt input is off by {worst:.3g} of its size; accepted"
-            f" is drift={drift:g}, so the gradients of the first blocks would be wrong; use a"
-            " smaller contraction, fewer blocks, float64, or a larger drift if you accept that"
-            " error"
-        )

@@ -188,7 +188,12 @@ class GramSpectrum(ResetByParts):
         # All of it in one precision: the terms below nearly cancel.
         with torch.autocast(x.device.type, enabled=False):
             tokens = SeenTokens(key_padding_mask).filled(x.to(wide), 0.0)
-            basis = self._basis().to(wide)
+            basis = self.basis.weight.mT
+            if not is_plain(self.basis, OrthogonalLinear):
+                weight = next(self.basis.parameters())
+                device = "cpu" if weight.is_meta else weight.device
+                basis = self.basis(torch.eye(self.embed_dim, dtype=weight.dtype, device=device))
+            basis = basis.to(wide)
             energy = (tokens @ basis).square().sum(1)
             small = tokens @ tokens.mT if x.shape[1] < x.shape[2] else tokens.mT @ tokens
             size = small.square().sum((-2, -1))
@@ -197,14 +202,6 @@ class GramSpectrum(ResetByParts):
             rebuilt = (energy @ overlaps * energy).sum(-1)
             lost = size - 2 * energy.square().sum(-1) + rebuilt
             return (lost / size.clamp_min(torch.finfo(size.dtype).tiny)).mean()
-
-    def _basis(self) -> Tensor:
-        """U0, (d, d)."""
-        if is_plain(self.basis, OrthogonalLinear):
-            return self.basis.weight.mT
-        weight = next(self.basis.parameters())
-        device = "cpu" if weight.is_meta else weight.device
-        return self.basis(torch.eye(self.embed_dim, dtype=weight.dtype, device=device))
 
 
 class LearnedSpectrum(Part):
