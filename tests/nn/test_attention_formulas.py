@@ -49,6 +49,19 @@ def ball(layer, state, h, q, k, v):
     return t[h] * q @ k.mT, shares[h] / divisor * v
 
 
+def turned(tokens):
+    """Each pair (entry i, entry i + d/2) of token p as a complex number, turned by p 10000^(-2i/d)."""
+    n, half = tokens.shape[-2], tokens.shape[-1] // 2
+    angles = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
+    pairs = torch.complex(tokens[..., :half], tokens[..., half:])
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def inverse_d(layer, state, h, q, k, v):
+    return turned(q) @ turned(k).mT / layer.head_dim, v / 3
+
+
 def l2(layer, state, h, q, k, v):
     apart = q[..., :, None, :] - k[..., None, :, :]
     logits = -apart.square().sum(-1) / math.sqrt(layer.head_dim)
@@ -64,7 +77,7 @@ def l2(layer, state, h, q, k, v):
 FORMULAS = {
     wn.DotProductAttention: dot_product, wn.CrossAttention: dot_product, wn.L2SelfAttention: l2,
     wn.CosineSelfAttention: cosine, wn.CosineCrossAttention: cosine,
-    wn.BallAttention: ball, wn.BallCrossAttention: ball,
+    wn.BallAttention: ball, wn.BallCrossAttention: ball, wn.InverseDAttention: inverse_d,
 }  # fmt: skip
 
 
@@ -111,6 +124,7 @@ def allowed_pairs(padding, is_causal):
 
 
 SELF = [
+    (wn.InverseDAttention, ""),
     *((wn.DotProductAttention, given) for given in ("", "qk_norm=True", "bias=False")),
     *((wn.CosineSelfAttention, given) for given in ("", "eps=1.0", "tau=0.5 nu=2.0", "bias=False")),
     *((wn.BallAttention, given) for given in words(

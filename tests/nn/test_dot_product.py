@@ -81,26 +81,6 @@ def test_the_rotation_is_that_of_each_pair():
     within(rotate_by_position(vectors, 3), expected, 1e-6)
 
 
-def test_the_attention_is_the_formula_token_by_token():
-    torch.manual_seed(0)
-    attention = InverseDAttention(8, 2).double()
-    x = torch.randn(1, 4, 8, dtype=torch.float64)
-    query, key, value = (
-        part(x)[0].view(4, 2, 4) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    outputs = torch.zeros(4, 2, 4, dtype=torch.float64)
-    for head in range(2):
-        for i in range(4):
-            turned = torch.tensor(slow_rotation(query[i, head].tolist(), i)).double()
-            keys = [
-                torch.tensor(slow_rotation(key[j, head].tolist(), j)).double() for j in range(i + 1)
-            ]
-            weights = torch.stack([turned @ one / 4 for one in keys]).softmax(0)
-            outputs[i, head] = weights @ value[: i + 1, head] / 3
-    expected = attention.o_proj(outputs.flatten(1))[None]
-    within(attention(x, is_causal=True), expected, 1e-6)
-
-
 def test_without_a_position_code_the_order_of_tokens_is_still_seen():
     torch.manual_seed(0)
     model = WellposedForCausalLM(
