@@ -150,10 +150,9 @@ class _Masks:
         flags = attn_mask.dtype == torch.bool
         seen = attn_mask if flags else _is_open(attn_mask)
         real = (seen & ~_later(seen) if is_causal else seen).any(dim=-2)
+        real = real if padded is None else real & ~padded
         allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
-        return cls(
-            scale, allowed, bias, padded, real if padded is None else real & ~padded, is_causal
-        )
+        return cls(scale, allowed, bias, padded, real, is_causal)
 
     def chunk(self, start: int, stop: int) -> _Masks:
         """Return the masks of batch rows start to stop."""
@@ -281,12 +280,10 @@ def _probes(
     batch, heads, tokens, _ = query.shape
     query, key, mask, is_causal = _sdpa_masking(query, key, masks)
     columns = max(query.shape[-1], 2 * num_probes)  # equal widths keep the fused kernels
-    signs = torch.zeros(batch, heads, tokens, columns, dtype=query.dtype, device=query.device)
-    drawn = torch.randint(
-        0, 2, (batch, heads, tokens, 2 * num_probes), generator=generator, device=query.device
-    )
-    signs[..., : 2 * num_probes] = drawn.mul_(2).sub_(1)
-    query, key = (F.pad(item, (0, columns - item.shape[-1])) for item in (query, key))
+    shape = (batch, heads, tokens, 2 * num_probes)
+    drawn = torch.randint(0, 2, shape, generator=generator, device=query.device)
+    parts = (query, key, drawn.mul_(2).sub_(1).to(query.dtype))
+    query, key, signs = (F.pad(item, (0, columns - item.shape[-1])) for item in parts)
     mixed = F.scaled_dot_product_attention(
         query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale
     )
@@ -318,11 +315,8 @@ def _sdpa_masking(
         return query, key, ~masks.padded[..., None, :], False
     # Causal and padded: one more column of the inner product closes padded keys without an N x N
     # mask.
-    closed = (
-        (masks.padded[..., None] * (-_BLOCKED / masks.scale))
-        .to(key.dtype)
-        .expand(*key.shape[:-1], 1)
-    )
+    closed = (masks.padded[..., None] * (-_BLOCKED / masks.scale)).to(key.dtype)
+    closed = closed.expand(*key.shape[:-1], 1)
     return F.pad(query, (0, 1), value=1.0), torch.cat([key, closed], dim=-1), None, True
 
 
@@ -374,12 +368,10 @@ def _four_dimensional(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return everything with explicit batch and heads; three dimensions are (batch, tokens,
     head_dim)."""
-    if query.ndim == 2:
-        query, key = query[None, None], key[None, None]
-    elif query.ndim == 3:
-        query, key = query[:, None], key[:, None]
-        if attn_mask is not None and attn_mask.ndim == 3:
-            attn_mask = attn_mask[:, None]
+    if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
+        attn_mask = attn_mask[:, None]
+    ones = (1,) * (4 - query.ndim)
+    query, key = (x.reshape(*x.shape[:-2], *ones, *x.shape[-2:]) for x in (query, key))
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
         attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[-2], -1)

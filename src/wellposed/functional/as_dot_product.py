@@ -179,11 +179,10 @@ def _exact_shift(query: Tensor, key: Tensor, unseen: Tensor | None) -> Tensor:
 
 
 def _range(tokens: Tensor, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
-    if unseen is None:
-        return tokens.amin(-2, keepdim=True), tokens.amax(-2, keepdim=True)
-    dropped, infinity = unseen[..., None], float("inf")
-    low = torch.where(dropped, infinity, tokens).amin(-2, keepdim=True)
-    return low, torch.where(dropped, -infinity, tokens).amax(-2, keepdim=True)
+    low = high = tokens
+    if unseen is not None:
+        low, high = (torch.where(unseen[..., None], end, tokens) for end in (torch.inf, -torch.inf))
+    return low.amin(-2, keepdim=True), high.amax(-2, keepdim=True)
 
 
 def _augmented_query(query: Tensor, columns: int, width: int) -> Tensor:

@@ -135,12 +135,8 @@ class L2SelfAttention(Part):
     def _check_combination(self) -> None:
         """Raise where two options do not go together."""
         problems = []
-        if self.bound == "kim2021" and (
-            self.contractive is None
-            or self.norm == "tok"
-            or self.values != "paper"
-            or self.query_width != 1
-        ):
+        of_paper = self.values == "paper" and self.query_width == 1 and self.norm != "tok"
+        if self.bound == "kim2021" and (self.contractive is None or not of_paper):
             problems.append(
                 f"bound='kim2021' with contractive={self.contractive}, norm={self.norm!r},"
                 f" values={self.values!r} and query_width={self.query_width}: the paper divides a"
