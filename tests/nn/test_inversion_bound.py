@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from tests.support.close import within
+from tests.support.layers import Mapped
 from torch import nn
 
 from wellposed.nn import (
@@ -158,17 +159,6 @@ def test_the_bound_of_attention_holds_in_every_norm(norm, dtype):
         assert report.measured_in is torch.float64
 
 
-class Turn(nn.Module):
-    """`x A`, A held as a plain tensor, out of reach of a cast."""
-
-    def __init__(self, matrix):
-        super().__init__()
-        self.matrix = matrix
-
-    def forward(self, x):
-        return x @ self.matrix
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_map_that_stays_in_its_dtype_is_bounded_in_it(dtype):
@@ -176,7 +166,7 @@ def test_a_map_that_stays_in_its_dtype_is_bounded_in_it(dtype):
     matrix = (0.5 * torch.linalg.qr(torch.randn(32, 32))[0]).to(dtype)
     slope = float(torch.linalg.matrix_norm(matrix.double(), 2))
     y = torch.randn(2, 5, 32).to(dtype)
-    x, report = InvertibleResidual(Turn(matrix), lipschitz=slope).inverse(y)
+    x, report = InvertibleResidual(Mapped(lambda x: x @ matrix), lipschitz=slope).inverse(y)
     exact = torch.linalg.solve(torch.eye(32) + matrix.double(), y.double(), left=False)
     assert report.measured_in is dtype
     error = size_of(x.double() - exact, "tok")
@@ -261,19 +251,20 @@ def test_the_backward_pass_asks_for_no_bound():
     assert 0 < report.error_bound < 1e-5
 
 
-class Narrow(nn.Module):
-    def forward(self, x):
-        if x.dtype is torch.float64:
-            raise RuntimeError("not implemented for 'Double'")
-        return x
+def narrow(x):
+    if x.dtype is torch.float64:
+        raise RuntimeError("not implemented for 'Double'")
+    return x
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("last", "dtype"), [(nn.Identity, torch.float64), (Narrow, torch.float32)])
+@pytest.mark.parametrize(
+    ("last", "dtype"), [(nn.Identity(), torch.float64), (Mapped(narrow), torch.float32)]
+)
 def test_weights_are_left_as_they_were(last, dtype):
     twice = nn.Linear(4, 4)
     nn.init.constant_(twice.weight, 0.1)
-    f = nn.Sequential(twice, twice, nn.BatchNorm1d(4), last()).eval()
+    f = nn.Sequential(twice, twice, nn.BatchNorm1d(4), last).eval()
     before, values = [*f.parameters(), *f.buffers()], copy.deepcopy(f.state_dict())
     assert InvertibleResidual(f, lipschitz=0.5).inverse(torch.ones(2, 4))[1].measured_in is dtype
     assert all(a is b for a, b in zip(before, [*f.parameters(), *f.buffers()], strict=True))
@@ -463,11 +454,8 @@ def test_undetermined_weights_are_refused_in_words():
     assert "leaves the attention weights undetermined" in report.reason
     heads = nn.MultiheadAttention(4, 2, batch_first=True)
 
-    class Hidden(nn.Module):
-        def forward(self, x):
-            return 1e-3 * heads(x, x, x)[0]
-
-    _, report = InvertibleResidual(Hidden(), lipschitz=0.5).inverse(torch.randn(1, 3, 4))
+    hidden = Mapped(lambda x: 1e-3 * heads(x, x, x)[0])
+    _, report = InvertibleResidual(hidden, lipschitz=0.5).inverse(torch.randn(1, 3, 4))
     assert report.error_bound == math.inf
     assert "out of sight" in report.reason
 
@@ -520,18 +508,13 @@ def test_cosine_and_chains():
 
 @torch.no_grad()
 def test_logits_that_come_ready_made_count():
-    class Averages(nn.Module):
-        def __init__(self, sharpness):
-            super().__init__()
-            self.sharpness = sharpness
-
-        def forward(self, x):
-            weights = (self.sharpness * x.sum(-1)).softmax(-1)
+    def averages(sharpness):
+        def run(x):
+            weights = (sharpness * x.sum(-1)).softmax(-1)
             return (0.1 * weights[..., None] * x).sum(-2, keepdim=True).expand_as(x)
 
-    bounds = [
-        InvertibleResidual(Averages(s), lipschitz=0.5).inverse(torch.ones(1, 3, 4))[1]
-        for s in (1, 1e18)
-    ]
+        return InvertibleResidual(Mapped(run), lipschitz=0.5)
+
+    bounds = [averages(sharpness).inverse(torch.ones(1, 3, 4))[1] for sharpness in (1, 1e18)]
     assert bounds[0].error_bound < 1e-6
     assert bounds[1].reason

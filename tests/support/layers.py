@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from torch import nn
 
 STACK = {
     "num_hidden_layers": 2,
@@ -30,6 +31,17 @@ def draw(*shape, seed=1, size=1.0, dtype=torch.float64):
     """Return the same normal numbers in every dtype, up to its rounding."""
     generator = torch.Generator().manual_seed(seed)
     return (size * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+class Mapped(nn.Module):
+    """A function as a module; what it closes over is no part of it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 def built(kind, *sizes, **options):
