@@ -203,18 +203,15 @@ class OrthogonalWeight(Weight):
                 taken = rotate(point, moved, out=moved, step_is_skew=skew, drift=drift, **options)
             except ConvergenceError:
                 if len(weights) == 1:  # it holds the point; of several each is tried alone
-                    first._store(moved)
+                    first._store(values, moved)
                 raise
         else:
             taken = retract_(moved if point is None else moved.add_(point), **options)
-        if len(weights) == 1:
-            first._store(moved)
-        else:
-            write_matrices_(values, moved)
+        first._store(values, moved)
         return taken
 
-    def _store(self, result: Tensor) -> None:
-        write_matrices_([self.value], result)
+    def _store(self, values: Sequence[Tensor], result: Tensor) -> None:
+        write_matrices_(values, result)
         if self.master is not None:
             write_matrices_([self.master], result)
 
