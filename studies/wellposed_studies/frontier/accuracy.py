@@ -38,7 +38,6 @@ from wellposed_studies.frontier.strong_attack import (
 from wellposed_studies.study import (
     CHOSEN_BY,
     FACTORS,
-    FinishedRun,
     Sizes,
     at_rates,
     folder_name,
@@ -349,36 +348,23 @@ def accuracy(request: Request) -> Reproduction:
 
 def _rows(found: Curves) -> list[Row]:
     tuned = found.tuned
-    rows: list[Row] = [_row(found, run) for run in tuned.trials if run not in tuned.runs]
-    for run, curve in zip(tuned.runs, found.certified, strict=True):
+    rows: list[Row] = []
+    others = [run for run in tuned.trials if run not in tuned.runs]
+    certified = [*(None for _ in others), *found.certified]
+    for run, curve in zip([*others, *tuned.runs], certified, strict=True):
+        row = {"corpus": found.task, "model": found.label, "seed": run.seed, "rate": run.rate}
+        row |= {"chosen": run in tuned.runs, "clean_valid": run.metric(CHOSEN_BY)}
+        row |= {"clean_test": run.metric(ACCURACY), "error": run.failure}
         points = [{"total": curve.total, **point} for point in points_of(curve)] if curve else [{}]
-        rows += [{**_row(found, run), **point} for point in points]
+        rows += [{**row, **point} for point in points]
     return rows
 
 
-def _row(found: Curves, run: FinishedRun) -> Row:
-    return {
-        "corpus": found.task,
-        "model": found.label,
-        "seed": run.seed,
-        "rate": run.rate,
-        "chosen": run in found.tuned.runs,
-        "clean_valid": run.metric(CHOSEN_BY),
-        "clean_test": run.metric(ACCURACY),
-        "error": run.failure,
-    }
-
-
 def _evidence_row(found: Evidence) -> Row:
-    return {
-        "corpus": found.corpus,
-        "model": JUDGED,
-        "certified_on_many": mean_and_error(found.certified)[0],
-        "many": found.examples,
-        "certified_attacked": found.attacked,
-        "certified_fallen": found.fallen,
-        "levelled_off": found.settled,
-    }
+    certified = mean_and_error(found.certified)[0]
+    row = {"corpus": found.corpus, "model": JUDGED, "certified_on_many": certified}
+    attacked = {"certified_attacked": found.attacked, "certified_fallen": found.fallen}
+    return {**row, "many": found.examples, **attacked, "levelled_off": found.settled}
 
 
 def _said(found: Curves) -> str:

@@ -308,16 +308,16 @@ def judge(rivals: Iterable[Iterable[Rivalry]]) -> bool | None:
 def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
     """Compare two models, seed by seed; a seed whose training diverged has accuracy 0."""
     failed = NextCharacters(0.0, math.inf, None, (0.0,) * len(SHARES))
-    ours, others = ([found or failed for found in model.found] for model in (mine, theirs))
-    bounds = [
-        max((found.sound for found in model.ended), default=math.inf) for model in (mine, theirs)
-    ]
-    accuracies = minus([each.accuracy for each in ours], [each.accuracy for each in others])
+    sides = [[found or failed for found in model.found] for model in (mine, theirs)]
+    ours, bound = (
+        max((of.sound for of in model.ended), default=math.inf) for model in (mine, theirs)
+    )
+    accuracies = minus(*([each.accuracy for each in side] for side in sides))
     certified = [
-        minus([each.certified[place] for each in ours], [each.certified[place] for each in others])
+        minus(*([each.certified[place] for each in side] for side in sides))
         for place in range(1, len(SHARES))
     ]
-    return Rivalry(accuracies if bounds[0] <= bounds[1] else [], certified)
+    return Rivalry(accuracies if ours <= bound else [], certified)
 
 
 def _beats(found: Rivalry) -> bool | None:
@@ -335,14 +335,11 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     options = {"data": str(request.data), "seq_len": sizes.seq_len, "limit_chars": sizes.limit}
     task = build_task("char_lm", options)
     dataset = task.dataset("test")
-    texts = [
-        dataset[index]["input_ids"] for index in range(min(sizes.options["blocks"], len(dataset)))
-    ]
+    count = min(sizes.options["blocks"], len(dataset))
+    texts = [dataset[index]["input_ids"] for index in range(count)]
     whole = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
-    ours = {
-        f"lipschitz:{budget}": partial(lipschitz, budget=budget)
-        for budget in sizes.options["budgets"]
-    }
+    budgets = sizes.options["budgets"]
+    ours = {f"lipschitz:{budget}": partial(lipschitz, budget=budget) for budget in budgets}
     shape = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
     for label, model in {**THEIRS, **ours}.items():
 
@@ -395,35 +392,18 @@ def _said(model: Measured) -> str:
 def _panels(measured: Sequence[Measured]) -> list[Panel]:
     bounds, curves = [], []
     for colour, model in enumerate(measured):
-        ended = model.ended
-        accuracies = [found.accuracy for found in ended]
-        bounds.append(
-            Series(model.label, [found.sound for found in ended], accuracies, "dots", colour)
-        )
-        printed = [found.printed for found in ended if found.printed is not None]
-        if printed:
-            bounds.append(
-                Series(
-                    f"{model.label}, printed", printed, accuracies, "dots", len(measured) + colour
-                )
-            )
-        means = [
-            fmean(found.certified[place] for found in ended) if ended else 0.0
-            for place in range(len(SHARES))
-        ]
-        curves.append(Series(model.label, SHARES, means, "solid", colour))
+        ended, label = model.ended, model.label
+        accuracies, sound = [of.accuracy for of in ended], [of.sound for of in ended]
+        bounds.append(Series(label, sound, accuracies, "dots", colour))
+        if printed := [found.printed for found in ended if found.printed is not None]:
+            other = len(measured) + colour
+            bounds.append(Series(f"{label}, printed", printed, accuracies, "dots", other))
+        columns = list(zip(*(found.certified for found in ended), strict=True))
+        means = list(map(fmean, columns)) if ended else [0.0] * len(SHARES)
+        curves.append(Series(label, SHARES, means, "solid", colour))
+    title, y = "accuracy against Lipschitz bound", "accuracy of the next character"
+    surely, radius = "certified next characters", "radius / largest token"
     return [
-        Panel(
-            "accuracy against Lipschitz bound",
-            "sound bound (or printed)",
-            "accuracy of the next character",
-            bounds,
-        ),
-        Panel(
-            "certified next characters",
-            "radius / largest token",
-            "accuracy",
-            curves,
-            x_scale="symlog",
-        ),
+        Panel(title, "sound bound (or printed)", y, bounds),
+        Panel(surely, radius, "accuracy", curves, x_scale="symlog"),
     ]

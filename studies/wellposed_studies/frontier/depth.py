@@ -109,26 +109,17 @@ def _total(run: FinishedRun) -> float:
 
 
 def _row(corpus: str, label: str, run: FinishedRun) -> Row:
-    return {
-        "corpus": corpus,
-        "model": label,
-        "blocks": run.depth,
-        "seed": run.seed,
-        "accuracy": run.metric("accuracy,test"),
-        "total": _total(run),
-        "trains": _trains(run),
-        "error": run.failure,
-    }
+    row = {"corpus": corpus, "model": label, "blocks": run.depth, "seed": run.seed}
+    row |= {"accuracy": run.metric("accuracy,test"), "total": _total(run)}
+    return {**row, "trains": _trains(run), "error": run.failure}
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
     bounded = [row for row in rows if math.isfinite(row["total"])]
     accuracies = lines(rows, "blocks", "accuracy", by="model", style="dots")
     totals = lines(bounded, "blocks", "total", by="model", style="dots")
-    title, constant = "certified total by depth", "Lipschitz constant"
+    titles = "accuracy by depth, no norms", "certified total by depth"
     return [
-        Panel(
-            "accuracy by depth, no norms", "blocks", "accuracy on test", accuracies, x_scale="log"
-        ),
-        Panel(title, "blocks", constant, totals, x_scale="log", y_scale="log"),
+        Panel(titles[0], "blocks", "accuracy on test", accuracies, x_scale="log"),
+        Panel(titles[1], "blocks", "Lipschitz constant", totals, x_scale="log", y_scale="log"),
     ]

@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from wellposed.charts import Row
+from wellposed.charts import Row, where
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.training.certified.record import CertifiedRun
 from wellposed.training.config import RunConfig
@@ -106,14 +106,10 @@ def order(request: Request) -> Reproduction:
         for name in TASKS
     }
     rows = [row for curves in found for row in _rows(curves)]
+    points = [row for row in rows if "radius" in row]
     return Reproduction(
         rows,
-        [
-            curves_panel(
-                name, [row for row in rows if row["task"] == name and "radius" in row], models
-            )
-            for name in TASKS
-        ],
+        [curves_panel(name, where(points, task=name), models) for name in TASKS],
         got="; ".join(_said(name, found, gains[name]) for name in TASKS)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block",
         holds=judge([list(lines.values()) for lines in gains.values()]),
@@ -130,10 +126,7 @@ def order(request: Request) -> Reproduction:
 def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
     """Return whether enough tasks hold; of each task and each model the gains over the control,
     seed by seed."""
-    verdicts = []
-    for models in tasks:
-        found = [within(gains, low=POINTS) for gains in models]
-        verdicts.append(some(found))
+    verdicts = [some(within(gains, low=POINTS) for gains in models) for models in tasks]
     if verdicts.count(True) >= ENOUGH:
         return True
     return None if len(verdicts) - verdicts.count(False) >= ENOUGH else False
@@ -171,10 +164,8 @@ def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
             return model.config(run_config(kind, options, at_rate, seed=seed, model=pooling))
 
         folder = request.runs("frontier-order") / folder_name(name) / folder_name(label)
-        train, plan = (
-            partial(train_grid, request, task=task),
-            at_rates(folder, f"{name}, {label}", config),
-        )
+        train = partial(train_grid, request, task=task)
+        plan = at_rates(folder, f"{name}, {label}", config)
         tuned = tune(train, plan, rates_about(1e-3, sizes.factors), sizes.seeds)
         how = {"examples": sizes.examples, "attack_steps": ATTACK_STEPS, "shares": SHARES}
         yield Curves.of(name, label, tuned, task, announce=request.announce, **how)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from wellposed.charts import Panel, Row, Series
+from wellposed.charts import Panel, Row
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
@@ -28,7 +28,6 @@ from wellposed_studies.study import (
     Sizes,
     Tuned,
     curves,
-    mean_and_error,
     minus,
     rates_about,
     run_config,
@@ -150,42 +149,24 @@ def translation(request: Request) -> Reproduction:
     if len(lengths) > 1:
         constrained = study.lengthen(constrained, 2 ** (len(lengths) - 1))
     longest = lengths[-1] = {**lengths[-1], **constrained}
-    sizes = study.sizes
+    sizes, rows, texts = study.sizes, [], []
+    for name, tuned in found.items():
+        rows += _rows(name, tuned.runs, tuned.trials)
+        texts.append(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}")
+    for runs in lengths[1:]:
+        rows += [row for name, those in runs.items() for row in _rows(name, those)]
+    texts += [*map(about_length, lengths), *about_constraints(longest)]
+    texts += [] if settled else ["not yet at a plateau"]
+    texts.append(
+        f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} where not"
+        f" said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
+    )
+    judged = request.data is not None and settled
     return Reproduction(
-        [
-            *(
-                row
-                for name, tuned in found.items()
-                for row in _rows(name, tuned.runs, tuned.trials)
-            ),
-            *(
-                row
-                for runs in lengths[1:]
-                for name, those in runs.items()
-                for row in _rows(name, those)
-            ),
-        ],
+        rows,
         [_bleu_panel(longest), _length_panel(lengths), _loss_panel(found)],
-        got="; ".join(
-            [
-                *(
-                    f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}"
-                    for name, tuned in found.items()
-                ),
-                *map(about_length, lengths),
-                *about_constraints(longest),
-                *(() if settled else ("not yet at a plateau",)),
-                (
-                    f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}"
-                    f" where not said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
-                ),
-            ]
-        ),
-        holds=(
-            None
-            if request.data is None or not settled
-            else judge(gains_over_norms(_bleu_by_model(longest)))
-        ),
+        got="; ".join(texts),
+        holds=judge(gains_over_norms(_bleu_by_model(longest))) if judged else None,
         notes=(
             "the first seed keeps the setting with the least loss on valid: Transformers of"
             " three learning rates, and further ones while the best is the least or the"
@@ -269,12 +250,10 @@ class Study:
 
         def plan(tried: float, seed: int) -> PlannedRun:
             variant, setting = (name, "rate") if rate is None else (f"{name}:{tried:g}", "strength")
-            train = replace(
-                self.base.train, learning_rate=tried if rate is None else rate, seed=seed
-            )
-            return self._plan(
-                f"{name}-{tried:g}", f"{LABELS[name]}, {setting} {tried:g}", variant, train
-            )
+            at = tried if rate is None else rate
+            train = replace(self.base.train, learning_rate=at, seed=seed)
+            label = f"{LABELS[name]}, {setting} {tried:g}"
+            return self._plan(f"{name}-{tried:g}", label, variant, train)
 
         return tune(
             self._train,
@@ -304,17 +283,13 @@ class Study:
         )
         setting = setting_of(run)
         stem = f"{name}-{setting.split()[-1]}-steps{train.steps}"
-        return self._plan(
-            stem, f"{LABELS[name]}, {setting}, {train.steps} steps", run.variant, train
-        )
+        label = f"{LABELS[name]}, {setting}, {train.steps} steps"
+        return self._plan(stem, label, run.variant, train)
 
     def _plan(self, stem: str, label: str, variant: str, train: TrainOptions) -> PlannedRun:
         folder = self.request.runs("frontier-translation") / f"{stem}-seed{train.seed}"
-        return PlannedRun(
-            folder,
-            f"{label}, seed {train.seed}",
-            apply_variant(variant, replace(self.base, train=train)),
-        )
+        config = apply_variant(variant, replace(self.base, train=train))
+        return PlannedRun(folder, f"{label}, seed {train.seed}", config)
 
     def _train(self, planned: Sequence[PlannedRun]) -> list[FinishedRun]:
         return train_grid(self.request, planned, task=self.task)
@@ -363,44 +338,30 @@ def _said(runs: Sequence[FinishedRun]) -> str:
 
 def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:
     others = [run for run in trials if run not in kept]
-    return [
-        {
-            "model": LABELS[name],
-            "learning_rate": run.rate,
-            "setting": setting_of(run),
-            "steps": run.config.train.steps,
-            "kept": run in kept,
-            "seed": run.seed,
-            "valid_loss": run.metric("loss,valid", math.inf),
-            "bleu_test": run.metrics.get(BLEU),
-            "chrf_test": run.metrics.get("chrf,test"),
-            "error": run.failure,
-        }
-        for run in [*kept, *others]
-    ]
+    rows: list[Row] = []
+    for run in [*kept, *others]:
+        row = {"model": LABELS[name], "learning_rate": run.rate, "setting": setting_of(run)}
+        row |= {"steps": run.config.train.steps, "kept": run in kept, "seed": run.seed}
+        row["valid_loss"] = run.metric("loss,valid", math.inf)
+        row |= {f"{of}_test": run.metrics.get(f"{of},test") for of in ("bleu", "chrf")}
+        rows.append({**row, "error": run.failure})
+    return rows
 
 
 def _bleu_panel(longest: Trained) -> Panel:
-    points = [
-        (place, *mean_and_error(_column(runs))) for place, runs in enumerate(longest.values())
-    ]
-    series = [
-        Series(LABELS[name], [place], [mean], "dots", place, [0.0 if math.isnan(error) else error])
-        for name, (place, mean, error) in zip(longest, points, strict=True)
-    ]
-    names = [LABELS[name] for name in longest]
-    return Panel(
-        f"after {_steps(longest)} steps", "model", "BLEU on test", series, names=names, legend=False
-    )
+    names, series = [LABELS[name] for name in longest], []
+    for place, (name, runs) in enumerate(longest.items()):
+        rows = [{"place": place, "bleu": bleu} for bleu in _column(runs)]
+        series.append(mean_series(rows, "place", "bleu", LABELS[name], "dots", place))
+    title = f"after {_steps(longest)} steps"
+    return Panel(title, "model", "BLEU on test", series, names=names, legend=False)
 
 
 def _length_panel(lengths: Sequence[Trained]) -> Panel:
-    steps = [_steps(runs) for runs in lengths]
     series = []
     for place, (name, label) in enumerate(TRANSFORMERS.items()):
-        means, errors = zip(*(mean_and_error(_column(runs[name])) for runs in lengths), strict=True)
-        bars = [0.0 if math.isnan(error) else error for error in errors]
-        series.append(Series(label, steps, list(means), "solid", place, bars))
+        rows = [{"steps": _steps(of), "bleu": bleu} for of in lengths for bleu in _column(of[name])]
+        series.append(mean_series(rows, "steps", "bleu", label, "solid", place))
     return Panel("ever longer", "steps", "BLEU on test", series, x_scale="log")
 
 

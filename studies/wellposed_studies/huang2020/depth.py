@@ -116,19 +116,11 @@ def summarise(sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
     def trains(run: FinishedRun) -> bool:
         return _loss(run) < unigram
 
-    rows = [
-        {
-            "variant": LABELS[run.variant],
-            "layers_each_side": run.depth,
-            "seed": run.seed,
-            "learning_rate": run.rate,
-            "valid_loss": _loss(run),
-            "unigram_loss": unigram,
-            "trains": trains(run),
-            "error": run.failure,
-        }
-        for run in runs
-    ]
+    rows: list[Row] = []
+    for run in runs:
+        row = {"variant": LABELS[run.variant], "layers_each_side": run.depth, "seed": run.seed}
+        row |= {"learning_rate": run.rate, "valid_loss": _loss(run), "unigram_loss": unigram}
+        rows.append({**row, "trains": trains(run), "error": run.failure})
     deepest = max(run.depth for run in runs)
     said, panels, at_deepest = [], [_depth_panel(rows, unigram)], []
     for variant, label in LABELS.items():

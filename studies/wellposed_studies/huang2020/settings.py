@@ -67,13 +67,9 @@ def table_1(request: Request) -> Reproduction:
     for name, variant, seed in points:
         config = replace(small[name], train=replace(small[name].train, seed=seed))
         stem = f"{name.removeprefix('huang2020-')}-{variant}-seed{seed}"
-        planned.append(
-            PlannedRun(
-                request.runs("huang2020-table-1") / stem,
-                f"{SETTINGS[name]}, {VARIANTS[variant]}, seed {seed}",
-                apply_variant(variant, config),
-            )
-        )
+        folder = request.runs("huang2020-table-1") / stem
+        label = f"{SETTINGS[name]}, {VARIANTS[variant]}, seed {seed}"
+        planned.append(PlannedRun(folder, label, apply_variant(variant, config)))
     rows: list[Row] = []
     for (name, *_), run in zip(points, train_grid(request, planned), strict=True):
         paper = papers[name]
@@ -99,18 +95,15 @@ def table_1(request: Request) -> Reproduction:
         )
     names, unigram = list(SETTINGS.values()), rows[0]["unigram_loss"]
     placed = [{**row, "place": names.index(row["setting"])} for row in rows]
+    ours, warmed = (where(placed, variant=label) for label in VARIANTS.values())
     series = [
-        mean_series(where(placed, variant=label), "place", "valid_loss", label, "dots")
-        for label in VARIANTS.values()
+        mean_series(of, "place", "valid_loss", label, "dots")
+        for label, of in zip(VARIANTS.values(), (ours, warmed), strict=True)
     ]
     pairs = []
     for name in names:
-        ours, baseline = (
-            spanned([row["valid_loss"] for row in where(rows, setting=name, variant=label)])
-            for label in VARIANTS.values()
-        )
-        pairs.append(f"{name} {ours} ({baseline})")
-    ours = where(rows, variant=VARIANTS["t_fixup"])
+        losses = ([row["valid_loss"] for row in where(of, setting=name)] for of in (ours, warmed))
+        pairs.append("{} {} ({})".format(name, *map(spanned, losses)))
     level = ("unigram model", unigram)
     title = "loss on valid by setting"
     return Reproduction(

@@ -121,16 +121,9 @@ def _random_layers(
 
 def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
     """An attention with 8 heads and Glorot's weights."""
-    options = {
-        "attention": kind,
-        "attention_dropout": 0.0,
-        "qk_norm": False,
-        "layer_norm_eps": 1e-5,
-    }
-    config = SimpleNamespace(
-        hidden_size=width, num_attention_heads=HEADS, max_position_embeddings=tokens, **options
-    )
-    layer = ATTENTIONS.get(kind)(config)
+    sizes = {"hidden_size": width, "num_attention_heads": HEADS, "max_position_embeddings": tokens}
+    options = {"attention_dropout": 0.0, "qk_norm": False, "layer_norm_eps": 1e-5}
+    layer = ATTENTIONS.get(kind)(SimpleNamespace(attention=kind, **sizes, **options))
     if kind == "dot_product":
         for parameter in layer.parameters():
             nn.init.xavier_uniform_(parameter) if parameter.ndim == 2 else nn.init.zeros_(parameter)
@@ -167,19 +160,11 @@ def _invert(
     request.announce(f"N = {tokens}, D = {width}, seed {seed}")
     rows = []
     for spread, (kind, layer), c in itertools.product(SPREADS, layers.items(), CONSTANTS):
-        errors = reconstruction_errors(
-            layer, probe_inputs(batch, tokens, width, spread, seed), c, iterations
-        )
-        setting = {
-            "attention": LABELS[kind],
-            "N": tokens,
-            "D": width,
-            "spread": spread,
-            "c": c,
-            "seed": seed,
-        }
+        inputs = probe_inputs(batch, tokens, width, spread, seed)
+        errors = reconstruction_errors(layer, inputs, c, iterations)
+        row = {"attention": LABELS[kind], "N": tokens, "D": width, "spread": spread, "c": c}
         rows += [
-            {**setting, "iteration": number, "max_error": error}
+            {**row, "seed": seed, "iteration": number, "max_error": error}
             for number, error in enumerate(errors, start=1)
         ]
     return rows
@@ -192,29 +177,23 @@ def _width(attention: Any) -> int:
 def _reproduction(rows: list[dict[str, Any]], title: str) -> Reproduction:
     last = max(row["iteration"] for row in rows)
     ends = where(rows, iteration=last)
-    narrow = max(
-        row["max_error"] for row in where(ends, spread=SPREADS[0], attention=LABELS["dot_product"])
-    )
-    wide = where(rows, spread=SPREADS[-1])
+    dot_product = where(ends, spread=SPREADS[0], attention=LABELS["dot_product"])
+    narrow = max(row["max_error"] for row in dot_product)
+    wide, ends = where(rows, spread=SPREADS[-1]), where(ends, spread=SPREADS[-1])
     sizes = list(dict.fromkeys((row["N"], row["D"]) for row in rows))
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
     said, panels = [], []
     for name in (LABELS[kind] for kind in KINDS):
-        errors = [row["max_error"] for row in where(wide, attention=name, iteration=last)]
+        errors = [row["max_error"] for row in where(ends, attention=name)]
         if not errors:
             continue
-        inverted = sum(map(_is_solved, errors))
-        said.append(
-            f"{name}: {inverted} of {len(errors)} settings inverted, worst error {max(errors):.2g}"
-        )
+        inverted = f"{sum(map(_is_solved, errors))} of {len(errors)} settings inverted"
+        said.append(f"{name}: {inverted}, worst error {max(errors):.2g}")
         for tokens, width in sizes:
-            heading = f"{name}\nN = {tokens}, D = {width}" if len(sizes) > 1 else f"{name}\n{title}"
-            panels.append(_panel(heading, where(wide, attention=name, N=tokens, D=width)))
+            size = f"N = {tokens}, D = {width}" if len(sizes) > 1 else title
+            panels.append(_panel(f"{name}\n{size}", where(wide, attention=name, N=tokens, D=width)))
     by_seed = [
-        all(
-            judge_inverses(where(wide, iteration=last, seed=seed, N=tokens, D=width))
-            for tokens, width in sizes
-        )
+        all(judge_inverses(where(ends, seed=seed, N=tokens, D=width)) for tokens, width in sizes)
         for seed in seeds
     ]
     return Reproduction(
@@ -272,51 +251,38 @@ def figure_10(request: Request) -> Reproduction:
     tokens, batch, bins = request.pick(
         toy=(6, 2, 11), mini=(64, 32, 61), medium=(64, 128, 101), paper=(64, 128, 101)
     )
-    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for kind in ("l2_tied", "dot_product"):
-        layers = trained_attentions(request, kind)
-        inputs = [
-            probe_inputs(batch, tokens, _width(layer), SPREADS[-1], seed)
-            for seed, layer in enumerate(layers)
-        ]
-        with torch.no_grad():
-            pairs[kind] = [(x, layer(x)) for layer, x in zip(layers, inputs, strict=True)]
-    deviations = {
-        kind: [float(y.std() / x.std()) for x, y in of_seeds] for kind, of_seeds in pairs.items()
-    }
-    ranges = {
-        kind: [float(y.abs().max() / x.abs().max()) for x, y in of_seeds]
-        for kind, of_seeds in pairs.items()
-    }
-    limit = max(
-        float(values.abs().max()) for values in itertools.chain(*itertools.chain(*pairs.values()))
-    )
+        found = []
+        for seed, layer in enumerate(trained_attentions(request, kind)):
+            x = probe_inputs(batch, tokens, _width(layer), SPREADS[-1], seed)
+            with torch.no_grad():
+                found.append((x, layer(x)))
+        inputs, outputs = map(torch.stack, zip(*found, strict=True))
+        pairs[kind] = inputs, outputs
+    limit = max(float(values.abs().max()) for values in itertools.chain(*pairs.values()))
     centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
-    rows, panels = [], []
-    for kind, of_seeds in pairs.items():
-        series = []
-        for label, values in zip(
-            ("input", "output"), map(torch.stack, zip(*of_seeds, strict=True)), strict=True
-        ):
+    rows, panels, texts, ranges = [], [], [], {}
+    for kind, of_kind in pairs.items():
+        series, name = [], LABELS[kind]
+        for label, values in zip(("input", "output"), of_kind, strict=True):
             shares = (torch.histc(values.double(), bins, -limit, limit) / values.numel()).tolist()
             series.append(Series(label, centres, shares, "bars"))
+            row = {"attention": name, "values": label}
             bars = zip(centres, shares, strict=True)
-            rows += [
-                {"attention": LABELS[kind], "values": label, "bin_centre": at, "share": share}
-                for at, share in bars
-            ]
-        panels.append(Panel(LABELS[kind], "value", "share", series))
-    got = "; ".join(
-        f"{LABELS[kind]}: standard deviation of outputs {spanned(deviations[kind])} and range "
-        f"{spanned(ranges[kind])} times that of inputs"
-        for kind in ranges
-    )
-    by_seed = [
-        dict(zip(ranges, found, strict=True)) for found in zip(*ranges.values(), strict=True)
-    ]
+            rows += [{**row, "bin_centre": at, "share": share} for at, share in bars]
+        panels.append(Panel(name, "value", "share", series))
+        of_seeds = list(zip(*of_kind, strict=True))
+        ranges[kind] = [float(y.abs().max() / x.abs().max()) for x, y in of_seeds]
+        texts.append(
+            f"{name}: standard deviation of outputs"
+            f" {spanned([float(y.std() / x.std()) for x, y in of_seeds])} and range"
+            f" {spanned(ranges[kind])} times that of inputs"
+        )
+    by_seed = [dict(zip(ranges, of, strict=True)) for of in zip(*ranges.values(), strict=True)]
     criterion = Criterion("", len(by_seed), AGREED)
     holds = agreed([judge_figure_10(of) for of in by_seed])
-    return Reproduction(rows, panels, got, holds, criterion=criterion)
+    return Reproduction(rows, panels, "; ".join(texts), holds, criterion=criterion)
 
 
 def judge_figure_10(ranges: Mapping[str, float]) -> bool:

@@ -98,50 +98,45 @@ def figure_2(request: Request) -> Reproduction:
 
 def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
     """Say whether the bounds are sound, and as close and as steep as each other."""
-    sound = all(
-        row["lower"] <= row["upper"]
-        and math.isclose(row["lower"], row["checked_by_autograd"], rel_tol=1e-6)
-        for row in rows
-    )
-    return (
-        sound
-        and rows[0]["lower_over_upper"] >= 0.8
-        and abs(slopes["lower"] / slopes["upper"] - 1) < 0.2
-    )
+    for row in rows:
+        confirmed = math.isclose(row["lower"], row["checked_by_autograd"], rel_tol=1e-6)
+        if row["lower"] > row["upper"] or not confirmed:
+            return False
+    as_steep = abs(slopes["lower"] / slopes["upper"] - 1) < 0.2
+    return rows[0]["lower_over_upper"] >= 0.8 and as_steep
 
 
 def _bounds(rows: Sequence[Row], labels: Mapping[str, str]) -> list[Series]:
     """Return a series for each named column over N; what gradient ascent alone found is dashed."""
-    lengths = [row["N"] for row in rows]
-    columns = {name: [row[name] for row in rows] for name in labels}
-    dashed = "ascended_best"
-    return [
-        Series(label, lengths, columns[name], "dashed" if name == dashed else "solid")
-        for name, label in labels.items()
-    ]
+    lengths, series = [row["N"] for row in rows], []
+    for name, label in labels.items():
+        style = "dashed" if name == "ascended_best" else "solid"
+        series.append(Series(label, lengths, [row[name] for row in rows], style))
+    return series
 
 
 def row_norm(x: Tensor) -> Tensor:
     """Sum of |J_0k| over k, for the first token at 0 and the others at ``x`` (..., N - 1)."""
-    weights = torch.softmax(torch.cat((x.new_zeros(*x.shape[:-1], 1), -x.square()), -1), -1)[
-        ..., 1:
-    ]
-    mean = (weights * x).sum(-1, keepdim=True)
-    variance = (weights * (x - mean).square()).sum(-1) + (1 - weights.sum(-1)) * mean[
-        ..., 0
-    ].square()
+    logits = torch.cat((x.new_zeros(*x.shape[:-1], 1), -x.square()), -1)
+    weights = torch.softmax(logits, -1)[..., 1:]
+    mean, own = (weights * x).sum(-1, keepdim=True), 1 - weights.sum(-1)
+    variance = (weights * (x - mean).square()).sum(-1) + own * mean[..., 0].square()
     others = weights * (1 - 2 * x * (x - mean))
-    return (1 - weights.sum(-1) + 2 * variance).abs() + others.abs().sum(-1)
+    return (own + 2 * variance).abs() + others.abs().sum(-1)
 
 
 def ascend_inf(count: int, restarts: int, steps: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the best value of each restart of Adam at 0.1 from U(-c, c), c ~ U(0, 10) (appendix
-    I), and the input."""
-    generator = torch.Generator().manual_seed(seed)
-    spread = 10 * torch.rand(restarts, 1, dtype=torch.float64, generator=generator)
-    x = spread * (2 * torch.rand(restarts, count - 1, dtype=torch.float64, generator=generator) - 1)
+    """Return the best value of each restart of Adam at 0.1 from `_drawn` (appendix I), and the
+    input."""
+    x = _drawn(restarts, count - 1, torch.Generator().manual_seed(seed))
     best, inputs = _ascend(row_norm, x, steps)
     return best, inputs[int(best.argmax())]
+
+
+def _drawn(restarts: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return tokens of U(-c, c), c ~ U(0, 10) for each restart."""
+    spread = 10 * torch.rand(restarts, 1, dtype=torch.float64, generator=generator)
+    return spread * (2 * torch.rand(restarts, count, dtype=torch.float64, generator=generator) - 1)
 
 
 def _ascend(value: Callable[[Tensor], Tensor], x: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -259,8 +254,7 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
     """Return the spectral norm of the Jacobian at the best input of each ascent (three power
     iterations a step)."""
     generator = torch.Generator().manual_seed(seed)
-    spread = 10 * torch.rand(restarts, 1, dtype=torch.float64, generator=generator)
-    x = spread * (2 * torch.rand(restarts, count, dtype=torch.float64, generator=generator) - 1)
+    x = _drawn(restarts, count, generator)
     right = torch.randn(restarts, count, 1, dtype=torch.float64, generator=generator)
 
     def spectral_norms(x: Tensor) -> Tensor:
@@ -381,15 +375,9 @@ def _climb(
     best, best_input = 0.0, torch.zeros(shape)
     for number in range(1, rounds + 1):
         request.announce(f"{label}: {number * steps} steps")
+        how: Any = {"restarts": 2 if start is None else len(start), "steps": steps, "seed": number}
         found = lipschitz_lower_bound(
-            layer,
-            shape,
-            norm="inf",
-            restarts=2 if start is None else len(start),
-            steps=steps,
-            start=start,
-            learning_rate=0.1,
-            seed=number,
+            layer, shape, norm="inf", start=start, learning_rate=0.1, **how
         )
         if found.value > best:
             best, best_input = found.value, found.input
@@ -405,6 +393,5 @@ def _misfit(rows: Sequence[Row], transform: Callable[[float], float]) -> float:
     """Return the root mean square residual of the line through ``(transform(N), lower)``."""
     x, y = [transform(row["N"]) for row in rows], [row["lower"] for row in rows]
     slope, intercept = statistics.linear_regression(x, y)
-    return math.sqrt(
-        statistics.fmean((b - slope * a - intercept) ** 2 for a, b in zip(x, y, strict=True))
-    )
+    misses = [b - slope * a - intercept for a, b in zip(x, y, strict=True)]
+    return math.sqrt(statistics.fmean(miss**2 for miss in misses))

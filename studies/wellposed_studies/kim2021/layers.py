@@ -48,17 +48,9 @@ def bound_ratio(request: Request) -> Reproduction:
         request.announce(f"D = {width}, H = {heads}, seed {seed}")
         torch.manual_seed(seed)
         layer = L2SelfAttention(width, heads, init_scale=_INIT).requires_grad_(False)
-        rows += [
-            {
-                "D": width,
-                "H": heads,
-                "N": tokens,
-                "norm": str(norm),
-                "seed": seed,
-                **_bounds(layer, tokens, norm),
-            }
-            for tokens, norm in itertools.product(lengths, NORMS)
-        ]
+        for tokens, norm in itertools.product(lengths, NORMS):
+            row = {"D": width, "H": heads, "N": tokens, "norm": str(norm), "seed": seed}
+            rows.append({**row, **_bounds(layer, tokens, norm)})
     width, heads = sizes[-1]
     said = [
         f"norm {row['norm']}: {row['kim2021']:.2g} against {row['sharp']:.2g},"
@@ -176,16 +168,9 @@ def training_step(kind: str, width: int, tokens: int, batch: int, depth: int) ->
     # Divided by the bound of the inf-norm, as in the paper.
     options: dict[str, Any] = {"lipschitz_norm": "inf"} if kind == "l2_contractive" else {}
     sizes = {"hidden_size": width, "num_hidden_layers": depth, "max_position_embeddings": tokens}
+    options |= {"vocab_size": 50, "num_attention_heads": 8, "attention": kind}
     torch.manual_seed(0)
-    model: Any = build_model(
-        "wellposed",
-        "causal_lm",
-        vocab_size=50,
-        num_attention_heads=8,
-        attention=kind,
-        **sizes,
-        **options,
-    )
+    model: Any = build_model("wellposed", "causal_lm", **sizes, **options)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

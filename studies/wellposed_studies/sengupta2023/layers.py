@@ -52,13 +52,7 @@ FACTORS = Power(imdb_seeds, "median activation factors", 0.12, "Transformer by d
 _MODELS = ("transject", "post_ln", "rezero", "orthogonal")
 _MUCH_HIGHER = 1.5
 _DRAWN = ("activation factor, euclidean", "activation factor, cosine", "entropy")
-_BOX = {
-    "least": 0.0,
-    "lower_quartile": 0.25,
-    "median": 0.5,
-    "upper_quartile": 0.75,
-    "greatest": 1.0,
-}
+_PARTS = ("least", "lower_quartile", "median", "upper_quartile", "greatest")
 _TAIL = 0.005
 
 
@@ -110,27 +104,22 @@ def figure_3a(request: Request) -> Reproduction:
             printed = {LABELS["transject"]: FACTOR} if quantity == _DRAWN[0] else {}
             if quantity == "entropy" and study.name == "imdb":
                 printed = ENTROPY
-            drawn = [
-                _printed_line(model, height, shown, list(found).index(model))
-                for model, height in printed.items()
-            ]
+            models = list(found)
+            drawn = [_printed_line(of, at, shown, models.index(of)) for of, at in printed.items()]
             panels.append(Panel(study.name, "layer", quantity, [*boxes, *drawn]))
         factors, entropies = (
             {model: [of(layers) for layers, _ in runs] for model, runs in found.items()}
             for of in (Layers.median_factor, Layers.entropy)
         )
-        by_model = [
+        by_factor, by_entropy = (
             ", ".join(f"{model} {said(values)}" for model, values in of.items())
             for of in (factors, entropies)
-        ]
-        points = [
-            (layers.median_factor(), layers.entropy(), score)
-            for runs in found.values()
-            for layers, score in runs
-        ]
+        )
+        scores = [score for runs in found.values() for _, score in runs]
+        factor, entropy = (list(itertools.chain(*of.values())) for of in (factors, entropies))
         texts.append(
-            f"{study.name}: median activation factor {by_model[0]}; entropy {by_model[1]}"
-            f"{_correlations(points)}"
+            f"{study.name}: median activation factor {by_factor}; entropy {by_entropy}"
+            f"{_correlations(factor, entropy, scores)}"
         )
         verdicts.append(judge_figure_3a(factors[LABELS["transject"]], factors[LABELS["post_ln"]]))
     return Reproduction(
@@ -179,24 +168,23 @@ def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
         first = 0 if quantity.startswith("entropy") else 1
         for layer, of_layer in enumerate(zip(*by_seed, strict=True), start=first):
             values = list(itertools.chain(*of_layer))
-            rows.append(
-                {
-                    "task": task,
-                    "model": model,
-                    "quantity": quantity,
-                    "layer": layer,
-                    "mean": fmean(values),
-                    **{name: quantile(values, share) for name, share in _BOX.items()},
-                }
-            )
+            row = {"task": task, "model": model, "quantity": quantity, "layer": layer}
+            rows.append({**row, "mean": fmean(values), **_box(values)})
     return rows
 
 
-def _correlations(points: Sequence[tuple[float, float, float]]) -> str:
+def _box(values: Sequence[float]) -> dict[str, float]:
+    """Return extremes, quartiles and median."""
+    return {name: quantile(values, place / 4) for place, name in enumerate(_PARTS)}
+
+
+def _correlations(
+    factor: Sequence[float], entropy: Sequence[float], accuracy: Sequence[float]
+) -> str:
     """Say the correlations over models and seeds, where the numbers vary."""
-    if len(points) < 3 or any(min(column) == max(column) for column in zip(*points, strict=True)):
+    columns = (factor, entropy, accuracy)
+    if len(factor) < 3 or any(min(column) == max(column) for column in columns):
         return ""
-    factor, entropy, accuracy = zip(*points, strict=True)
     with_accuracy = correlate(factor, accuracy, names=("activation factor", "accuracy"))
     with_entropy = correlate(factor, entropy, names=("activation factor", "entropy"))
     return (
@@ -208,8 +196,8 @@ def _correlations(points: Sequence[tuple[float, float, float]]) -> str:
 def _boxes(label: str, rows: Sequence[Row]) -> Series:
     """Return a box a layer: median, quartiles and extremes; layers where any of these is infinite
     have none."""
-    drawn = [row for row in rows if all(math.isfinite(row[name]) for name in _BOX)]
-    least, lower, median, upper, greatest = ([row[name] for row in drawn] for name in _BOX)
+    drawn = [row for row in rows if all(math.isfinite(row[name]) for name in _PARTS)]
+    least, lower, median, upper, greatest = ([row[name] for row in drawn] for name in _PARTS)
     layers = [row["layer"] for row in drawn]
     band, whiskers = (lower, upper), (least, greatest)
     return Series(label, layers, median, "boxes", band=band, whiskers=whiskers)
@@ -261,9 +249,8 @@ def figure_3b(request: Request) -> Reproduction:
     for model in means:
         boxes = []
         for layer in sorted({row["layer"] for row in rows}):
-            values = [row["entropy"] for row in where(rows, model=model, layer=layer)]
-            of_box = {name: quantile(values, share) for name, share in _BOX.items()}
-            boxes.append({"layer": layer, **of_box})
+            mine = where(rows, model=model, layer=layer)
+            boxes.append({"layer": layer, **_box([row["entropy"] for row in mine])})
         drawn.append(_boxes(model, boxes))
     for colour, model in enumerate(means):
         drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
@@ -360,18 +347,12 @@ def figure_7(request: Request) -> Reproduction:
             for layer, weights in enumerate(gate_weights(run.model, batches), start=1):
                 pooled.setdefault(layer, []).extend(itertools.chain(*weights))
                 even = 1 / len(weights[0])
+                row = {"task": study.name, "seed": run.seed, "layer": layer}
                 for expert, of_expert in enumerate(zip(*weights, strict=True), start=1):
-                    rows.append(
-                        {
-                            "task": study.name,
-                            "seed": run.seed,
-                            "layer": layer,
-                            "expert": expert,
-                            "mean_weight": fmean(of_expert),
-                            "lower_quartile": quantile(of_expert, 0.25),
-                            "upper_quartile": quantile(of_expert, 0.75),
-                        }
-                    )
+                    lower, upper = (quantile(of_expert, share) for share in (0.25, 0.75))
+                    quartiles = {"lower_quartile": lower, "upper_quartile": upper}
+                    mean = {"expert": expert, "mean_weight": fmean(of_expert)}
+                    rows.append({**row, **mean, **quartiles})
         values = [*itertools.chain(*pooled.values()), GATE_MODE]
         reach = (quantile(values, _TAIL), quantile(values, 1 - _TAIL))
         series = [_histogram(f"layer {layer}", of, reach) for layer, of in pooled.items()]

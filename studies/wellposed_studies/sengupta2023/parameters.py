@@ -82,11 +82,9 @@ def table_5(request: Request) -> Reproduction:
     full = (width, layers) == (512, 6)
     rows: list[dict[str, Any]] = []
     for name, formula, ours in _models(width, layers):
-        row: dict[str, Any] = {"model": name}
-        if name in PRINTED:
-            row["paper_millions"] = PRINTED[name]
-        row |= {"closed_formula": formula, "millions": formula / 1e6}
-        if name in PRINTED and full:
+        printed = {"paper_millions": PRINTED[name]} if name in PRINTED else {}
+        row = {"model": name, **printed, "closed_formula": formula, "millions": formula / 1e6}
+        if printed and full:
             row["paper_over_formula"] = PRINTED[name] * 1e6 / formula
         rows.append({**row, "counted": _count(name, width, layers), "wellposed_model": ours})
     ratios = [row["paper_over_formula"] for row in rows if "paper_over_formula" in row]
@@ -141,38 +139,20 @@ def _models(width: int, layers: int) -> list[tuple[str, int, int]]:
     found = []
     for name, feedforward in (("Transformer", 4 * width), ("Transformer, d_ff = d", width)):
         formula = transformer_count(VOCABULARY, width, layers, feedforward)
-        ours = _own(
-            "wellposed",
-            width,
-            layers,
-            intermediate_size=feedforward,
-            norm="post",
-            num_attention_heads=8,
-        )
-        found.append((name, formula, ours))
+        options = {"intermediate_size": feedforward, "norm": "post", "num_attention_heads": 8}
+        found.append((name, formula, _own("wellposed", width, layers, **options)))
     for experts in (1, 4, 8):
         formula = transject_parameter_count(VOCABULARY, width, layers, experts, released=True)
-        found.append(
-            (
-                f"TransJect, E = {experts}",
-                formula,
-                _own("transject", width, layers, num_experts=experts),
-            )
-        )
+        ours = _own("transject", width, layers, num_experts=experts)
+        found.append((f"TransJect, E = {experts}", formula, ours))
     return found
 
 
 def _own(architecture: str, width: int, layers: int, **options: Any) -> int:
-    options |= {
-        "vocab_size": VOCABULARY,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_labels": 1,
-    }
+    options |= {"hidden_size": width, "num_hidden_layers": layers, "position": "sinusoidal"}
+    sizes = {"vocab_size": VOCABULARY, "num_labels": 1}
     with torch.device("meta"):
-        model = build_model(
-            architecture, "sequence_classification", position="sinusoidal", **options
-        )
+        model = build_model(architecture, "sequence_classification", **sizes, **options)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

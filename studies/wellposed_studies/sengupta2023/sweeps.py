@@ -59,12 +59,9 @@ def figure_6(request: Request) -> Reproduction:
     Note: dropout also on the embeddings
     """
     study = text_study(request, "imdb")
-    toy = request.scale == "toy"
-    tried = {
-        "experts": (1, 2) if toy else (1, 4, 8),
-        "layers": (1, 2) if toy else (1, 2, 4),
-        "dropout": (0.0, 0.3) if toy else (0.0, 0.2, 0.4),
-    }
+    tried = {"experts": (1, 4, 8), "layers": (1, 2, 4), "dropout": (0.0, 0.2, 0.4)}
+    if request.scale == "toy":
+        tried = {"experts": (1, 2), "layers": (1, 2), "dropout": (0.0, 0.3)}
     unscaled = replace(study, scale_embeddings=False)
     rows: list[Row] = []
     change: dict[tuple[str, str], Change] = {}
@@ -137,25 +134,16 @@ def _configured(
     batches = probe_batches(request, task)
     trained = [run for run in runs if run.metrics]
     found = [measure_layers(run.model, batches) for run in trained]
-    row: dict[str, Any] = {
-        "model": study.model_name(variant),
-        "option": option,
-        "value": value,
-        "trained": len(trained),
-    }
-    if not trained:
-        return row
-    factor, error = mean_and_error([layers.median_factor() for layers in found])
-    entropy, entropy_error = mean_and_error([layers.entropy() for layers in found])
-    return {
-        **row,
-        "activation_factor": factor,
-        "standard_error": error,
-        "entropy": entropy,
-        "entropy_error": entropy_error,
-        "entropy_standardized": fmean(layers.entropy(standardized=True) for layers in found),
-        "accuracy": 100 * fmean(run.metric("accuracy,test") for run in trained),
-    }
+    row: dict[str, Any] = {"model": study.model_name(variant), "option": option, "value": value}
+    row["trained"] = len(trained)
+    if trained:
+        factors = mean_and_error([layers.median_factor() for layers in found])
+        row["activation_factor"], row["standard_error"] = factors
+        entropies = mean_and_error([layers.entropy() for layers in found])
+        row["entropy"], row["entropy_error"] = entropies
+        row["entropy_standardized"] = fmean(of.entropy(standardized=True) for of in found)
+        row["accuracy"] = 100 * fmean(run.metric("accuracy,test") for run in trained)
+    return row
 
 
 def _change(rows: Sequence[dict[str, Any]]) -> Change:
@@ -187,19 +175,11 @@ class Ablation:
 
     def row(self) -> Row:
         """Return the row of a table."""
-        score, error = mean_and_error(self.scores)
-        change, change_error = mean_and_error(self.changes)
-        return {
-            "task": "imdb",
-            "model": self.model,
-            "split": self.split,
-            "ours": score,
-            "standard_error": error,
-            "change": change,
-            "change_error": change_error,
-            "paper_change": self.printed,
-            "seeds": " ".join(f"{value:.2f}" for value in self.scores),
-        }
+        row: dict[str, Any] = {"task": "imdb", "model": self.model, "split": self.split}
+        row["ours"], row["standard_error"] = mean_and_error(self.scores)
+        row["change"], row["change_error"] = mean_and_error(self.changes)
+        seeds = " ".join(f"{value:.2f}" for value in self.scores)
+        return {**row, "paper_change": self.printed, "seeds": seeds}
 
     def words(self) -> str:
         """Return the change in words beside that which the paper prints."""

@@ -16,7 +16,7 @@ from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
 from wellposed_studies.sengupta2023.printed import PAPER, PAPER_VALID_PERPLEXITY, QUOTED
-from wellposed_studies.sengupta2023.states import measure_layers, probe_batches
+from wellposed_studies.sengupta2023.states import Layers, measure_layers, probe_batches
 from wellposed_studies.sengupta2023.sweeps import ablations
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (
@@ -41,18 +41,14 @@ _NOTES = {
     "toy": (),
     "mini": (
         "small models, short texts and few steps, the same for all five",
-        (
-            "learning rates are ours: each model's own, best on valid with one more seed, by "
-            "benchmarks/sengupta2023_rates.py"
-        ),
+        "learning rates are ours: each model's own, best on valid with one more seed, by "
+        "benchmarks/sengupta2023_rates.py",
     ),
     "medium": (
         "small models and short texts, the same for all five",
-        (
-            "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 the"
-            " best on valid, with one more seed, of three about it and of those further on where"
-            " that is the first or the last"
-        ),
+        "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 the best on"
+        " valid, with one more seed, of three about it and of those further on where that is the"
+        " first or the last",
     ),
 }
 _WORDS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
@@ -224,15 +220,11 @@ def table_3(request: Request) -> Reproduction:
     for row, printed in zip(rows, PAPER_VALID_PERPLEXITY, strict=True):
         row["paper_valid"] = printed
     notes = [
-        (
-            "the released language model does not run and its Gram matrix sees later words, so the"
-            " printed perplexities are no target; ours is causal by construction"
-        ),
-        (
-            "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the"
-            " perplexity of ours on valid from 178.0 to 275.8 (Transformer), so one rate for all"
-            " explains part of the printed 598.9"
-        ),
+        "the released language model does not run and its Gram matrix sees later words, so the"
+        " printed perplexities are no target; ours is causal by construction",
+        "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the perplexity"
+        " of ours on valid from 178.0 to 275.8 (Transformer), so one rate for all explains part of"
+        " the printed 598.9",
     ]
     holds = judge(scores[study.name], "transject", higher_is_better=False)
     means = {study.name: scores[study.name].means()}
@@ -274,23 +266,14 @@ def _compare(
                 for split in ("test", "valid")
             )
             test[variant] = values
-            mean, error = mean_and_error(values)
-            gain, gain_error = mean_and_error(minus(values, test["post_ln"]))
-            rows.append(
-                {
-                    "task": study.name,
-                    "model": LABELS[variant],
-                    "paper": printed,
-                    "ours": mean,
-                    "standard_error": error,
-                    "over_transformer": gain,
-                    "over_transformer_error": gain_error,
-                    "seeds": " ".join(f"{value:.2f}" for value in values),
-                    "valid": mean_and_error(valid)[0],
-                    "reference": scale * float(task.reference()[metric]),
-                    **_about_tokens(mine, batches),
-                }
-            )
+            row = {"task": study.name, "model": LABELS[variant], "paper": printed}
+            row["ours"], row["standard_error"] = mean_and_error(values)
+            gain = mean_and_error(minus(values, test["post_ln"]))
+            row["over_transformer"], row["over_transformer_error"] = gain
+            row["seeds"] = " ".join(f"{value:.2f}" for value in values)
+            row["valid"] = mean_and_error(valid)[0]
+            row["reference"] = scale * float(task.reference()[metric])
+            rows.append(row | _about_tokens(mine, batches))
         found[study.name] = Scores(test, all(run.settled for run in runs))
         rows += _quoted(study.name)
     return rows, found
@@ -306,16 +289,10 @@ def _about_tokens(runs: Sequence[FinishedRun], batches: Sequence[Any]) -> dict[s
     """Return activation factor and entropies of a variant's models, means over seeds; nothing where
     all diverged."""
     layers = [measure_layers(run.model, batches) for run in runs if run.metrics]
-    columns = {
-        "activation_factor": [found.median_factor() for found in layers],
-        "entropy": [found.entropy() for found in layers],
-        "entropy_standardized": [found.entropy(standardized=True) for found in layers],
-    }
-    return {
-        **{name: statistics.fmean(values) for name, values in columns.items() if values},
-        "parameters": runs[0].info.get("parameters", 0),
-        "train_seconds": statistics.fmean(run.info.get("seconds", 0.0) for run in runs),
-    }
+    row = Layers.means(layers) if layers else {}
+    row["parameters"] = runs[0].info.get("parameters", 0)
+    row["train_seconds"] = statistics.fmean(run.info.get("seconds", 0.0) for run in runs)
+    return row
 
 
 def _made(
@@ -328,27 +305,19 @@ def _made(
     test: str,
     about: str = "",
 ) -> Reproduction:
-    sizes, texts = studies[0].sizes, []
+    sizes, texts, data = studies[0].sizes, [], []
     for name, of in means.items():
         values = [f"{LABELS[variant]} {value:.1f}" for variant, value in of.items()]
         texts.append(f"{name}: {', '.join(values)}")
-    mine = [row for row in where(rows, model="TransJect") if "activation_factor" in row]
-    factors = [row["activation_factor"] for row in mine]
-    kept = (
-        f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}"
-        if factors
-        else ""
-    )
-    data = [
-        f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}"
-        for study in studies
-    ]
-    counts = {study.sizes.steps: study.name for study in studies}
-    steps = (
-        f"{sizes.steps} steps each"
-        if len(counts) == 1
-        else ", ".join(f"{study.name} {study.sizes.steps} steps" for study in studies)
-    )
+    mine = where(rows, model="TransJect")
+    kept = ""
+    if factors := [row["activation_factor"] for row in mine if "activation_factor" in row]:
+        kept = f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}"
+    for study in studies:
+        data.append(f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}")
+    steps = f"{sizes.steps} steps each"
+    if len({study.sizes.steps for study in studies}) > 1:
+        steps = ", ".join(f"{study.name} {study.sizes.steps} steps" for study in studies)
     return Reproduction(
         rows,
         [chart(study, where(rows, task=study.name)) for study in studies],
