@@ -117,11 +117,8 @@ def splits(valid: str, rows: int) -> Iterator[tuple[str, random.Random, int]]:
     """Yield each split with its own random numbers and how many rows it gets, a tenth outside
     train."""
     for split in ("train", valid or "valid", "test"):
-        yield (
-            split,
-            random.Random(f"{split}/{rows}"),
-            rows if split == "train" else max(8, rows // 10),
-        )
+        count = rows if split == "train" else max(8, rows // 10)
+        yield split, random.Random(f"{split}/{rows}"), count
 
 
 def random_walk(rng: random.Random) -> str:

@@ -169,45 +169,26 @@ class Power:
         found = self.seeds(request)
         seeds = int(getattr(found, "seeds", found))
         smallest, words = self._smallest(seeds)
-        return {
-            "seeds": seeds,
-            "smallest_seen": smallest,
-            "chance": CHANCE,
-            "words": words,
-            "levelled_off": self._end,
-        }
-
-    @property
-    def _end(self) -> str:
         asked = f"nothing is judged before every training has levelled off: {self.ended}"
-        return asked if self.ended else "not asked"
+        plan = {"seeds": seeds, "smallest_seen": smallest, "chance": CHANCE, "words": words}
+        return {**plan, "levelled_off": asked if self.ended else "not asked"}
 
     def _smallest(self, seeds: int) -> tuple[float | None, str]:
         if seeds < 2:
             return None, "one training of each kind: how much seeds scatter is not known"
         if self.deviation is None:
             share = 1 - (1 - CHANCE) ** (1 / seeds)
-            return (
-                share,
-                (
-                    f"every seed has to agree: what fails in {share:.0%} of trainings fails here in"
-                    f" {CHANCE:.0%}"
-                ),
-            )
-        rule = f"{ERRORS} standard errors" if self.tests is None else "a paired t-test at 5 %"
-        corrected = f", Holm-corrected over {self.tests}" if (self.tests or 1) > 1 else ""
-        smallest = detectable_difference(
-            self.deviation,
-            seeds,
-            level=SIGNIFICANCE / (self.tests or 1),
-            critical=float(ERRORS) if self.tests is None else None,
-            power=CHANCE,
-        )
-        return (
-            smallest,
-            (
-                f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"
-                f" {CHANCE:.0%} by {rule}{corrected} (paired differences of seeds scatter by"
-                f" {self.deviation:g}, measured before: {self.source})"
-            ),
+            often = f"what fails in {share:.0%} of trainings fails here in {CHANCE:.0%}"
+            return share, f"every seed has to agree: {often}"
+        rule, tests = f"{ERRORS} standard errors", self.tests or 1
+        how: dict[str, Any] = {"level": SIGNIFICANCE / tests, "power": CHANCE}
+        if self.tests is None:
+            how["critical"] = float(ERRORS)
+        else:
+            rule = "a paired t-test at 5 %" + (f", Holm-corrected over {tests}" * (tests > 1))
+        smallest = detectable_difference(self.deviation, seeds, **how)
+        return smallest, (
+            f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"
+            f" {CHANCE:.0%} by {rule} (paired differences of seeds scatter by {self.deviation:g},"
+            f" measured before: {self.source})"
         )

@@ -28,6 +28,7 @@ from wellposed_studies.study import (
     Sizes,
     Tuned,
     curves,
+    mean_series,
     minus,
     rates_about,
     run_config,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from wellposed.charts import Panel, Series
+from wellposed.charts import Panel, Row, Series
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import (
     CONTRACTIVE,
@@ -303,17 +303,12 @@ def _table(
     uncertainty: str,
 ) -> Reproduction:
     found, entropy, series = by_depth(runs), character_entropy(runs[0]), []
-    rows = [
-        {
-            **_of(run),
-            "test_nll": nll(run),
-            "valid_nll": nll(run, "valid"),
-            "test_nll_paper": printed.get(run.variant, {}).get(run.depth),
-            "setting": run.folder.name,
-            "parameters": run.info.get("parameters", 0),
-        }
-        for run in runs
-    ]
+    rows: list[Row] = []
+    for run in runs:
+        paper = printed.get(run.variant, {}).get(run.depth)
+        losses = {"test_nll": nll(run), "valid_nll": nll(run, "valid"), "test_nll_paper": paper}
+        row = {**_of(run), **losses, "setting": run.folder.name}
+        rows.append({**row, "parameters": run.info.get("parameters", 0)})
     for number, (kind, depths) in enumerate(found.items()):
         means = [min(fmean(values), 2 * entropy) for values in depths.values()]
         series.append(Series(LABELS[kind], list(depths), means, colour=number))
@@ -334,16 +329,13 @@ def _notes(sizes: Sizes) -> tuple[str, ...]:
     what = "sentences" if sentences else f"blocks of {sizes.seq_len} characters"
     read = (sizes.eval_batches or 0) * sizes.batch_size
     scale = sizes.options.get("init_scale", SMALL_SCALE)
+    tuning = f"one setting (gamma 0.5, warm-up {sizes.warmup}) where the paper tunes over 84"
     notes = [
-        (
-            "validation curves, and the test set read once, where the paper shows the test set"
-            " throughout"
-        ),
+        "validation curves, and the test set read once, where the paper shows the test set"
+        " throughout",
         f"initial scale s = {scale:g} of L2 attention",
         "" if sentences else "blocks of running text where the paper has one sentence an example",
-        f"one setting (gamma 0.5, warm-up {sizes.warmup}) where the paper tunes over 84"
-        if sizes.warmup
-        else "",
+        tuning if sizes.warmup else "",
         f"D = {sizes.width}, {sizes.steps} steps of {sizes.batch_size} {what}; valid and test NLL"
         f" on {read} of them",
     ]

@@ -115,33 +115,25 @@ def theorem_2_1(request: Request) -> Reproduction:
 def judge_theorem(rows: Sequence[Row]) -> bool:
     """Say whether the tight bound is never exceeded and is reached."""
     sound = all(row["adversarial"] <= row["tight"] * (1 + _ROUNDING) for row in rows)
-    return (
-        sound
-        and max(row["measured_over_tight"] for row in rows if row["keys"] == "two opposite") > 0.99
-    )
+    opposite = [row["measured_over_tight"] for row in where(rows, keys="two opposite")]
+    return sound and max(opposite) > 0.99
 
 
 def _measure(
     keys: Tensor, alpha: float, eps: float, effort: Sequence[int], generator: torch.Generator
 ) -> dict[str, float]:
-    random, restarts, steps = effort
-    shape = (random, keys.shape[1])
+    count, restarts, steps = effort
+    shape = (count, keys.shape[1])
     queries = torch.randn(shape, dtype=torch.float64, generator=generator)
     directions = _unit(torch.randn(shape, dtype=torch.float64, generator=generator))
     drawn = row_change(queries, eps * directions, keys, alpha)
     best = ascend(keys, alpha, eps, restarts=restarts, steps=steps, generator=generator)
     found = max(best, float(drawn.max()))
     printed, tight = printed_bound(keys, alpha, eps), tight_bound(keys, alpha, eps)
-    return {
-        "printed": printed,
-        "printed_with_half": printed / 4,
-        "tight": tight,
-        "random_median": float(drawn.median()),
-        "random_largest": float(drawn.max()),
-        "adversarial": found,
-        "measured_over_tight": found / tight,
-        "printed_over_measured": printed / found,
-    }
+    bounds = {"printed": printed, "printed_with_half": printed / 4, "tight": tight}
+    random = {"random_median": float(drawn.median()), "random_largest": float(drawn.max())}
+    ratios = {"measured_over_tight": found / tight, "printed_over_measured": printed / found}
+    return {**bounds, **random, "adversarial": found, **ratios}
 
 
 def ascend(

@@ -49,14 +49,10 @@ EMBEDDINGS_NOTE = (
     " sentences, which replaces SkipThought, needs --encoder; columns without them are empty"
 )
 NOTES = (
-    (
-        "post-LN; Tensor2Tensor's later settings, which the paper may have used, put LayerNorm"
-        " before the sublayer"
-    ),
-    (
-        "tiny models on one corpus where the paper has large ones on each; a difference here says"
-        " little of theirs"
-    ),
+    "post-LN; Tensor2Tensor's later settings, which the paper may have used, put LayerNorm before"
+    " the sublayer",
+    "tiny models on one corpus where the paper has large ones on each; a difference here says"
+    " little of theirs",
 )
 
 
@@ -209,17 +205,11 @@ def _reproduce(
     names = [f"{variant}:{strength:g}" for variant in variants for strength in strengths]
     rows: list[Row] = []
     found = []
+    folder = request.runs(f"zhang2021-table-{table}")
+    how: Any = {"seeds": seeds_of(request), "jobs": request.jobs or 1, "resume": "auto"}
+    how |= {"progress": False, "announce": request.announce}
     for study in studies:
-        finished = compare(
-            study.base,
-            [TRANSFORMER, *names],
-            seeds=seeds_of(request),
-            out=request.runs(f"zhang2021-table-{table}") / study.label,
-            jobs=request.jobs or 1,
-            resume="auto",
-            progress=False,
-            announce=request.announce,
-        )
+        finished = compare(study.base, [TRANSFORMER, *names], out=folder / study.label, **how)
         runs = [FinishedRun.of(result) for result in finished.results]
         rows += [_row(study, run) for run in runs]
         found.append(compare_variants(study, runs, variants))
@@ -229,12 +219,10 @@ def _reproduce(
         column, values = next(iter(columns.items()))
         of_each = [f"{LABELS[variant]} {value:g}" for variant, value in values.items()]
         printed.append(f"{label} {column} {', '.join(of_each)}")
-    recomputed = (
-        f"gain of the best variant in %, as printed (recomputed): {about_gains(paper, gains)}"
-        if gains
-        else ""
-    )
-    of_paper = f"paper, {studies[0].metrics[0]}: {'; '.join(printed)}"
+    of_paper, recomputed = f"paper, {studies[0].metrics[0]}: {'; '.join(printed)}", ""
+    if gains:
+        told = about_gains(paper, gains)
+        recomputed = f"gain of the best variant in %, as printed (recomputed): {told}"
     return Reproduction(
         rows,
         [panel for study in studies for panel in panels(study, where(rows, corpus=study.label))],
@@ -304,14 +292,10 @@ def _mean(results: SeedResults) -> str:
 
 def _row(study: Study, run: FinishedRun) -> Row:
     variant, strength = _split_name(run)
-    return {
-        "corpus": study.label,
-        "variant": LABELS[variant],
-        "strength": strength,
-        "seed": run.seed,
-        "valid_perplexity": run.metric("perplexity,valid", math.inf),
-        **{f"{metric}_ours": run.metrics.get(f"{metric},test") for metric in study.metrics},
-    }
+    row = {"corpus": study.label, "variant": LABELS[variant], "strength": strength}
+    perplexity = run.metric("perplexity,valid", math.inf)
+    scores = {f"{metric}_ours": run.metrics.get(f"{metric},test") for metric in study.metrics}
+    return {**row, "seed": run.seed, "valid_perplexity": perplexity, **scores}
 
 
 def panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
@@ -320,13 +304,10 @@ def panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
     names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     found = []
+    placed = [{**row, "place": strengths.index(row["strength"])} for row in rows]
     for metric in study.metrics:
         column, title = f"{metric}_ours", f"{study.label}, {metric}"
-        known = [
-            {**row, "place": strengths.index(row["strength"])}
-            for row in rows
-            if row[column] is not None
-        ]
+        known = [row for row in placed if row[column] is not None]
         series = []
         for number, variant in enumerate(variants):
             mine, shift = where(known, variant=variant), 0.12 * (number - (len(variants) - 1) / 2)
