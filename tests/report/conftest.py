@@ -20,45 +20,32 @@ def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) ->
     for layer in range(layers):
         for role in ROLES:
             shape = (width, width) if not role.startswith("feed") else (4 * width, width)
-            values = np.linalg.svd(
-                generator.normal(size=shape) / math.sqrt(width), compute_uv=False
-            )
-            rows.append(
-                {
-                    "stack": "encoder",
-                    "layer": layer,
-                    "role": role,
-                    "path": f"model.layers.{layer}",
-                    "rows": shape[0],
-                    "cols": shape[1],
-                    "orthogonality_error": error * float(generator.lognormal(0, 0.3)),
-                    "sigma_max": float(values[0]),
-                    "sigma_min": float(values[-1]),
-                    "condition_number": float(values[0] / values[-1]),
-                    "stable_rank": float((values**2).sum() / values[0] ** 2),
-                    "sigma_max_status": "exact",
-                    "singular_values": values.tolist(),
-                }
-            )
+            weight = generator.normal(size=shape) / math.sqrt(width)
+            values = np.linalg.svd(weight, compute_uv=False)
+            place = {"stack": "encoder", "layer": layer, "path": f"model.layers.{layer}"}
+            scale = error * float(generator.lognormal(0, 0.3))
+            measured = {
+                "orthogonality_error": scale,
+                "sigma_max": float(values[0]),
+                "sigma_min": float(values[-1]),
+                "condition_number": float(values[0] / values[-1]),
+                "stable_rank": float((values**2).sum() / values[0] ** 2),
+                "sigma_max_status": "exact",
+                "singular_values": values.tolist(),
+            }
+            rows.append({**place, "role": role, "rows": shape[0], "cols": shape[1], **measured})
     return {"schema_version": 1, "rows": rows, "activations": [], "notes": []}
 
 
 def toml(values: dict[str, Any], place: str = "") -> str:
     """Nested plain values as TOML; the JSON of a string is one in TOML as well."""
-    plain = [
-        f"{json.dumps(key)} = {json.dumps(value)}"
-        for key, value in values.items()
-        if not isinstance(value, dict)
-    ]
-    nested = [
-        (f"{place}{json.dumps(key)}", value)
-        for key, value in values.items()
-        if isinstance(value, dict)
-    ]
-    return (
-        "\n".join([*plain, *(f"[{name}]\n{toml(value, f'{name}.')}" for name, value in nested)])
-        + "\n"
-    )
+    nested = {key: value for key, value in values.items() if isinstance(value, dict)}
+    plain = {key: value for key, value in values.items() if key not in nested}
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in plain.items()]
+    for key, value in nested.items():
+        name = f"{place}{json.dumps(key)}"
+        lines.append(f"[{name}]\n{toml(value, f'{name}.')}")
+    return "\n".join(lines) + "\n"
 
 
 def write_run(
@@ -77,26 +64,17 @@ def write_run(
     folder.mkdir(parents=True)
     language = task == "char_lm"
     headline = "nats_per_char" if language else "accuracy"
-    results = {
-        f"{headline},test": value,
-        f"{headline},valid": value + 0.01,
-        "loss,test": 1.2,
-        "loss,valid": 1.3,
-    }
-    config = {
-        "schema_version": 1,
-        "task": task,
-        "variant": variant,
-        "task_options": {"data": "builtin"},
-        "model": {"norm": "post", **(model or {})},
-        "train": {"steps": 100, "seed": seed},
-    }
+    results = {f"{headline},test": value, f"{headline},valid": value + 0.01}
+    named = {"task": task, "variant": variant}
+    train = {"steps": 100, "seed": seed}
+    model = {"norm": "post", **(model or {})}
+    config = {"schema_version": 1, **named, "task_options": {"data": "builtin"}, "model": model}
+    config["train"] = train
     result = {
         "schema_version": 1,
-        "task": task,
-        "variant": variant,
+        **named,
         "seed": seed,
-        "results": {task: results},
+        "results": {task: {**results, "loss,test": 1.2, "loss,valid": 1.3}},
         "headline": headline,
         "higher_is_better": {headline: not language, "loss": False},
         "reference": {headline: 2.87 if language else 0.18},
@@ -107,51 +85,27 @@ def write_run(
         "date": date,
         "command": list(command),
         "train_info": {
-            "status": status,
-            "steps": 100,
-            "best_step": 80,
-            "seconds": 12.5,
-            "tokens": 320000,
-            "tokens_per_second": 25600.0,
-            "parameters": 123456,
-            "peak_memory_bytes": 300 * 2**20,
+            "status": status, "steps": 100, "best_step": 80, "seconds": 12.5, "tokens": 320000,
+            "tokens_per_second": 25600.0, "parameters": 123456, "peak_memory_bytes": 300 * 2**20,
         },
         "data": {"source": "builtin", "sha256": {"train": "ab" * 32}},
-    }
+    }  # fmt: skip
     generator = np.random.default_rng(seed + len(variant))
     rows = []
     for step in range(10, 101, 10):
         loss = 1.0 + 2 * math.exp(-step / 40) + 0.05 * float(generator.normal())
-        rows.append(
-            {
-                "step": step,
-                "split": "train",
-                "loss": loss,
-                "learning_rate": 1e-3,
-                "seconds": 0.1 * step,
-            }
-        )
+        row = {"step": step, "split": "train", "loss": loss, "learning_rate": 1e-3}
+        rows.append({**row, "seconds": 0.1 * step})
         if step % 20 == 0:
-            rows.append(
-                {"step": step, "split": "valid", "loss": loss + 0.1, headline: value * step / 100}
-            )
+            row = {"step": step, "split": "valid", "loss": loss + 0.1}
+            rows.append({**row, headline: value * step / 100})
+    machine = {"python": "3.11", "cpu_count": 2, "gpus": [], "git_hash": f"commit{seed}"}
+    starts = [{"from_step": 0}, {"from_step": 50}][: 1 + seed]
+    machine |= {"packages": {"torch": "2"}, "date": date, "command": list(command)}
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "config.toml").write_text(toml(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "env.json").write_text(
-        json.dumps(
-            {
-                "python": "3.11",
-                "cpu_count": 2,
-                "gpus": [],
-                "git_hash": f"commit{seed}",
-                "packages": {"torch": "2"},
-                "date": date,
-                "command": list(command),
-                "starts": [{"from_step": 0}, {"from_step": 50}][: 1 + seed],
-            }
-        )
-    )
+    (folder / "env.json").write_text(json.dumps({**machine, "starts": starts}))
     (folder / "measure-initial.json").write_text(json.dumps(measurement(seed, error=0.4)))
     (folder / "measure-final.json").write_text(json.dumps(measurement(seed + 9, error=0.2)))
     return folder

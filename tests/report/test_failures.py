@@ -174,20 +174,6 @@ def test_a_run_without_a_finite_headline_has_failed(compare: Any, bad: float | N
     assert (rezero.seeds, rezero.failed) == ((0, 2), (1,))
 
 
-def test_one_finished_pair_beside_failures_and_one_alone(compare: Any) -> None:
-    folder = compare(BETTER)
-    for seed in (1, 2):
-        fail(folder, "rezero", seed)
-    test = comparison_of(aggregate([folder]), "rezero")
-    assert test.pairs == 1
-    assert test.verdict == "cannot be said: 2 of 3 seeds failed (diverged at step 40: loss is nan)"
-    for variant in BETTER:
-        for seed in (1, 2):
-            for file in (folder / variant / f"seed-{seed}").iterdir():
-                file.unlink()
-    assert "one seed: no test" in comparison_of(aggregate([folder]), "rezero").verdict
-
-
 def test_where_everything_failed_that_is_said(compare: Any, tmp_path: Path) -> None:
     folder = compare({"post_ln": [0.4], "rezero": [0.5]})
     for variant in ("post_ln", "rezero"):

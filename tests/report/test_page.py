@@ -14,6 +14,7 @@ from tests.support.edited import edited
 from tests.support.html_page import Page
 
 from wellposed.errors import DataError
+from wellposed.measurement import write_csv
 from wellposed.report import aggregate, build_report
 
 ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
@@ -231,3 +232,139 @@ def test_a_deep_model_with_many_singular_values_stays_small(make_run: Any, tmp_p
             ]
     out = build_report([run], tmp_path / "report.html")
     assert out.stat().st_size < 2_500_000
+
+
+LAYERS, EXPERTS = 24, 14
+
+
+@pytest.fixture(scope="module")
+def deep(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, int]:
+    """Two variants of 24 layers with 4 weights of attention and 28 of experts each."""
+    folder = tmp_path_factory.mktemp("deep")
+    write_comparison(folder, {"post_ln": [0.4], "rezero": [0.5]})
+    for file in folder.glob("**/measure-*.json"):
+        with edited(file) as record:
+            layer = record["rows"][:6]
+            record["rows"] = [
+                {**row, "layer": number, "path": f"layers.{number}.{expert}"}
+                for number in range(LAYERS)
+                for row in layer
+                for expert in (range(EXPERTS) if row["role"].startswith("feed") else ["attention"])
+            ]
+            assert len(record["rows"]) == LAYERS * 32
+    out = build_report([folder], folder / "report.html")
+    return Page(out.read_text(encoding="utf-8")), out.stat().st_size
+
+
+def test_spectra_have_one_panel_a_role_and_share_their_axis(deep: tuple[Page, int]) -> None:
+    page, _ = deep
+    labels = [str(svg["aria-label"]) for svg in page.tags["svg"]]
+    first, *more = (label for label in labels if "singular" in label)
+    assert len(more) == 5
+    assert first.startswith("query over share of singular values: post_ln, before; post_ln, after;")
+    assert first.endswith("; rezero, before; rezero, after")
+    heights = {str(svg["viewbox"]) for svg in page.tags["svg"]}
+    assert len(heights) == 1
+
+
+def test_a_row_for_each_variant_comes_before_folded_maps(deep: tuple[Page, int]) -> None:
+    page, _ = deep
+    largest = page.csv("1-listops-orthogonality-largest")
+    assert [row["variant"] for row in largest] == ["post_ln", "rezero"]
+    every = page.csv("1-listops-weights")
+    for row in largest:
+        place = [row["variant"], "after", "query"]
+        after = [w for w in every if [w[name] for name in ("variant", "when", "role")] == place]
+        assert len(after) == LAYERS
+        assert float(row["query after"]) == max(float(w["orthogonality_error"]) for w in after)
+    maps = [part for part in page.tags["details"] if part.get("data-variant")]
+    assert len(maps) == 2
+    assert not any("open" in part for part in maps)
+    assert len(page.csv("1-listops-orthogonality-0-after")) == LAYERS
+    columns = list(page.csv("1-listops-orthogonality-0-after")[0])
+    assert columns[5:8] == ["feedforward_in (0)", "feedforward_in (1)", "feedforward_in (2)"]
+    assert len(columns) == 1 + 32
+
+
+def test_a_long_table_says_what_it_leaves_to_the_file(deep: tuple[Page, int]) -> None:
+    page, _ = deep
+    assert "The first 300 of 1,536 rows; the CSV has all." in page.words
+    assert len(page.csv("1-listops-weights")) == 2 * 1536
+
+
+def test_the_page_can_be_mailed(deep: tuple[Page, int]) -> None:
+    assert deep[1] < 4_000_000
+
+
+VARIANTS = (
+    '=HYPERLINK("http://x")',
+    "--><script>alert(1)</script>",
+    "$\\frac{$",
+    "@SUM(A1)",
+    "]]></style><img src=x>",
+)
+EVIL = "<script>alert('x')</script>&\"$x^{$"
+
+
+@pytest.fixture
+def page(tmp_path: Path, make_run: Any) -> Path:
+    for number, variant in enumerate(VARIANTS):
+        make_run(
+            tmp_path / "runs" / str(number),
+            task="<img src=x onerror=y>",
+            variant=variant,
+            value=0.3 + 0.01 * number,
+            command=("wellposed", EVIL),
+            model={EVIL: EVIL},
+            status="failed" if number == 0 else "success",
+        )
+    run = tmp_path / "runs" / "1"
+    with edited(tmp_path / "runs" / "0" / "result.json") as record:
+        record["train_info"]["reason"] = EVIL
+    with edited(run / "result.json") as record:
+        record["data"] = {EVIL: EVIL}
+    with edited(run / "env.json") as record:
+        record[EVIL] = EVIL
+    for name in ("measure-initial.json", "measure-final.json"):
+        with edited(run / name) as record:
+            record["rows"][0]["role"] = record["rows"][0]["stack"] = EVIL
+    return build_report([tmp_path / "runs"], tmp_path / "page.html")
+
+
+def test_a_page_shows_hostile_names_as_text(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    seen = Page(text)
+    assert not set(seen.tags) & {"img", "iframe", "object", "link", "base", "form", "embed"}
+    assert len(seen.tags["script"]) == text.count("<script") == 1
+    assert EVIL in seen.words
+    assert "<!--" not in text
+    assert "alert" not in seen.script
+    every = {name for each in seen.tags.values() for attrs in each for name in attrs}
+    assert not any(name.startswith("on") for name in every)
+    assert "&lt;script&gt;" in text
+
+
+def test_no_cell_of_a_csv_is_a_formula(page: Path, tmp_path: Path) -> None:
+    seen = Page(page.read_text(encoding="utf-8"))
+    names = seen.csv_names()
+    assert len(names) >= 5
+    for name in names:
+        for row in seen.csv(name):
+            assert not any(is_formula(cell) for pair in row.items() for cell in pair), (name, row)
+    assert "'" + VARIANTS[0] in {cell for row in seen.csv("results") for cell in row.values()}
+    assert VARIANTS[0] in aggregate([tmp_path / "runs"]).table()
+
+
+def is_formula(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return cell[:1] in tuple("=+-@\t\r")
+    return False
+
+
+def test_numbers_stay_numbers(tmp_path: Path) -> None:
+    cells = (-1.5, "-1e-3", [-0.5, 0.25], None, "+1+cmd|' /C calc'!A0", "\t=1", "plain")
+    row = dict(zip(("=a", *"bcdefg"), cells, strict=True))
+    text = write_csv(tmp_path / "x.csv", list(row), [row]).read_text(encoding="utf-8")
+    assert text == "'=a,b,c,d,e,f,g\n-1.5,-1e-3,-0.5 0.25,,'+1+cmd|' /C calc'!A0,'\t=1,plain\n"
