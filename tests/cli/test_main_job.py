@@ -35,9 +35,8 @@ def test_a_comparison_leaves_runs_and_one_report(workspace: Path) -> None:
     assert page.count("<script") == 1
     for variant in ("post_ln", "oc3-1e-3"):
         for seed in (0, 1):
-            result = json.loads(
-                (workspace / "runs" / variant / f"seed-{seed}" / "result.json").read_text()
-            )
+            folder = workspace / "runs" / variant / f"seed-{seed}"
+            result = json.loads((folder / "result.json").read_text())
             assert result["train_info"]["status"] == "success"
             assert result["seed"] == seed
 
@@ -49,14 +48,8 @@ def test_resume_keeps_finished_runs(
         path: path.stat().st_mtime_ns
         for path in (workspace / "runs").glob("*/*/final/model.safetensors")
     }
-    words = typed(
-        "compare char_lm --data",
-        [workspace / "prose.txt.gz"],
-        "--seq-len 24",
-        SHORT,
-        "--variants post_ln,oc3:1e-3 --seeds 2 --out",
-        [workspace / "runs"],
-    )
+    words = typed("compare char_lm --data", [workspace / "prose.txt.gz"], "--seq-len 24", SHORT)
+    words += typed("--variants post_ln,oc3:1e-3 --seeds 2 --out", [workspace / "runs"])
     assert "--resume auto" in cli(words, status=2).err
     succeed([*words, "--resume", "auto"])
     assert {path: path.stat().st_mtime_ns for path in before} == before

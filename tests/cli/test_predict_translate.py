@@ -133,25 +133,11 @@ def test_parts_of_a_long_line_hold_all_of_it() -> None:
 
 
 def test_several_texts_per_line(folder: Path) -> None:
-    code, out = predict(
-        folder,
-        "eins\n\nzwei drei\n",
-        "--beams",
-        "3",
-        "--n-best",
-        "2",
-        "--gnmt",
-        "--length-penalty",
-        "0.6",
-    )
+    words = typed("--beams 3 --n-best 2 --gnmt --length-penalty 0.6")
+    code, out = predict(folder, "eins\n\nzwei drei\n", *words)
     assert code == 0
     rows = [line.split("\t") for line in out.read_text().splitlines()]
-    assert [(row[0], row[1]) for row in rows if row[0] != "2"] == [
-        ("1", "1"),
-        ("1", "2"),
-        ("3", "1"),
-        ("3", "2"),
-    ]
+    assert [f"{row[0]} {row[1]}" for row in rows if row[0] != "2"] == ["1 1", "1 2", "3 1", "3 2"]
     scores = [float(row[2]) for row in rows if row[0] == "3"]
     assert scores[0] >= scores[1]
 

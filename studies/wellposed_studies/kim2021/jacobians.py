@@ -119,10 +119,11 @@ def row_norm(x: Tensor) -> Tensor:
     """Sum of |J_0k| over k, for the first token at 0 and the others at ``x`` (..., N - 1)."""
     logits = torch.cat((x.new_zeros(*x.shape[:-1], 1), -x.square()), -1)
     weights = torch.softmax(logits, -1)[..., 1:]
-    mean, own = (weights * x).sum(-1, keepdim=True), 1 - weights.sum(-1)
-    variance = (weights * (x - mean).square()).sum(-1) + own * mean[..., 0].square()
+    mean = (weights * x).sum(-1, keepdim=True)
+    variance = (weights * (x - mean).square()).sum(-1)
+    variance = variance + (1 - weights.sum(-1)) * mean[..., 0].square()
     others = weights * (1 - 2 * x * (x - mean))
-    return (own + 2 * variance).abs() + others.abs().sum(-1)
+    return (1 - weights.sum(-1) + 2 * variance).abs() + others.abs().sum(-1)
 
 
 def ascend_inf(count: int, restarts: int, steps: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
