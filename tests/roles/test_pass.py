@@ -355,3 +355,36 @@ def test_keys_that_a_convolution_shortens_are_of_the_same_sequence() -> None:
     _, roles = roles_of("segformer")
     assert [part.kind for part in roles.attention] == ["self", "self"]
     assert [part.kind for part in roles_of("perceiver")[1].attention] == ["cross", "self", "self"]
+
+
+class Rectified(nn.Module):
+    """Queries behind a ReLU that is closed for some rows, and a gated network with ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+        with torch.no_grad():
+            self.both.bias[3] = -100.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(F.relu(q), k, v)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.both(x).chunk(2, -1)
+        return x + self.down(F.relu(gate) * up)
+
+
+def test_a_row_that_an_activation_hides_is_never_left_out_in_silence() -> None:
+    model, x = Rectified(), torch.randn(4, 9, 8)
+    (network,) = find_roles(model, x).feedforward
+    assert network.gate is not None
+    assert (network.gate.spans, network.up.spans) == (((0, 12),), ((12, 24),))
+    assert find_roles(model, x).attention[0].query.spans is None
+    with torch.no_grad():
+        model.q.bias[2] = -100.0
+    roles = find_roles(model, x)
+    assert not roles.attention
+    assert "its query is no product with one parameter" in "".join(roles.notes)

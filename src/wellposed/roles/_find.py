@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from wellposed.call_checks import known_keywords, require_module
-from wellposed.errors import ConfigError, RoleNotFoundError, listed
+from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError, listed
 from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._patterns import roles_from_patterns
 from wellposed.roles._probe import Trace, trace
@@ -87,9 +87,14 @@ def find_roles(
     'self_attn.in_proj_weight'
     """
     require_module("find_roles", model)
-    roles = _by_name(model)
-    notes: list[str] = []
+    roles, notes = Roles(), list[str]()
     traced: Trace | None = None
+    problem: WellposedError | None = None
+    try:
+        roles = _by_name(model)
+    except WellposedError as error:
+        problem = error
+        notes.append(f"names alone do not tell the roles: {error}")
     try:
         traced = trace(model, batch)
     except ConfigError as error:
@@ -98,6 +103,8 @@ def find_roles(
         notes.append(f"roles are by name alone: {error}")
     if traced is not None:
         roles = _combined(model, roles, traced)
+    elif problem is not None:
+        raise problem
     roles = replace(
         roles,
         feedforward=tuple(_beside(role, roles.attention) for role in roles.feedforward),

@@ -17,7 +17,7 @@ from wellposed.roles._views import WeightView, spans_of
 from wellposed.roles.layer_paths import shared_segments
 
 _PROJECTIONS = ("query", "key", "value")
-_Part = tuple[Product, tuple[int, ...] | None]
+_Part = tuple[Product, Sequence[int] | None]
 """A product and the rows of it that are meant; None for all."""
 
 
@@ -69,7 +69,6 @@ class _Reader:
         self.output = output
         self.used: set[int] = set()
         """Products that play a role in attention."""
-        self.adapters: set[int] = set()
         self.incomplete: list[Incomplete] = []
 
     def attention(self, call: Attention) -> list[AttentionRole]:
@@ -146,11 +145,18 @@ class _Reader:
     ) -> tuple[_Part, _Part | None] | None:
         """Return the part that passes the activation alone, or that a gate multiplies, and the
         gate: the factor that is not linear in what its product computes."""
-        for factors in self._factors(down.source):
-            first, second = (self._part(factor, ups) for factor in factors)
-            if first is not None and second is not None and first != second:
-                is_gate = _bends(factors[0], first[0]) and not _bends(factors[1], second[0])
-                return (second, first) if is_gate else (first, second)
+        factors = [self.record.gates.get(node) for node in ancestors([down.source])]
+        for one, other in filter(None, factors):
+            first, second = self._part(one, ups), self._part(other, ups)
+            if first is None or second is None or first == second:
+                continue
+            if _bends(one, first[0]) and not _bends(other, second[0]):
+                first, second = second, first
+            (up, rows), (gate, _) = first, second
+            if gate is not up:
+                return (up, None), (gate, None)
+            # an activation may be flat at a row in all tokens, a factor that is linear never
+            return (up, rows), (gate, [row for row in range(len(up.rows)) if row not in rows])
         if len(ups) > 1 or len(ups[0].rows) != down.in_features:
             return None
         (up,) = ups
@@ -159,12 +165,7 @@ class _Reader:
             return None
         return (up, None), None
 
-    def _factors(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for node in ancestors([tensor]):
-            if node in self.record.gates:
-                yield self.record.gates[node]
-
-    def _part(self, tensor: Tensor, ups: Sequence[Product]) -> _Part | None:
+    def _part(self, tensor: Tensor, ups: Sequence[Product]) -> tuple[Product, Sequence[int]] | None:
         """Return the one product, and its rows, that a tensor is computed from."""
         found = [(up, rows) for up in ups if (rows := _rows(tensor, up))]
         return found[0] if len(found) == 1 else None
@@ -182,13 +183,14 @@ class _Reader:
         main, rows = pairs[0]
         heads: dict[tuple[int, ...], None] = {}
         left = set(rows)
-        matrices = tensor.reshape(-1, *tensor.shape[-2:])
-        for matrix in matrices:
+        for matrix in tensor.reshape(-1, *tensor.shape[-2:]):
             if not left:
                 break
             head = _rows(matrix, main)
             heads[head] = None
             left -= set(head)
+        if left or len({len(head) for head in heads}) > 1:
+            return None  # a part was not seen, or heads are of several widths
         return _Projection(
             tuple(each for each, _ in pairs), tuple(rows for _, rows in pairs), tuple(heads)
         )
@@ -209,7 +211,6 @@ class _Reader:
             )
 
         adapters = [product for product in products if adapts(product)]
-        self.adapters |= {id(product) for product in adapters}
         return [product for product in products if product not in adapters]
 
     def _outputs(self, call: Attention, own: Sequence[Product]) -> list[Product]:

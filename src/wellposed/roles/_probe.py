@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wellposed.roles._graph import Incomplete, roles_of
 from wellposed.roles._roles import Roles
@@ -56,16 +56,12 @@ def trace(model: nn.Module, batch: Any = None) -> Trace | None:
 
 def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
     tracer = Tracer(model, forced=forced)
-    with (
-        observing_paused(),
-        quiet_run(model),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-        tracer,
-    ):
-        output = call_model(inner, _tracked(tracer, batch))
-    with torch.random.fork_rng(_devices([*model.parameters()])):
-        roles, incomplete = roles_of(model, tracer.record, list(_tensors(output)))
+    eager = torch.compiler.set_stance("force_eager")
+    with observing_paused(), quiet_run(model), torch.enable_grad(), eager:
+        with tracer:
+            output = call_model(inner, tree_map_only(Tensor, tracer.given, batch))
+        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        roles, incomplete = roles_of(model, tracer.record, tensors)
     record = tracer.record
     return Trace(
         roles,
@@ -74,19 +70,6 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         frozenset(record.used),
         record.switched,
     )
-
-
-def _tracked(tracer: Tracer, value: Any) -> Any:
-    """Return a batch whose numbers the tracer knows."""
-    if isinstance(value, Tensor):
-        return tracer.given(value) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {name: _tracked(tracer, each) for name, each in value.items()}
-    return [_tracked(tracer, each) for each in value] if isinstance(value, (tuple, list)) else value
-
-
-def _devices(weights: Sequence[Tensor]) -> list[int]:
-    return sorted({each.device.index or 0 for each in weights if each.device.type == "cuda"})
 
 
 def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
@@ -125,13 +108,3 @@ def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
     return {
         key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
     }
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)

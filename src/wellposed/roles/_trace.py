@@ -18,25 +18,13 @@ from wellposed.roles._views import WeightView, spans_of
 # Taken as constants, so that a norm couples no row of a projection with another.
 _STATISTICS = {"mean", "var", "std", "sqrt", "rsqrt", "norm", "vector_norm"}
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "normalize", "batch_norm", "instance_norm"}
+_CLOSED = -1e4
+"""Below it a number that is added to logits closes a key."""
 _COPIES = {"to", "type_as", "contiguous", "clone", "float", "half", "bfloat16", "double"}
 
 
-@dataclass(frozen=True)
-class Place:
-    """A parameter, or what is computed from it alone, and how it lies in storage."""
-
-    path: str
-    owner: nn.Module
-    attribute: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    entry: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Full dotted name of the weight."""
-        return f"{self.path}.{self.attribute}".lstrip(".")
+_Place = tuple[WeightView, Tensor]
+"""A weight, and a tensor of its layout by which parts of it are known."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -156,15 +144,15 @@ class Tracer(TorchFunctionMode):
         self._scores: dict[Any, tuple[Tensor, Tensor]] = {}
         self._weights: dict[Any, Tensor] = {}
         self._kept: list[Tensor] = []  # what is known by its address must not be freed
-        self._places: dict[int, list[Place]] = {}
+        self._places: dict[int, list[_Place]] = {}
         self._neutral: dict[int, frozenset[str]] = {}
         """Storages that no activation had a part in -> parameters that had one."""
-        self._parametrized: dict[str, Place] = {}
+        self._parametrized: dict[str, WeightView] = {}
         modules = dict(model.named_modules())
         for path, module in modules.items():
             for name, weight in module._parameters.items():
                 if weight is not None and weight.numel():
-                    self._know(weight, self._of_parameter(modules, path, name, weight))
+                    self._know(weight, self._of_parameter(modules, path, name))
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.numel():
                     self._neutral.setdefault(_address(buffer), frozenset())
@@ -218,10 +206,13 @@ class Tracer(TorchFunctionMode):
         return call.output if known else self._cut(call.output)
 
     def _scaled_dot_product(self, call: _Call) -> Tensor:
-        named = [call.kwargs[name] for name in ("query", "key", "value") if name in call.kwargs]
-        query, key, value = (*call.args, *named)[:3]
-        causal = _is_causal(call.args, call.kwargs, query, key)
-        return self._attended(query, key, value, call.output, causal)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        if mask is not None and mask.ndim >= 2:
+            last = mask[..., -1]
+            causal = _is_causal(~last if last.dtype == torch.bool else last < _CLOSED)
+        return self._attended(given["query"], given["key"], given["value"], call.output, causal)
 
     def _softmax(self, call: _Call) -> Tensor:
         if call.output.grad_fn is not None and call.output.ndim >= 2:
@@ -238,14 +229,19 @@ class Tracer(TorchFunctionMode):
         """See a product of two tensors: with a weight, of query and key, or of attention weights
         and values."""
         left, right = call.given if call.name != "__rmatmul__" else call.given[::-1]
-        output = call.output
-        if right.ndim >= 2 and self._neutral.get(_address(right)):
-            return self._product(left, right.mT, output)
-        if left.ndim < 2 or right.ndim < 2:
+        return self._pair(left, right.mT if right.ndim > 1 else right, call.output)
+
+    def _pair(self, left: Tensor, right: Tensor, output: Tensor) -> Tensor:
+        """See ``left right^T``, of (..., rows, width) both."""
+        if min(left.ndim, right.ndim) < 2:
             return output
+        if self._neutral.get(_address(right)):
+            return self._product(left, right, output)
         if (scores := self._attention_of(left)) is not None:
-            return self._attended(*scores[:2], right, output, scores[2])
-        self._score(output, left, right.mT)
+            return self._attended(*scores[:2], right.mT, output, scores[2])
+        if output.grad_fn is not None:
+            self._scores[output.grad_fn] = (left, right)
+            self._kept.append(output)
         return output
 
     def _einsum(self, call: _Call) -> Tensor:
@@ -254,42 +250,18 @@ class Tracer(TorchFunctionMode):
         equation = call.args[0] if isinstance(call.args[0], str) else ""
         ins, _, out = equation.replace(" ", "").partition("->")
         terms = ins.split(",")
-        known = any(self._at(each) is not None for each in given)
+        if self._at(given[0]) is not None:
+            given, terms = given[::-1], terms[::-1]
         readable = len(terms) == len(given) == 2 and "." not in equation and out
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
-        if len(summed) != 1:
-            return self._cut(output) if known else output
-        weight = next((i for i in (1, 0) if self._at(given[i]) is not None), None)
-        if weight is not None:
-            own = [letter for letter in terms[weight] if letter not in terms[1 - weight]]
-            shared = [letter for letter in terms[weight] if letter not in (*own, *summed)]
-            if len(own) != 1 or out[-1] != own[0] or len(shared) > 1:
-                return self._cut(output)
-            order = [terms[weight].index(letter) for letter in (*shared, *own, *summed)]
-            return self._product(given[1 - weight], given[weight].permute(order), output)
-        left, right = given
-        scores = self._attention_of(left)
-        token = terms[0][-1] if scores is not None else out[-1]
-        if scores is not None and summed == [token]:
-            others = [letter for letter in terms[1] if letter != token]
-            width = next(
-                (letter for letter in reversed(others) if letter not in terms[0]), others[-1]
-            )
-            order = [*(letter for letter in others if letter != width), token, width]
-            value = right.permute([terms[1].index(letter) for letter in order])
-            return self._attended(*scores[:2], value, output, scores[2])
-        if token in terms[1] and len(out) >= 2 and out[-2] in terms[0]:
-            sides = []
-            for term, side, own in ((terms[0], left, out[-2]), (terms[1], right, token)):
-                rest = [letter for letter in term if letter not in (own, summed[0])]
-                sides.append(side.permute([term.index(x) for x in (*rest, own, summed[0])]))
-            self._score(output, *sides)
-        return output
-
-    def _score(self, output: Tensor, query: Tensor, key: Tensor) -> None:
-        if output.grad_fn is not None:
-            self._scores[output.grad_fn] = (query, key)
-            self._kept.append(output)
+        own = [x for x in terms[-1] if x not in terms[0]]
+        if len(summed) != 1 or not own or out[-1] != own[-1]:
+            return output if self._at(given[-1]) is None else self._cut(output)
+        sides: list[Tensor] = []
+        for mine, other, tensor in zip(terms, terms[::-1], given, strict=True):
+            order = sorted(mine, key=lambda x: (x in summed, x not in other))
+            sides.append(tensor.permute([mine.index(x) for x in order]))
+        return self._pair(sides[0], sides[1], output)
 
     def _attention_of(self, weights: Tensor) -> tuple[Tensor, Tensor, bool] | None:
         """Return query and key where a tensor comes from the softmax of a product of the two."""
@@ -300,8 +272,7 @@ class Tracer(TorchFunctionMode):
         scores = next((n for n in ancestors([logits]) if n in self._scores), None)
         if scores is None:
             return None
-        square = weights.shape[-1] == weights.shape[-2] > 1
-        return (*self._scores[scores], bool(square and not weights.triu(1).any()))
+        return (*self._scores[scores], _is_causal(weights[..., -1] == 0))
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, causal: bool
@@ -324,8 +295,7 @@ class Tracer(TorchFunctionMode):
         found = _located(place, weight)
         if found is None:
             return self._cut(output)
-        entries, transposed, rows = found
-        view = WeightView(place.path, place.owner, place.attribute, transposed=transposed)
+        view, rows, entries = found
         output, cut = self._leaf(
             output,
             lambda leaf: Product(
@@ -344,8 +314,7 @@ class Tracer(TorchFunctionMode):
 
     def given(self, value: Tensor) -> Tensor:
         """Return an input of the model as a place where the way up ends."""
-        with torch.enable_grad():
-            return self._cut(value)
+        return self._cut(value) if value.is_floating_point() else value
 
     def _cut(self, output: Tensor, origin: Tensor | None = None) -> Tensor:
         return self._leaf(output, lambda leaf: Cut(order=self._order, leaf=leaf, origin=origin))[0]
@@ -365,48 +334,46 @@ class Tracer(TorchFunctionMode):
         address = _address(output)
         if address in self._neutral:
             return
-        place = self._at(given[0]) if given else None
-        if name == "__getitem__" and place is not None and len(place.shape) == 3:
+        view, whole = (self._at(given[0]) if given else None) or (None, None)
+        if name == "__getitem__" and view is not None and whole is not None and whole.ndim == 3:
             if isinstance(args[1], Tensor) and args[1].numel() == 1:
-                entry = _place(place.path, place.owner, place.attribute, output, int(args[1]))
-                self._know(output, entry)
+                self._know(output, replace(view, entry=int(args[1])))
             return
         if any(_address(each) not in self._neutral for each in given):
             return
         names = frozenset[str]().union(*(self._neutral[_address(each)] for each in given))
         self._neutral[address] = names
         self._kept.append(output)
-        if place is None or name not in _COPIES or output.shape != given[0].shape:
-            place = self._parametrized.get(next(iter(names), "")) if len(names) == 1 else None
-        if place is not None and output.ndim >= 2:
-            self._know(
-                output, _place(place.path, place.owner, place.attribute, output, place.entry)
-            )
+        if name not in _COPIES or output.shape != given[0].shape:
+            view = self._parametrized.get(next(iter(names), "")) if len(names) == 1 else None
+        if view is not None and output.ndim >= 2:
+            self._know(output, view)
 
-    def _of_parameter(
-        self, modules: dict[str, nn.Module], path: str, name: str, weight: Tensor
-    ) -> Place:
-        """Return where a parameter is; those of a parametrization stand for the weight that it
+    def _of_parameter(self, modules: dict[str, nn.Module], path: str, name: str) -> WeightView:
+        """Return the view of a parameter; those of a parametrization stand for the weight that it
         computes."""
         owner_path, inside, attribute = f".{path}".rpartition(".parametrizations.")
         if not inside or "." in attribute:
-            return _place(path, modules[path], name, weight)
+            return WeightView(path, modules[path], name)
         owner_path = owner_path.lstrip(".")
-        place = _place(owner_path, modules[owner_path], attribute, weight)
-        self._parametrized[place.name] = place
-        return place
+        view = WeightView(owner_path, modules[owner_path], attribute)
+        self._parametrized[_name(view)] = view
+        return view
 
-    def _know(self, weight: Tensor, place: Place) -> None:
-        self._places.setdefault(_address(weight), []).append(place)
-        self._neutral.setdefault(_address(weight), frozenset({place.name}))
-        self._kept.append(weight)
+    def _know(self, weight: Tensor, view: WeightView) -> None:
+        self._places.setdefault(_address(weight), []).append((view, weight))
+        self._neutral.setdefault(_address(weight), frozenset({_name(view)}))
 
-    def _at(self, weight: Tensor) -> Place | None:
-        for place in reversed(self._places.get(_address(weight), [])):
-            size = 1 + sum((n - 1) * s for n, s in zip(place.shape, place.stride, strict=True))
-            if place.offset <= weight.storage_offset() < place.offset + size:
-                return place
+    def _at(self, weight: Tensor) -> _Place | None:
+        for view, known in reversed(self._places.get(_address(weight), [])):
+            size = 1 + sum((n - 1) * s for n, s in zip(known.shape, known.stride(), strict=True))
+            if 0 <= weight.storage_offset() - known.storage_offset() < size:
+                return view, known
         return None
+
+
+def _name(view: WeightView) -> str:
+    return f"{view.owner_path}.{view.attribute}"
 
 
 _READERS: dict[str, Callable[[Tracer, _Call], Tensor]] = {
@@ -435,61 +402,38 @@ _READERS: dict[str, Callable[[Tracer, _Call], Tensor]] = {
 """Name of a function of torch -> what a trace makes of it."""
 
 
-def _place(
-    path: str, owner: nn.Module, attribute: str, weight: Tensor, entry: int | None = None
-) -> Place:
-    return Place(
-        path,
-        owner,
-        attribute,
-        tuple(weight.shape),
-        weight.stride(),
-        int(weight.storage_offset()),
-        entry,
-    )
-
-
-def _located(place: Place, weight: Tensor) -> tuple[tuple[int, ...], bool, range] | None:
-    """Return of which matrices of a parameter, in which orientation, a weight (..., out, in) is
-    which rows; None where it is no such part."""
-    shape, stride = place.shape, place.stride
-    if len(shape) not in (2, 3) or weight.ndim not in (2, 3):
+def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[int, ...]] | None:
+    """Return the view of a parameter, which of its rows and which entries of a stack a weight
+    (..., out, in) is; None where it is no such part."""
+    view, known = place
+    if known.ndim not in (2, 3) or weight.ndim not in (2, 3):
         return None
-    step = stride[0] if len(shape) == 3 else 0
-    rows, columns = shape[-2:]
-    start = int(weight.storage_offset()) - place.offset
+    start = int(weight.storage_offset() - known.storage_offset())
+    step = known.stride(0) if known.ndim == 3 else 0
     entry, start = divmod(start, step) if step else (0, start)
-    entries = range(entry, entry + 1)
-    if weight.ndim == 3:
-        if weight.shape[0] != 1 and weight.stride(0) != step:
-            return None
-        entries = range(entry, entry + weight.shape[0])
-    chosen = () if len(shape) == 2 else tuple(entries)
-    if place.entry is not None:
-        chosen = (place.entry,)
+    count = weight.shape[0] if weight.ndim == 3 else 1
+    if count > 1 and weight.stride(0) != step:
+        return None
+    entries = tuple(range(entry, entry + count)) if step else ()
+    if view.entry is not None:
+        entries = (view.entry,)
     outs, ins = weight.shape[-2:]
     jump, across = weight.stride()[-2:]
-    for transposed, (n, m), (by_row, by_column) in (
-        (False, (rows, columns), stride[-2:]),
-        (True, (columns, rows), stride[-2:][::-1]),
-    ):
-        if ins == m and (across == by_column or m == 1) and jump % by_row == 0:
+    for transposed, part in ((False, known), (True, known.mT)):
+        by_row, by_column = part.stride()[-2:]
+        if ins == part.shape[-1] and (across == by_column or ins == 1) and jump % by_row == 0:
             first, left = divmod(start, by_row)
             pace = max(jump // by_row, 1)
-            if not left and first + (outs - 1) * pace < n:
-                return chosen, transposed, range(first, first + outs * pace, pace)
+            if not left and first + (outs - 1) * pace < part.shape[-2]:
+                rows = range(first, first + outs * pace, pace)
+                return replace(view, transposed=transposed, entry=None), rows, entries
     return None
 
 
-def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor, key: Tensor) -> bool:
-    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    if kwargs.get("is_causal", args[5] if len(args) > 5 else False):
-        return query.shape[-2] > 1
-    if mask is None or query.shape[-2] != key.shape[-2] or mask.shape[-2] < 2:
-        return False
-    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-    ahead = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    return bool(hidden[..., ahead].all())
+def _is_causal(closed: Tensor) -> bool:
+    """Tell whether the last key is closed to the first query and open to the last, of (...,
+    queries)."""
+    return bool((closed[..., 0] & ~closed[..., -1]).all())
 
 
 def _written_out(function: Any) -> Callable[..., Any]:

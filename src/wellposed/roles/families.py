@@ -41,14 +41,24 @@ def attention_named(query: str, key: str, value: str, output: str) -> ReadAttent
     return read
 
 
-def attention_fused(fused: str, output: str) -> ReadAttention:
-    """Read an attention whose query, key and value are the thirds of one linear layer."""
+def attention_fused(fused: str, output: str, *, grouped: bool = False) -> ReadAttention:
+    """Read an attention whose query, key and value follow each other in one linear layer, as thirds
+    or, ``grouped``, with fewer keys and values."""
 
     def read(place: LocatedModule) -> AttentionRole | None:
         layers = _linear_views(place, {"fused": fused, "output": output})
-        if len(layers) != 2 or layers["fused"].shape[0] != 3 * layers["output"].shape[1]:
-            return None  # grouped heads share the rows unevenly
-        return attention_role(place, {**_thirds(layers["fused"]), "output": layers["output"]})
+        if len(layers) != 2:
+            return None
+        rows, queries = layers["fused"].shape[0], layers["output"].shape[1]
+        keys = (rows - queries) // 2
+        if not grouped and rows != 3 * queries:
+            return None  # nobody says in which order they are
+        views = {
+            "query": layers["fused"].of_rows(0, queries),
+            "key": layers["fused"].of_rows(queries, queries + keys),
+            "value": layers["fused"].of_rows(queries + keys, rows),
+        }
+        return attention_role(place, {**views, "output": layers["output"]})
 
     return read
 
@@ -87,10 +97,6 @@ def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, W
     }
 
 
-def _thirds(fused: WeightView) -> dict[str, WeightView]:
-    return {role: chunked(fused, (i, 3)) for i, role in enumerate(("query", "key", "value"))}
-
-
 def _gpt2_cross_attention(place: LocatedModule) -> AttentionRole | None:
     """GPT-2's cross-attention has a query of its own."""
     names = {"query": "q_attn", "key": "c_attn", "output": "c_proj"}
@@ -116,25 +122,6 @@ def _l2_attention(place: LocatedModule) -> AttentionRole | None:
     return attention_role(place, {"key": key, "value": key, **views})
 
 
-def _phi3_attention(place: LocatedModule) -> AttentionRole | None:
-    """``qkv_proj`` is fused over grouped heads."""
-    views = _linear_views(place, {"fused": "qkv_proj", "output": "o_proj"})
-    if len(views) != 2:
-        return None
-    fused, output = views["fused"], views["output"]
-    queries = output.shape[1]
-    keys = queries + (fused.shape[0] - queries) // 2
-    return attention_role(
-        place,
-        {
-            "query": fused.of_rows(0, queries),
-            "key": fused.of_rows(queries, keys),
-            "value": fused.of_rows(keys, fused.shape[0]),
-            "output": output,
-        },
-    )
-
-
 def _phi3_feedforward(place: LocatedModule) -> FeedForwardRole | None:
     views = _linear_views(place, {"merged": "gate_up_proj", "down": "down_proj"})
     if len(views) != 2:
@@ -149,7 +136,8 @@ def _torch_attention(place: LocatedModule) -> AttentionRole | None:
     if not isinstance(module, nn.MultiheadAttention):
         return None
     if module.in_proj_weight is not None:
-        views = _thirds(WeightView(place.path, module, "in_proj_weight"))
+        whole = WeightView(place.path, module, "in_proj_weight")
+        views = {r: chunked(whole, (i, 3)) for i, r in enumerate(("query", "key", "value"))}
     else:
         names = {"query": "q", "key": "k", "value": "v"}
         views = {r: WeightView(place.path, module, f"{n}_proj_weight") for r, n in names.items()}
@@ -189,7 +177,9 @@ FAMILIES.register("wellposed l2")(Family(_l2_attention))
 FAMILIES.register("llama")(
     Family(_BY_LETTERS, feedforward_named("up_proj", "down_proj", gate="gate_proj"))
 )
-FAMILIES.register("phi3")(Family(_phi3_attention, _phi3_feedforward))
+FAMILIES.register("phi3")(
+    Family(attention_fused("qkv_proj", "o_proj", grouped=True), _phi3_feedforward)
+)
 # gelu(wi_0 x) * (wi_1 x): the factor inside the activation is the gate, as in Llama's gate_proj.
 FAMILIES.register("t5")(
     Family(
