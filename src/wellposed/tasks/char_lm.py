@@ -76,8 +76,8 @@ class CharLMTask(LanguageModelTask):
             encoder=CharacterEncoder(set(texts["train"])),
             texts=texts,
             seq_len=options.seq_len,
-            source=source,
-            details={
+            described={
+                **source,
                 "examples": options.examples,
                 "characters": {split: len(texts[split]) for split in SPLITS},
                 "train_characters_left_out_by_limit_chars": full - len(texts["train"]),

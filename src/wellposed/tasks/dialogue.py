@@ -29,6 +29,7 @@ from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 from wellposed.tasks.text.tokenizers import describe_unknown
 
 LATER: tuple[Split, Split] = ("valid", "test")
+DESCRIBED = ("context", "speaker_marks", "persona", "lowercase", "max_tokens")
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
 
 
@@ -112,17 +113,13 @@ class DialogueTask(Seq2SeqTask):
             encoder=encoder,
             encoded=encoded,
             references={split: [pair.reply for pair in pairs[split]] for split in LATER},
-            source=source,
-            details={
+            described={
+                **source,
                 **_count_dialogues(dialogues),
                 **repetitions,
                 "repeated_test_dialogues_dropped": options.drop_repeated_test,
                 "train_dialogues_left_out_by_limit_dialogues": len(loaded["train"]) - len(train),
-                "context": options.context,
-                "speaker_marks": options.speaker_marks,
-                "persona": options.persona,
-                "lowercase": options.lowercase,
-                "max_tokens": options.max_tokens,
+                **{name: getattr(options, name) for name in DESCRIBED},
                 "cut_to_max_tokens": self._cut,
                 "unknown_characters": {split: unknown[split] for split in LATER},
                 "metrics_not_computed": _not_computed(options),
@@ -181,13 +178,9 @@ class _Pair(NamedTuple):
 
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> list[_Pair]:
     pairs = [
-        _Pair(
-            _context(dialogue, place, options),
-            _cased(dialogue.turns[place], options),
-            dialogue.line,
-        )
-        for dialogue in dialogues
-        for place in dialogue.replies()
+        _Pair(_context(each, place, options), _cased(each.turns[place], options), each.line)
+        for each in dialogues
+        for place in each.replies()
     ]
     if not pairs:
         raise DataError(

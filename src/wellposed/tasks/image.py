@@ -33,7 +33,7 @@ class PixelTask(ClassificationTask):
     """Classification of images read row by row, a token a value, a channel after the other at each
     pixel."""
 
-    def __init__(self, *, images: Mapping[Split, Images], details: Any, **parts: Any) -> None:
+    def __init__(self, *, images: Mapping[Split, Images], described: Any, **parts: Any) -> None:
         examples: dict[Split, LabelledExamples] = {}
         for split in SPLITS:
             pixels = images[split].items
@@ -43,7 +43,7 @@ class PixelTask(ClassificationTask):
         super().__init__(
             encoder=WordEncoder([str(value) for value in range(256)]),
             examples=examples,
-            details={"image": list(images["train"].items.shape[1:]), **details},
+            described={**described, "image": list(images["train"].items.shape[1:])},
             **parts,
         )
 
@@ -93,6 +93,5 @@ class ImageTask(PixelTask):
         super().__init__(
             images=images,
             labels=reading.label_names(images, names, options.data),
-            source=source,
-            details={"color": options.color, "shrunk_to": options.size},
+            described={**source, "color": options.color, "shrunk_to": options.size},
         )

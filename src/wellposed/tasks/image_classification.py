@@ -84,9 +84,8 @@ class ImageClassificationTask(LabelTask):
         images, names, self._source = load_images(options, prefer="rgb")
         self.labels = tuple(label_names(images, names, options.data))
         self._images = images
-        self._processor = pixel_values.build_processor(
-            options.processor, images["train"], options.data
-        )
+        train, where = images["train"], options.data
+        self._processor = pixel_values.build_processor(options.processor, train, where)
         self._rows: list[tuple[Images, int]] = []
         self._first: dict[Split, int] = {}
         for split in SPLITS:
@@ -125,15 +124,9 @@ class ImageClassificationTask(LabelTask):
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         import torch
 
-        pixels = [
-            self._pixels(example["image"][0], turned=bool(example["turned"][0]))
-            for example in examples
-        ]
-        labels = [example["labels"][0] for example in examples]
-        return {
-            "pixel_values": pixel_values.stack_values(pixels),
-            "labels": torch.tensor(labels, dtype=torch.int64),
-        }
+        pixels = [self._pixels(row["image"][0], turned=bool(row["turned"][0])) for row in examples]
+        labels = torch.tensor([row["labels"][0] for row in examples])
+        return {"pixel_values": pixel_values.stack_values(pixels), "labels": labels}
 
     def description(self) -> dict[str, Any]:
         return {

@@ -81,8 +81,8 @@ class LanguageModelingTask(LanguageModelTask):
             encoder=build_encoder(options.tokenizer, [texts["train"]], max_words=1),
             texts=texts,
             seq_len=options.seq_len,
-            source=source,
-            details={
+            described={
+                **source,
                 "characters": {split: len(texts[split]) for split in SPLITS},
                 "bytes": {split: len(texts[split].encode()) for split in SPLITS},
                 "bytes_per_token": "by position, from the tokenizer's offsets",

@@ -260,10 +260,8 @@ class ListOpsTask(ClassificationTask):
         encoder = WordEncoder(VOCABULARY, drop=PARENTHESES)
         generated = options.data == "builtin"
         examples, source = _generate(options) if generated else _read(options, encoder)
-        details = {"form": "Long Range Arena: parentheses removed"}
-        super().__init__(
-            encoder=encoder, examples=examples, labels=DIGITS, source=source, details=details
-        )
+        described = source | {"form": "Long Range Arena: parentheses removed"}
+        super().__init__(encoder=encoder, examples=examples, labels=DIGITS, described=described)
 
 
 Examples: TypeAlias = "dict[Split, LabelledExamples]"

@@ -173,11 +173,11 @@ class MarkedTask(ClassificationTask):
             encoder=encoder,
             examples=examples,
             labels=options.answers,
-            source={
+            described={
                 "source": f"builtin: {what}",
                 "generator_version": GENERATOR_VERSION,
                 "data_seed": options.data_seed,
                 "sha256": hashlib.sha256(written.encode()).hexdigest(),
+                "best_accuracy_from_the_bag_of_words": bag,
             },
-            details={"best_accuracy_from_the_bag_of_words": bag},
         )

@@ -316,7 +316,7 @@ class PathfinderTask(PixelTask):
         self.options = options
         drawn = options.data == "builtin"
         found, source = _draw(options) if drawn else _read(options)
-        super().__init__(images=found, labels=LABELS, source=source, details={})
+        super().__init__(images=found, labels=LABELS, described=source)
 
 
 def _read(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:

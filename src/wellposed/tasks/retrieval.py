@@ -20,7 +20,6 @@ from wellposed.tasks.data.prose import gather_prose
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import Kind, register_task
-from wellposed.tasks.text.tokenizers import build_encoder
 
 LABELS = ("different", "related")
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
@@ -83,18 +82,16 @@ class RetrievalTask(classification.ClassificationTask):
         self.options = options
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {s: each.documents for s, each in tables.items()}
-        texts = documents["train"].texts
-        encoder = build_encoder(options.tokenizer, texts, max_words=options.max_words)
-        encoded, details = classification.encode_labelled(
-            encoder, documents, options, noun="documents"
+        encoder, encoded, details = classification.encode_labelled(
+            documents, options, noun="documents"
         )
+        counts = {split: len(held) for split, held in documents.items()}
         super().__init__(
             encoder=encoder,
             examples={split: table.examples(encoded[split].ids) for split, table in tables.items()},
             labels=LABELS,
             max_length=options.max_length,
-            source=source,
-            details={"documents": {split: len(documents[split]) for split in SPLITS}, **details},
+            described={**source, "documents": counts, **details},
         )
 
 

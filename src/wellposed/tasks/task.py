@@ -188,11 +188,10 @@ class TokenTask(Task, Generic[Examples]):
         encoder: Any,
         examples: Mapping[Split, Examples],
         max_length: int,
-        source: Mapping[str, Any],
-        details: Mapping[str, Any],
+        described: Mapping[str, Any],
     ) -> None:
         self._encoder, self._examples, self._max_length = encoder, dict(examples), max_length
-        self._source, self._details = source, details
+        self._described = described
 
     def _build_tokenizer(self) -> PreTrainedTokenizerFast:
         return self._encoder.tokenizer(max_length=self._max_length)
@@ -210,8 +209,8 @@ class TokenTask(Task, Generic[Examples]):
         return self._examples[split]
 
     def description(self) -> dict[str, Any]:
-        described = {"task": self.name, **self._source, "tokenizer": self._encoder.description()}
-        return {**described, **self._describe_examples(), **self._details}
+        described = {"task": self.name, **self._described, **self._describe_examples()}
+        return {**described, "tokenizer": self._encoder.description()}
 
     @abstractmethod
     def _describe_examples(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from wellposed.tasks.data.prose import labelled_docstrings
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import build_encoder
 
 
 @dataclass(frozen=True)
@@ -58,23 +57,18 @@ class TextClassificationTask(classification.ClassificationTask):
         labels = labelled.sorted_labels(train.labels)
         _refuse_labels(train, labels)
         names, named_by = labelled.name_classes(labels, train.path, options.class_names)
-        numbers = {
-            split: classification.number_labels(tables[split], labels, split) for split in SPLITS
+        numbers = {s: classification.number_labels(tables[s], labels, s) for s in SPLITS}
+        encoder, encoded, details = classification.encode_labelled(tables, options, noun="texts")
+        examples: dict[Split, classification.LabelledExamples] = {
+            split: classification.LabelledExamples(found.ids, numbers[split], found.segments)
+            for split, found in encoded.items()
         }
-        encoder = build_encoder(options.tokenizer, train.texts, max_words=options.max_words)
-        encoded, details = classification.encode_labelled(encoder, tables, options, noun="texts")
         super().__init__(
             encoder=encoder,
-            examples={
-                split: classification.LabelledExamples(
-                    encoded[split].ids, numbers[split], encoded[split].segments
-                )
-                for split in SPLITS
-            },
+            examples=examples,
             labels=names,
             max_length=options.max_length,
-            source=source | named_by,
-            details=details,
+            described={**source, **named_by, **details},
         )
 
 

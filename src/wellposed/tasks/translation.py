@@ -83,8 +83,8 @@ class TranslationTask(Seq2SeqTask):
             encoder=encoder,
             encoded=encoded,
             references={split: pairs[split].target for split in REPEATED},
-            source=source,
-            details={
+            described={
+                **source,
                 "max_tokens": options.max_tokens,
                 "train_pairs_dropped_as_too_long": self._dropped,
                 "train_pairs_left_out_by_limit_pairs": left_out,

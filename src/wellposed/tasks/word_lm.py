@@ -73,8 +73,8 @@ class WordLMTask(LanguageModelTask):
             encoder=WordEncoder.from_texts([joined["train"]], max_words=size),
             texts=joined,
             seq_len=options.seq_len,
-            source=source,
-            details={
+            described={
+                **source,
                 "words": {split: len(words[split]) for split in SPLITS},
                 "split_at": "white space and between words and marks" if pieces else "white space",
                 "end_of_line": END if options.eos else None,

@@ -74,16 +74,13 @@ def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
     Raises:
         DataError: the processor cannot take it.
     """
-    gray = channels(processor) == 1
-    if gray and image.ndim == 3:
+    count = channels(processor)
+    if count == 1 and image.ndim == 3:
         image = to_gray(image[None])[0]
-    shaped = image[..., None] if image.ndim == 2 else image
-    if not gray and image.ndim == 2:
-        shaped = shaped.repeat(3, axis=-1)
+    shaped = image[..., None].repeat(count, axis=-1) if image.ndim == 2 else image
+    how = {"return_tensors": "pt", "input_data_format": "channels_last"}
     try:
-        return processor(shaped, return_tensors="pt", input_data_format="channels_last")[
-            "pixel_values"
-        ][0]
+        return processor(shaped, **how)["pixel_values"][0]
     except (ValueError, TypeError, KeyError) as error:
         height, width = image.shape[:2]
         raise DataError(
@@ -122,8 +119,7 @@ def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
 
     config: Any = start_config(source)
     size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        size = (size, size)
+    size = (size, size) if isinstance(size, int) else size
     if not isinstance(size, list | tuple) or len(size) != 2:
         raise ConfigError(
             f"{source}: a {config.model_type} configuration has no image_size; expected a model of"
@@ -168,12 +164,11 @@ def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> An
     require_pillow()
     from wellposed.models import quiet_transformers
 
-    height, width = size
     with quiet_transformers():  # the import itself says which of two processors it takes
         from transformers import ViTImageProcessor
 
         return ViTImageProcessor(
-            size={"height": height, "width": width},
+            size=dict(zip(("height", "width"), size, strict=True)),
             image_mean=mean,
             image_std=std,
             do_convert_rgb=len(mean) == 3,

@@ -16,11 +16,10 @@ from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,12 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
 
 
 def encode_labelled(
-    encoder: TextEncoder, tables: Mapping[Split, LabelledTexts], options: Any, *, noun: str
-) -> tuple[dict[Split, Encoded], dict[str, Any]]:
-    """Return the token ids of every text, cut to ``options.max_length`` or refused as
-    ``options.overflow`` says, and what was cut, unknown or repeated."""
+    tables: Mapping[Split, LabelledTexts], options: Any, *, noun: str
+) -> tuple[TextEncoder, dict[Split, Encoded], dict[str, Any]]:
+    """Return the encoder that the options name, the token ids of every text, cut to
+    ``max_length`` or refused as ``overflow`` says, and what was cut, unknown or repeated."""
+    train = tables["train"].texts
+    encoder = build_encoder(options.tokenizer, train, max_words=options.max_words)
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
         ids[split] = encoder.encode(table.texts, max_length=options.max_length, pairs=table.pairs)
@@ -160,19 +161,25 @@ def encode_labelled(
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(table, lengths, options.max_length, remedy)
-    seen = set(tables["train"].texts)
-    return ids, {
-        "max_length": options.max_length,
-        "overflow": options.overflow,
-        f"truncated_{noun}": {
-            split: sum(length > options.max_length for length in encoded.full_lengths)
-            for split, encoded in ids.items()
+    seen = set(train)
+    return (
+        encoder,
+        ids,
+        {
+            "max_length": options.max_length,
+            "overflow": options.overflow,
+            f"truncated_{noun}": {
+                split: sum(length > options.max_length for length in encoded.full_lengths)
+                for split, encoded in ids.items()
+            },
+            "unknown_pieces": {
+                split: encoded.unknown_description() for split, encoded in ids.items()
+            },
+            f"{noun}_also_in_train": {
+                split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]
+            },
         },
-        "unknown_pieces": {split: encoded.unknown_description() for split, encoded in ids.items()},
-        f"{noun}_also_in_train": {
-            split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]
-        },
-    }
+    )
 
 
 def refuse_longer(

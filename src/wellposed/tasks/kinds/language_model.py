@@ -167,17 +167,17 @@ class LanguageModelTask(TokenTask[BlockDataset]):
     """Name of the mean of -ln p."""
 
     def __init__(
-        self, *, encoder: TextEncoder, texts: Mapping[Split, str], seq_len: int, **parts: Any
+        self, *, encoder: TextEncoder, texts: Mapping[Split, str], seq_len: int, described: Any
     ) -> None:
         blocks: dict[Split, BlockDataset] = {}
         unknown: dict[Split, Any] = {}
         for split in SPLITS:
-            where = f"{parts['source']['source']} ({split})"
+            where = f"{described['source']} ({split})"
             found = self._encode(encoder, texts[split])
             blocks[split] = self._cut(encoder, found, seq_len=seq_len, where=where)
             unknown[split] = found.unknown_description()
-        super().__init__(encoder=encoder, examples=blocks, max_length=seq_len, **parts)
-        self._details = {**self._details, f"unknown_{self.noun}s": unknown}
+        described = {**described, f"unknown_{self.noun}s": unknown}
+        super().__init__(encoder=encoder, examples=blocks, max_length=seq_len, described=described)
 
     def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
         return encoder.encode([text])
