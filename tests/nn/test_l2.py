@@ -12,7 +12,6 @@ from torch.testing import assert_close
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import full_precision, l2_constants
-from wellposed.models import build_model
 from wellposed.nn import ATTENTIONS, L2SelfAttention
 
 D, N = 8, 5
@@ -297,22 +296,6 @@ def test_what_the_paper_does_not_bound_is_refused(options):
         L2SelfAttention(WIDTH, HEADS, bound="kim2021", **{"contractive": C, **options})
 
 
-def test_a_model_takes_the_bound_as_an_option_and_saves_it(tmp_path):
-    options = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "lipschitz_norm": "inf"}
-    model = build_model(
-        "wellposed",
-        "causal_lm",
-        vocab_size=5,
-        attention="l2_contractive",
-        contractive_bound="kim2021",
-        **options,
-    )
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert {m.bound for m in again.modules() if isinstance(m, L2SelfAttention)} == {"kim2021"}
-    assert "bound='kim2021'" in repr(again)
-
-
 @pytest.mark.parametrize("values", ["paper", "free"])
 def test_initial_weights(values):
     torch.manual_seed(0)
@@ -336,18 +319,14 @@ def test_nan_stays_in_its_sequence():
 
 
 def test_registered_builders():
-    untied, tied, contractive, other = (
-        ATTENTIONS.get(name)(stack_config(**options))
-        for name, options in (
-            ("l2", {}),
-            ("l2_tied", {}),
-            ("l2_contractive", {}),
-            ("l2_contractive", {"contractive": 0.5, "lipschitz_norm": "inf"}),
-        )
-    )
+    names = ("l2", "l2_tied", "l2_contractive")
+    untied, tied, contractive = (ATTENTIONS.get(name)(stack_config()) for name in names)
+    given = {"contractive": 0.5, "lipschitz_norm": "inf", "contractive_bound": "kim2021"}
+    other = ATTENTIONS.get("l2_contractive")(stack_config(**given))
     assert (untied.tied, tied.tied, tied.contractive) == (False, True, None)
     assert (contractive.contractive, contractive.norm, contractive.max_tokens) == (0.9, "tok", 16)
-    assert (other.contractive, other.norm) == (0.5, "inf")
+    assert (other.contractive, other.norm, other.bound) == (0.5, "inf", "kim2021")
+    assert "bound='kim2021'" in repr(other)
     with bad_config(match="qk_norm"):
         ATTENTIONS.get("l2_tied")(stack_config(qk_norm=True))
     with bad_config(match="values='paper' with tied=False"):
