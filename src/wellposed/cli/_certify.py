@@ -131,7 +131,8 @@ def _words(model: Any, options: CertifyArguments) -> int:
         )
     if task is not None:
         batches = first_batches(task, options.split, options.examples, options.batch_size)
-        asked = {"split": options.split, "beam": options.restarts}
+        folder = Path(options.model)
+        asked = {"split": options.split, "beam": options.restarts, "folder": folder}
         print_accuracy(model, task, counts, batches, **asked)
     if options.text is not None:
         print_text(model, load_tokenizer(options.model), options.text)

@@ -4,6 +4,7 @@ against."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError
@@ -11,6 +12,7 @@ from wellposed.text_table import aligned, printable
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
+    from wellposed.tasks.data.splits import Split
     from wellposed.training.certified.words import EditKind
 
 _SHOWN = 8
@@ -38,21 +40,20 @@ def print_accuracy(
     counts: Mapping[EditKind, Sequence[int]],
     batches: Sequence[Any],
     *,
-    split: str,
+    split: Split,
     beam: int,
+    folder: Path,
 ) -> None:
-    """Print certified and attacked accuracy for every number of edits."""
+    """Print certified and attacked accuracy for every number of edits, and keep those of replaced
+    words in the folder of the run."""
+    from wellposed.training.certified.run import keep_words, text_limit
     from wellposed.training.certified.word_accuracy import word_accuracy
 
     limit = text_limit(model, task.tokenizer)
     found = word_accuracy(model, task.tokenizer, batches, counts, limit=limit, beam=beam)
     print(f"{task.name}, {split}, any words by any words of the vocabulary:")
     print(found.table())
-
-
-def text_limit(model: Any, tokenizer: Any) -> int:
-    """Return the most tokens of a text that the model reads; what is longer is cut."""
-    return min(int(tokenizer.model_max_length), int(model.config.max_position_embeddings))
+    keep_words(folder, found, split)
 
 
 def word_counter(
@@ -84,6 +85,7 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
 
     from wellposed.attack import WordAttack, WordSwaps
     from wellposed.training.certified.characters import CharacterEdits
+    from wellposed.training.certified.run import text_limit
     from wellposed.training.certified.words import bound_words, hold_texts
 
     limit = text_limit(model, tokenizer)

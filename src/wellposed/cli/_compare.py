@@ -18,6 +18,7 @@ from wellposed.cli._arguments import (
     task_usage,
     tracking,
 )
+from wellposed.cli._certify_words import counts_of
 from wellposed.cli.first_look import first_look
 from wellposed.compare.variants import VARIANTS, summary
 from wellposed.options import CheckedOptions, Count, Size
@@ -43,6 +44,9 @@ class CompareArguments(CheckedOptions):
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
     certify: Count = 0
     """Certified and attacked accuracy on so many test examples."""
+    certify_words: str | None = None
+    """Comma-separated numbers of words: accuracy certified against so many replaced words, and attacked, on
+    --certify (256 where not given) test texts."""
     track: TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
@@ -80,6 +84,7 @@ def run(words: Sequence[str]) -> int:
             command=["wellposed", "compare", *words],
             announce=None if options.quiet or not is_first() else partial(print, flush=True),
             certify=options.certify,
+            certify_words=counts_of("certify-words", options.certify_words),
             tracking=reported,
         )
         cancelled = runs.cancelled

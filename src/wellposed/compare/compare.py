@@ -65,6 +65,7 @@ def compare(
     command: list[str] | None = None,
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
+    certify_words: Sequence[int] = (),
     tracking: Tracking = NOT_TRACKED,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
@@ -89,6 +90,8 @@ def compare(
         announce: called with one line before each run.
         certify: leave certified and attacked accuracy of so many examples of *test* in every run
             folder.
+        certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
+            of *test* whose answer no so many words turn, and those an attack left right.
         tracking: trackers that follow each run, as in `wellposed.training.train`.
 
     Returns:
@@ -120,6 +123,11 @@ def compare(
             " that classifies texts or pairs, or predicts the next token; certified accuracy is"
             " defined for those"
         )
+    if certify_words and task.kind != "sequence_classification":
+        raise ConfigError(
+            f"certify_words = {list(certify_words)} on {base.task}: words are counted for a task that"
+            " classifies texts; leave it out"
+        )
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
@@ -135,11 +143,15 @@ def compare(
     say = announce or say_nothing
     how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
     runs = ComparisonRuns(tuple(train_planned(planned, announce=say, task=task, jobs=jobs, **how)))
-    if certify and is_first() and not runs.cancelled:
-        from wellposed.training.certified.run import certify_runs
+    if (certify or certify_words) and is_first() and not runs.cancelled:
+        from wellposed.training.certified.run import certify_runs, certify_words_of_runs
 
         finished = [result.out for result in runs.results if result.status == "success"]
-        certify_runs(finished, task, examples=certify, announce=say)
+        if certify:
+            certify_runs(finished, task, examples=certify, announce=say)
+        if certify_words:
+            how = {"examples": certify or 256, "announce": say}
+            certify_words_of_runs(finished, task, certify_words, **how)
     return runs
 
 

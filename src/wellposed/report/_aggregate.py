@@ -357,4 +357,6 @@ def metric_words(metric: str) -> str:
     words = _METRIC_WORDS.get(name, name.replace("_", " "))
     if kind == "certified" and radius:
         words = f"accuracy certified at radius {radius}"
+    if kind == "words" and radius:
+        words = f"accuracy certified against any {radius} words"
     return f"{SPLITS.get(split, split)} {words}" if split else words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from wellposed.charts import Panel, Series, Style, lines, where
@@ -72,10 +73,33 @@ def curves_figure(
 
 
 def certified_figure(name: str, groups: Groups, numbers: Numbers) -> Figure | None:
-    """Draw accuracy against radius: certified as solid lines, under attack as dashed ones of the
-    same colour."""
+    """Draw accuracy against radius, as `_certified_curves`."""
     measured = {of: [run.certified for run in runs if run.certified] for of, runs in groups.items()}
-    rows = [row for of, found in measured.items() for row in _certified_rows(of, found)]
+    caption = partial(_certified_caption, [run for found in measured.values() for run in found])
+    rows = [row for of, found in measured.items() for row in _certified_rows(of, found, "shares")]
+    return _certified_curves(name, rows, numbers, "radius (median token norms)", caption)
+
+
+def words_figure(name: str, groups: Groups, numbers: Numbers) -> Figure | None:
+    """Draw accuracy against the number of replaced words, as `_certified_curves`."""
+    measured = {of: [run.words for run in runs if run.words] for of, runs in groups.items()}
+    rows = [row for of, found in measured.items() for row in _certified_rows(of, found, "counts")]
+    caption = (
+        "Accuracy when so many words of a text are replaced by any words of the vocabulary: what none"
+        " can turn (solid; 0 where there is no certificate) and what a greedy attack left right"
+        " (dashed). Mean over seeds."
+    )
+    return _certified_curves(name, rows, numbers, "replaced words", lambda: caption)
+
+
+def _certified_curves(
+    name: str,
+    rows: list[dict[str, Any]],
+    numbers: Numbers,
+    axis: str,
+    caption: Callable[[], str],
+) -> Figure | None:
+    """Draw certified accuracy as solid lines, under attack as dashed ones of the same colour."""
     if not rows:
         return None
     styles: dict[str, Style] = {"certified": "solid", "attacked": "dashed"}
@@ -86,12 +110,11 @@ def certified_figure(name: str, groups: Groups, numbers: Numbers) -> Figure | No
         for line in lines(where(rows, variant=variant), "radius", what, by="variant", style=style)
     ]
     panel = Panel(
-        "accuracy: certified (solid), attacked (dashed)", "radius (median token norms)", "accuracy", series,
-        x_scale="symlog", legend=False, y_limits=(0, 1.02),
+        "accuracy: certified (solid), attacked (dashed)", axis, "accuracy", series,
+        x_scale="linear" if axis.endswith("words") else "symlog", legend=False, y_limits=(0, 1.02),
     )  # fmt: skip
-    caption = _certified_caption([run for found in measured.values() for run in found])
     title, data = "Certified against attacked accuracy", csv_link(name, list(rows[0]), rows)
-    return Figure(title, _drawn([panel], name), caption, data)
+    return Figure(title, _drawn([panel], name), caption(), data)
 
 
 def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
@@ -200,9 +223,11 @@ def _curve_panel(
     return Panel(words, "step", words.partition(" ")[2], series, legend=False, level=level)
 
 
-def _certified_rows(variant: str, measured: Sequence[CertifiedRun]) -> list[dict[str, Any]]:
+def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[dict[str, Any]]:
     certified, attacked = (
-        _shared([dict(zip(run.shares, getattr(run, name), strict=True)) for run in measured])
+        _shared(
+            [dict(zip(getattr(run, axis), getattr(run, name), strict=True)) for run in measured]
+        )
         for name in ("certified", "attacked")
     )
     fixed = {"variant": variant, "seeds": len(measured)}

@@ -18,7 +18,12 @@ from wellposed.options import fits, misfits
 from wellposed.regular_file import read_bytes, read_text
 from wellposed.statistics import Failure
 from wellposed.training import verify_run_file
-from wellposed.training.certified.record import CertifiedRun, read_certified
+from wellposed.training.certified.record import (
+    CertifiedRun,
+    CertifiedWords,
+    read_certified,
+    read_words,
+)
 
 Found = TypeVar("Found")
 ENTRIES: Mapping[str, Any] = {
@@ -44,6 +49,8 @@ class Run:
     """Why it has no number; ``None`` where it finished."""
     certified: CertifiedRun | None = None
     """What its model was certified for, where that was asked."""
+    words: CertifiedWords | None = None
+    """The same of replaced words."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
     final: Measurement | None = None
@@ -77,7 +84,9 @@ class Run:
             for name, value in self.result["results"][self.task].items()
             if is_finite(value)
         }
-        return scores if self.certified is None else {**scores, **self.certified.metrics()}
+        for found in (self.certified, self.words):
+            scores |= {} if found is None else found.metrics()
+        return scores
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -352,8 +361,10 @@ def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
         found = _headline_values(result).items()
         bad = [f"{name} = {value}" for name, value in found if not is_finite(value)]
         if not bad:
-            certified = read_certified(folder, run_date=str(result["date"]))
-            return Run(folder, result, certified=certified), None
+            date = str(result["date"])
+            certified = read_certified(folder, run_date=date)
+            words = read_words(folder, run_date=date)
+            return Run(folder, result, certified=certified, words=words), None
         reason = f"the headline metric is not a finite number: {', '.join(bad)}"
         return _without_number(folder, result, "failed", reason)
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")

@@ -21,6 +21,7 @@ from wellposed.report._figures import (
     mean_rows,
     spectra_figure,
     weight_rows,
+    words_figure,
 )
 from wellposed.report._heat import Weights, heat_maps
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
@@ -55,6 +56,7 @@ def task_section(
     figures = (
         curves_figure(f"{name}-curves", task, groups, numbers),
         certified_figure(f"{name}-certified", groups, numbers),
+        words_figure(f"{name}-words", groups, numbers),
         spectra_figure(f"{name}-spectra", weights, numbers),
     )
     return {

@@ -16,14 +16,17 @@ from tests.certification.test_sum import classifier
 
 from wellposed.attack import WordAttack, WordSwaps
 from wellposed.cli import main
-from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
+from wellposed.errors import ConfigError, DataError, NotLipschitzError, ShapeError
 from wellposed.models import WellposedForSequenceClassification
 from wellposed.nn import ConvexResidual
+from wellposed.report import build_report
 from wellposed.tasks.text.tokenizers import CharacterEncoder, WordEncoder
 from wellposed.training import load_run_model
 from wellposed.training.certified.characters import CharacterEdits
+from wellposed.training.certified.record import WORDS_NAME, read_words
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import WordBounds, bound_words, hold_texts
+from wellposed.training.folder.result import read_result
 from wellposed.training.loop.word_margin import word_logits
 
 WORDS = ("a", "ab", "b", "abb", "ba", "bb")
@@ -356,3 +359,38 @@ def test_a_model_without_a_certificate_is_attacked_and_told_why(
     assert "no certificate: no bound in norm sum of DotProductAttention" in said
     assert re.search(r"words  1  none +[01]\.\d{4}\n", said)
     assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", said)
+
+
+def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path: Path):
+    out = tmp_path / "runs"
+    words = (
+        "compare text_classification --data builtin --variants lipschitz,rezero --seeds 1 --steps 4"
+    )
+    small = (
+        "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
+    )
+    asked = ["--certify", "4", "--certify-words", "1,3", "--margin-loss", "words:1"]
+    assert main([*words.split(), *small.split(), *asked[:4], "--out", str(out)]) == 0
+    for variant in ("lipschitz", "rezero"):
+        folder = out / variant / "seed-0"
+        result = read_result(folder)
+        assert result is not None
+        date = str(result.result["date"])
+        found = read_words(folder, run_date=date)
+        assert found is not None
+        assert (found.counts, found.split, found.examples) == ([0, 1, 3], "test", 4)
+        assert all(sure <= seen for sure, seen in zip(found.certified, found.attacked, strict=True))
+        assert found.metrics() == {
+            "words@1,test": found.certified[1],
+            "words@3,test": found.certified[2],
+        }
+        if variant == "rezero":
+            assert found.certified[1:] == [0.0, 0.0]
+        with pytest.raises(DataError, match="certify it again"):
+            read_words(folder, run_date="another")
+    page = build_report([out], tmp_path / "report.html").read_text("utf-8")
+    assert "replaced words" in page
+    assert "certified against any 3 words" in page
+    (out / "lipschitz" / "seed-0" / WORDS_NAME).write_text('{"format": 1}')
+    with pytest.raises(DataError, match=WORDS_NAME):
+        read_words(out / "lipschitz" / "seed-0", run_date=date)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wellposed.errors import DataError
 from wellposed.finite_json import from_json
 from wellposed.options import build_options
 
 NAME = "certified.json"
+WORDS_NAME = "certified_words.json"
 FORMAT = 1
 TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 """Radii that compare models whose tokens differ in size: multiples of the median norm of an
@@ -20,6 +21,8 @@ CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "c
 """Kinds of tasks with a certified accuracy: a label of a text or a pair, or the next token."""
 NAMED_SHARE = 0.1
 """The radius whose certified accuracy stands in tables."""
+
+R = TypeVar("R", "CertifiedRun", "CertifiedWords")
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,48 @@ class CertifiedRun:
         return {name: found[NAMED_SHARE]} if NAMED_SHARE in found else {}
 
 
+@dataclass(frozen=True)
+class CertifiedWords:
+    """``certified_words.json``: the shares of texts whose right answer no k replaced words turn, and
+    that an attack left right."""
+
+    run_date: str
+    split: str
+    examples: int
+    counts: list[int]
+    """k, increasing from 0, where both shares are the clean accuracy."""
+    certified: list[float]
+    attacked: list[float]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the certified shares as metrics of a run."""
+        found = zip(self.counts, self.certified, strict=True)
+        return {f"words@{count},{self.split}": share for count, share in found if count}
+
+
 def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
     """Return what was certified of the run that ended at ``run_date``; None where nothing was.
 
     Raises:
         DataError: the file is damaged, or belongs to an earlier training in this folder.
     """
-    path = folder / NAME
+    return _read(folder / NAME, CertifiedRun, "shares", run_date)
+
+
+def read_words(folder: Path, *, run_date: str) -> CertifiedWords | None:
+    """Return what was certified in words of the run, as `read_certified`."""
+    return _read(folder / WORDS_NAME, CertifiedWords, "counts", run_date)
+
+
+def _read(path: Path, kind: type[R], axis: str, run_date: str) -> R | None:
     if not path.is_file():
         return None
     try:
         values = from_json(path.read_bytes())
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not a JSON object of format {FORMAT}")
-        run = build_options(CertifiedRun, values, where=NAME)
-        _refuse_damage(run)
+        run = build_options(kind, values, where=path.name)
+        _refuse_damage(run, axis)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: {error}; certify the run again, or remove the file") from error
     if run.run_date != run_date:
@@ -78,14 +108,15 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
     return run
 
 
-def _refuse_damage(run: CertifiedRun) -> None:
-    columns = (run.shares, run.certified, run.attacked)
-    if not all(len(column) == len(run.shares) for column in columns):
-        raise ValueError("shares, certified and attacked must be lists of the same length")
+def _refuse_damage(run: CertifiedRun | CertifiedWords, axis: str) -> None:
+    places = getattr(run, axis)
+    columns = (places, run.certified, run.attacked)
+    if not all(len(column) == len(places) for column in columns):
+        raise ValueError(f"{axis}, certified and attacked must be lists of the same length")
     if not all(isinstance(value, (int, float)) for column in columns for value in column):
-        raise ValueError("shares, certified and attacked must be finite numbers")
-    if run.shares != sorted(set(run.shares)):
-        raise ValueError(f"shares = {run.shares}, expected increasing radii")
+        raise ValueError(f"{axis}, certified and attacked must be finite numbers")
+    if places != sorted(set(places)):
+        raise ValueError(f"{axis} = {places}, expected increasing numbers")
     above = [share for share, sure, seen in zip(*columns, strict=True) if sure > seen]
     if above:
         problem = f"certified accuracy is above the attacked one at {above}"

@@ -22,6 +22,7 @@ from wellposed.tasks.data.splits import Split
 from wellposed.training.certified import record
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
 from wellposed.training.certified.record import TOKEN_SHARES, CertifiedRun, read_certified
+from wellposed.training.certified.word_accuracy import WordAccuracy, word_accuracy
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.result import read_result
 from wellposed.training.folder.save import load_run_model
@@ -185,6 +186,53 @@ def keep(
     data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
     durable_files.replace_file(folder / record.NAME, data)
     return run
+
+
+def text_limit(model: Any, tokenizer: Any) -> int:
+    """Return the most tokens of a text that the model reads; what is longer is cut."""
+    return min(int(tokenizer.model_max_length), int(model.config.max_position_embeddings))
+
+
+def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
+    """Write what a run holds against replaced words into its folder, in one step; nothing where
+    no number of them was asked for."""
+    rows = zip(found.kinds, found.counts, found.certified, found.attacked, strict=True)
+    rows = [(0, found.clean, found.clean), *(row[1:] for row in rows if row[0] == "words")]
+    counts, certified, attacked = (list(column) for column in zip(*rows, strict=True))
+    if found.reason:
+        certified[1:] = [0.0] * (len(certified) - 1)
+    if len(counts) > 1:
+        texts = found.texts
+        run = record.CertifiedWords(_date(folder), split, texts, counts, certified, attacked)
+        data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
+        durable_files.replace_file(folder / record.WORDS_NAME, data)
+
+
+def certify_words_of_runs(
+    folders: Sequence[Path],
+    task: Task,
+    counts: Sequence[int],
+    *,
+    examples: int,
+    announce: Callable[[str], None],
+) -> None:
+    """Count, for every run, the *test* texts whose answer no k replaced words turn, and keep the
+    shares in its folder; a run that cannot be asked is announced with the reason.
+
+    Cost: as `word_accuracy`, for each run.
+    """
+    batches = first_batches(task, "test", examples)
+    for folder in folders:
+        model, _ = load_run_model(folder)
+        announce(f"certified words of {folder}")
+        try:
+            limit = text_limit(model, task.tokenizer)
+            asked = {"words": counts}
+            found = word_accuracy(model, task.tokenizer, batches, asked, limit=limit)
+        except ConfigError as error:
+            announce(f"{folder}: {error}")
+            continue
+        keep_words(folder, found, "test")
 
 
 def _date(folder: Path) -> str:
