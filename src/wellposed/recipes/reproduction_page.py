@@ -95,6 +95,8 @@ def _seeds(values: Mapping[str, Any]) -> object:
 
 def _section(values: Mapping[str, Any]) -> str:
     criterion = values["criterion"] or {"test": "none", "uncertainty": "none"}
+    power = values.get("power")  # none where nothing is trained
+    seen = power and {"could be seen": power["words"], "levelled off": power["levelled_off"]}
     rows = {
         "paper": values["paper_says"],
         "ours": values["we_got"],
@@ -102,7 +104,7 @@ def _section(values: Mapping[str, Any]) -> str:
         "test": criterion["test"],
         "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],
-        **_power_rows(values.get("power")),
+        **(seen or {}),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
@@ -111,14 +113,6 @@ def _section(values: Mapping[str, Any]) -> str:
     }
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     return "\n".join([f"\n## {_title(values)}\n", "| | |", "|---|---|", *table])
-
-
-def _power_rows(power: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what could be seen, as stated beforehand; nothing where nothing is trained or no
-    statement was kept."""
-    if power is None:
-        return {}
-    return {"could be seen": power["words"], "levelled off": power["levelled_off"]}
 
 
 def _origin_row(made_with: Mapping[str, Any] | None) -> dict[str, str]:
