@@ -15,6 +15,7 @@ from torch import nn
 from wellposed.config_record import recorded
 from wellposed.errors import WellposedError
 from wellposed.training.config import RunConfig
+from wellposed.training.folder.run_folder import leaves
 from wellposed.training.folder.save import is_ours
 from wellposed.training.loop.state import Evaluation
 
@@ -54,9 +55,13 @@ def model_card(
     the user to add."""
     from huggingface_hub import ModelCardData
 
+    named = config.task_options.get("data")
+    paths = [value for place, value in leaves(task.description()) if place[-1:] == ("path",)]
+    data = [_name(str(named))] if named else []
+    data += [Path(path).name for path in paths if isinstance(path, str)]
     facts = {
         "task": config.task,
-        "data": ", ".join(_data_names(config, task)),
+        "data": ", ".join(dict.fromkeys(data)),
         "started from": f"`{_name(config.start.model)}`" if config.start.model else "",
         "variant": f"`{config.variant}`",
         "seed": str(config.train.seed),
@@ -125,22 +130,6 @@ def _certificate(model: Any) -> str:
     if math.isinf(bound):
         return ""
     return f"Lipschitz bound {bound:.4g} in the largest 2-norm of a token, up to {positions} tokens"
-
-
-def _data_names(config: RunConfig, task: Task) -> list[str]:
-    named = config.task_options.get("data")
-    files = [Path(path).name for path in _paths(task.description())]
-    return list(dict.fromkeys([*([_name(str(named))] if named else []), *files]))
-
-
-def _paths(described: Any) -> Iterator[str]:
-    """Yield every ``path`` in the nested description of the data."""
-    if isinstance(described, Mapping):
-        for name, value in described.items():
-            if name == "path" and isinstance(value, str):
-                yield value
-            else:
-                yield from _paths(value)
 
 
 def _word(word: str) -> str:

@@ -328,16 +328,24 @@ def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
     >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
     {'files.train': 'ab', 'test': 'cd'}
     """
-    leaves = _leaves(description, ())
-    return {".".join(name for name in place if name != DIGEST): digest for place, digest in leaves}
+    return {
+        ".".join(name for name in place if name != DIGEST): str(digest)
+        for place, digest in leaves(description)
+        if DIGEST in place
+    }
 
 
-def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what nested tables hold, each value behind the names that lead to it.
+
+    >>> list(leaves({"a": {"b": 1}, "c": 2}))
+    [(('a', 'b'), 1), (('c',), 2)]
+    """
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _leaves(inner, (*place, str(name)))
-    elif DIGEST in place:
-        yield place, str(value)
+            yield from leaves(inner, (*place, str(name)))
+    else:
+        yield place, value
 
 
 def check_data(out: Path, task: Task) -> None:

@@ -44,11 +44,8 @@ def name_our_classes(folder: Path, model: Any) -> None:
     config = {**json.loads(path.read_bytes()), "auto_map": auto_map}
     durable_files.write_synced(path, to_json(config, indent=2))
     imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
-    text = (
-        '"""The classes of this model are in the package wellposed; this file only imports'
-        f' them."""\n\n{imports}\n'
-    )
-    durable_files.write_synced(folder / f"{MODULE}.py", text.encode())
+    says = '"""The classes of this model are in the package wellposed; this file imports them."""'
+    durable_files.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())
 
 
 FINAL = "final"
