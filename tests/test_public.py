@@ -68,12 +68,11 @@ def test_python_gives_the_objects_that_type_checkers_see(package: str) -> None:
     assert seen.keys() <= set(dir(module))
     assert set(module.__getattr__("__all__")) <= seen.keys()
     for name, home in seen.items():
-        inside = f"{home}.{name}" if home == package else home
-        assert getattr(module, name) is (
-            importlib.import_module(inside)
-            if home == package
-            else getattr(importlib.import_module(inside), name)
-        )
+        if home == package:
+            expected: object = importlib.import_module(f"{home}.{name}")
+        else:
+            expected = getattr(importlib.import_module(home), name)
+        assert getattr(module, name) is expected
 
 
 @pytest.mark.parametrize("package", LAZY)
@@ -88,7 +87,5 @@ def test_importing_a_lazy_package_does_not_import_torch(package: str) -> None:
         f"import sys, {package}; print('torch' in sys.modules, 'torch' in sys.modules or"
         f" dir({package}) == [])"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
-        "False",
-        "False",
-    ]
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said.split() == ["False", "False"]

@@ -32,11 +32,7 @@ TARGET = Path(__file__).parents[1] / "docs" / "theory" / "pictures"
 TOKENS = (2, 4, 8, 16, 32, 64)
 RESTARTS, STEPS = 8, 80
 NAMED: tuple[tuple[Norm, str], ...] = (("tok", "tok"), (2, "F"))
-MASKS: tuple[tuple[MaskKind, str], ...] = (
-    ("any", "any mask"),
-    ("causal", "causal"),
-    ("full", "full"),
-)
+MASKS: dict[MaskKind, str] = {"any": "any mask", "causal": "causal", "full": "full"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,8 @@ def pictures() -> dict[str, list[Panel]]:
     in_inf = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm="inf", head_dim=4))
     in_f = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm=2, head_dim=1))
     masked = (
-        measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided) for mask, name in MASKS
+        measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided)
+        for mask, name in MASKS.items()
     )
     tok = measured("B3", narrow, 1, "tok", starts=two_sided)
     inf = measured("B1", wide, 4, "inf")

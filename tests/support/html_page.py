@@ -54,8 +54,5 @@ class Page(HTMLParser):
 
     def csv_names(self) -> list[str]:
         """Return the names of the CSV files inside the page."""
-        return [
-            str(a["download"]).removesuffix(".csv")
-            for a in self.tags.get("a", [])
-            if a.get("download")
-        ]
+        names = (str(a.get("download") or "") for a in self.tags.get("a", []))
+        return [name.removesuffix(".csv") for name in names if name]

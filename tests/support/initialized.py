@@ -36,15 +36,13 @@ def gpt2(layers: int = 2) -> nn.Module:
 
 
 def bart(encoder: int = 2, decoder: int = 3) -> nn.Module:
-    return hf.BartForConditionalGeneration(
-        hf.BartConfig(**{**SEQ2SEQ, "encoder_layers": encoder, "decoder_layers": decoder})
-    )
+    layers = {"encoder_layers": encoder, "decoder_layers": decoder}
+    return hf.BartForConditionalGeneration(hf.BartConfig(**{**SEQ2SEQ, **layers}))
 
 
 def marian(encoder: int = 2, decoder: int = 3) -> nn.Module:
-    return hf.MarianMTModel(
-        hf.MarianConfig(**{**SEQ2SEQ, "encoder_layers": encoder, "decoder_layers": decoder})
-    )
+    layers = {"encoder_layers": encoder, "decoder_layers": decoder}
+    return hf.MarianMTModel(hf.MarianConfig(**{**SEQ2SEQ, **layers}))
 
 
 def t5(encoder: int = 2, decoder: int = 3) -> nn.Module:
@@ -70,14 +68,8 @@ def classifier(layers: int = 2) -> nn.Module:
     return WellposedForSequenceClassification(WellposedConfig(num_hidden_layers=layers, **PLAIN))
 
 
-ENCODER_ONLY = {
-    "bert": bert,
-    "bert_masked": bert_masked,
-    "gpt2": gpt2,
-    "ours": ours,
-    "classifier": classifier,
-}
-ENCODER_DECODER = {"bart": bart, "marian": marian, "t5": t5, "seq2seq": seq2seq}
+ENCODER_ONLY = {build.__name__: build for build in (bert, bert_masked, gpt2, ours, classifier)}
+ENCODER_DECODER = {build.__name__: build for build in (bart, marian, t5, seq2seq)}
 ALL = {**ENCODER_ONLY, **ENCODER_DECODER}
 
 

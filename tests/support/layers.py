@@ -57,12 +57,11 @@ def built(kind, *sizes, **options):
 def heads_of(layer, x, memory):
     """Return queries, keys and values of each head, in float64, from the stored weights alone."""
     state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
-    return [
-        (tokens.double() @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)).chunk(
-            layer.num_heads, -1
-        )
-        for name, tokens in (("q_proj", x), ("k_proj", memory), ("v_proj", memory))
-    ]
+    found = []
+    for name, tokens in (("q_proj", x), ("k_proj", memory), ("v_proj", memory)):
+        all_heads = tokens.double() @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
+        found.append(all_heads.chunk(layer.num_heads, -1))
+    return found
 
 
 def gradients_are_right(layer, *inputs, **options):

@@ -87,15 +87,13 @@ def awake(module: nn.Module) -> nn.Module:
     in eval mode."""
     with torch.no_grad():
         for part in module.modules():
-            if isinstance(part, (ReZeroResidual, InjectiveResidual)):
-                part.weight.normal_() if isinstance(
-                    part, InjectiveResidual
-                ) else part.scale.normal_()
-            if (
-                type(part).__name__.endswith(("Norm", "LayerNorm"))
-                and getattr(part, "weight", None) is not None
-            ):
-                part.weight.uniform_(-1.5, 1.5)
+            if isinstance(part, InjectiveResidual):
+                part.weight.normal_()
+            elif isinstance(part, ReZeroResidual):
+                part.scale.normal_()
+            gain = getattr(part, "weight", None)
+            if type(part).__name__.endswith("Norm") and gain is not None:
+                gain.uniform_(-1.5, 1.5)
         for name, parameter in module.named_parameters():
             if name.rpartition(".")[2] in ("bias", "in_proj_bias"):
                 parameter.normal_(std=0.3)

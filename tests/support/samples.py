@@ -138,10 +138,8 @@ def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
 
 def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> Block:
     block = Block(_config(width, norm="none"))
-    block.attention, block.feedforward = (
-        BallAttention(width, 2, **options),
-        MaxMinFeedForward(width, 2 * width),
-    )
+    block.attention = BallAttention(width, 2, **options)
+    block.feedforward = MaxMinFeedForward(width, 2 * width)
     block.attention_residual, block.feedforward_residual = residual(), residual()
     return block
 

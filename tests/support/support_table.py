@@ -47,10 +47,8 @@ CLASSIFY = ("text_classification", "--data {data}/labels.tsv --max-length 8")
 CONTINUE = ("language_modeling", "--data {data}/text.txt --seq-len 8")
 TRANSLATE = ("translation", "--data {data}/pairs.tsv --src de --tgt en --max-tokens 8")
 IMAGES = ("image_classification", "--limit-train 40")
-ENCODER, DECODER = (
-    transformers.AutoModelForSequenceClassification,
-    transformers.AutoModelForCausalLM,
-)
+ENCODER = transformers.AutoModelForSequenceClassification
+DECODER = transformers.AutoModelForCausalLM
 SEQUENCES, PIXELS = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForImageClassification
 
 

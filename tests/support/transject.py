@@ -17,10 +17,8 @@ SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 3,
 }
-IDS, MASK = (
-    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]),
-    torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
-)
+IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
+MASK = (IDS > 0).long()
 SETTINGS = [
     {"num_experts": 3},
     {"num_experts": 2, "spectrum_norm": "trace", "gating": "normalized", "position": "learned"},

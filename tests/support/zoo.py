@@ -145,12 +145,8 @@ def fused(parameter: str, output: str, transposed: bool = False) -> dict[str, Kn
     return thirds | {"output": Known(output, transposed=transposed)}
 
 
-BERT_NAMES = (
-    "attention.self.query",
-    "attention.self.key",
-    "attention.self.value",
-    "attention.output.dense",
-)
+BERT_PARTS = ("self.query", "self.key", "self.value", "output.dense")
+BERT_NAMES = tuple(f"attention.{name}" for name in BERT_PARTS)
 BERT = linear("encoder.layer.1.{}", BERT_NAMES, "intermediate.dense", "output.dense")
 LLAMA_NAMES = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 LLAMA = grouped(linear("layers.1.{}", LLAMA_NAMES, "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"))
@@ -177,11 +173,8 @@ def ours(kind: str) -> nn.Module:
 
 
 def gpt2() -> hf.GPT2Model:
-    return hf.GPT2Model(
-        hf.GPT2Config(
-            vocab_size=V, n_embd=D, n_layer=2, n_head=HEADS, n_inner=F, n_positions=32, **SPECIAL
-        )
-    )
+    sizes = {"vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": HEADS, "n_inner": F}
+    return hf.GPT2Model(hf.GPT2Config(n_positions=32, **sizes, **SPECIAL))
 
 
 def bart_cross(pattern: str) -> dict[str, Known]:
