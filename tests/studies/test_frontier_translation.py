@@ -1,15 +1,24 @@
-"""``reproduce frontier/translation``: its verdict on both sides, its settings, and a run of
-seconds, made once."""
+"""``reproduce frontier/translation``: its verdict on both sides, and steps that are doubled until every
+model gains less than 1 % of its loss or overfits."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 
+from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.translation import (
     MARGIN,
+    Trained,
+    at_plateau,
+    double_until_plateau,
     gains_over_norms,
     judge,
 )
+from wellposed_studies.study import FinishedRun
 
 
 @pytest.mark.parametrize(
@@ -28,3 +37,81 @@ def test_half_a_bleu_decides(gains: list[float], verdict: bool | None) -> None:
 def test_the_better_normalised_model_is_the_one_with_the_higher_mean() -> None:
     bleu = {"post_ln": [20.0, 30.0], "pre_ln": [24.0, 24.0], "t_fixup": [25.0, 25.0]}
     assert gains_over_norms(bleu) == [5.0, -5.0]
+
+
+Given = tuple[float, float]
+"""The least loss of a model, and its last in units of that."""
+
+
+def trained(folder: Path, models: dict[str, Given]) -> Trained:
+    """Two seeds a model, .01 on either side of its loss; not a number where both failed."""
+    return {
+        name: [_run(folder / f"{name}{off}", least + off, last) for off in (-0.01, 0.01)]
+        for name, (least, last) in models.items()
+    }
+
+
+def _run(folder: Path, least: float, last: float) -> FinishedRun:
+    failed = math.isnan(least)
+    folder.mkdir(parents=True)
+    losses = [3.0, 6.0] if failed else [least, last * least]
+    lines = [
+        json.dumps({"step": step, "split": "valid", "loss": loss})
+        for step, loss in enumerate(losses, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return FinishedRun(
+        RunConfig("translation"),
+        folder,
+        {} if failed else {"loss,valid": least},
+        info={"reason": "diverged"},
+    )
+
+
+FLAT, RISEN = 1.0, 1.05
+
+
+@pytest.mark.parametrize(
+    ("of_lengths", "most", "lengths", "plateau"),
+    [
+        pytest.param({2: ((1.995, FLAT), (2.995, FLAT))}, 2, 2, True, id="both gain nothing"),
+        pytest.param(
+            {2: ((1.5, FLAT), (2.995, FLAT)), 4: ((1.495, FLAT), (2.99, FLAT))},
+            2,
+            3,
+            True,
+            id="one goes on",
+        ),
+        pytest.param(
+            {2: ((1.5, FLAT), (2.5, FLAT)), 4: ((1.0, FLAT), (2.495, FLAT))},
+            2,
+            3,
+            False,
+            id="no further",
+        ),
+        pytest.param({2: ((1.5, FLAT), (2.5, FLAT))}, 1, 2, False, id="both go on"),
+        pytest.param({}, 0, 1, False, id="never doubled"),
+        pytest.param({2: ((2.5, FLAT), (3.5, FLAT))}, 2, 2, True, id="worse"),
+        pytest.param({2: ((1.5, RISEN), (2.995, FLAT))}, 2, 2, True, id="one overfits"),
+        pytest.param({2: ((1.5, RISEN), (2.5, 1.005))}, 1, 2, False, id="the other does not"),
+        pytest.param(
+            {2: ((math.nan, FLAT), (2.995, FLAT))}, 1, 2, False, id="a failure is no plateau"
+        ),
+    ],
+)
+def test_every_model_has_to_stop_gaining(
+    tmp_path: Path,
+    of_lengths: dict[int, tuple[Given, Given]],
+    most: int,
+    lengths: int,
+    plateau: bool,
+) -> None:
+    def train(times: int) -> Trained:
+        return trained(
+            tmp_path / str(times), dict(zip(("first", "second"), of_lengths[times], strict=True))
+        )
+
+    found = double_until_plateau(
+        trained(tmp_path, {"first": (2.0, FLAT), "second": (3.0, FLAT)}), train, most
+    )
+    assert (len(found), at_plateau(found)) == (lengths, plateau)

@@ -1,5 +1,5 @@
-"""Grids of runs: trained once, read back, told apart when they diverge, and cut short on test where
-asked."""
+"""Grids of runs: trained once, read back, and cut short on test where asked; of a run that diverged the
+reason is written down, and no verdict is drawn from the survivors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.finished_runs import finished
 
 from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.reproduce import Request
 from wellposed.training import ModelOptions, RunConfig, RunResult, TrainOptions
-from wellposed_studies.study import FinishedRun, curves, mean_and_error, train_grid
+from wellposed_studies.huang2020.depth import summarise, train_depths
+from wellposed_studies.study import FinishedRun, Sizes, curves, mean_and_error, train_grid
+from wellposed_studies.zhang2021 import tables
 
 SIZES = {"num_train": 32, "num_valid": 8, "num_test": 12}
 BASE = RunConfig(
@@ -74,3 +77,52 @@ def test_mean_and_error_by_hand() -> None:
     mean, error = mean_and_error([1.0, math.nan])
     assert math.isnan(mean)
     assert math.isnan(error)
+
+
+def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
+    request = Request("toy", tmp_path)
+    sizes = Sizes(4, 1, 8, batch_size=4, pairs=40, depths=(1,), rates=(1e30,))
+    fixup, post_ln = train_depths(request, sizes)
+    reasons = {
+        json.loads(file.read_text())["train_info"]["reason"]
+        for file in tmp_path.rglob("result.json")
+    }
+    assert {fixup.failure, post_ln.failure} == reasons
+    assert "" not in reasons
+    rows = summarise(sizes, [fixup, post_ln]).rows
+    assert [row["error"] for row in rows] == [fixup.failure, post_ln.failure]
+    assert not any(row["trains"] for row in rows)
+
+
+def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[FinishedRun]:
+    """Runs with these BLEU scores by variant and seed; None is a run that failed."""
+    return [
+        finished(
+            "translation",
+            variant.replace("_at_", ":"),
+            {} if value is None else {"bleu,test": value, "perplexity,valid": 9.0},
+            seed=seed,
+            folder=folder,
+        )
+        for variant, values in scores.items()
+        for seed, value in enumerate(values)
+    ]
+
+
+def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path: Path) -> None:
+    study = tables.Study("corpus", RunConfig(task="translation"))
+    plain, oc3 = tables.TRANSFORMER, f"{tables.OC3}_at_1e-06"
+
+    def compared(**scores: tuple[float | None, ...]) -> tuple[str, bool | None]:
+        return tables.compare_variants(study, study_runs(tmp_path, **scores), [tables.OC3])
+
+    assert compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, 25.2, 25.1)})[1] is True
+    for failed in ((None, None, None), (20.0, None, 20.3)):
+        text, better = compared(**{plain: failed, oc3: (25.0, 25.2, 25.1)})
+        assert better is None
+        assert "cannot be said: the baseline" in text
+    text, better = compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, None, 25.1)})
+    assert better is None
+    assert "cannot be said: 1 of 3 seeds failed" in text
+    assert compared(**{plain: (None,), oc3: (25.0,)})[1] is None
+    assert compared(**{plain: (20.0,), oc3: (25.0,)})[1] is None

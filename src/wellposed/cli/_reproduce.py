@@ -12,6 +12,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from wellposed.cli.parser import parse_words
+from wellposed.compare.runs import say_nothing
 from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Given, check_installed, recipe_names
@@ -91,11 +92,8 @@ def run(words: Sequence[str]) -> int:
 
 def _given(options: ReproduceArguments) -> dict[str, str]:
     """Return what the user gives for recipes to read."""
-    return {
-        option: value
-        for option in get_args(Given)
-        if (value := getattr(options, option)) is not None
-    }
+    given = {option: getattr(options, option) for option in get_args(Given)}
+    return {option: value for option, value in given.items() if value is not None}
 
 
 def _read_by(name: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -124,7 +122,7 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
 
 def _run_all(options: ReproduceArguments) -> int:
     """Make every recipe that is not finished in the folder, then the page."""
-    if any(given is not None for given in (options.encoder, options.vectors, options.languages)):
+    if set(_given(options)) - {"data"}:
         raise ConfigError(
             '--encoder, --vectors or --languages with "all": name the recipes that read it, for'
             " instance mcgrath2024"
@@ -150,7 +148,7 @@ def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> b
     """Make one recipe and print its row; return whether nothing was contradicted."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
-    announce = _ignore if options.quiet else _announce
+    announce = say_nothing if options.quiet else _announce
     done = reproduce(
         name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **given
     )
@@ -199,7 +197,3 @@ def _listing() -> str:
 
 def _announce(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
-
-
-def _ignore(line: str) -> None:
-    del line
