@@ -13,7 +13,7 @@ from wellposed.errors import ConfigError
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
 
-WORST_IS_LEAST = ("sigma_min", "stable_rank", "entropy")
+WORST_IS_LEAST = ("sigma_min", "stable_rank")
 Details = Literal["roles"] | bool
 
 
@@ -64,7 +64,7 @@ class ConditionMetrics:
     def __call__(self, model: nn.Module, *, step: int) -> dict[str, float]:
         """Return the metrics of ``model`` at ``step``; empty where this step is not due."""
         if self._monitor is None:
-            self._monitor = Monitor(model, every=self.every, spectra=self.spectra)
+            self._monitor = Monitor(model, every=self.every, spectra=self.spectra, vitals=False)
         if step != self._step:
             self._step = step
             self._metrics = self._summary(self._monitor.step())
@@ -73,9 +73,6 @@ class ConditionMetrics:
     def _summary(self, measured: Mapping[str, float]) -> dict[str, float]:
         groups: dict[str, list[float]] = defaultdict(list)
         for name, value in measured.items():
-            if name.startswith("vital/"):
-                groups[f"vital/{name.rpartition('/')[2]}"].append(value)
-                continue
             weight, _, number = name.removeprefix("cond/").rpartition("/")
             groups[f"cond/{number}"].append(value)
             if self.details:

@@ -90,6 +90,7 @@ class Monitor:
         every: measure the first step and every ``every``-th after it.
         batch: passed to `find_roles`.
         weights: the condition of the weights, too, which costs more than all else.
+        vitals: what training steps show, too, for which hooks are put on the model.
         spectra: also ``sigma_min`` and ``condition_number``, by SVD.
         limits: other limits, such as ``{"logit_max": 100}``.
 
@@ -127,6 +128,7 @@ class Monitor:
         *,
         batch: Any = None,
         weights: bool = True,
+        vitals: bool = True,
         spectra: bool = False,
         limits: Mapping[str, float] | None = None,
     ) -> None:
@@ -144,7 +146,7 @@ class Monitor:
         self._steps = 0
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
-        self._vitals = VitalSigns(model, roles, optimizer, self._is_due)
+        self._vitals = VitalSigns(model, roles, optimizer, self._is_due) if vitals else None
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
@@ -152,7 +154,7 @@ class Monitor:
         self._steps += 1
         if not due:
             return {}
-        vitals, broken = self._vitals.take()
+        vitals, broken = self._vitals.take() if self._vitals else ({}, None)
         new: dict[str, dict[str, float]] = {"finite": {broken: math.nan}} if broken else {}
         for name, value in vitals.items():
             number = name.rpartition("/")[2]
@@ -181,7 +183,8 @@ class Monitor:
 
     def remove(self) -> None:
         """Take the hooks off the model and the optimizer."""
-        self._vitals.remove()
+        if self._vitals is not None:
+            self._vitals.remove()
 
     def _is_due(self) -> bool:
         return self._steps % self.every == 0

@@ -213,9 +213,15 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     places = [(row["stack"], row["layer"], name) for row, name in zip(rows, names, strict=True)]
     seen = Counter(places)
     return [
-        name if seen[place] == 1 else f"{name} ({str(row['path']).rpartition('.')[2]})"
+        name if seen[place] == 1 else f"{name} ({_own_name(row)})"
         for row, name, place in zip(rows, names, places, strict=True)
     ]
+
+
+def _own_name(row: Mapping[str, Any]) -> str:
+    """Return the last name of a weight's module, with its entry in a stack of experts."""
+    name, parameter = str(row["path"]).rpartition(".")[2], str(row.get("parameter", ""))
+    return name + parameter[parameter.rfind("[") :] if parameter.endswith("]") else name
 
 
 def short_role(name: str) -> str:
