@@ -47,7 +47,7 @@ class WordAccuracy:
 
     def table(self) -> str:
         """Return the numbers as plain text."""
-        rows = [("edits", "k", "certified", "attacked"), ("none", "0", *[f"{self.clean:.4f}"] * 2)]
+        rows = [("change", "k", "certified", "attacked"), ("none", "0", *[f"{self.clean:.4f}"] * 2)]
         found = zip(self.kinds, self.counts, self.certified, self.attacked, strict=True)
         for kind, k, sure, seen in found:
             certified = "none" if self.reason else f"{sure:.4f}"
