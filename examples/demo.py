@@ -1,52 +1,114 @@
-"""The main job in a few minutes: what well-posed Transformers do that plain ones do not, on
-built-in data.
+"""What well-posed Transformers do that plain ones do not, in a few minutes, on text that ships with
+Python.
 
-1. 24 layers: post-LN does not learn, ReZero and T-Fixup do without any LayerNorm.
-2. A Transformer that is 1-Lipschitz by construction learns which of two words stands first, and its
-answers are
-   certified: no change of the embedded words up to a radius can turn them.
+1. 24 layers, no warm-up: post-LN does not learn; T-Fixup and ReZero do, without any LayerNorm.
+2. Is a sentence about code or about networks? Changed words turn a plain classifier; one that is
+   Lipschitz by construction comes with the number of words that cannot turn it.
 
-Everything it does, a user can type: it runs the commands it prints.
+Everything it does, a user can type: the commands, and what they print, are in ``OUT/log.txt``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
+import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from wellposed.cli import main as wellposed
+from rich.progress import BarColumn, Progress, TextColumn
 
-# Models this small gain nothing from a second thread, and two threads wait for each other when a
-# core is busy.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+DEPTH = ("post_ln", "pre_ln", "rezero", "t_fixup")
+SEEDS = 3
 DEEP = (
-    "compare char_lm --variants post_ln,rezero,t_fixup --seeds 3 --steps 100 --batch-size 16"
-    " --seq-len 64 --limit-chars 200000 --learning-rate 2e-3 --eval-every 50 --eval-batches 10"
-    " --checkpoint-every 100 --log-every 10 --model.num-hidden-layers 24 --model.hidden-size 64"
-    " --resume auto"
+    f"compare char_lm --variants {','.join(DEPTH)} --seeds {SEEDS} --jobs 2 --steps 100"
+    " --batch-size 16 --seq-len 64 --limit-chars 200000 --learning-rate 2e-3 --eval-every 50"
+    " --eval-batches 10 --checkpoint-every 100 --log-every 10 --model.num-hidden-layers 24"
+    " --model.hidden-size 64 --resume auto"
 )
-CERTIFIED = (
-    "train marked --question order --variant lipschitz --temperature 100 --learning-rate 0.06"
-    " --steps 400 --batch-size 64 --eval-every 200 --checkpoint-every 400 --model.num-hidden-layers"
-    " 1 --model.hidden-size 64 --model.intermediate-size 128 --model.pooling first --resume auto"
-    " --quiet"
+WRITE = "--text 'The value of ' --max-new-tokens 44 --temperature 0.5"
+SENTENCES = (
+    "train text_classification --data builtin --steps 300 --eval-every 100 --checkpoint-every 300"
+    " --model.hidden-size 64 --model.intermediate-size 128 --resume auto --quiet"
 )
-LOOK = """
-What to look at:
-- 24 layers, nats per character: post_ln stays at what a model knows that ignores its input; rezero and t_fixup learn
-  without any LayerNorm.
-- which of two words stands first: `certified` is the share of test that no change up to the radius can turn,
-  `attacked` what an attack left; the proof is never above the attack.
-- the report: loss curves, certified accuracy, weights by layer and role, before and after."""
+CLASSIFIERS = {
+    "plain": "--variant pre_ln --learning-rate 1e-3",
+    "ours": "--variant lipschitz --learning-rate 0.03 --margin-loss words:2",
+}
+TEXT = "send the message to the mail server and wait for the reply"
+LAST_LINES = 10
+CERTIFIED, ATTACKED = 2, 3
+
+
+class Commands:
+    """Runs commands one after the other behind one bar; what they print goes to a file."""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.steps, self.began = out, steps, time.perf_counter()
+        out.mkdir(parents=True, exist_ok=True)
+        self.log = out / "log.txt"
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), transient=True)
+        self.task = self.bar.add_task("", total=steps)
+
+    def run(self, words: str, says: str, steps: int = 1) -> str:
+        """Run one command, which is so many steps of the bar, and return what it printed.
+
+        Raises:
+            SystemExit: it failed; the last lines that it printed are said.
+        """
+        before = self.bar.tasks[0].completed
+        printed = self.out / "printed.txt"
+        with printed.open("w") as file:
+            command = [sys.executable, "-m", "wellposed", *shlex.split(words)]
+            running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            while running.poll() is None:
+                trained = len(list(self.out.glob("deep/*/seed-*/result.json")))
+                self._show(says, max(before, min(before + steps, trained)))
+                time.sleep(0.5)
+        text = printed.read_text(encoding="utf-8", errors="replace")
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(f"$ wellposed {words}\n{text}\n")
+        if running.returncode:
+            self.bar.stop()
+            tail = "\n".join(text.splitlines()[-LAST_LINES:])
+            raise SystemExit(f"{tail}\nfailed: wellposed {words}\nall of it: {self.log}")
+        self._show(says, before + steps)
+        return text
+
+    def _show(self, says: str, completed: float) -> None:
+        spent = time.perf_counter() - self.began
+        left = f", {spent * (self.steps / completed - 1):.0f} s left" if completed else ""
+        number = min(int(completed) + 1, self.steps)
+        description = f"{number} of {self.steps}{left}: {says}"
+        self.bar.update(self.task, completed=completed, description=description)
+
+
+def measured(out: Path, variant: str) -> str:
+    """Return mean and standard error of the nats per character of test."""
+    files = (out / "deep" / variant).glob("seed-*/result.json")
+    results = [json.loads(file.read_text())["results"]["char_lm"] for file in files]
+    values = [each["nats_per_char,test"] for each in results]
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.3f} ± {error:.3f}"
+
+
+def shares(printed: str, column: int) -> str:
+    """Return a column of the table that ``certify --words`` printed."""
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("none ", "words "))]
+    return " ".join(f"{float(row[column]):6.2f}" for row in rows)
+
+
+def line(printed: str, start: str) -> str:
+    """Return the last line that starts so."""
+    return [each for each in printed.splitlines() if each.startswith(start)][-1]
 
 
 def main() -> int:
-    """Run the comparison, train and certify a classifier, and write one report about them."""
+    """Run the commands and say in a few lines what came of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,20 +116,43 @@ def main() -> int:
         "--out", type=Path, default=Path("runs/demo"), help="folder of the runs and the report"
     )
     out = parser.parse_args().out
-    began = time.perf_counter()
-    for command in (
-        f"{DEEP} --out {out / 'deep'}",
-        f"{CERTIFIED} --out {out / 'certified'}",
-        f"certify {out / 'certified'} --examples 128",
-        f"report {out / 'deep'} {out / 'certified'} --out {out / 'report.html'}",
-    ):
-        print(f"\n$ wellposed {command}", flush=True)
-        status = wellposed(shlex.split(command))
-        if status:
-            return status
+    # Models this small gain nothing from a second thread; two runs train at the same time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runs = len(DEPTH) * SEEDS
+    commands = Commands(out, steps=runs + 9)
     print(
-        f"{LOOK}\n\ndone in {time.perf_counter() - began:.0f} s; open {out / 'report.html'} in a"
-        " browser"
+        "Four kinds of Transformer, 24 layers deep, learn English; then two classifiers of sentences"
+        " are attacked\nby changed words. About three minutes on two cores; nothing is downloaded."
+    )
+    with commands.bar:
+        commands.run(f"{DEEP} --out {out / 'deep'}", "24 layers, 4 kinds, 3 seeds", runs)
+        written = {
+            kind: commands.run(f"predict {out / 'deep' / kind / 'seed-0'} {WRITE}", "writing", 0)
+            for kind in DEPTH
+        }
+        for name, words in CLASSIFIERS.items():
+            commands.run(f"{SENTENCES} {words} --out {out / name}", f"a classifier, {name}", 2)
+        ask = f"--words 1,2,3 --examples 100 --text '{TEXT}'"
+        said = {
+            name: commands.run(f"certify {out / name} {ask}", "words are changed", 2)
+            for name in CLASSIFIERS
+        }
+        folders = " ".join(str(out / name) for name in ("deep", *CLASSIFIERS))
+        commands.run(f"report {folders} --out {out / 'report.html'}", "the report", 1)
+    print("\n24 layers, no warm-up: nats per character (lower is better), and what each writes")
+    for kind in DEPTH:
+        print(f"  {kind:8} {measured(out, kind)}  {written[kind].strip()!r}")
+    print("\nIs it about code or networks? Share of 100 sentences still right when k words change")
+    print("  k                 0      1      2      3")
+    print(f"  plain, attacked {shares(said['plain'], ATTACKED)}")
+    print(f"  ours, attacked  {shares(said['ours'], ATTACKED)}")
+    print(f"  ours, certified {shares(said['ours'], CERTIFIED)}  by proof, whatever the words")
+    print(f"\n{TEXT!r}")
+    for name, text in said.items():
+        print(f"  {name:5}  {line(text, 'answer: ')}\n         {line(text, 'no ')}")
+    print(
+        f"\ndone in {time.perf_counter() - commands.began:.0f} s; open {out / 'report.html'} in a"
+        f" browser; every command: {commands.log}"
     )
     return 0
 

@@ -357,7 +357,7 @@ def test_a_model_without_a_certificate_is_attacked_and_told_why(
     assert main(["certify", out, *asked]) == 0
     said = capsys.readouterr().out
     assert "no certificate: no bound in norm sum of DotProductAttention" in said
-    assert re.search(r"words  1  none +[01]\.\d{4}\n", said)
+    assert re.search(r"words +1 +none +[01]\.\d{4}\n", said)
     assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", said)
 
 
