@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,9 +125,8 @@ class SinusoidalPositions(Part):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Map integer positions (...) to codes (..., embed_dim)."""
-        return read_table(
-            self, positions, self.num_positions, lambda ids: F.embedding(ids, self.table)
-        )
+        read = partial(F.embedding, weight=self.table)
+        return read_table(self, positions, self.num_positions, read)
 
 
 def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:

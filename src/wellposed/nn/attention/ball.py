@@ -176,19 +176,16 @@ class _BallAttention(HeadProjections):
         dtype = torch.promote_types(self.mix_logit.dtype, dtype)
         temperature = self.max_temperature * torch.sigmoid(self.temperature_logit.to(dtype))
         mix = self.mix_logit.to(dtype).softmax(0)
-        return temperature, (
-            mix / (mix * (1 + 2 * temperature)).sum() if self.unit_lipschitz else mix
-        )
+        divisor = (mix * (1 + 2 * temperature)).sum() if self.unit_lipschitz else 1.0
+        return temperature, mix / divisor
 
     def _tokens(self, x: Tensor) -> Tensor:
         return project_to_ball(x)
 
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         temperature, scale = (part.to(query.dtype)[:, None, None] for part in self.head_scales())
-        heads = F.scaled_dot_product_attention(
-            query * temperature, key, value, **seen.flags, scale=1.0
-        )
-        return heads * scale
+        query = query * temperature
+        return F.scaled_dot_product_attention(query, key, value, **seen.flags, scale=1.0) * scale
 
 
 class BallAttention(SelfAttention, _BallAttention):

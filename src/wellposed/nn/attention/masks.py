@@ -167,6 +167,5 @@ def most_visible(mask: PaddingMask, keys: int) -> Tensor | int:
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(
-        num_keys - num_queries
-    )
+    every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return every.tril(num_keys - num_queries)

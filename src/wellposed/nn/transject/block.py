@@ -172,11 +172,8 @@ class TransJectBlock(ResetByParts):
         ]
 
     def _refuse_unknown_parts(self) -> None:
-        wrapped = [
-            f"{path}: {type(part).__name__}"
-            for path, part, kind in self._parts()
-            if not isinstance(part, kind)
-        ]
+        others = ((path, part) for path, part, kind in self._parts() if not isinstance(part, kind))
+        wrapped = [f"{path}: {type(part).__name__}" for path, part in others]
         if wrapped:
             raise NotContractiveError(
                 "TransJectBlock: no Lipschitz bound is known of these parts, which are not those"

@@ -206,10 +206,8 @@ class ExpertMixture(ResetByParts):
 
     def has_plain_experts(self) -> bool:
         """Return whether no expert and no map of one is wrapped, hooked or parametrised."""
-        return all(
-            is_plain(expert, GramAttention) and expert.has_plain_maps()
-            for expert in self._experts()
-        )
+        experts = self._experts()
+        return all(is_plain(each, GramAttention) and each.has_plain_maps() for each in experts)
 
     def gates_from_pools(self, pools: Tensor, x: Tensor, seen: SeenTokens) -> Tensor:
         """Return lambda for the maxima of `x + r F_e(x)`: (experts, batch, d), or (experts, batch,
