@@ -293,6 +293,13 @@ def test_names_that_the_pass_contradicts_are_shown_beside_it() -> None:
 
     with pytest.raises(ConfigError, match=r"key is k_proj.weight by name, v_proj.weight in the"):
         find_roles(Swapped(), torch.randn(2, 5, 8))
+    patterns = {name: f"{name[0]}_proj.weight" for name in ("query", "output")}
+    patterns |= {"key": "v_proj.weight", "value": "k_proj.weight"}
+    (part,) = find_roles(Swapped(), torch.randn(2, 5, 8), patterns=patterns).attention
+    assert (part.key.parameter_name, part.value.parameter_name) == (
+        "v_proj.weight",
+        "k_proj.weight",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")

@@ -102,7 +102,7 @@ def find_roles(
             raise
         notes.append(f"roles are by name alone: {error}")
     if traced is not None:
-        roles = _combined(model, roles, traced)
+        roles = _combined(model, roles, traced, strict=patterns is None)
     elif problem is not None:
         raise problem
     roles = replace(
@@ -133,8 +133,9 @@ def _by_name(model: nn.Module) -> Roles:
     return Roles(tuple(attention), tuple(feedforward))
 
 
-def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
-    """Return what the pass shows, and what names say of modules that it did not show."""
+def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) -> Roles:
+    """Return what the pass shows, and what names say of modules that it did not show; ``strict``
+    refuses a contradiction between the two."""
     unseen: list[str] = []
     clashes: list[str] = []
 
@@ -157,13 +158,14 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
                 if name in others and view.key != others[name].key
             )
             # a module that sits in two places has the name that a reader would give it
-            kept[kept.index(rival)] = replace(rival, path=role.path, **views)
+            kept = [each for each in kept if each is not rival]
+            kept.append(replace(rival, path=role.path, **views))
         order = {path: index for index, (path, _) in enumerate(model.named_modules())}
         return tuple(sorted(kept, key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)
     feedforward = both(named.feedforward, traced.roles.feedforward)
-    if clashes:
+    if clashes and strict:
         raise ConfigError(
             f"names and one forward pass of {type(model).__name__} disagree:\n{listed(clashes)}\n"
             "name the weights yourself: find_roles(model, patterns={'query': '*.wq.weight', ...}),"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -71,7 +72,14 @@ def roles_from_patterns(
         if weight.role.endswith("_embedding"):
             kind = "token" if weight.role == "token_embedding" else "position"
             tables.append(EmbeddingRole(weight.path, kind, weight.view))
-    return Roles((*attention, *whole), (*feedforward, *networks), tuple(tables), tuple(loose))
+    loose += [weight for weight in found.loose if weight.role not in torn | matched.keys()]
+    return replace(
+        found,
+        attention=(*attention, *whole),
+        feedforward=(*feedforward, *networks),
+        embeddings=tuple(tables),
+        loose=tuple(loose),
+    )
 
 
 def _by_path(weights: Iterable[RoleWeight], roles: Iterable[str]) -> Iterable[list[RoleWeight]]:
