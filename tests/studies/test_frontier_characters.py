@@ -28,12 +28,8 @@ from wellposed_studies.frontier.characters import (
 from wellposed_studies.study import Tuned
 
 RADII = len(SHARES) - 1
-MORE, LESS, UNSURE, EQUAL = (
-    [0.1, 0.11, 0.09],
-    [-0.1, -0.11, -0.09],
-    [0.2, -0.1, 0.1],
-    [0.0, 0.0, 0.0],
-)
+MORE, LESS = [0.1, 0.11, 0.09], [-0.1, -0.11, -0.09]
+UNSURE, EQUAL = [0.2, -0.1, 0.1], [0.0, 0.0, 0.0]
 NEVER = [LESS] * RADII
 
 
@@ -67,10 +63,8 @@ def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger() -> None
     tighter = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.5)]), theirs)
     assert tighter.accuracy == [pytest.approx(0.2), pytest.approx(0.1)]
     assert tighter.certified == [[pytest.approx(0.1), pytest.approx(0.05)]] * RADII
-    assert (
-        rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.6)]), theirs).accuracy
-        == []
-    )
+    looser = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.6)]), theirs)
+    assert looser.accuracy == []
     failed = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), None]), theirs)
     assert failed.accuracy == [pytest.approx(0.2), pytest.approx(-0.2)]
 
@@ -94,19 +88,15 @@ def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_soun
 def newhouse_model(heads: int) -> WellposedForCausalLM:
     """Every weight has norm 1, as the study holds it."""
     torch.manual_seed(0)
-    config = WellposedConfig(
-        vocab_size=11,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        attention="inverse_d",
-        residual="mean",
-        norm="none",
-        activation="unit_gelu",
-        position="none",
-        tie_word_embeddings=False,
-        max_position_embeddings=6,
-    )
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 6,
+    }
+    parts = {"attention": "inverse_d", "residual": "mean", "norm": "none", "position": "none"}
+    parts |= {"activation": "unit_gelu", "tie_word_embeddings": False}
+    config = WellposedConfig(num_attention_heads=heads, **sizes, **parts)
     model = WellposedForCausalLM(config).double().eval()
     with torch.no_grad():
         for weight in model.parameters():

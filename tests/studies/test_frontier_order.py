@@ -41,21 +41,15 @@ def test_the_gain_is_taken_where_the_control_has_half_and_from_the_control_that_
     falling = [0.5, 0.4, 0.25, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]
     stays = [0.4, 0.4, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0]
     mine = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.0, 0.0]
-    controls = [
-        curve("no blocks, T = 30", falling, falling),
-        curve("no blocks, T = 100", stays, stays),
-    ]
-    assert [control.half_radius() for control in controls] == [0.01, 0.03]
-    gains = gains_over_control(
-        [curve("lipschitz, T = 30", mine, mine), curve("pre_ln", mine, mine), *controls]
-    )
+    near, far = (curve(f"no blocks, T = {t}", of, of) for t, of in ((30, falling), (100, stays)))
+    assert [control.half_radius() for control in (near, far)] == [0.01, 0.03]
+    ours = [curve(label, mine, mine) for label in ("lipschitz, T = 30", "pre_ln")]
+    gains = gains_over_control([*ours, near, far])
     assert gains == {"lipschitz, T = 30": [pytest.approx(0.4)] * 2}
 
 
 def test_a_control_that_keeps_all_its_accuracy_gives_no_radius() -> None:
     flat = [0.5] * len(SHARES)
-    assert curve("no blocks, T = 30", flat).half_radius() is None
-    assert (
-        gains_over_control([curve("lipschitz, T = 30", flat), curve("no blocks, T = 30", flat)])
-        == {}
-    )
+    control = curve("no blocks, T = 30", flat)
+    assert control.half_radius() is None
+    assert gains_over_control([curve("lipschitz, T = 30", flat), control]) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +25,8 @@ from wellposed_studies.study import FinishedRun, Sizes
 ENTROPY = 3.0
 ACCURACIES = ("accuracy,test", "accuracy,valid")
 PAPERS = "l2_contractive_kim2021"
-GOOD = {
-    "lstm": 1.0,
-    "dot_product": 1.0,
-    "l2": 1.01,
-    "l2_tied": 1.05,
-    PAPERS: 1.1,
-    "l2_tied_wide": 1.04,
-}
+GOOD = {"lstm": 1.0, "dot_product": 1.0, "l2": 1.01, "l2_tied": 1.05, PAPERS: 1.1}
+GOOD["l2_tied_wide"] = 1.04
 GOOD["l2_contractive"] = 1.0  # by the sharp bound: beside the claim, never part of it
 
 
@@ -49,22 +44,13 @@ def language_models(
         request: Request, group: str, kinds: tuple[str, ...], sizes: Sizes
     ) -> list[FinishedRun]:
         del request, group
-        both = ("nats_per_char,test", "nats_per_char,valid")
-        return [
-            finished(
-                "char_lm",
-                kind,
-                dict.fromkeys(both, value + seed / 1000),
-                depth=depth,
-                seed=seed,
-                reference={"nats_per_char": ENTROPY},
-            )
-            for kind in kinds
-            for depth, value in zip(
-                sizes.depths, [nll[kind]] * (len(sizes.depths) - 1) + [deep[kind]], strict=True
-            )
-            for seed in range(sizes.seeds)
-        ]
+        both, reference = ("nats_per_char,test", "nats_per_char,valid"), {"nats_per_char": ENTROPY}
+        runs = []
+        for kind, depth, seed in itertools.product(kinds, sizes.depths, range(sizes.seeds)):
+            value = (deep if depth == sizes.depths[-1] else nll)[kind] + seed / 1000
+            how = {"depth": depth, "seed": seed, "reference": reference}
+            runs.append(finished("char_lm", kind, dict.fromkeys(both, value), **how))
+        return runs
 
     monkeypatch.setattr(kim, "train_models", trained)
     monkeypatch.setattr(kim, "pair_entropy", lambda run: pairs)
@@ -129,21 +115,14 @@ def five_models(
 
     def trained(request: Request, study: Study) -> tuple[Any, list[FinishedRun]]:
         del request
-        runs = [
-            finished(
-                study.task,
-                variant,
-                {}
-                if value is None
-                else {
-                    f"{metric},{split}": value + (seed + 1e-2 * (index + seed) ** 2) / 1000
-                    for split in ("test", "valid")
-                },
-                seed=seed,
-            )
-            for seed in range(study.sizes.seeds)
-            for index, (variant, value) in enumerate(values.items())
-        ]
+        runs = []
+        for seed, (index, variant) in itertools.product(
+            range(study.sizes.seeds), enumerate(values)
+        ):
+            reached, names = {}, (f"{metric},test", f"{metric},valid")
+            if (value := values[variant]) is not None:
+                reached = dict.fromkeys(names, value + (seed + 1e-2 * (index + seed) ** 2) / 1000)
+            runs.append(finished(study.task, variant, reached, seed=seed))
         return SimpleNamespace(reference=lambda: {metric: 0.5}), runs
 
     monkeypatch.setattr(sengupta, "train_study", trained)
@@ -167,9 +146,8 @@ def test_table_1_wants_each_of_the_two_to_win_its_task(
     for name in ("imdb", "ag_news"):
         (tmp_path / "data" / name).mkdir(parents=True)
     plain = dict.fromkeys(("post_ln", "rezero", "orthogonal"), 0.7)
-    five_models(
-        monkeypatch, "accuracy", {**plain, "transject": transject, "transject_random": random}
-    )
+    values = {**plain, "transject": transject, "transject_random": random}
+    five_models(monkeypatch, "accuracy", values)
     done = reproduce("sengupta2023/table-1", out=tmp_path, data=str(tmp_path / "data"))
     assert done.result.holds is holds
     models = [*MODELS.values(), "Linformer (quoted)", "Synthesizer (quoted)"]
@@ -206,9 +184,8 @@ def test_table_2_judges_the_tasks_that_are_learnt(
         done = reproduce("sengupta2023/table-2", out=tmp_path / str(holds))
         assert done.result.holds is holds
         assert "lra-text needs data=imdb and was left out" in done.result.notes
-        assert where_average(done.result.rows)["TransJect"] == pytest.approx(
-            100 * transject + 0.1, abs=0.03
-        )
+        average = where_average(done.result.rows)["TransJect"]
+        assert average == pytest.approx(100 * transject + 0.1, abs=0.03)
     five_models(monkeypatch, "accuracy", dict.fromkeys(VARIANTS, 0.5))
     assert reproduce("sengupta2023/table-2", out=tmp_path / "chance").result.holds is None
 
@@ -248,18 +225,14 @@ def test_table_1_at_medium_stands_the_papers_one_rate_beside_tuned_ones(
     (tmp_path / "data" / "imdb").mkdir(parents=True)
     values = {**dict.fromkeys(VARIANTS, 0.7), "transject": 0.8}
     five_models(monkeypatch, "accuracy", values)
-    done = reproduce(
-        "sengupta2023/table-1", scale="medium", out=tmp_path, data=str(tmp_path / "data")
-    )
+    given = {"out": tmp_path, "data": str(tmp_path / "data")}
+    done = reproduce("sengupta2023/table-1", scale="medium", **given)
     assert done.result.holds is True
     (said,) = (note for note in done.result.notes if note.startswith("imdb-one-rate"))
     assert said.startswith("imdb-one-rate, the paper's 0.0005 for all: confirmed at this width, ")
     assert "8 times as far" in said
-    tasks = [row["task"] for row in done.result.rows]
-    assert tasks.count("imdb-one-rate") == len(VARIANTS)
-    assert {row["paper"] for row in done.result.rows if row["task"] == "imdb-one-rate"} == set(
-        PAPER["imdb"]
-    )
+    papers = [row["paper"] for row in done.result.rows if row["task"] == "imdb-one-rate"]
+    assert (len(papers), set(papers)) == (len(VARIANTS), set(PAPER["imdb"]))
     assert done.result.criterion is not None
     assert done.result.criterion.seeds == 5
 
@@ -280,13 +253,9 @@ def test_ablations_are_beside_the_whole_model_of_the_same_seed(
     ) -> tuple[Any, list[Any]]:
         del request, task
         less = changes if study.name.endswith("1") else (0.0, 0.0, 0.0)
-        values = [0.7 + seed / 100 + less[seed] for seed in range(3)]
-        return None, [
-            finished(
-                "text_classification", variants[0], dict.fromkeys(ACCURACIES, value), seed=seed
-            )
-            for seed, value in enumerate(values)
-        ]
+        values = [dict.fromkeys(ACCURACIES, 0.7 + seed / 100 + less[seed]) for seed in range(3)]
+        task = "text_classification"
+        return None, [finished(task, variants[0], of, seed=n) for n, of in enumerate(values)]
 
     monkeypatch.setattr(parts, "train_study", trained)
     monkeypatch.setattr(parts, "tuned_study", lambda request, study, task, variants: study)
