@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import math
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -118,12 +119,12 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
     def trained(planned: list[PlannedRun]) -> list[FinishedRun]:
         options = [run.config.train for run in planned]
         asked.extend((o.learning_rate, o.seed) for o in options)
-        found = [accuracy[run.config.train.learning_rate] for run in planned]
-        metrics = [{} if value is None else {"accuracy,valid": value} for value in found]
-        return [
-            FinishedRun(run.config, run.folder, of)
-            for run, of in zip(planned, metrics, strict=True)
-        ]
+        runs = []
+        for folder, _, config in planned:
+            value = accuracy[config.train.learning_rate]
+            metrics = {} if value is None else {"accuracy,valid": value}
+            runs.append(FinishedRun(config, folder, metrics))
+        return runs
 
     tuned = tune(trained, plan, rates_about(0.02), seeds=3, widen=widen)
     assert asked == [*((rate, 0) for rate in first_seed), (kept, 1), (kept, 2)]
@@ -146,9 +147,8 @@ def test_runs_are_settled_where_every_one_has_levelled_off(
     losses: Any, schedule: Any, settled: bool
 ) -> None:
     def run(curve: Any, failure: str = "") -> FinishedRun:
-        config = RunConfig(
-            "text_classification", train=TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
-        )
+        train = TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
+        config = RunConfig("text_classification", train=train)
         points = list(enumerate(curve, start=1))
         run = SimpleNamespace(failure=failure, config=config, curve=lambda _: points)
         run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
@@ -201,9 +201,8 @@ def certified_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("attacked")
     data = write_texts(folder / "ag_news")
     base = text_run("ag_news", str(data), Sizes(20, 1, width=8, batch_size=8), 0)
-    config = MODELS[JUDGED].config(
-        dataclasses.replace(base, train=dataclasses.replace(base.train, learning_rate=1e-2))
-    )
+    faster = dataclasses.replace(base.train, learning_rate=1e-2)
+    config = MODELS[JUDGED].config(dataclasses.replace(base, train=faster))
     task = build_task(config.task, config.task_options)
     assert train(config, folder / "run", task=task).status == "success"
     return folder / "run", task
@@ -219,11 +218,11 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
     assert strong_attack.attack_certified(folder, task, radius=50.0, attack=attack).examples == 0
 
     honest = strong_attack.best_certificate
-    monkeypatch.setattr(
-        strong_attack,
-        "best_certificate",
-        lambda *args: dataclasses.replace(honest(*args), total=1e-6, layers=()),
-    )
+
+    def lying(*args: Any) -> Any:
+        return dataclasses.replace(honest(*args), total=1e-6, layers=())
+
+    monkeypatch.setattr(strong_attack, "best_certificate", lying)
     unsound = strong_attack.attack_certified(folder, task, radius=3.0, attack=attack)
     assert unsound.fallen > 0
 
@@ -232,10 +231,8 @@ def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(
     certified_run: tuple[Path, Any],
 ) -> None:
     folder, task = certified_run
-    held = [
-        strong_attack.certified_share(folder, task, share=share, examples=4)
-        for share in (0.0, 0.1, 50.0)
-    ]
+    share_of = partial(strong_attack.certified_share, folder, task, examples=4)
+    held = [share_of(share=share) for share in (0.0, 0.1, 50.0)]
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0.0
 

@@ -49,13 +49,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
 def test_data_of_another_kind_is_no_reason_for_builtin_data(table: str, tmp_path: Path) -> None:
     (tmp_path / "piano").mkdir()
-    with pytest.raises(
-        DataError,
-        match=r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data",
-    ):
-        reproduce(
-            f"sengupta2023/{table}", scale="toy", out=tmp_path / "out", data=str(tmp_path / "piano")
-        )
+    says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
+    given = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
+    with pytest.raises(DataError, match=says):
+        reproduce(f"sengupta2023/{table}", scale="toy", **given)
 
 
 def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
@@ -77,13 +74,11 @@ def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
 def test_printed_averages_are_the_means_of_the_printed_tasks() -> None:
     tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
     for place, average in enumerate(PAPER["average"]):
-        assert math.fsum(PAPER[task][place] for task in tasks) / 5 == pytest.approx(
-            average, abs=0.051
-        )
+        mean = math.fsum(PAPER[task][place] for task in tasks) / 5
+        assert mean == pytest.approx(average, abs=0.051)
     for model, average in QUOTED["average"].items():
-        assert math.fsum(QUOTED[task][model] for task in tasks) / 5 == pytest.approx(
-            average, abs=0.051
-        ), model
+        mean = math.fsum(QUOTED[task][model] for task in tasks) / 5
+        assert mean == pytest.approx(average, abs=0.051), model
 
 
 def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
@@ -97,14 +92,11 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
     def trained(request: Request, grid: list[PlannedRun], **_: object) -> list[FinishedRun]:
         del request
         planned.extend(grid)
-        return [
-            FinishedRun(
-                config,
-                folder,
-                {"accuracy,valid": -abs(config.train.learning_rate - best[config.variant])},
-            )
-            for folder, _, config in grid
-        ]
+        runs = []
+        for folder, _, config in grid:
+            accuracy = -abs(config.train.learning_rate - best[config.variant])
+            runs.append(FinishedRun(config, folder, {"accuracy,valid": accuracy}))
+        return runs
 
     monkeypatch.setattr(trained_models, "train_grid", trained)
     tuned = trained_models.tuned_study(request, study, None, tuple(best))
@@ -194,17 +186,9 @@ def test_layers_hold_the_ratios_of_token_distances() -> None:
     with torch.no_grad():
         hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
     for row, count in ((0, 5), (1, 3)):
-        ratios = [
-            float(
-                (hidden[-1][row, i] - hidden[-1][row, j]).norm()
-                / (hidden[0][row, i] - hidden[0][row, j]).norm()
-            )
-            for i in range(count)
-            for j in range(i)
-        ]
-        assert found.factors["euclidean"][-1][row] == pytest.approx(
-            math.fsum(ratios) / len(ratios), rel=1e-9
-        )
+        last, first = (torch.pdist(hidden[layer][row, :count]) for layer in (-1, 0))
+        mean = float((last / first).mean())
+        assert found.factors["euclidean"][-1][row] == pytest.approx(mean, rel=1e-9)
     assert len(found.entropies) == 3
     assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
 

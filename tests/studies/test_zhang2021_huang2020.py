@@ -128,10 +128,8 @@ def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path: Path) -> 
     second = translation_data(Request("toy", tmp_path / "b"), pairs=20, words=True)
     text = Path(first["data"]).read_text()
     assert text == Path(second["data"]).read_text()
-    assert all(
-        source == target[::-1]
-        for source, target in (line.split("\t") for line in text.splitlines()[1:])
-    )
+    pairs = [line.split("\t") for line in text.splitlines()[1:]]
+    assert all(source == target[::-1] for source, target in pairs)
 
 
 def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) -> None:
@@ -145,10 +143,7 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) ->
 
 
 def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path: Path) -> None:
-    lines = [
-        f"{'one two three'[: i % 13 + 1]} {i}\t{'un deux trois'[: i % 13 + 1]} {i}"
-        for i in range(60)
-    ]
+    lines = [f"{'one two'[: i % 7 + 1]} {i}\t{'un deux'[: i % 7 + 1]} {i}" for i in range(60)]
     (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
     table, out, data = "zhang2021/table-2", tmp_path / "out", str(tmp_path)
     with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
@@ -186,12 +181,8 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path: Pa
             "translation", variant, loss, **of, reference={"loss": 2.0}, folder=tmp_path
         )
 
-    losses = {
-        ("t_fixup", 6): (1, 1),
-        ("t_fixup", 100): (1, 1.9),
-        ("post_ln", 6): (1, 2.1),
-        ("post_ln", 100): (2.1, 1e9),
-    }
+    losses = {("t_fixup", 6): (1, 1), ("t_fixup", 100): (1, 1.9)}
+    losses |= {("post_ln", 6): (1, 2.1), ("post_ln", 100): (2.1, 1e9)}
     runs = [
         run(*key, seed, value) for key, pair in losses.items() for seed, value in enumerate(pair)
     ]
