@@ -49,9 +49,8 @@ def test_norm_length_and_radii_are_those_asked_for(small_run: Path, cli: Cli) ->
 def test_a_layer_without_a_bound_is_named(tmp_path: Path, cli: Cli) -> None:
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
-    config = WellposedConfig(
-        hidden_size=8, num_attention_heads=2, num_hidden_layers=1, norm="none", vocab_size=9
-    )
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
+    config = WellposedConfig(norm="none", **sizes)
     WellposedForCausalLM(config).save_pretrained(tmp_path / "model")
     words = typed("certify", [tmp_path / "model"], "--seq-len 8")
     captured = cli(words)
@@ -111,10 +110,8 @@ def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     assert first.startswith("of no use: L = inf")
     assert not any("certified accuracy" in line or "in words" in line for line in others)
     captured = cli([*words, "--radii", "0,0.1"])
-    assert (
-        "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
-        in captured.out
-    )
+    why = "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
+    assert why in captured.out
     assert "try --radius" in captured.err
     rows = _rows(tmp_path)
     assert rows[0]["certified"] == rows[0]["attacked"] > 0

@@ -114,12 +114,10 @@ def test_damage_is_one_line_or_changes_nothing(
     """Without manifests a changed digit cannot be told from a true one, but nothing may end in a
     traceback."""
     whole = (run / file).read_bytes()
-    kept = {
-        path: path.read_bytes() for path in (run / "manifest.json", run / "final/manifest.json")
-    }
-    examples = (
-        4 if file == "config.toml" else 0
-    )  # certified accuracy reads the configuration of the data
+    paths = (run / "manifest.json", run / "final/manifest.json")
+    kept = {path: path.read_bytes() for path in paths}
+    # Certified accuracy reads the configuration of the data.
+    examples = 4 if file == "config.toml" else 0
     before = answers(run, tmp_path / "page.html", capsys, examples, "config.toml")
     assert {name: status for name, (status, _, _) in before.items()} == dict.fromkeys(before, 0)
     try:
@@ -130,20 +128,17 @@ def test_damage_is_one_line_or_changes_nothing(
             (run / file).write_bytes(damage(whole))
             refused = 0
             read = "config.toml" if what == "cut" else file
-            for name, (status, out, err) in answers(
-                run, tmp_path / "page.html", capsys, examples, read
-            ).items():
+            found = answers(run, tmp_path / "page.html", capsys, examples, read)
+            for name, (status, out, err) in found.items():
                 where = f"{name} with {file} {what}"
                 refused += status != 0
                 if status:
                     assert status in (1, 2), where
                     assert (status, out) == (1, "") or not manifests, where
-                    assert (
-                        Path(file).name in err or not manifests or file.endswith("manifest.json")
-                    ), where
-                    assert err.count("\n") == 1 or name == "report" or file == "config.toml", (
-                        f"{where}: {err}"
-                    )
+                    loose = not manifests or file.endswith("manifest.json")
+                    assert Path(file).name in err or loose, where
+                    several = name == "report" or file == "config.toml"
+                    assert err.count("\n") == 1 or several, f"{where}: {err}"
                     assert len(err) < 2000, where
                 elif manifests:
                     assert out == before[name][1], where
@@ -162,11 +157,8 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(
     file = folder / "final/model.safetensors"
     tensors = load_file(file)
     lost = "model.layers.0.feedforward.up_proj.weight"
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if name != lost},
-        file,
-        metadata={"format": "pt"},
-    )
+    others = {name: tensor for name, tensor in tensors.items() if name != lost}
+    save_file(others, file, metadata={"format": "pt"})
     assert main(["certify", str(folder), "--examples", "0"]) == 1
     message = capsys.readouterr().err
     assert "model.safetensors" in message

@@ -165,14 +165,9 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files: Path, tmp_path
     out = tmp_path / "run"
     succeed(_started(files / "t.tsv", files / "bert", out, "--epochs", "2"))
     config = (out / "config.toml").read_text()
-    for line in (
-        'schedule = "linear"',
-        "epochs = 2",
-        "steps = 12",
-        "warmup_steps = 1",
-        f'tokenizer = "hf:{files}/bert"',
-    ):
+    for line in ('schedule = "linear"', "epochs = 2", "steps = 12", "warmup_steps = 1"):
         assert line in config
+    assert f'tokenizer = "hf:{files}/bert"' in config
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.id2label == {0: "bad", 1: "good"}

@@ -44,10 +44,8 @@ def test_a_comparison_leaves_runs_and_one_report(workspace: Path) -> None:
 def test_resume_keeps_finished_runs(
     workspace: Path, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
-    before = {
-        path: path.stat().st_mtime_ns
-        for path in (workspace / "runs").glob("*/*/final/model.safetensors")
-    }
+    models = (workspace / "runs").glob("*/*/final/model.safetensors")
+    before = {path: path.stat().st_mtime_ns for path in models}
     words = typed("compare char_lm --data", [workspace / "prose.txt.gz"], "--seq-len 24", SHORT)
     words += typed("--variants post_ln,oc3:1e-3 --seeds 2 --out", [workspace / "runs"])
     assert "--resume auto" in cli(words, status=2).err
