@@ -291,8 +291,9 @@ def _schema_problem(record: Any) -> str | None:
         return "has no list of rows"
     for row in record["rows"]:
         bad = [name for name, value in row.items() if not _fits(name, value)]
-        if bad or not {"role", "path"} <= set(row):
-            return f"a row has no usable {', '.join(bad) or 'role and path'}"
+        lacking = [name for name in ("stack", "layer", "role", "path") if name not in row]
+        if bad or lacking:
+            return f"a row has no usable {', '.join(bad or lacking)}"
     if not all(isinstance(record.get(name, []), list) for name in ("activations", "notes")):
         return "activations and notes are not lists"
     return None
