@@ -17,8 +17,8 @@ from wellposed.tasks.data.splits import SPLITS
 from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.kinds.language_model import LanguageModelTask
 from wellposed.tasks.task import Batch, Sums, register_task
-from wellposed.tasks.text.pretrained import count_unknown
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
+from wellposed.tasks.text.pretrained import build_encoder, count_unknown
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor

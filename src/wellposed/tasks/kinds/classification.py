@@ -16,7 +16,8 @@ from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
+from wellposed.tasks.text.pretrained import build_encoder
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor

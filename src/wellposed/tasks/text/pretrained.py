@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, ConfigError, import_extra
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
+from wellposed.tasks.text.tokenizers import (
+    ByteEncoder,
+    CharacterEncoder,
+    Encoded,
+    TextEncoder,
+    WordEncoder,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,3 +170,19 @@ def _decoder_start(name: str) -> int | None:
         return getattr(start_config(name), "decoder_start_token_id", None)
     except CheckpointError:
         return None
+
+
+def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
+    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the
+    train texts alone."""
+    if tokenizer == "byte":
+        return ByteEncoder()
+    if tokenizer == "character":
+        return CharacterEncoder(set().union(*map(set, train_texts)))
+    if tokenizer == "word":
+        return WordEncoder.from_texts(train_texts, max_words=max_words)
+    if tokenizer.startswith("hf:") and tokenizer != "hf:":
+        return PretrainedEncoder(tokenizer.removeprefix("hf:"))
+    raise ConfigError(
+        f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH"
+    )

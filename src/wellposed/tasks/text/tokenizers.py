@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import ConfigError, import_extra
+from wellposed.errors import import_extra
 from wellposed.tasks.batches import Ragged
 
 if TYPE_CHECKING:
@@ -197,24 +197,6 @@ class WordEncoder(TextEncoder):
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return wrap_tokenizer(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
-
-
-def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
-    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the
-    train texts alone."""
-    if tokenizer == "byte":
-        return ByteEncoder()
-    if tokenizer == "character":
-        return CharacterEncoder(set().union(*map(set, train_texts)))
-    if tokenizer == "word":
-        return WordEncoder.from_texts(train_texts, max_words=max_words)
-    if tokenizer.startswith("hf:") and tokenizer != "hf:":
-        from wellposed.tasks.text.pretrained import PretrainedEncoder
-
-        return PretrainedEncoder(tokenizer.removeprefix("hf:"))
-    raise ConfigError(
-        f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH"
-    )
 
 
 class _CountingIds(dict[str, int]):
