@@ -84,7 +84,8 @@ def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         vocabulary = getattr(config, "vocab_size", 2)
         positions = getattr(config, "max_position_embeddings", None) or 0
         length = positions if 0 < positions < _TOKENS else _TOKENS
-        batch = {name: torch.arange(length)[None] % vocabulary}
+        # Small ids are often padding, of which transformers warns at either end.
+        batch = {name: torch.arange(length).roll(length // 2)[None] % vocabulary}
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
         batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
