@@ -15,7 +15,9 @@ lightning = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install 'wellposed[lightning]'"
 )
 
+from wellposed.errors import ConfigError  # noqa: E402
 from wellposed.integrations import ConditionMetrics, LightningConditionCallback  # noqa: E402
+from wellposed.measurement import worst_vitals  # noqa: E402
 
 
 class Net(lightning.LightningModule):
@@ -56,3 +58,71 @@ def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path: Path) -> 
     assert {"cond/encoder.0.query/sigma_max", "penalty/key.encoder.0"} <= logged.keys()
     first = next(row for row in rows.seen if "penalty/total" in row)
     assert logged["penalty/total"] < first["penalty/total"]
+
+
+class Plain(lightning.Callback):
+    """A Monitor in a loop of one's own, inside Lightning's."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.monitor = wp.Monitor(pl_module, trainer.optimizers[0], every=2, weights=False)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % 2 and (numbers := self.monitor.step()):
+            self.rows.append((trainer.global_step, worst_vitals(numbers) | numbers))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.monitor.remove()
+
+
+class Kept(lightning.loggers.Logger):
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step + 1, metrics))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_logger_gets_the_vital_signs_that_a_monitor_gives(tmp_path: Path) -> None:
+    def fit(net: Net, *callbacks: Any, logger: Any = False) -> None:
+        trainer = lightning.Trainer(
+            max_steps=5, accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, accumulate_grad_batches=1 if isinstance(net, Two) else 2,
+            default_root_dir=tmp_path, callbacks=list(callbacks), log_every_n_steps=50,
+        )  # fmt: skip
+        data = torch.utils.data.TensorDataset(torch.randn(40, 5, 16))
+        trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
+
+    net, plain, kept = Net(), Plain(), Kept()
+    callback = LightningConditionCallback(net.penalty, details=True, vitals=2)
+    fit(net, plain, callback, logger=kept)
+    assert [step for step, _ in plain.rows] == [1, 3, 5]
+    assert kept.rows == plain.rows
+    assert {
+        "logit_max",
+        "vital/encoder.0.head1/entropy",
+        "vital/encoder.0.key/update",
+    } <= kept.rows[0][1].keys()
+    assert callback.monitor is not None
+    assert callback.monitor.alarms == plain.monitor.alarms
+    assert not any(module._forward_hooks for module in net.modules())
+    with pytest.raises(ConfigError, match="one optimizer can be watched, not 2"):
+        fit(Two(), LightningConditionCallback(vitals=2))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from wellposed.errors import ConfigError
-from wellposed.measurement import Monitor
+from wellposed.measurement import Monitor, worst_vitals
 from wellposed.penalize import OrthogonalityPenalty
 
 WORST_IS_LEAST = ("sigma_min", "stable_rank")
@@ -32,6 +34,11 @@ class ConditionMetrics:
         details: ``"roles"`` adds ``cond/<role>/<number>/max`` and ``/mean`` over the weights of each
             role, True those and ``cond/<stack>.<layer>.<role>/<number>`` of every weight and
             ``penalty/<term>`` of every layer.
+        vitals: steps of the optimizer between vital signs, see `wellposed.Monitor`; 0: none. The
+            worst of each goes by its last name, such as ``logit_max``, as ``train --monitor`` has
+            it; ``details=True`` adds those of every head, layer and weight. Alarms are logged as
+            warnings, in each process for its own batches, and kept in ``monitor.alarms``. The
+            callbacks of the engines watch by themselves, elsewhere `watch` begins.
 
     Raises:
         ConfigError: other ``details``.
@@ -50,6 +57,7 @@ class ConditionMetrics:
         every: int = 1,
         spectra: bool = False,
         details: Details = False,
+        vitals: int = 0,
     ) -> None:
         if details not in (False, True, "roles"):
             raise ConfigError(f"details = {details!r}, expected False, 'roles' or True")
@@ -57,18 +65,38 @@ class ConditionMetrics:
         self.every = every
         self.spectra = spectra
         self.details = details
-        self._monitor: Monitor | None = None
+        self.vitals = vitals
+        self.monitor: Monitor | None = None
+        self._weights: Monitor | None = None
+        self._seen: dict[str, float] = {}
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
 
     def __call__(self, model: nn.Module, *, step: int) -> dict[str, float]:
         """Return the metrics of ``model`` at ``step``; empty where this step is not due."""
-        if self._monitor is None:
-            self._monitor = Monitor(model, every=self.every, spectra=self.spectra, vitals=False)
+        if self._weights is None:
+            self._weights = Monitor(model, every=self.every, spectra=self.spectra, vitals=False)
         if step != self._step:
             self._step = step
-            self._metrics = self._summary(self._monitor.step())
+            self._metrics = self._summary(self._weights.step())
         return dict(self._metrics)
+
+    def watch(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Put the hooks of ``vitals`` on ``model`` and ``optimizer``, and take earlier ones off."""
+        self.unwatch()
+        if self.vitals:
+            self.monitor = Monitor(model, optimizer, self.vitals, weights=False)
+
+    def unwatch(self) -> None:
+        """Take the hooks off; ``monitor.alarms`` stays."""
+        if self.monitor is not None:
+            self.monitor.remove()
+
+    def vital_signs(self) -> dict[str, float]:
+        """Count one step of the optimizer; return its vital signs that are finite, where due."""
+        measured = self.monitor.step() if self.monitor is not None else {}
+        finite = {name: value for name, value in measured.items() if math.isfinite(value)}
+        return worst_vitals(finite) | (finite if self.details is True else {})
 
     def _summary(self, measured: Mapping[str, float]) -> dict[str, float]:
         groups: dict[str, list[float]] = defaultdict(list)

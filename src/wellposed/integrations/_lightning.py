@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wellposed.errors import missing_extra
+from wellposed.errors import ConfigError, missing_extra
 from wellposed.integrations._condition import ConditionMetrics
 
 try:
@@ -22,18 +22,47 @@ class LightningConditionCallback(ConditionMetrics, Callback):
     step.
 
     Args:
-        penalty, every, spectra, details: as `ConditionMetrics`; ``every`` counts logged steps.
+        penalty, every, spectra, details, vitals: as `ConditionMetrics`; ``every`` counts logged
+            steps. Vital signs go to every logger at each step that has them, whatever
+            ``log_every_n_steps``; the hooks go at the end of training.
+
+    Raises:
+        ConfigError: as training starts, ``vitals`` of a module with several optimizers.
+
+    When not to use: ``vitals`` where weights are cut over processes (FSDP, DeepSpeed).
     """
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Set the penalty's step to that of a resumed run."""
+    _watched = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the penalty's step to that of a resumed run, and watch the vital signs."""
+        if self.vitals and len(trainer.optimizers) > 1:
+            problem = f"vitals: one optimizer can be watched, not {len(trainer.optimizers)}"
+            raise ConfigError(f"{problem}; make a wellposed.Monitor for each in the module")
+        self.watch(pl_module, next(iter(trainer.optimizers), None))
+        self._watched = trainer.global_step
         if self.penalty is not None:
             self.penalty.step = trainer.global_step * trainer.accumulate_grad_batches
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Log the metrics where the trainer logs this step."""
+        """Log the vital signs of a step that has them, and the metrics where the trainer logs it."""
         step, every = trainer.global_step, getattr(trainer, "log_every_n_steps", 1)
+        if step != self._watched:  # not where gradients are still added up
+            self._watched = step
+            seen = self.vital_signs()
+            if seen and trainer.is_global_zero:
+                pl_module.log_dict(seen, logger=False, rank_zero_only=True)
+                for logger in trainer.loggers:
+                    logger.log_metrics(seen, step=step - 1)  # Lightning's own rows count from 0
         if trainer.is_global_zero and step and step % every == 0:
             pl_module.log_dict(self(pl_module, step=step), rank_zero_only=True)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Take the hooks off."""
+        self.unwatch()
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Take the hooks off."""
+        self.unwatch()

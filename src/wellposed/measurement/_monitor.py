@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments
-from wellposed.errors import unknown_name
+from wellposed.errors import ConfigError, unknown_name
 from wellposed.measurement._measure import check_measurable, weight_row
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._vitals import VitalSigns
@@ -86,7 +86,7 @@ class Monitor:
 
     Args:
         model: any model in which `find_roles` finds weights; hooks are put on it until `remove`.
-        optimizer: what steps its weights.
+        optimizer: what steps its weights; as Accelerate wraps it, too.
         every: measure the first step and every ``every``-th after it.
         batch: passed to `find_roles`.
         weights: the condition of the weights, too, which costs more than all else.
@@ -96,7 +96,8 @@ class Monitor:
 
     Raises:
         RoleNotFoundError: no weight is recognised.
-        ConfigError: ``every`` is not a positive whole number, or an unknown limit.
+        ConfigError: ``every`` is not a positive whole number, an unknown limit, or an optimizer that
+            runs no hooks, such as DeepSpeed's.
         ConvergenceError: from `step`, where weights hold NaN or infinity.
 
     Cost: on a Transformer of width 256 a step that is measured takes an eighth longer without
@@ -146,11 +147,12 @@ class Monitor:
         self._steps = 0
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
-        self._vitals = VitalSigns(model, roles, optimizer, self._is_due) if vitals else None
+        optimizer = _hooked(optimizer) if vitals else None
+        self._vitals = VitalSigns(model, roles, optimizer, self.is_due) if vitals else None
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
-        step, due = self._steps, self._is_due()
+        step, due = self._steps, self.is_due()
         self._steps += 1
         if not due:
             return {}
@@ -186,7 +188,8 @@ class Monitor:
         if self._vitals is not None:
             self._vitals.remove()
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
+        """Return whether the step under way is one that is measured."""
         return self._steps % self.every == 0
 
     def _is_beyond(self, name: str, value: float, limit: float | None) -> bool:
@@ -194,3 +197,14 @@ class Monitor:
             self._fine.add(name)
             return False
         return not name.endswith("/entropy") or name in self._fine  # sharp from the start is fine
+
+
+def _hooked(optimizer: Optimizer | None) -> Optimizer | None:
+    """Return the optimizer that runs hooks, which Accelerate wraps in one that runs none."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    if optimizer is not None and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        problem = f"Monitor: {name} runs no hooks around its step"
+        raise ConfigError(f"{problem}; give a torch.optim.Optimizer, or none to leave out updates")
+    return optimizer
