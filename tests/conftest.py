@@ -11,8 +11,13 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs behind
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# As a shell and nohup start what runs behind.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")
