@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.one_mesh import one_mesh
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError
@@ -239,3 +240,18 @@ def test_the_model_and_the_step_are_as_without_a_monitor() -> None:
                 monitor.step()
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_model_in_distributed_data_parallel_gives_the_numbers_of_the_model() -> None:
+    rows = []
+    with one_mesh():
+        for wrap in (nn.Sequential, nn.parallel.DistributedDataParallel):
+            torch.manual_seed(0)
+            model = wrap(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            monitor = Monitor(model, optimizer, every=1)
+            model(torch.randn(2, 5, 16)).square().mean().backward()
+            optimizer.step()
+            rows.append(monitor.step())
+    assert "vital/encoder.0.head1/logit_max" in rows[1]
+    assert rows[1] == pytest.approx(rows[0], rel=1e-5)
