@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,15 @@ def test_a_finished_run_is_returned_as_it_is(out: Path) -> None:
     assert stub.run(stub.make_config(), out, resume="auto", task=task) == first
     assert task.read == []
     assert (out / "result.json").stat().st_mtime_ns == stamp
+    weights = out / "final" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*cannot be trusted"):
+        stub.run(stub.make_config(), out, resume="auto")
+    shutil.rmtree(out / "final")
+    assert (
+        stub.run(stub.make_config(), out, resume="auto").result["results"]
+        == first.result["results"]
+    )
 
 
 def test_seeds(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def _finished(config: RunConfig, out: Path, task: Task | None, *, longer: bool) 
     trained = finished.result["config"]["train"]["steps"]
     if longer and trained != config.train.steps:
         return None
+    manifest.verify_final(out / "final")
     if task is not None:
         run_folder.check_data(out, task)
     return finished
