@@ -1,6 +1,6 @@
 """Draw the pictures of docs/gallery.md into docs/assets/gallery, and those of the front page.
 
-    python -m tools.gallery            # all; the runs take about a minute and a half of one core
+    python -m tools.gallery            # all; the runs take about two minutes of one core
     python -m tools.gallery --drawn    # the pictures of committed rows
     python -m tools.gallery --depth FOLDER    # docs/pictures/depth.svg, of a finished comparison
 
@@ -13,12 +13,14 @@ import argparse
 import csv
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from wellposed.charts import INK, Panel, Series, draw, where
+from wellposed.charts import INK, Panel, Series, draw, lines, where
 from wellposed.training import read_metrics
 from wellposed_studies.frontier.certified import curves_panel
 from wellposed_studies.study import mean_and_error
@@ -113,6 +115,39 @@ def draw_measured(path: Path) -> None:
     wp.measure(model).plot(path)
 
 
+MONITORED = (
+    "train char_lm --quiet --variant rezero --model.num-hidden-layers 4 --model.hidden-size 64"
+    " --batch-size 16 --seq-len 64 --limit-chars 200000 --precision bf16 --schedule constant"
+    " --steps 100 --log-every 1 --monitor 1"
+)
+RATES = {"healthy": "--learning-rate 2e-3 --warmup-steps 20", "blown": "--learning-rate 6e-2"}
+"""Two runs of the page, the second of which blows up."""
+
+
+def draw_monitor(path: Path) -> None:
+    """Loss and vital signs of a run that blows up and of one that does not."""
+    runs = {}
+    for name, rate in RATES.items():
+        out = path.parent / name
+        words = f"-m wellposed {MONITORED} {rate} --out".split()
+        # A run that blows up may end with values that are not finite.
+        subprocess.run([sys.executable, *words, str(out)], check=False, capture_output=True)
+        runs[name] = read_metrics(out)
+
+    def panel(title: str, split: str, column: str, limit: float | None = None) -> Panel:
+        shown = [
+            replace(line, label=name)
+            for name, rows in runs.items()
+            for line in lines(where(rows, split=split), "step", column, by="split")
+        ]
+        level = None if limit is None else (f"alarm: {limit:g}", limit)
+        return Panel(title, "optimizer steps", "", shown, "log", "log", level=level)
+
+    loss = panel("loss, nats per character", "train", "loss")
+    update = panel("update over weight, worst weight", "monitor", "update", 0.1)
+    draw([loss, update, panel("attention logit, worst head", "monitor", "logit_max", 50)], path)
+
+
 def reproduced(name: str) -> Callable[[Path], None]:
     """Return what makes the figure of a recipe at mini scale."""
 
@@ -137,6 +172,7 @@ DRAWN = {
 MADE: dict[str, Callable[[Path], None]] = {
     **DRAWN,
     "measured": draw_measured,
+    "monitor": draw_monitor,
     "kim2021-figure-2": reproduced("kim2021/figure-2"),
     "kim2021-figure-3": reproduced("kim2021/figure-3"),
 }

@@ -214,13 +214,13 @@ def test_alarms_come_before_the_loss_shows_it_and_name_the_place() -> None:
         "logit_max",
         "entropy",
     ]
-    assert monitor.alarms[0].step == 1  # said once for as long as it lasts
+    assert monitor.alarms[0].step == 2  # said once for as long as it lasts
     assert "and 1 more" in str(monitor.alarms[0])
     with torch.no_grad():
         model[0].linear2.weight[0, 0] = torch.nan
     step()
     (alarm,) = [alarm for alarm in monitor.alarms if "NaN" in alarm.reason]
-    assert (alarm.step, alarm.name) == (3, "0.linear2")
+    assert (alarm.step, alarm.name) == (4, "0.linear2")
     with pytest.raises(ConfigError, match="nearest: logit_max"):
         Monitor(model, limits={"logits": 3.0})
 

@@ -81,7 +81,8 @@ class Monitor:
 
     `alarms` lists, once for each time, a logit above 50, an entropy that fell below .1, an update
     above .1, a kurtosis above 20, and the first module whose output is not finite; each is logged
-    as a warning. Status: thresholds from practice (Kimi K2, 2025, clips logits at 100); an alarm
+    as a warning with its step, counted from 1; where a training goes on, set `steps` to those it
+    has taken. Status: thresholds from practice (Kimi K2, 2025, clips logits at 100); an alarm
     proves nothing.
 
     Args:
@@ -144,7 +145,7 @@ class Monitor:
         model = getattr(model, "_orig_mod", model)
         roles = find_roles(model, batch)
         self._weights = list(roles.weights())
-        self._steps = 0
+        self.steps = 0
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
         optimizer = _hooked(optimizer) if vitals else None
@@ -152,8 +153,8 @@ class Monitor:
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
-        step, due = self._steps, self.is_due()
-        self._steps += 1
+        due = self.is_due()
+        self.steps += 1
         if not due:
             return {}
         vitals, broken = self._vitals.take() if self._vitals else ({}, None)
@@ -168,7 +169,7 @@ class Monitor:
                 name = worst(found, key=found.__getitem__)
                 limit = self.limits.get(number, 0.0)
                 others = len(found) - 1
-                alarm = Alarm(step, name, found[name], limit, others, _REASONS[number])
+                alarm = Alarm(self.steps, name, found[name], limit, others, _REASONS[number])
                 self.alarms.append(alarm)
                 logger.warning("%s", alarm)
         self._beyond = {name for found in new.values() for name in found}
@@ -190,7 +191,7 @@ class Monitor:
 
     def is_due(self) -> bool:
         """Return whether the step under way is one that is measured."""
-        return self._steps % self.every == 0
+        return self.steps % self.every == 0
 
     def _is_beyond(self, name: str, value: float, limit: float | None) -> bool:
         if limit is None or ((value >= limit) if name.endswith("/entropy") else (value <= limit)):

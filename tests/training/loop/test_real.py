@@ -85,6 +85,19 @@ def test_vital_signs_are_rows_of_the_run_and_change_nothing(
     assert not any(row["split"] == "monitor" for row in read_metrics(tmp_path / "plain"))
 
 
+def test_a_run_that_goes_on_watches_the_steps_it_would_have_watched(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = replace(SHORT, monitor=3, learning_rate=0.1, schedule="constant")
+    for steps in (2, 4):
+        config = replace(language_model(text), train=replace(whole, steps=steps))
+        train(config, tmp_path / "run", progress=False, resume="auto", longer=True)
+    rows = [row for row in read_metrics(tmp_path / "run") if row["split"] == "monitor"]
+    assert [row["step"] for row in rows] == [1, 4]
+    said = [line for line in caplog.messages if "moved a weight" in line]
+    assert [line.partition(":")[0] for line in said] == ["step 1", "step 4"]
+
+
 def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> None:
     from wellposed.measurement import Measurement
 

@@ -115,6 +115,8 @@ class Run:
             given = (checkpoint, self.model, self.optimizer)
             self.state = checkpoints.load_checkpoint(*given, rank=rank)
             self._saved = self._moment
+            if self.monitor is not None:
+                self.monitor.steps = self.state.step
             wrote = checkpoints.random_count(checkpoint)
         else:
             if self.started:
