@@ -65,7 +65,7 @@ def test_a_table_is_read_by_the_column_of_the_training(
 
 
 def test_a_tokenizer_of_negative_length_is_one_line(foreign: Path, cli: Cli) -> None:
-    for value, wrong in ((-5, 1), ("many", 1), (None, 0)):
+    for value, wrong in ((-5, 1), (float("inf"), 1), ("many", 1), (None, 0)):
         with edited(foreign / "tokenizer_config.json") as config:
             config["model_max_length"] = value
         said = cli("predict", [foreign], "--text film", status=wrong).err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def load_tokenizer(name: str) -> Any:
 
     tokenizer = load_pretrained(library.AutoTokenizer, name)
     longest = tokenizer.model_max_length
-    if not isinstance(longest, int | float) or not longest >= 1:
+    if not isinstance(longest, int | float) or not 1 <= longest < math.inf:
         raise CheckpointError(
             f"{name}: model_max_length = {longest!r}, expected a number of tokens, 1 or more;"
             " correct its tokenizer_config.json"
