@@ -11,9 +11,11 @@ from wellposed.errors import ConfigError
 from wellposed.text_table import aligned, printable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from wellposed.tasks import Task
     from wellposed.tasks.data.splits import Split
-    from wellposed.training.certified.words import EditKind
+    from wellposed.training.certified.words import EditKind, WordBounds
 
 _SHOWN = 8
 _MOST = 1000
@@ -65,10 +67,9 @@ def word_counter(
         NotLipschitzError, ConfigError: there is no certificate in words; the reason is named.
     """
     from wellposed.training.certified.characters import CharacterEdits
-    from wellposed.training.certified.words import bound_words, hold_texts
+    from wellposed.training.certified.words import hold_texts
 
-    bounds = bound_words(model, seq_len=limit)
-    CharacterEdits.of(bounds, tokenizer, limit)
+    bounds = CharacterEdits.of(model, tokenizer, limit).bounds
 
     def count(batch: Mapping[str, Any]) -> list[int]:
         return [
@@ -83,13 +84,13 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
     """Print what of one text can change with its answer held, and which words carry it."""
     import torch
 
-    from wellposed.attack import WordAttack, WordSwaps
     from wellposed.training.certified.characters import CharacterEdits
     from wellposed.training.certified.run import text_limit
-    from wellposed.training.certified.words import bound_words, hold_texts
+    from wellposed.training.certified.words import hold_texts
 
     limit = text_limit(model, tokenizer)
-    bounds = bound_words(model, seq_len=limit, required=False)
+    characters = CharacterEdits.of(model, tokenizer, limit, required=False)
+    bounds = characters.bounds
     ids = torch.tensor(tokenizer(text)["input_ids"][:limit], dtype=torch.long)
     if not len(ids):
         raise ConfigError(
@@ -99,25 +100,12 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
     with torch.no_grad():
         logits = bounds.model(**batch).logits[0]
     label = int(logits.argmax())
-    swaps = WordSwaps(bounds.model, bounds.vectors, ids, label)
-    needed, turned = WordAttack(bounds.model, swaps).fewest_edits(ids, label, len(ids))
-    words, others = (tokenizer.convert_ids_to_tokens(some.tolist()) for some in (ids, turned))
-    swapped = [
-        f"{printable(old)} -> {printable(new)}"
-        for old, new in zip(words, others, strict=True)
-        if old != new
-    ]
-    attack = f"the attack needs {needed}: {', '.join(swapped)}"
-    if needed > len(ids):
-        attack = "the attack finds none"
-    names = dict(model.config.id2label or {})
-    answer = printable(str(names.get(label, label)))
-    print(f"{printable(text)}\nanswer: {answer}, {len(ids)} words")
+    attack = _attack(bounds, tokenizer, ids, label)
+    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(ids)} words")
     if bounds.reason:
         print(f"no certificate: {bounds.reason}; {attack}")
         return
     most: dict[EditKind, int] = {"words": _MOST, "edits": 3, "characters": 3}
-    characters = CharacterEdits.of(bounds, tokenizer, limit)
     (held,) = hold_texts(bounds, [batch], most, characters)
     if held.held["words"] >= len(ids):
         print("no words of this vocabulary change it, however many are replaced")
@@ -130,17 +118,37 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
         )
     gains = bounds.gains(label, ids) / len(ids)
     ahead = logits[label] - logits
-    near = min(
-        (other for other in range(len(logits)) if other != label),
-        key=lambda c: float(ahead[c]) - float(gains[:, c].sum()),
-    )
-    shares = gains[:, near] / ahead[near]
-    rows = [
-        (printable(words[i]), f"{float(shares[i]):.3f}")
-        for i in shares.argsort(descending=True)[:_SHOWN].tolist()
-    ]
+    left = ahead - gains.sum(0)
+    left[label] = float("inf")
+    near = int(left.argmin())
+    shares, words = gains[:, near] / ahead[near], _words(tokenizer, ids)
+    order = shares.argsort(descending=True)[:_SHOWN].tolist()
+    rows = [(words[i], f"{float(shares[i]):.3f}") for i in order]
     print(
-        f"the words that carry it against {printable(str(names.get(near, near)))}, by what replacing"
-        " each can take of the margin:"
+        f"the words that carry it against {_class_name(model, near)}, by what replacing each can"
+        " take of the margin:"
     )
     print(aligned([("word", "share"), *rows], "l"))
+
+
+def _attack(bounds: WordBounds, tokenizer: Any, ids: Tensor, label: int) -> str:
+    """Say which words an attack puts in place of which."""
+    from wellposed.attack import WordAttack, WordSwaps
+
+    swaps = WordSwaps(bounds.model, bounds.vectors, ids, label)
+    needed, turned = WordAttack(bounds.model, swaps).fewest_edits(ids, label, len(ids))
+    if needed > len(ids):
+        return "the attack finds none"
+    pairs = zip(_words(tokenizer, ids), _words(tokenizer, turned), strict=True)
+    swapped = ", ".join(f"{old} -> {new}" for old, new in pairs if old != new)
+    return f"the attack needs {needed}: {swapped}"
+
+
+def _words(tokenizer: Any, ids: Tensor) -> list[str]:
+    """Return words as they can be printed; a row of the table without a word by its number."""
+    words = zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids.tolist(), strict=True)
+    return [f"row {number}" if word is None else printable(word) for word, number in words]
+
+
+def _class_name(model: Any, label: int) -> str:
+    return printable(str(dict(model.config.id2label or {}).get(label, label)))

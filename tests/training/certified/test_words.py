@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tests.certification.test_sum import classifier
+from tests.support.tokenizer_folders import bert_words
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from wellposed.attack import WordAttack, WordSwaps
 from wellposed.cli import main
@@ -147,7 +149,7 @@ def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options
 
 def of_words(bounds: WordBounds, limit: int = 16) -> tuple[CharacterEdits, Any]:
     tokenizer = WordEncoder(WORDS).tokenizer(max_length=limit)
-    return CharacterEdits.of(bounds, tokenizer, limit), tokenizer
+    return CharacterEdits.of(bounds.model, tokenizer, limit), tokenizer
 
 
 def characters_away(text: str) -> set[str]:
@@ -251,14 +253,19 @@ def test_other_models_are_refused_with_the_reason(options: dict[str, Any], error
 
 
 def test_other_tokenizers_and_longer_texts_are_refused():
-    bounds = bound_words(model_of(0), seq_len=3)
+    model = model_of(0)
+    bounds = bound_words(model, seq_len=3)
     with pytest.raises(ShapeError, match="4 tokens"):
         hold_texts(bounds, [batch_of(drawn(1))], {"words": 1})
     with pytest.raises(ConfigError, match="between white space"):
-        CharacterEdits.of(bounds, CharacterEncoder("abc").tokenizer(max_length=9), 9)
+        CharacterEdits.of(model, CharacterEncoder("abc").tokenizer(max_length=9), 9)
     dropping = WordEncoder(WORDS, drop="(").tokenizer(max_length=9)
     with pytest.raises(ConfigError, match="between white space"):
-        CharacterEdits.of(bounds, dropping, 9)
+        CharacterEdits.of(model, dropping, 9)
+    framed = bert_words(["oil", "fell"])
+    framed.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    with pytest.raises(ConfigError, match="2 special tokens around"):
+        CharacterEdits.of(model, framed, 9)
 
 
 @pytest.mark.parametrize("words", [0.0, 1.0, 1.5, 2.0, 9.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,11 +63,11 @@ def label_lines(
         DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
-    from wellposed.models import text_positions
     from wellposed.tasks.text.pretrained import PAIRS
+    from wellposed.training.certified.run import text_limit
     from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
-    limit = min(text_positions(model.config) or sys.maxsize, int(tokenizer.model_max_length))
+    limit = text_limit(model, tokenizer)
     two_inputs = type(model).__name__.endswith("PairClassification")
     cut: set[int] = set()
     held = word_counter(model, tokenizer, limit) if certified else None

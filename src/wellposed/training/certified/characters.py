@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError
-from wellposed.training.certified.words import Menu, WordBounds
+from wellposed.training.certified.words import Menu, WordBounds, bound_words
 
 Shape = tuple[int, int]
 """How many words an edit removes, and how many it adds."""
@@ -46,24 +46,27 @@ class CharacterEdits:
         self._projected: dict[int, Tensor] = {}
 
     @classmethod
-    def of(cls, bounds: WordBounds, tokenizer: Any, limit: int) -> CharacterEdits:
-        """Read a tokenizer of words between white space.
+    def of(cls, model: Any, tokenizer: Any, limit: int, *, required: bool = True) -> CharacterEdits:
+        """Read a tokenizer of words between white space, and bound the model (`bound_words`).
 
         Raises:
             ConfigError: it cuts text in another way, so that what one character can change is not
-                known.
+                known, or adds tokens that are no words.
+            NotLipschitzError: as `bound_words`, which takes ``required`` too.
         """
         import json
 
         inner = getattr(tokenizer, "backend_tokenizer", None)
         form = {} if inner is None else json.loads(inner.to_str())
         kinds = [(form.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
-        if kinds != ["WordLevel", "WhitespaceSplit"] or form["normalizer"] is not None:
+        added = tokenizer.num_special_tokens_to_add()
+        if kinds != ["WordLevel", "WhitespaceSplit"] or form["normalizer"] is not None or added:
             raise ConfigError(
                 "words and characters are counted for words between white space, and this tokenizer"
-                f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer;"
-                " train with --tokenizer word"
+                f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer"
+                f" and {added} special tokens around a text; train with --tokenizer word"
             )
+        bounds = bound_words(model, seq_len=limit, required=required)
         special = set(tokenizer.all_special_tokens)
         words = {word: n for word, n in tokenizer.get_vocab().items() if word not in special}
         return cls(bounds, words, tokenizer.unk_token_id, limit)

@@ -4,6 +4,7 @@ words."""
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.finite_json import to_json
-from wellposed.models import embedding_radius, input_vectors
+from wellposed.models import embedding_radius, input_vectors, text_positions
 from wellposed.tasks.data.splits import Split
 from wellposed.training.certified import record
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
@@ -190,7 +191,7 @@ def keep(
 
 def text_limit(model: Any, tokenizer: Any) -> int:
     """Return the most tokens of a text that the model reads; what is longer is cut."""
-    return min(int(tokenizer.model_max_length), int(model.config.max_position_embeddings))
+    return min(int(tokenizer.model_max_length), text_positions(model.config) or sys.maxsize)
 
 
 def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:

@@ -16,7 +16,6 @@ from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.words import (
     EditKind,
     TextHeld,
-    bound_words,
     hold_texts,
 )
 
@@ -97,8 +96,8 @@ def word_accuracy(
 
     Cost: a forward pass in float64 a text; the attack ``classes x k`` gradients a text.
     """
-    bounds = bound_words(model, seq_len=limit, required=False)
-    characters = CharacterEdits.of(bounds, tokenizer, limit)
+    characters = CharacterEdits.of(model, tokenizer, limit, required=False)
+    bounds = characters.bounds
     most = {kind: max(some) for kind, some in counts.items() if some}
     held = hold_texts(bounds, batches, most, characters)
     fallen = [
