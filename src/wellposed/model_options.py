@@ -150,8 +150,8 @@ class TransformerOptions(PartOptions):
     """Registered attention."""
     feedforward: str = "mlp"
     """Registered feed-forward."""
-    norm: Literal["pre", "post", "none"] = "post"
-    """Where LayerNorm stands."""
+    norm: Literal["pre", "post", "none", "dyt"] = "post"
+    """Where LayerNorm stands; dyt: where pre has one, gamma tanh(alpha x) + beta (Zhu et al. 2025)."""
     residual: str = "plain"
     """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a
     learnt, and mean that with a = 1/n for n residuals."""
@@ -180,6 +180,15 @@ class MLPOptions(PartOptions):
 
     activation: Literal["relu", "gelu", "unit_gelu"] = "gelu"
     """Feed-forward nonlinearity; unit_gelu is gelu over its largest slope."""
+
+
+@read_by(norm="dyt")
+@dataclass(frozen=True)
+class DynamicTanhOptions(PartOptions):
+    """What a tanh in the place of LayerNorm reads."""
+
+    dyt_alpha: Positive = 0.5
+    """alpha of norm dyt at the start."""
 
 
 @read_by(position="sinusoidal")
@@ -275,6 +284,7 @@ class ModelOptions(
     BallOptions,
     CosineOptions,
     ContractiveOptions,
+    DynamicTanhOptions,
     MLPOptions,
     TransformerOptions,
     TokenOptions,

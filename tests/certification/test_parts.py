@@ -20,7 +20,7 @@ from wellposed.certification import (
     layer_norm_bound,
     register_rule,
 )
-from wellposed.nn import BallProjection, MaxMin, ReZeroResidual, TransformerStack
+from wellposed.nn import BallProjection, DynamicTanh, MaxMin, ReZeroResidual, TransformerStack
 
 WIDTH, R = 4, 0.3
 NORMS = ("tok", 2, "inf")
@@ -37,8 +37,8 @@ def linear(*, bias: bool = True) -> nn.Linear:
     return module
 
 
-def normed(kind: type[nn.Module], eps: float) -> nn.Module:
-    module = kind(WIDTH, eps=eps).double()
+def normed(kind: Any, eps: float) -> nn.Module:
+    module = kind(WIDTH, eps).double()
     with torch.no_grad():
         module.weight.copy_(torch.tensor([1.0, -2.0, 0.5, 0.0]))
         if getattr(module, "bias", None) is not None:
@@ -72,6 +72,13 @@ PARTS: list[tuple[str, nn.Module, dict[Any, float], float, float]] = [
     # Of a norm in the inf-norm: 2 - 2/D of centring, or 1, and (1 + sqrt D)/2, of four entries.
     ("layer norm", normed(nn.LayerNorm, 0.25), {"tok": 4, 2: 4, "inf": 12}, 4 * R + 0.5, 4.5),
     ("rms norm", normed(nn.RMSNorm, 0.25), {"tok": 4, 2: 4, "inf": 10}, 4 * R, 4.0),
+    (
+        "dynamic tanh",
+        normed(DynamicTanh, 2.0),
+        dict.fromkeys(NORMS, 4),
+        4 * R + 0.5,
+        5.25**0.5 + 0.5,
+    ),
     ("steep norm", normed(nn.LayerNorm, 1e-4), {"tok": 200, 2: 200, "inf": 600}, 4.5, 4.5),
 ]
 

@@ -24,7 +24,7 @@ from wellposed.nn import ATTENTIONS
 CHANGES = words(
     "vocab_size=14 max_position_embeddings=11 hidden_size=24 num_hidden_layers=3 num_hidden_layers=0"
     " num_attention_heads=2 intermediate_size=20 activation=relu attention=other-for-this-test"
-    " attention=ball feedforward=maxmin norm=pre norm=none residual=rezero residual=convex"
+    " attention=ball feedforward=maxmin norm=pre norm=none norm=dyt residual=rezero residual=convex"
     " residual=budget unit_embeddings=True ball_embeddings=True qk_norm=True position=sinusoidal scale_embeddings=False"
     " dropout=0.5 attention_dropout=0.5 init=other-for-this-test pooling=first pooling=max"
     " is_causal=True layer_norm_eps=0.5 num_labels=7"
@@ -63,7 +63,7 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
     elsewhere = words(
         "tie_word_embeddings pad_token_id bos_token_id eos_token_id use_cache"  # saving, generate
         " num_decoder_layers share_embeddings cross_attention decoder_start_token_id"  # seq2seq
-        " position_scale contractive lipschitz_norm query_width l2_init_scale cosine_eps"
+        " position_scale dyt_alpha contractive lipschitz_norm query_width l2_init_scale cosine_eps"
         " contractive_bound ball_temperature ball_max_temperature budget"  # l2_options, certification
     )
     own = set(WellposedConfig.hints()) - {"window_for_this_test"}

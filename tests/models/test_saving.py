@@ -44,6 +44,7 @@ KINDS = [kind for kind in AUTO if kind != "encoder"]
 ROWS = [
     *(("wellposed", kind, RICH) for kind in KINDS),
     *(("wellposed", "causal_lm", options(f"attention={name}")) for name in ATTENTIONS.names()),
+    ("wellposed", "causal_lm", options("norm=dyt dyt_alpha=0.3")),
     ("wellposed", "causal_lm", {"tie_word_embeddings": False, "position": "sinusoidal"}),
     ("wellposed", "causal_lm", options("attention=l2_contractive contractive=0.4 query_width=2")),
     ("lstm", "causal_lm", {}),

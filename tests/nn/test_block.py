@@ -7,7 +7,7 @@ from tests.support.refusal import bad_config
 from torch import nn
 from torch.testing import assert_close
 
-from wellposed.nn import FEEDFORWARDS, RESIDUALS, Block, TransformerStack
+from wellposed.nn import FEEDFORWARDS, RESIDUALS, Block, DynamicTanh, TransformerStack
 
 
 def stack(is_causal=False, **changes):
@@ -29,10 +29,12 @@ def test_the_module_paths_are_the_documented_ones():
     } <= names
 
 
-@pytest.mark.parametrize("norm", ["pre", "post", "none"])
+@pytest.mark.parametrize("norm", ["pre", "post", "none", "dyt"])
 def test_layer_norms_are_where_the_placement_says(norm):
-    norms = [module for module in stack(norm=norm).modules() if isinstance(module, nn.LayerNorm)]
-    assert len(norms) == {"pre": 5, "post": 4, "none": 0}[norm]
+    parts = [type(module) for module in stack(norm=norm).modules()]
+    norms = [part for part in parts if issubclass(part, nn.LayerNorm)]
+    assert len(norms) == {"pre": 5, "post": 4}.get(norm, 0)
+    assert parts.count(DynamicTanh) == (5 if norm == "dyt" else 0)
 
 
 @pytest.mark.parametrize("norm", ["post", "none"])

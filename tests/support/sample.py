@@ -92,7 +92,7 @@ def awake(module: nn.Module) -> nn.Module:
             elif isinstance(part, ReZeroResidual):
                 part.scale.normal_()
             gain = getattr(part, "weight", None)
-            if type(part).__name__.endswith("Norm") and gain is not None:
+            if type(part).__name__.endswith(("Norm", "Tanh")) and gain is not None:
                 gain.uniform_(-1.5, 1.5)
         for name, parameter in module.named_parameters():
             if name.rpartition(".")[2] in ("bias", "in_proj_bias"):

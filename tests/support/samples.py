@@ -39,6 +39,7 @@ from wellposed.nn import (
     CosineSelfAttention,
     DecoderBlock,
     DotProductAttention,
+    DynamicTanh,
     InverseDAttention,
     InvertibleResidual,
     L2SelfAttention,
@@ -165,6 +166,7 @@ _BLOCKS: list[dict[str, Any]] = [
     {"attention": "l2_contractive", "norm": "none"}, {"attention": "l2_contractive", "lipschitz_norm": "2"},
     {"attention": "cosine"}, {"attention": "cosine", "norm": "none", "activation": "relu"},
     {"dropout": 0.1, "attention_dropout": 0.1, "norm": "pre"}, {"query_width": 2, "norm": "pre"},
+    {"norm": "dyt"},
 ]  # fmt: skip
 _BALL: list[dict[str, Any]] = [
     {"attention": "dot_product", "norm": "none"}, {"attention": "dot_product", "norm": "post", "qk_norm": True},
@@ -202,6 +204,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _plain(lambda width: nn.RMSNorm(width, eps=0.1)),
         _plain(lambda width: nn.RMSNorm(width, eps=1e-5, elementwise_affine=False)),
     ],
+    DynamicTanh: [_plain(lambda width: DynamicTanh(width)), _plain(lambda width: DynamicTanh(width, alpha=2.0))],
     PreNorm: [_plain(lambda width: PreNorm(width, eps=0.1))],
     PostNorm: [_plain(lambda width: PostNorm(width, eps=0.1))],
     nn.MultiheadAttention: [

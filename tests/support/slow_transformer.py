@@ -22,6 +22,10 @@ class SlowTransformer:
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
     def norm(self, name, x):
+        if f"{name}.alpha" in self.weights:
+            steep = (2 * self.weights[f"{name}.alpha"] * x).exp()
+            squashed = 1 - 2 / (steep + 1)  # tanh
+            return squashed * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
         centred = x - x.sum(-1, keepdim=True) / x.shape[-1]
         variance = centred.square().sum(-1, keepdim=True) / x.shape[-1]
         scaled = centred / (variance + 1e-5).sqrt() * self.weights[f"{name}.weight"]
@@ -74,7 +78,7 @@ class SlowTransformer:
         return self.linear(f"{path}.down_proj", hidden)
 
     def half(self, path, x, branch):
-        joined = branch(self.norm(f"{path}_norm", x) if self.config.norm == "pre" else x)
+        joined = branch(self.norm(f"{path}_norm", x) if self.config.norm in ("pre", "dyt") else x)
         total = x + self.weights.get(f"{path}_residual.scale", 1.0) * joined
         return self.norm(f"{path}_norm", total) if self.config.norm == "post" else total
 
@@ -94,7 +98,7 @@ class SlowTransformer:
                     cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False)
                 )
             x = self.half(feed, x, lambda h, p=feed: self.feed(p, h))
-        return self.norm(f"{side}final_norm", x) if self.config.norm == "pre" else x
+        return self.norm(f"{side}final_norm", x) if self.config.norm in ("pre", "dyt") else x
 
 
 def exact(model):

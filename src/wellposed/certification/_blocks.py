@@ -24,6 +24,7 @@ from wellposed.linalg import TokenNorm
 from wellposed.nn import (
     MLP,
     Block,
+    DynamicTanh,
     NoNorm,
     OrthogonalLinear,
     PlainResidual,
@@ -246,6 +247,17 @@ def _rms_norm(module: nn.RMSNorm, site: Site) -> LayerBound:
     return _norm_rule(module, site, eps=float(eps), bias=None, centred=False)
 
 
+@register_rule(DynamicTanh, sums=True)
+def _dynamic_tanh(module: DynamicTanh, site: Site) -> LayerBound:
+    """Entry by entry, each with slope ``|gamma_i alpha|`` at 0 and never more, in every norm."""
+    gamma, alpha, beta = (
+        each.detach().double() for each in (module.weight, module.alpha, module.bias)
+    )
+    slope = float(gamma.abs().max() * alpha.abs())
+    radius = min(times(slope, site.radius), float(gamma.norm())) + float(beta.norm())
+    return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius * (1 + 1e-6))
+
+
 def _norm_rule(
     module: nn.LayerNorm | nn.RMSNorm, site: Site, *, eps: float, bias: Tensor | None, centred: bool
 ) -> LayerBound:
@@ -332,15 +344,16 @@ def _sublayer(module: Block, name: str, site: Site) -> LayerBound:
             f"{name}_residual is a {type(residual).__name__}, "
             "whose class does not define coefficients() -> (a, b) beside its forward"
         )
-    if not isinstance(norm, (PreNorm, PostNorm, NoNorm)):
+    if not isinstance(norm, (PreNorm, PostNorm, NoNorm, DynamicTanh)):
         return site.refuse(
-            f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm"
+            f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm,"
+            " DynamicTanh"
         )
     site.reads(norm, NoNorm)
     return sublayer(
         site,
         lambda inner: inner.chain([(name, getattr(module, name)), ("dropout", module.dropout)]),
-        before=(f"{name}_norm", norm) if isinstance(norm, PreNorm) else None,
+        before=(f"{name}_norm", norm) if isinstance(norm, (PreNorm, DynamicTanh)) else None,
         after=(f"{name}_norm", norm) if isinstance(norm, PostNorm) else None,
         coefficients=coefficients,
     )

@@ -136,6 +136,13 @@ def rezero(base: RunConfig) -> RunConfig:
     return _with_model(base, norm="none", residual="rezero")
 
 
+@VARIANTS.register("dyt")
+def dyt(base: RunConfig, alpha: float = 0.5) -> RunConfig:
+    """pre_ln with gamma tanh(alpha x) + beta in the place of LayerNorm, alpha at the start 0.5 or
+    value (Zhu et al. 2025)."""
+    return _with_model(base, norm="dyt", dyt_alpha=alpha)
+
+
 @VARIANTS.register("t_fixup")
 def t_fixup(base: RunConfig) -> RunConfig:
     """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).

@@ -12,12 +12,13 @@ from torch import nn
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.config_record import record, recorded
 from wellposed.errors import ConfigError, listed
-from wellposed.nn import NoNorm, PostNorm, PreNorm
+from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm
 from wellposed.roles import patterns_of
 
 logger = logging.getLogger("wellposed.initialize")
 
-_BATCHED = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+_OTHERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+_OTHERS += (DynamicTanh,)
 _NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
 """What a norm of another name holds, so that it does not divide by 0."""
 
@@ -183,7 +184,7 @@ def _is_other_norm(module: nn.Module) -> bool:
     """Tell whether a module is another norm: by its class, or by what it holds under any name."""
     if isinstance(module, (NoNorm, RemovedNorm, nn.modules.loss._Loss)) or list(module.children()):
         return False
-    named = isinstance(module, _BATCHED) or type(module).__name__.endswith("Norm")
+    named = isinstance(module, _OTHERS) or type(module).__name__.endswith("Norm")
     return named or any(hasattr(module, number) for number in _NUMBERS_OF_NORMS)
 
 

@@ -205,7 +205,8 @@ class WellposedConfig(CheckedConfig):
         unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by
             sqrt(D).
         ball_embeddings: token vectors of norm below 1 (`wellposed.nn.BallEmbedding`), likewise.
-        norm: where LayerNorm stands: pre, post or none.
+        norm: where LayerNorm stands: pre, post or none; dyt: a tanh where pre has one
+            (`wellposed.nn.DynamicTanh`).
         residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0.
         qk_norm: normalise queries and keys per head.
         position: learned or sinusoidal.

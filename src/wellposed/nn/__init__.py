@@ -43,6 +43,7 @@ from wellposed.nn.attention.masks import attention_mask as attention_mask
 from wellposed.nn.attention.masks import memory_mask as memory_mask
 from wellposed.nn.block import Block as Block
 from wellposed.nn.block import DecoderBlock as DecoderBlock
+from wellposed.nn.block import DynamicTanh as DynamicTanh
 from wellposed.nn.block import NoNorm as NoNorm
 from wellposed.nn.block import PostNorm as PostNorm
 from wellposed.nn.block import PreNorm as PreNorm

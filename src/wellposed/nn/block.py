@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import NotLipschitzError
+from wellposed.model_options import DynamicTanhOptions
 from wellposed.nn._registry import (
     ATTENTIONS,
     CROSS_ATTENTIONS,
@@ -79,9 +80,52 @@ class NoNorm(nn.Module):
         return join(x, branch(x))
 
 
+class DynamicTanh(nn.Module):
+    """`x -> gamma * tanh(alpha x) + beta` in the place of `PreNorm`: `x -> r(x, f(DyT(x)))`, and one
+    at the end of the stack.
+
+    Exact. Zhu et al. (2025), "Transformers without Normalization", eq. 1: alpha is one number,
+    gamma, 1 at the start, and beta, 0, have one entry for each feature. It acts on each entry by
+    itself and its slope is at most `max |gamma| |alpha|`, so that it can be certified. Alpha has
+    shape (1,), since sharding refuses parameters without a dimension.
+
+    Args:
+        width: number of features.
+        alpha: at the start; the paper takes 0.5, and for wide language models less.
+
+    >>> DynamicTanh(2)(torch.tensor([0.0, 100.0])).tolist()
+    [0.0, 1.0]
+    """
+
+    final_norm = True
+
+    def __init__(self, width: int, alpha: float = 0.5) -> None:
+        super().__init__()
+        self.start = alpha
+        self.alpha = nn.Parameter(torch.empty(1))
+        self.weight, self.bias = (nn.Parameter(torch.empty(width)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set alpha to what it starts from, gamma to 1 and beta to 0."""
+        nn.init.constant_(self.alpha, self.start)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.tanh(self.alpha * x) + self.bias
+
+    def around(self, x: Tensor, branch: Branch, join: Join) -> Tensor:
+        """Return `join(x, branch(DyT(x)))`, same shape as `x`."""
+        return join(x, branch(self(x)))
+
+
 NORMS.register("pre")(lambda config: PreNorm(config.hidden_size, eps=config.layer_norm_eps))
 NORMS.register("post")(lambda config: PostNorm(config.hidden_size, eps=config.layer_norm_eps))
 NORMS.register("none")(lambda _: NoNorm())
+NORMS.register("dyt")(
+    lambda config: DynamicTanh(config.hidden_size, DynamicTanhOptions.of(config).dyt_alpha)
+)
 
 
 def cross_attention_name(attention: str, given: str | None = None) -> str:
@@ -243,9 +287,12 @@ def build_layers(
     for none."""
     layers = [block(config) for _ in range(count)]
     needs_norm = bool(layers) and layers[-1].feedforward_norm.final_norm
-    norm = (
-        nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if needs_norm else nn.Identity()
-    )
+    if needs_norm and isinstance(layers[-1].feedforward_norm, DynamicTanh):
+        norm = NORMS.get(config.norm)(config)
+    elif needs_norm:
+        norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+    else:
+        norm = nn.Identity()
     return nn.ModuleList(layers), norm
 
 
