@@ -97,10 +97,14 @@ def test_a_hub_name_is_one_line_offline(
 
 
 @pytest.mark.slow
-def test_without_a_network_the_hub_is_tried_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", ["measure nobody-at-all/x", "train text_classification --data hf:nobody-at-all/x"]
+)
+def test_without_a_network_the_hub_is_tried_once(words: str, tmp_path: Path) -> None:
     """Hugging Face alone prints a notice for every try, five after the first."""
     nowhere = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = python("-m wellposed measure nobody-at-all/nothing", env={**os.environ, **nowhere})
+    done = python("-m wellposed", words, env={**os.environ, **nowhere}, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("wellposed: nobody-at-all/nothing: ")
+    assert done.stderr.startswith(f"wellposed: {words.rsplit(maxsplit=1)[-1]}: ")
+    assert "hub cannot be reached, or HF_HUB_OFFLINE=1 forbids" in done.stderr
     assert done.stderr.count("\n") == 1

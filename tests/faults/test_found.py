@@ -330,7 +330,7 @@ def test_the_end_of_memory_is_one_line_in_every_command(
 
 def test_a_local_configuration_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BERT.save_pretrained(tmp_path)
-    monkeypatch.setattr("wellposed.models._loading._hub_answers", lambda: pytest.fail("a request"))
+    monkeypatch.setattr("wellposed.models._loading.hub_answers", lambda: pytest.fail("a request"))
     assert main(["measure", str(tmp_path / "config.json")]) == 0
 
 

@@ -253,7 +253,8 @@ def parse(
         **{name: getattr(base, name) for name in SECTIONS},
     )
     prog = f"wellposed {command} {base.task}"
-    how = {"default": default, "prog": prog, "description": summary, "common": COMMON}
+    about = f"{summary}: {task.summary}. `wellposed compare` lists variants."
+    how = {"default": default, "prog": prog, "description": about, "common": COMMON}
     parsed: Any = parse_words(arguments, words, **how)
     start = dataclasses.asdict(parsed.start)
     run = dataclasses.replace(

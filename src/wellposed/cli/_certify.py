@@ -78,7 +78,7 @@ class CertifyArguments(ModelArguments):
 def run(words: Sequence[str]) -> int:
     """Print the certificate, and for a classifier run its certified accuracy; return the exit
     status."""
-    options = parse_with_model(CertifyArguments, "certify", words, __doc__)
+    options = parse_with_model(CertifyArguments, "certify", words)
     try:
         radii = None if options.radii is None else list(map(float, options.radii.split(",")))
     except ValueError:

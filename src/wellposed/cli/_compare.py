@@ -62,7 +62,7 @@ def run(words: Sequence[str]) -> int:
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
     base = base_config(task, rest)
-    config, options = parse("compare", base, rest, CompareArguments, __doc__ or "")
+    config, options = parse("compare", base, rest, CompareArguments, "Compare variants")
 
     from wellposed.compare.compare import ComparisonRuns, compare
     from wellposed.report import aggregate, build_report

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import tyro
 
+from wellposed.cli.parser import parse_words
+
 
 @dataclass(frozen=True)
 class PushArguments:
@@ -25,14 +27,11 @@ class PushArguments:
 
 def run(words: Sequence[str]) -> int:
     """Upload, print the address and return the exit status."""
-    options = tyro.cli(PushArguments, args=list(words), prog="wellposed push")
+    options = parse_words(PushArguments, words, prog="wellposed push")
 
     from wellposed.training.folder.hub import push_to_hub
 
     final = options.run / "final"
-    print(
-        push_to_hub(
-            final if final.is_dir() else options.run, options.repository, public=options.public
-        )
-    )
+    folder = final if final.is_dir() else options.run
+    print(push_to_hub(folder, options.repository, public=options.public))
     return 0

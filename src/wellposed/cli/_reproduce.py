@@ -67,9 +67,7 @@ class ReproduceArguments:
 def run(words: Sequence[str]) -> int:
     """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not
     hold."""
-    options = parse_words(
-        ReproduceArguments, words, prog="wellposed reproduce", description=__doc__
-    )
+    options = parse_words(ReproduceArguments, words, prog="wellposed reproduce")
     check_jobs(1 if options.jobs is None else options.jobs)
     check_installed()
     if options.list:

@@ -16,7 +16,7 @@ from wellposed.cli._arguments import (
     tracking,
 )
 from wellposed.cli.first_look import first_look
-from wellposed.compare.variants import VARIANTS, apply_variant
+from wellposed.compare.variants import apply_variant
 from wellposed.training.loop.processes import is_first
 
 
@@ -51,8 +51,7 @@ def run(words: Sequence[str]) -> int:
         if (seen["margin-loss"] or "").startswith("words"):
             base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
         base = apply_variant(seen["variant"], base)
-    about = f"Train one model. Variants: {', '.join(VARIANTS)}; `wellposed compare` describes them."
-    config, options = parse("train", base, rest, TrainArguments, about)
+    config, options = parse("train", base, rest, TrainArguments, "Train one model")
 
     from wellposed.training import train
     from wellposed.training.folder.hub import check_repository, push_to_hub

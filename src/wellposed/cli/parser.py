@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
+from docstring_parser import parse_from_object
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from wellposed.errors import ConfigError
@@ -63,11 +64,12 @@ def parse_words(
         common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty:
         both show all.
     """
-    if common and any(word in HELP for word in words):
-        arguments, default = only(arguments, default, common)
-        description = (
-            f"{description or ''}\n\nThe most used options; `{prog} {HELP_ALL}` lists all."
-        )
+    if any(word in {*HELP, HELP_ALL} for word in words):
+        short = bool(common) and any(word in HELP for word in words)
+        arguments, default = described(arguments, default, common if short else None)
+        if short:
+            more = f"The most used options; `{prog} {HELP_ALL}` lists all."
+            description = f"{description or ''}\n\n{more}"
     words = ["--help" if word == HELP_ALL else word for word in words]
     how = {"default": default, "prog": prog, "description": description}
     with _REGISTRY, refused_together():
@@ -92,15 +94,13 @@ class ModelArguments(CheckedOptions):
 Model = TypeVar("Model", bound=ModelArguments)
 
 
-def parse_with_model(
-    arguments: type[Model], command: str, words: Sequence[str], description: str | None = None
-) -> Model:
+def parse_with_model(arguments: type[Model], command: str, words: Sequence[str]) -> Model:
     """Return the options of a command that reads a model, which is then in ``model``.
 
     Raises:
         ConfigError: no model is named, or two.
     """
-    parsed = parse_words(arguments, words, prog=f"wellposed {command}", description=description)
+    parsed = parse_words(arguments, words, prog=f"wellposed {command}")
     if bool(parsed.model) == bool(parsed.source):
         raise ConfigError(
             f"wellposed {command}: give a model, as the first word or with --from: a folder, a"
@@ -109,31 +109,45 @@ def parse_with_model(
     return dataclasses.replace(parsed, model=parsed.model or parsed.source, source="")
 
 
-def only(
-    cls: type[Any], default: Any, names: Collection[str], prefix: str = ""
+def described(
+    cls: type[Any], default: Any, shown: Collection[str] | None, prefix: str = ""
 ) -> tuple[type[Any], Any]:
-    """Return ``cls`` and ``default`` with all options hidden but those needed and those whose
-    dotted name is named."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    """Return ``cls`` and ``default`` for a help text: each option's docstring as one paragraph, no
+    default that says nothing, and of the options that may be left out those with a dotted name in
+    ``shown`` (None: all)."""
+    hints, help_of = typing.get_type_hints(cls, include_extras=True), _help_of(cls)
     fields, values = [], {}
     for item in dataclasses.fields(cls):
         hint, path = hints[item.name], f"{prefix}{item.name}"
         inner, marks = _unwrapped(hint)
-        value = getattr(default, item.name)
+        value = getattr(cls if default is None else default, item.name, tyro.MISSING)
         if dataclasses.is_dataclass(inner):
-            short, value = only(
-                typing.cast(type, inner), value, names, prefix if Flat in marks else f"{path}."
-            )
-            hint = Annotated[(short, *marks)] if marks else short
-        elif path not in names and value is not tyro.MISSING:
+            below = prefix if Flat in marks else f"{path}."
+            inside, value = described(typing.cast(type, inner), value, shown, below)
+            hint = Annotated[(inside, *marks)] if marks else inside
+        elif shown is not None and path not in shown and value is not tyro.MISSING:
             hint = Annotated[hint, tyro.conf.Suppress]
+        else:
+            nothing = any(value is each for each in (None, False, "", tyro.MISSING))
+            hint = Annotated[
+                hint,
+                tyro.conf.arg(
+                    help=help_of.get(item.name), help_behavior_hint="" if nothing else None
+                ),
+            ]
         values[item.name] = value
         fields.append((item.name, hint, field(default=value)))
-    short = dataclasses.make_dataclass(
-        cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True
-    )
-    short.__doc__ = cls.__doc__
-    return short, unchecked(short, values)
+    made = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
+    made.__doc__ = cls.__doc__
+    return made, unchecked(made, values)
+
+
+def _help_of(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring below each option of a dataclass, as one line."""
+    found = [parse_from_object(base).params for base in reversed(cls.__mro__[:-1])]
+    return {
+        each.arg_name: " ".join((each.description or "").split()) for of in found for each in of
+    }
 
 
 def unchecked(options: type[Arguments], values: Mapping[str, Any]) -> Arguments:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.utils import logging
 from wellposed.config_record import recorded
 from wellposed.errors import CheckpointError, WellposedError, shortened
 from wellposed.finite_json import from_json
+from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
 from wellposed.models._build import AUTO_CLASSES
@@ -266,7 +266,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
             return kind.from_pretrained(
                 name,
                 trust_remote_code=False,
-                local_files_only=folder.exists() or not _hub_answers(),
+                local_files_only=folder.exists() or not hub_answers(),
                 **options,
             )
     except MemoryError:
@@ -281,6 +281,8 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
             ) from error
         ours = isinstance(error, WellposedError)
         said = " ".join(text.split()) if ours else _first_line(error).rstrip(".")
+        if "couldn't connect" in text:
+            said = UNREACHABLE
         raise CheckpointError(f"{name}: cannot be loaded: {said}") from error
 
 
@@ -343,21 +345,6 @@ def _refuse_endless_depth(folder: Path) -> None:
             " the file is damaged or of another model: copy the folder again from where it was"
             " whole"
         )
-
-
-@cache
-def _hub_answers() -> bool:
-    """Try once whether the hub can be reached; Hugging Face tries every file six times, for half a
-    minute."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # of whichever HTTP library the session uses
-        return False
-    return True
 
 
 @contextmanager

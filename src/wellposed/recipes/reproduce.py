@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from wellposed.charts import draw
 from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
+from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
 from wellposed.recipes.recipe import (
     RECIPES,
@@ -46,8 +45,6 @@ __all__ = [
     "reproduce",
 ]
 
-_PATIENCE = 3
-
 
 def file_stem(name: str) -> str:
     """Return how the files of a recipe start.
@@ -69,25 +66,16 @@ def _data_of(recipe: Recipe, data: str | None) -> str | None:
 
 
 def check_data(data: str | None) -> None:
-    """Raise `DataError` at once where data is not there, or its host cannot be reached."""
-    if data is None:
-        return
-    if not data.startswith("hf:"):
-        if not Path(data).exists():
-            raise DataError(
-                f"--data {data}: no such file or folder; give a file, a folder or hf:NAME"
-            )
-        return
-    if os.environ.get("HF_HUB_OFFLINE"):
-        return
-    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((str(host.hostname), host.port or 443), timeout=_PATIENCE).close()
-    except OSError as error:
+    """Raise `DataError` at once where data is not there; of the hub, where that does not answer and
+    HF_HUB_OFFLINE does not send us to the cache."""
+    on_hub = data is not None and data.startswith("hf:")
+    if data is not None and not on_hub and not Path(data).exists():
+        raise DataError(f"--data {data}: no such file or folder; give a file, a folder or hf:NAME")
+    if on_hub and not os.environ.get("HF_HUB_OFFLINE") and not hub_answers():
         raise DataError(
-            f"--data {data}: {host.hostname} cannot be reached ({error}); go online, give a local"
-            " folder, or set HF_HUB_OFFLINE=1 to read what is already cached"
-        ) from error
+            f"--data {data}: the Hugging Face hub cannot be reached; go online, give a local folder,"
+            " or set HF_HUB_OFFLINE=1 to read what is already cached"
+        )
 
 
 def _made_with() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, import_extra, listed
+from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
 from wellposed.options import CheckedOptions
 from wellposed.tasks.data.files import missing_file, refuse
 
@@ -227,9 +228,12 @@ def load_hub(data: str, **how: Any) -> Any:
     if not name:
         raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
     try:
-        return datasets.load_dataset(name, config or None, **how)
+        with cache_where_offline():
+            return datasets.load_dataset(name, config or None, **how)
     except Exception as error:
-        raise DataError(f"{data}: cannot be loaded: {type(error).__name__}: {error}") from error
+        lost = isinstance(error, ConnectionError) and not hub_answers()
+        said = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
+        raise DataError(f"{data}: cannot be loaded: {said}") from error
 
 
 def cut_missing(
