@@ -95,3 +95,7 @@ def test_the_workflow_runs_what_a_contributor_runs() -> None:
     setup, run = workflow["jobs"]["ci"]["steps"][1:]
     assert setup["with"]["python-version"] == "3.11"
     assert run == {"run": ".ci/run"}
+    others = workflow["jobs"]["pythons"]["strategy"]["matrix"]["python"]
+    listed = "\n".join(SETTINGS["project"]["classifiers"])
+    assert re.findall(r"Python :: (3\.\d+)", listed) == ["3.11", *others]
+    assert SETTINGS["project"]["requires-python"] == ">=3.11"

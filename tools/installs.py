@@ -77,6 +77,7 @@ CHECKS = {
     "train": [CORE, HF, TRAIN],
     "report": [CORE, REPORT],
     "lightning": [CORE, LIGHTNING],
+    "tensorboard": [CORE, "import tensorboard"],
     "all": [CORE, HF, TRAIN, REPORT, LIGHTNING],
     "studies": [CORE, STUDIES],
 }

@@ -5,4 +5,5 @@ EXTRAS = {
     "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy", "scikit-learn", "nltk"),
     "report": ("matplotlib", "jinja2"),
     "lightning": ("lightning",),
+    "tensorboard": ("tensorboard",),
 }

@@ -87,8 +87,14 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"gradient_accumulation": 2}, "16 --gradient-accumulation 4, or give --gradient-check"),
-        ({"batch_size": 15, "gradient_checkpointing": True}, "5 --gradient-accumulation 3; compl"),
+        (
+            {"gradient_accumulation": 2},
+            "4, or give --gradient-checkpointing, or give --precision bf16, or for another result --seq-len",
+        ),
+        (
+            {"batch_size": 15, "gradient_checkpointing": True},
+            "5 --gradient-accumulation 3, or give --precision bf16, or for",
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -96,7 +102,8 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
     [torch.OutOfMemoryError("out of memory"), MemoryError(), RuntimeError("can't allocate memory")],
 )
 def test_memory_ends_in_one_line(tmp_path: Path, error: Any, options: Any, says: str) -> None:
-    failing = one_line_failures(tmp_path, TrainOptions(**options), Accelerator())
+    config = RunConfig("char_lm", {"seq_len": 64}, train=TrainOptions(**options))
+    failing = one_line_failures(tmp_path, config, Accelerator())
     with pytest.raises(WellposedError, match=says) as caught, failing:
         raise error
     assert "\n" not in str(caught.value)

@@ -23,7 +23,7 @@ from wellposed.errors import CheckpointError, ConfigError, WellposedError
 from wellposed.linalg.sharded import read
 from wellposed.roles import find_roles
 from wellposed.roles.layer_paths import split_path
-from wellposed.training.config import TrainOptions
+from wellposed.training.config import RunConfig, TrainOptions
 from wellposed.training.loop.processes import refuse_sharding
 
 FP16_DEVICES = ("cuda",)
@@ -145,7 +145,7 @@ LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer",
 
 
 @contextmanager
-def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator) -> Iterator[None]:
+def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
     """Turn the end of the disk, of memory or of another process into an error of one line."""
     try:
         yield
@@ -159,11 +159,11 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
     except (RuntimeError, MemoryError) as error:
         text = str(error).lower()
         if errors.is_out_of_memory(error):
-            raise WellposedError(_out_of_memory(options, accelerator.device)) from error
+            raise WellposedError(_out_of_memory(config, accelerator)) from error
         if LOST_WORKER in text:
             raise WellposedError(
                 f"a process that made batches has ended ({str(error).partition(chr(10))[0]});"
-                f" train.num_workers = {options.num_workers}: fewer need less memory, 0 needs no"
+                f" train.num_workers = {config.train.num_workers}: fewer need less memory, 0 needs no"
                 " process; continue with --resume auto"
             ) from error
         lost = isinstance(error, torch.distributed.DistError)
@@ -177,16 +177,43 @@ def one_line_failures(out: Path, options: TrainOptions, accelerator: Accelerator
         raise
 
 
-def _out_of_memory(options: TrainOptions, device: torch.device) -> str:
+SIZES = (
+    "seq_len",
+    "max_length",
+    "max_tokens",
+    "tokens_per_batch",
+    "generate_beams",
+    "size",
+    "slots",
+)
+"""Options of tasks that a batch grows with."""
+
+
+def _out_of_memory(config: RunConfig, accelerator: Accelerator) -> str:
+    """Say that memory ended, and every option of this task and model that needs less."""
+    options, of_task = config.train, config.task_options
     size, accumulation = options.batch_size, options.gradient_accumulation
-    cheaper = "" if options.gradient_checkpointing else ", or give --gradient-checkpointing"
     parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
-    smaller = "a batch cannot be smaller: shorten the sequences or the model"
+    ways = ["a batch cannot be smaller: shorten the sequences or the model"]
     if parts > 1:
         less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
-        smaller = f"the same gradients need less with {less}"
+        ways = [f"the same gradients need less with {less}"]
+    off = {
+        "--gradient-checkpointing": not options.gradient_checkpointing,
+        "--precision bf16": options.precision == "fp32",
+        "--parallel fsdp": accelerator.num_processes > 1 and options.parallel == "ddp",
+        "--penalty.estimator probes": config.penalty.affinity
+        and config.penalty.estimator == "exact",
+    }
+    ways += [f"give {option}" for option, helps in off.items() if helps]
+    sizes = {name: of_task[name] for name in SIZES if of_task.get(name)}
+    if not config.start.model:
+        names = ("hidden_size", "num_hidden_layers")
+        sizes |= {f"model.{name}": getattr(config.model, name) for name in names}
+    smaller = [f"--{name.replace('_', '-')} below {value}" for name, value in sizes.items()]
+    ways += [f"for another result {', '.join(smaller)}"] if smaller else []
     return (
-        f"out of memory on {device}: train.batch_size = {size}, gradient_accumulation ="
+        f"out of memory on {accelerator.device}: train.batch_size = {size}, gradient_accumulation ="
         f" {accumulation}, gradient_checkpointing = {str(options.gradient_checkpointing).lower()};"
-        f" {smaller}{cheaper}; complete checkpoints are intact"
+        f" {', or '.join(ways)}; complete checkpoints are intact"
     )

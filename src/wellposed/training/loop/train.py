@@ -138,7 +138,7 @@ def train(
         return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
-    with one_line_failures(out, config.train, accelerator), only_writer(out, enabled=is_main):
+    with one_line_failures(out, config, accelerator), only_writer(out, enabled=is_main):
         if is_main:  # again: another may have written between the two
             run_folder.check_run_folder(out, config, resume, longer=longer)
             run_folder.check_data(out, task)
