@@ -33,7 +33,9 @@ PROJECTED: tuple[tuple[str, Set, float, float], ...] = (
     *((f"spectral, step {size:g}", "spectral", size, 1.0) for size in (0.005, 0.02, 0.05, 0.3)),
     ("columns, step 0.05", "columns", 0.05, 1.0),
 )
-SLOW = ("torch matrix_exp (default)", "torch householder", "geotorch expm", "orthogonium default")
+# Widths, how many weights of each, and the goal in floors.
+RATES = (1e-4, 1e-3, 1e-2)
+ADAMW = ((64, 48, "<= 4"), (256, 24, "<= 2.5"), (512, 12, "<= 2.5"), (1024, 4, "<= 2.5"))
 
 
 def rotation(width: int) -> Tensor:
@@ -238,6 +240,35 @@ def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
         yield paired(f"{name} / matmul floor, {label}", times, name, "floor")
 
 
+def adamw_rows(setup: Setup, width: int, count: int, goal: str) -> Iterator[Row]:
+    """What to="spectral" adds to a step of AdamW at each rate, from orthogonal weights, with gradients
+    of which a part is the same in every step."""
+
+    def stepping(rate: float, *, is_held: bool) -> Side:
+        model = layers(width, count, setup.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+        if is_held:
+            constrain_(model, optimizer, where="*", to="spectral")
+        pushes = [0.5 * torch.randn_like(parameter) for parameter in model.parameters()]
+
+        def prepare() -> None:
+            for parameter, push in zip(model.parameters(), pushes, strict=True):
+                parameter.grad = push + torch.randn_like(parameter)
+
+        return Side(optimizer.step, prepare, 1, count)
+
+    for rate in setup.size(RATES, RATES[:1]):
+        sides = {
+            "floor": Side(floor(width, count, setup.device), None, 1, count),
+            "free": stepping(rate, is_held=False),
+            "held": stepping(rate, is_held=True),
+        }
+        times = setup.interleave(sides, 15)
+        times["held"] = [a - b for a, b in zip(times["held"], times["free"], strict=True)]
+        label = f"AdamW at {rate:g}, d = {width}, {count} matrices"
+        yield paired(f"to=spectral / matmul floor, {label}", times, "held", "floor", goal)
+
+
 def paired(name: str, times: Times, above: str, below: str, goal: str | None = None) -> Row:
     """Return the quotient of two sides, round by round."""
     return row_of(name, [a / b for a, b in zip(times[above], times[below], strict=True)], goal)
@@ -317,6 +348,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     usual = [(512, 6), (256, 6)] if setup.device == "cpu" else [(1024, 24), (512, 48)]
     for width, count in setup.size(usual, [(16, 2)]):
         yield from cost_rows(setup, width, count)
+    for width, count, goal in setup.size(ADAMW, ((16, 2, "<= 4"),)):
+        yield from adamw_rows(setup, width, count, goal)
     yield from drift_rows(setup)
     for blocks, width in setup.size(((64, 32), (16, 64), (2, 256)), ((1, 32),)):
         yield share_row(setup, blocks, width)

@@ -18,8 +18,6 @@ from wellposed.linalg.sharded import is_sharded, read, write_
 # Optimizers that scale their step by the size of the weight: the weight may not be displaced under
 # them.
 _READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
-# Entries up to which a CPU saves more by fewer calls than it loses by stacking.
-_SMALL = 2**14
 # Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
 # about 400 MB in float32 on an accelerator.
 _CPU_ENTRIES, _ENTRIES = 2**18, 2**24
@@ -37,6 +35,8 @@ class Weight:
     """The dtype that copies were made for; None where any dtype will do."""
     is_steered = False
     """Whether the gradient is put into coordinates of the set before the optimizer steps."""
+    stacked = 2**14
+    """Entries up to which a CPU saves more by fewer calls than it loses by stacking."""
     tolerance = 0.0
     """The error up to which a matrix counts as one of the set already."""
 
@@ -137,6 +137,9 @@ class SpectralWeight(Weight):
     """``|W|_2 <= gain``, proved after each step; it steps by its own gradient."""
 
     decays = True
+    stacked = 2**16
+    before = 0.0
+    """What was proved of the norm before the last step, where the next proof begins."""
 
     def error_of(self, matrix: Tensor) -> float:
         """Measure ``max(0, |W|_2 / gain - 1)`` with the certified norm."""
@@ -153,7 +156,11 @@ class SpectralWeight(Weight):
         """Cap the singular values of all; the largest is reported."""
         values = [weight.value for weight in weights]
         matrices = [read(value) for value in values]
-        capped = cap_spectral_norms_(matrices, bound=weights[0].gain)
+        capped = cap_spectral_norms_(
+            matrices, bound=weights[0].gain, before=[weight.before for weight in weights]
+        )
+        for weight, cap in zip(weights, capped, strict=True):
+            weight.before = cap.before
         if is_sharded(values[0]):
             write_(values[0], matrices[0])
         return Retraction(*max(capped, key=lambda cap: cap.before))
@@ -216,7 +223,7 @@ def batches(weights: Iterable[Weight], *, batched: bool | None) -> list[list[Wei
     groups: dict[object, list[Weight]] = {}
     for weight in weights:
         on_cpu, entries = weight.parameter.device.type == "cpu", weight.value.numel()
-        wanted = (not on_cpu or entries <= _SMALL) if batched is None else batched
+        wanted = (not on_cpu or entries <= weight.stacked) if batched is None else batched
         key = weight.batch_key if wanted else None
         groups.setdefault(id(weight) if key is None else (type(weight), key), []).append(weight)
     chunks: list[list[Weight]] = []

@@ -29,6 +29,8 @@ _NOTHING_NEW = 3e-6
 # small, and symmetric ones made in panels of so many rows.
 PIECE = 128
 _PANEL = 192
+# Columns of a Cholesky factor that LAPACK makes at once; between them are products.
+FACTOR_BLOCK = 64
 # Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a
 # batch.
 _ONE_BY_ONE = 64
@@ -207,9 +209,7 @@ def _gram_norm(gram: Tensor) -> Tensor:
         )
         for slack in slacks:
             candidate = below * (1 + slack)
-            shifted = -gram
-            shifted.diagonal().add_(candidate)
-            if int(torch.linalg.cholesky_ex(shifted).info) == 0:
+            if bool(has_factor(gram[None], candidate[None])):
                 return candidate
     return torch.linalg.eigvalsh(gram)[-1]
 
@@ -289,12 +289,43 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     return out
 
 
-def add_product_(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add ``left @ right`` to ``out`` in sums of `PIECE` terms."""
-    for start in range(0, right.shape[-2], PIECE):
-        piece = slice(start, start + PIECE)
-        out.baddbmm_(left[..., piece], right[..., piece, :])
+def add_product_(
+    out: Tensor, left: Tensor, right: Tensor, *, terms: int = PIECE, alpha: float = 1.0
+) -> Tensor:
+    """Add ``alpha left @ right`` to ``out`` in sums of so many terms."""
+    for start in range(0, right.shape[-2], terms):
+        piece = slice(start, start + terms)
+        out.baddbmm_(left[..., piece], right[..., piece, :], alpha=alpha)
     return out
+
+
+def rounded_sums(count: int, terms: int = PIECE) -> float:
+    """Return how many roundings a sum of so many products, made in pieces, may carry."""
+    return 1.1 * (min(count, terms) + count / terms + 8)
+
+
+def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
+    """Whether ``shift I - G`` has a Cholesky factor, for each matrix of a batch.
+
+    In blocks, whose products are faster than LAPACK and whose sums are shorter: the factor is that of
+    a matrix within ``rounded_sums(n, FACTOR_BLOCK) + FACTOR_BLOCK`` roundings of its trace.
+    """
+    lower = -gram
+    lower.diagonal(dim1=-2, dim2=-1).add_(shift.to(gram)[:, None])
+    is_whole = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
+    for start in range(0, gram.shape[-1], FACTOR_BLOCK):
+        end = min(start + FACTOR_BLOCK, gram.shape[-1])
+        panel = lower[:, start:, start:end]
+        done = lower[:, start:, :start]
+        add_product_(panel, done, done[:, : end - start].mT, terms=FACTOR_BLOCK, alpha=-1.0)
+        corner, info = torch.linalg.cholesky_ex(panel[:, : end - start])
+        is_whole &= info == 0
+        if end == gram.shape[-1] or not bool(is_whole.any()):
+            break
+        below = panel[:, end - start :]
+        below.copy_(torch.linalg.solve_triangular(corner.mT, below, upper=True, left=False))
+        panel[:, : end - start] = corner
+    return is_whole
 
 
 def power_of_two(magnitude: Tensor) -> Tensor:
