@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wellposed.tasks.batches import bucketed_batches, collate_causal_lm, collate_classification
+from wellposed.tasks.batches import bucketed_batches, pad_examples
 from wellposed.tasks.objectives import (
     accuracy_sums,
     causal_cross_entropy_sum,
@@ -82,11 +82,12 @@ def test_padding_never_changes_a_classification_loss() -> None:
 
     @torch.no_grad()
     def losses(indices: list[int]) -> tuple[float, float, float]:
-        batch = collate_classification([examples[i] for i in indices], pad_id=0)
+        batch = pad_examples([examples[i] for i in indices], pad_id=0)
+        labels = batch["labels"][:, 0]
         mask = batch["attention_mask"].unsqueeze(-1)
         logits = head((embedding(batch["input_ids"]) * mask).sum(1) / mask.sum(1))
-        total, count = cross_entropy_sum(logits, batch["labels"], label_smoothing=0.1)
-        return float(total), float(count), accuracy_sums(logits, batch["labels"])[0]
+        total, count = cross_entropy_sum(logits, labels, label_smoothing=0.1)
+        return float(total), float(count), accuracy_sums(logits, labels)[0]
 
     same_in_buckets_and_alone(examples, losses)
 
@@ -98,9 +99,10 @@ def test_padding_never_changes_a_language_model_loss() -> None:
 
     @torch.no_grad()
     def losses(indices: list[int]) -> tuple[float, float]:
-        batch = collate_causal_lm([examples[i] for i in indices], pad_id=0)
+        batch = pad_examples([examples[i] for i in indices], pad_id=0)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         logits = head(model(embedding(batch["input_ids"]))[0])
-        total, count = causal_cross_entropy_sum(logits, batch["labels"], label_smoothing=0.1)
+        total, count = causal_cross_entropy_sum(logits, labels, label_smoothing=0.1)
         return float(total), float(count)
 
     same_in_buckets_and_alone(examples, losses)

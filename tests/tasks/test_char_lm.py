@@ -17,7 +17,7 @@ from tests.support.refusal import bad_config, bad_data, refused
 
 from wellposed.tasks import CharLMTask, build_task
 from wellposed.tasks.data.texts import looks_spaced
-from wellposed.tasks.kinds.language_model import BlockDataset, BlockLengths, LineDataset
+from wellposed.tasks.kinds.language_model import BlockDataset, LineDataset
 
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
 
@@ -227,9 +227,9 @@ def test_sequence_behaviour() -> None:
     assert len(blocks) == 3
     assert blocks[-1] == blocks[2]
     assert blocks[1:] == [blocks[1], blocks[2]]
-    assert list(BlockLengths(blocks)) == [len(block["input_ids"]) for block in blocks]
-    assert BlockLengths(blocks)[1:] == [4, 4]
-    assert BlockLengths(blocks)[-1] == 4
+    for offset in range(blocks.num_offsets):
+        cut = {index: len(blocks[index]["input_ids"]) for index in blocks.indices(offset)}
+        assert blocks.sizes(offset) == cut
 
 
 def test_too_short_text_and_block_are_refused() -> None:
@@ -254,5 +254,5 @@ def test_every_token_but_the_first_is_predicted_once_within_its_line(
         assert len(rows) == sum(
             len(line) > (number == 0) for number, line in enumerate(text.splitlines(keepends=True))
         )
-    assert list(BlockLengths(lines)) == list(map(len, rows))
+    assert list(lines.sizes(0).values()) == list(map(len, rows))
     assert (lines.num_offsets, lines.indices(0)) == (1, list(range(len(rows))))

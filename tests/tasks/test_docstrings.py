@@ -27,7 +27,7 @@ def test_the_task_cuts_splits_and_takes_no_files_beside() -> None:
     task = build_task("text_classification", {"data": "builtin"})
     train, valid, test = (len(task.dataset(split)) for split in ("train", "valid", "test"))
     assert valid == test == round(0.15 * (train + valid + test))
-    with pytest.raises(ConfigError, match=r"valid: only with data=FILE; the builtin sentences"):
+    with pytest.raises(ConfigError, match=r"valid: only with data=FILE; builtin data"):
         build_task("text_classification", {"data": "builtin", "valid": "x.csv"})
 
 

@@ -16,7 +16,7 @@ from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, Task, build_task
 from wellposed.tasks.language_modeling import encode_with_bytes
-from wellposed.tasks.text.pretrained import build_encoder
+from wellposed.tasks.text.tokenizers import build_encoder
 
 TEXT = "The naïve café — 10 € — 🙂 said: don't!\n\n  Two  spaces,\ttabs\nand 漢字 too.\n" * 30
 

@@ -228,7 +228,7 @@ def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> Non
 
 def test_options_that_do_not_fit_a_file_are_refused(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
-    with bad_config(match="max_args and num_train: bounds what is generated, no effect on"):
+    with bad_config(match="option max_args: says what is drawn, no effect on"):
         build(data, max_args=4, num_train=9)
     with refused("more than max_length = 4 tokens", f"{data}:25: 5 tokens"):
         build(data, max_length=4)

@@ -128,12 +128,12 @@ def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_be_used(tmp_path: Path) -> None:
-    with bad_config(match="only with data=FILE; builtin passages bring splits"):
+    with bad_config(match="only with data=FILE; builtin data brings"):
         build(valid="x.tsv")
     with refused("num_train = 0, expected an integer >= 1", "max_length = -1", kind=ConfigError):
         build(num_train=0, max_length=-1)
     (tmp_path / "x.train.tsv").write_text(as_tsv(PAIRS))
-    with bad_config(match=r"num_train: bounds pairs that are made; .*x.train.tsv brings pairs"):
+    with bad_config(match=r"num_train: says what is drawn; .*x.train.tsv brings pairs"):
         build(tmp_path / "x.train.tsv", num_train=3)
     with bad_data(match="no such file or folder"):
         build(tmp_path / "nothing")

@@ -312,7 +312,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, mess
 def test_options_that_cannot_be_used(tmp_path: Path) -> None:
     with refused("max_length = 0, expected", "max_words = -1, expected", kind=ConfigError):
         build(tmp_path, max_length=0, max_words=-1)
-    with refused("option valid: only with data=FILE; hf: data sets bring", kind=ConfigError):
+    with refused("option valid: only with data=FILE; hf: data brings", kind=ConfigError):
         build("hf:name", valid="x.tsv")
 
 

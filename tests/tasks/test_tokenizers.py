@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.support.refusal import bad_config
 from tests.support.tokenizer_folders import bert_words
 
-from wellposed.tasks.text.pretrained import build_encoder
 from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
@@ -23,6 +22,7 @@ from wellposed.tasks.text.tokenizers import (
     CharacterEncoder,
     TextEncoder,
     WordEncoder,
+    build_encoder,
     split_words,
 )
 

@@ -192,7 +192,7 @@ def _text(options: PredictArguments) -> str:
 
 
 def _lines(options: PredictArguments, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    from wellposed.tasks.text.pretrained import PAIRS
+    from wellposed.tasks.text.tokenizers import PAIRS
 
     path = options.input
     if path is not None and path.is_file():

@@ -88,7 +88,7 @@ def load_model_or_draw(name: str) -> PreTrainedModel:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved beside the model."""
-    from wellposed.tasks.text.pretrained import load_tokenizer as load
+    from wellposed.tasks.text.tokenizers import load_tokenizer as load
 
     folder = _verified(name, weights=False)
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):

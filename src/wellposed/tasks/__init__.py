@@ -1,7 +1,5 @@
 """Tasks: data, collation, loss and metric of one problem each; importing them imports no torch."""
 
-from wellposed.tasks.char_lm import CharLMOptions as CharLMOptions
-from wellposed.tasks.char_lm import CharLMTask as CharLMTask
 from wellposed.tasks.data.splits import SPLITS as SPLITS
 from wellposed.tasks.data.splits import Split as Split
 from wellposed.tasks.dialogue import DialogueOptions as DialogueOptions
@@ -12,8 +10,12 @@ from wellposed.tasks.image_classification import (
     ImageClassificationOptions as ImageClassificationOptions,
 )
 from wellposed.tasks.image_classification import ImageClassificationTask as ImageClassificationTask
+from wellposed.tasks.language_modeling import CharLMOptions as CharLMOptions
+from wellposed.tasks.language_modeling import CharLMTask as CharLMTask
 from wellposed.tasks.language_modeling import LanguageModelingOptions as LanguageModelingOptions
 from wellposed.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
+from wellposed.tasks.language_modeling import WordLMOptions as WordLMOptions
+from wellposed.tasks.language_modeling import WordLMTask as WordLMTask
 from wellposed.tasks.listops import ListOpsOptions as ListOpsOptions
 from wellposed.tasks.listops import ListOpsTask as ListOpsTask
 from wellposed.tasks.marked import MarkedOptions as MarkedOptions
@@ -36,5 +38,3 @@ from wellposed.tasks.text_classification import (
 from wellposed.tasks.text_classification import TextClassificationTask as TextClassificationTask
 from wellposed.tasks.translation import TranslationOptions as TranslationOptions
 from wellposed.tasks.translation import TranslationTask as TranslationTask
-from wellposed.tasks.word_lm import WordLMOptions as WordLMOptions
-from wellposed.tasks.word_lm import WordLMTask as WordLMTask

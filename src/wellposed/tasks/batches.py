@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -113,12 +113,12 @@ Cut: TypeAlias = Callable[[list[int]], list[list[int]]]
 
 
 def bucketed_batches(
-    lengths: Sequence[int], batch_size: int, *, shuffle: str, indices: Sequence[int] | None = None
+    lengths: Sequence[int] | Mapping[int, int], batch_size: int, *, shuffle: str
 ) -> list[list[int]]:
     """Partition examples into batches of similar length; the partition is a function of its
     arguments alone.
 
-    Indices (all, where not given) are shuffled, cut into pools of 50 batches, each pool is sorted
+    Indices (the keys of a mapping) are shuffled, cut into pools of 50 batches, each pool is sorted
     by length and cut into batches, and the batches are shuffled: composition and order stay random,
     and the padding of a batch is small. Only one batch may be smaller than ``batch_size``.
     ``shuffle`` is a text that seeds the shuffling.
@@ -133,8 +133,8 @@ def bucketed_batches(
         pool.sort(key=lambda index: -lengths[index])
         return [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
 
-    order = list(range(len(lengths)) if indices is None else indices)
-    return _pooled(order, batch_size, cut, shuffle)
+    order = lengths if isinstance(lengths, Mapping) else range(len(lengths))
+    return _pooled(list(order), batch_size, cut, shuffle)
 
 
 def token_batches(
@@ -191,87 +191,28 @@ def shuffle_key(split: str, seed: int, epoch: int) -> str:
     return f"train/{seed}/{epoch}" if split == "train" else split
 
 
-def collate_causal_lm(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask and unshifted labels, (batch, tokens) int64; labels are -100
-    on padding.
+PADDING = {"labels": IGNORED_LABEL, "label_bytes": 0, "token_type_ids": 0}
+"""What stands behind the shorter rows; behind ids the padding token."""
 
-    The label_bytes of examples that have them are returned too, 0 on padding.
 
-    >>> batch = collate_causal_lm([{"input_ids": [5, 6]}, {"input_ids": [7]}], pad_id=0)
-    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
-    ([[5, 6], [7, 0]], [[5, 6], [7, -100]])
+def pad_examples(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
+    """Return each list of the examples as one tensor (examples, longest), int64, beside ids the
+    attention mask.
+
+    Token ids are padded with ``pad_id``, labels with -100, the rest with 0. The mask of
+    ``input_ids_pair``, the second of two documents, is ``attention_mask_pair``.
+
+    >>> batch = pad_examples([{"input_ids": [5, 6]}, {"input_ids": [7]}], pad_id=0)
+    >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+    ([[5, 6], [7, 0]], [[1, 1], [1, 0]])
     """
     import torch
 
-    batch = pad_inputs(examples, pad_id=pad_id)
-    labels = torch.where(batch["attention_mask"] == 1, batch["input_ids"], IGNORED_LABEL)
-    return {**batch, "labels": labels, **_padded(examples, "label_bytes")}
-
-
-def collate_classification(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask (batch, tokens) and labels (batch,), all int64.
-
-    Examples with token_type_ids, pairs in one sequence, give those too, 0 on padding. Examples of
-    two documents give input_ids_pair and attention_mask_pair too; each side is padded to its own
-    longest.
-
-    >>> examples = [{"input_ids": [5, 6], "labels": [1]}, {"input_ids": [7], "labels": [0]}]
-    >>> batch = collate_classification(examples, pad_id=0)
-    >>> batch["attention_mask"].tolist(), batch["labels"].tolist()
-    ([[1, 1], [1, 0]], [1, 0])
-    """
-    import torch
-
-    batch = pad_inputs(examples, pad_id=pad_id) | _padded(examples, "token_type_ids")
-    if "input_ids_pair" in examples[0]:
-        second = pad_inputs(examples, pad_id=pad_id, name="input_ids_pair")
-        batch |= {f"{name}_pair": value for name, value in second.items()}
-    return {**batch, "labels": torch.tensor([each["labels"][0] for each in examples])}
-
-
-def collate_seq2seq(examples: Sequence[Example], *, pad_id: int, bos_id: int) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask (batch, source), decoder_input_ids and labels (batch,
-    target), all int64.
-
-    The decoder reads the target moved right by one after ``bos_id``: position t predicts
-    ``labels[:, t]``, so nothing is shifted later. Labels are -100 on padding; the decoder's inputs
-    need no mask, as padding comes after the end.
-
-    >>> batch = collate_seq2seq([{"input_ids": [5, 3], "labels": [7, 8, 3]}, {"input_ids": [6, 9, 3], "labels": [3]}],
-    ...                         pad_id=0, bos_id=2)
-    >>> batch["decoder_input_ids"].tolist(), batch["labels"].tolist()
-    ([[2, 7, 8], [2, 0, 0]], [[7, 8, 3], [3, -100, -100]])
-    """
-    import torch
-
-    targets = [example["labels"] for example in examples]
-    shifted = [[bos_id, *target[:-1]] for target in targets]
-    return {
-        **pad_inputs(examples, pad_id=pad_id),
-        "decoder_input_ids": torch.from_numpy(pad_right(shifted, pad_id)),
-        "labels": torch.from_numpy(pad_right(targets, IGNORED_LABEL)),
-    }
-
-
-def _padded(examples: Sequence[Example], name: str) -> dict[str, Tensor]:
-    """Return ``name`` of examples that have it, 0 on padding."""
-    if name not in examples[0]:
-        return {}
-    import torch
-
-    return {name: torch.from_numpy(pad_right([row[name] for row in examples], 0))}
-
-
-def pad_inputs(
-    examples: Sequence[Example], *, pad_id: int, name: str = "input_ids"
-) -> dict[str, Tensor]:
-    """Return the ids ``name`` of examples as input_ids and attention_mask, padded to the
-    longest."""
-    import torch
-
-    rows = [example[name] for example in examples]
-    mask = [[1] * len(row) for row in rows]
-    return {
-        "input_ids": torch.from_numpy(pad_right(rows, pad_id)),
-        "attention_mask": torch.from_numpy(pad_right(mask, 0)),
-    }
+    batch: dict[str, Tensor] = {}
+    for name in examples[0]:
+        rows = [example[name] for example in examples]
+        batch[name] = torch.from_numpy(pad_right(rows, PADDING.get(name, pad_id)))
+        if name.startswith("input_ids"):
+            mask = pad_right([[1] * len(row) for row in rows], 0)
+            batch[name.replace("input_ids", "attention_mask")] = torch.from_numpy(mask)
+    return batch

@@ -28,6 +28,12 @@ class ImageOptions(ImageDataOptions):
     size: Size | None = None
     """Side that images are shrunk to by block means; as they are where not given."""
 
+    def problems(self) -> list[str]:
+        """Return one line for each option that does not fit the data."""
+        drawn = self.data == "builtin" and self.color == "rgb"
+        wrong = ["color='rgb' needs data=FILE; the builtin shapes are gray"] if drawn else []
+        return [*super().problems(), *wrong]
+
 
 class PixelTask(ClassificationTask):
     """Classification of images read row by row, a token a value, a channel after the other at each
@@ -74,8 +80,6 @@ class ImageTask(PixelTask):
     def __init__(self, options: ImageOptions) -> None:
         self.options = options
         gray = options.color == "gray"
-        if options.data == "builtin" and not gray:
-            raise ConfigError("color='rgb' needs data=FILE; the builtin shapes are gray")
         images, names, source = reading.load_images(options, prefer=options.color, stacked=True)
         shapes = {split: images[split].items.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:

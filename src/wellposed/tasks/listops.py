@@ -11,7 +11,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -205,10 +205,6 @@ SIZES: Mapping[str, Mapping[Split, int]] = {
 }
 
 
-_DRAWN = ("max_depth", "max_args", "min_length", "num_train", "num_valid", "num_test", "data_seed")
-"""Options that have no effect on a file."""
-
-
 @dataclass(frozen=True)
 class ListOpsOptions(DataOptions):
     """Options of the task `listops`."""
@@ -233,6 +229,7 @@ class ListOpsOptions(DataOptions):
     """Generated test expressions; 1000 (short) or 2000 (lra)."""
     data_seed: int | None = None
     """Seed of the generator, apart from the seed of training; 0 where not given."""
+    drawn: ClassVar[str] = "max_depth max_args min_length data_seed num_train num_valid num_test"
 
 
 @register_task(
@@ -268,8 +265,6 @@ Examples: TypeAlias = "dict[Split, LabelledExamples]"
 
 
 def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
-    reason = "only with data=FILE; builtin expressions bring their own splits"
-    splits.refuse_options(options, ("valid", "test"), reason)
     bounds = ("max_depth", "max_args", "min_length", "max_length")
     rules = replace(RULES[options.setting], **splits.given_options(options, bounds))
     sizes = SIZES[options.setting]
@@ -300,8 +295,6 @@ def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
 
 
 def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[Examples, Described]:
-    reason = f"bounds what is generated, no effect on {options.data}"
-    splits.refuse_options(options, _DRAWN, reason)
     tables, described = load_labelled(options)
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
     files.refuse(

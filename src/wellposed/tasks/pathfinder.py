@@ -21,7 +21,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,6 +286,9 @@ class PathfinderOptions(DataOptions):
     """Seed of the drawing, apart from the seed of training; 0 where not given."""
     unreadable: Literal["error", "skip"] = "error"
     """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
+    drawn: ClassVar[str] = (
+        "contour_length distractors distractor_length max_turn data_seed num_train num_valid num_test"
+    )
 
 
 @register_task(
@@ -320,16 +323,12 @@ class PathfinderTask(PixelTask):
 
 
 def _read(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
-    drawn = "contour_length distractors distractor_length max_turn num_train num_valid num_test"
-    reason = f"says what is drawn, no effect on {options.data}"
-    splits.refuse_options(options, (*drawn.split(), "data_seed"), reason)
     root = Path(options.data)
     if not root.exists():
         raise files.missing_file(root)
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
-        reason = f"only for npz files; {root} is a folder of the release"
-        splits.refuse_options(options, ("valid", "test"), reason)
+        splits.refuse_split_files(options, "a folder of the release")
         found, described = read_release(root, skip=options.unreadable == "skip")
     else:
         found, _, described = images.read_npz_splits(options)
@@ -360,8 +359,6 @@ def _refuse_near_releases(root: Path) -> None:
 
 
 def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
-    reason = "only with data=FILE; builtin images bring their own splits"
-    splits.refuse_options(options, ("valid", "test"), reason)
     base = RULES[options.setting]
     if options.contour_length is not None:
         # Curves that part before they meet turn by a certain angle in all, which short ones have

@@ -56,6 +56,12 @@ class RetrievalOptions(DataOptions):
     data_seed: int | None = None
     """Seed of the pairs made of labelled texts, apart from the seed of training; 0 where not given."""
 
+    def problems(self) -> list[str]:
+        """Return one line for each option that does not fit the data."""
+        pairs = self.data == "builtin" and self.format == "pairs"
+        wrong = ["format='pairs' needs data=FILE; builtin has labelled passages"] if pairs else []
+        return [*super().problems(), *wrong]
+
 
 @register_task("retrieval", RetrievalOptions, "whether two documents belong together (accuracy)")
 class RetrievalTask(classification.ClassificationTask):
@@ -98,16 +104,13 @@ class RetrievalTask(classification.ClassificationTask):
 def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], Described]:
     sizes: dict[Split, int | None] = {split: getattr(options, f"num_{split}") for split in SPLITS}
     if options.data == "builtin":
-        reason = "only with data=FILE; builtin passages bring splits"
-        splits.refuse_options(options, ("valid", "test"), reason)
-        if options.format == "pairs":
-            raise ConfigError("format='pairs' needs data=FILE; builtin has labelled passages")
         tables, described = builtin_passages()
         sizes = {split: sizes[split] or BUILTIN_SIZES[split] for split in SPLITS}
     elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options)):
-        reason = f"bounds pairs that are made; {options.data} brings pairs"
         drawn = ("num_train", "num_valid", "num_test", "data_seed")
-        splits.refuse_options(options, drawn, reason)
+        if given := splits.given_options(options, drawn):
+            names = " and ".join(given)
+            raise ConfigError(f"option {names}: says what is drawn; {options.data} brings pairs")
         return read_pairs(options)
     else:
         tables, described = load_labelled(options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.tasks import TASKS, Task, TaskSpec
-from wellposed.tasks.batches import bucketed_batches, pad_inputs
+from wellposed.tasks.batches import bucketed_batches, pad_examples
 from wellposed.tasks.objectives import IGNORED_LABEL
 from wellposed_studies.mcgrath2024.sets import encode_rows, read_minbert, train_word_pieces
 
@@ -110,10 +110,8 @@ class MinBertTask(Task):
     def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         import torch
 
-        batch = pad_inputs(examples, pad_id=self._tokens.pad_token_id)
-        if "token_type_ids" in examples[0]:
-            types = [{"input_ids": row["token_type_ids"]} for row in examples]
-            batch["token_type_ids"] = pad_inputs(types, pad_id=0)["input_ids"]
+        rows = [{name: row[name] for name in row if name != "labels"} for row in examples]
+        batch = pad_examples(rows, pad_id=self._tokens.pad_token_id)
         return {**batch, "labels": torch.tensor([row["labels"] for row in examples])}
 
     def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:

@@ -63,7 +63,7 @@ def label_lines(
         DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
-    from wellposed.tasks.text.pretrained import PAIRS
+    from wellposed.tasks.text.tokenizers import PAIRS
     from wellposed.training.certified.run import text_limit
     from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class ImageDataOptions(DataOptions):
     """Keep only the first images of train."""
     data_seed: int | None = None
     """Seed of the drawn shapes; 0 where not given."""
+    drawn: ClassVar[str] = "data_seed"
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,8 @@ def load_images(
     says whether images have one size and become one array.
     """
     if options.data == "builtin":
-        reason = "only with data=FILE; the builtin shapes are gray, in splits of their own"
-        splits.refuse_options(options, ("valid", "test"), reason)
         images, names, described = _draw(options.data_seed or 0)
     else:
-        reason = f"says what is drawn, no effect on {options.data}"
-        splits.refuse_options(options, ("data_seed",), reason)
         images, names, described = _read(options, prefer, stacked=stacked)
     full, limit = len(images["train"]), options.limit_train
     if limit is not None:
@@ -161,11 +158,6 @@ def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Lo
     return images, names, described | cut
 
 
-def _refuse_split_files(options: DataOptions) -> None:
-    reason = f"only for npz files; {options.data} is data of another kind"
-    splits.refuse_options(options, ("valid", "test"), reason)
-
-
 def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     names: list[str] = []
 
@@ -213,7 +205,7 @@ def _refuse_loose_images(root: Path) -> None:
 
 def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     """Read ``root/<split>/<class>/``, or ``root/<class>/`` where no folder is named as a split."""
-    _refuse_split_files(options)
+    splits.refuse_split_files(options, "a folder of images by class")
     root = Path(options.data)
     folders = splits.find_split_folders(root)
     if folders and "train" not in folders:
@@ -384,7 +376,7 @@ def _cifar_batches(root: Path) -> list[Path]:
 
 def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     """Read train batches, and of a folder the test batch; the classes have names beside them."""
-    _refuse_split_files(options)
+    splits.refuse_split_files(options, "CIFAR-10")
     folder = batches[0].parent
     read = [_read_cifar_batch(path) for path in batches]
     items, labels = ([getattr(each, name) for each in read] for name in ("items", "labels"))

@@ -107,8 +107,7 @@ def load_labelled(
         return texts, described | {"columns": texts.columns}
 
     if not options.data.startswith("hf:") and has_class_folders(options.data):
-        reason = "only with data=FILE; folders of texts by class bring their own splits"
-        splits.refuse_options(options, ("valid", "test"), reason)
+        splits.refuse_split_files(options, "a folder of texts by class")
         tables, described = _read_folders(options.data)
     else:
         tables, described = splits.load_splits(

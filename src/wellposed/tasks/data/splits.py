@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, import_extra, listed
 from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
@@ -41,6 +41,19 @@ class DataOptions(CheckedOptions):
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
+    drawn: ClassVar[str] = ""
+    """Names of options that say what is drawn for builtin, and have no effect on files."""
+
+    def problems(self) -> list[str]:
+        """Return one line for each option that would not be read."""
+        builtin, own = self.data == "builtin", "only with data=FILE; %s data brings its own splits"
+        where = "builtin" if builtin else "hf:" if self.data.startswith("hf:") else ""
+        unread = {name: own % where for name in ("valid", "test") if where}
+        if not builtin:
+            unread |= dict.fromkeys(
+                self.drawn.split(), f"says what is drawn, no effect on {self.data}"
+            )
+        return [f"option {name}: {unread[name]}" for name in given_options(self, unread)]
 
 
 class Selectable(Protocol):
@@ -56,10 +69,13 @@ def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def refuse_options(options: Any, names: Iterable[str], reason: str) -> None:
-    """Raise `ConfigError` where one of the named options is given, though it would not be read."""
-    if given := given_options(options, names):
-        raise ConfigError(f"option {' and '.join(given)}: {reason}")
+def refuse_split_files(options: DataOptions, what: str) -> None:
+    """Raise `ConfigError` where files of splits are given beside data that brings its splits."""
+    if given := given_options(options, ("valid", "test")):
+        raise ConfigError(
+            f"option {' and '.join(given)}: only with data=FILE; {options.data} is {what} and"
+            " brings its own splits"
+        )
 
 
 def load_splits(
@@ -83,8 +99,6 @@ def load_splits(
             " hf:name[:config]"
         )
     if read_hub is not None and data.startswith("hf:"):
-        reason = "only with data=FILE; hf: data sets bring their own splits"
-        refuse_options(options, ("valid", "test"), reason)
         hub, how = load_hub_dataset(data), "published"
         read: dict[Split, tuple[Read, Described]] = {}
         for split, rows in hub.items():

@@ -32,8 +32,6 @@ def load_texts(
     ``text_format`` is plain, spaced (see `unspace`), or auto, which looks at the first lines.
     """
     if options.data == "builtin":
-        reason = "only with data=FILE; builtin prose brings its own splits"
-        splits.refuse_options(options, ("valid", "test"), reason)
         prose, identity = gather_prose()
         source = "builtin: documentation topics and library docstrings of CPython"
         texts, cut = splits.cut_missing_text({"train": prose}, "builtin prose")

@@ -16,8 +16,7 @@ from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask
-from wellposed.tasks.text.pretrained import build_encoder
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +130,8 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
         return batches.bucketed_batches(self.lengths(split), batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        return batches.collate_classification(examples, pad_id=self._encoder.pad_id)
+        batch = batches.pad_examples(examples, pad_id=self._encoder.pad_id)
+        return {**batch, "labels": batch["labels"][:, 0]}
 
     def _describe_examples(self) -> dict[str, Any]:
         held = self._examples

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks.batches import Rows, bucketed_batches, collate_causal_lm, shuffle_key
-from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.objectives import frequency_entropy, perplexity
+from wellposed.tasks.batches import Rows, bucketed_batches, pad_examples, shuffle_key
+from wellposed.tasks.data.splits import Split
+from wellposed.tasks.objectives import IGNORED_LABEL, frequency_entropy, perplexity
 from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
+    from wellposed.tasks.text.tokenizers import Encoded
 
 
 class BlockDataset(Rows[Example]):
@@ -55,22 +55,23 @@ class BlockDataset(Rows[Example]):
             raise DataError(
                 f"{where}: {len(tokens)} tokens, expected at least 2: the first one is only context"
             )
-        self.tokens = tokens
-        self.token_bytes = token_bytes
+        self.tokens, self.token_bytes = tokens, token_bytes
         self.stride = seq_len - 1
         self._slots = len(self) + 1
+        self.num_offsets = min(self.stride, len(tokens) - 1)
+        """Number of different cuts."""
 
     def __len__(self) -> int:
         return self._count(0)
 
-    @property
-    def num_offsets(self) -> int:
-        """Number of different cuts."""
-        return min(self.stride, len(self.tokens) - 1)
-
     def indices(self, offset: int) -> list[int]:
         """Return the indices of the blocks of one cut, in the order of the text."""
         return [offset * self._slots + block for block in range(self._count(offset))]
+
+    def sizes(self, offset: int) -> dict[int, int]:
+        """Return the tokens of each block of one cut by its index."""
+        spans = {index: self.bounds(index) for index in self.indices(offset)}
+        return {index: stop - start for index, (start, stop) in spans.items()}
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Return the first token of a block and the one after its last."""
@@ -91,20 +92,6 @@ class BlockDataset(Rows[Example]):
         if self.token_bytes is None:
             return block
         return {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
-
-
-class BlockLengths(Rows[int]):
-    """Tokens per block, by the same indices as the blocks."""
-
-    def __init__(self, blocks: BlockDataset) -> None:
-        self._blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def _row(self, index: int) -> int:
-        start, stop = self._blocks.bounds(index + len(self) if index < 0 else index)
-        return stop - start
 
 
 class LineDataset(BlockDataset):
@@ -130,23 +117,15 @@ class LineDataset(BlockDataset):
         self._starts = np.repeat(starts, pieces) + place * (seq_len - 1)
         self._stops = np.minimum(self._starts + seq_len, np.repeat(stops, pieces))
         super().__init__(tokens, seq_len=seq_len, where=where)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @property
-    def num_offsets(self) -> int:
-        """One: lines are cut where they end."""
-        return 1
-
-    def indices(self, offset: int) -> list[int]:
-        """Return the indices of all lines, in the order of the text."""
-        del offset
-        return list(range(len(self)))
+        self.num_offsets = 1
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Return the first token of a line and the one after its last."""
         return int(self._starts[index]), int(self._stops[index])
+
+    def _count(self, offset: int) -> int:
+        del offset
+        return len(self._starts)
 
 
 class LanguageModelTask(TokenTask[BlockDataset]):
@@ -167,41 +146,37 @@ class LanguageModelTask(TokenTask[BlockDataset]):
     """Name of the mean of -ln p."""
 
     def __init__(
-        self, *, encoder: TextEncoder, texts: Mapping[Split, str], seq_len: int, described: Any
+        self,
+        *,
+        encoded: Mapping[Split, Encoded],
+        seq_len: int,
+        described: Mapping[str, Any],
+        cut: Callable[..., BlockDataset] = BlockDataset,
+        **parts: Any,
     ) -> None:
         blocks: dict[Split, BlockDataset] = {}
-        unknown: dict[Split, Any] = {}
-        for split in SPLITS:
+        for split, found in encoded.items():
+            held = {} if found.token_bytes is None else {"token_bytes": found.token_bytes}
             where = f"{described['source']} ({split})"
-            found = self._encode(encoder, texts[split])
-            blocks[split] = self._cut(encoder, found, seq_len=seq_len, where=where)
-            unknown[split] = found.unknown_description()
+            blocks[split] = cut(found.ids.flat, seq_len=seq_len, where=where, **held)
+        unknown = {split: found.unknown_description() for split, found in encoded.items()}
         described = {**described, f"unknown_{self.noun}s": unknown}
-        super().__init__(encoder=encoder, examples=blocks, max_length=seq_len, described=described)
-
-    def _encode(self, encoder: TextEncoder, text: str) -> Encoded:
-        return encoder.encode([text])
-
-    def _cut(
-        self, encoder: TextEncoder, encoded: Encoded, *, seq_len: int, where: str
-    ) -> BlockDataset:
-        """Return the examples of a split."""
-        del encoder
-        return BlockDataset(
-            encoded.ids.flat, seq_len=seq_len, where=where, token_bytes=encoded.token_bytes
-        )
+        super().__init__(examples=blocks, max_length=seq_len, described=described, **parts)
 
     def lengths(self, split: Split) -> Sequence[int]:
-        return BlockLengths(self._examples[split])
+        return list(self._examples[split].sizes(0).values())
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         blocks, key = self._examples[split], shuffle_key(split, seed, epoch)
         draw = random.Random(f"offset/{key}").randrange
-        indices = blocks.indices(draw(blocks.num_offsets) if split == "train" else 0)
-        return bucketed_batches(self.lengths(split), batch_size, shuffle=key, indices=indices)
+        offset = draw(blocks.num_offsets) if split == "train" else 0
+        return bucketed_batches(blocks.sizes(offset), batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        return collate_causal_lm(examples, pad_id=self._encoder.pad_id)
+        """Return padded ids and, as labels, the same ids unshifted, -100 on padding."""
+        batch = pad_examples(examples, pad_id=self._encoder.pad_id)
+        ids, padding = batch["input_ids"], batch["attention_mask"] == 0
+        return {**batch, "labels": ids.masked_fill(padding, IGNORED_LABEL)}
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         total, count = self.loss_sum(logits.detach(), batch)

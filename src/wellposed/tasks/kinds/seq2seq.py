@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from wellposed.options import CheckedOptions, Size
 from wellposed.tasks import batches
@@ -118,8 +118,13 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return batches.bucketed_batches(widths, batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        pad_id = self._encoder.pad_id
-        return batches.collate_seq2seq(examples, pad_id=pad_id, bos_id=self._start_id)
+        """Return both sides, padded; the decoder reads the target moved right by one, so that
+        position t predicts ``labels[:, t]``."""
+        moved = [[self._start_id, *each["labels"][:-1]] for each in examples]
+        rows = [
+            {**each, "decoder_input_ids": ids} for each, ids in zip(examples, moved, strict=True)
+        ]
+        return batches.pad_examples(rows, pad_id=self._encoder.pad_id)
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         total, count = self.loss_sum(logits.detach(), batch)
@@ -247,10 +252,8 @@ def generate_texts(
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        padded = batches.pad_inputs(
-            [{"input_ids": list(rows[member])} for member in members],
-            pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
-        )
+        sources: list[Example] = [{"input_ids": list(rows[member])} for member in members]
+        padded = batches.pad_examples(sources, pad_id=cast(int, tokenizer.pad_token_id))
         inputs = {name: value.to(model.device) for name, value in padded.items()}
         longest = inputs["input_ids"].shape[1]
         keywords = generate_keywords(model, tokenizer, longest=longest, decoding=decoding)

@@ -222,7 +222,7 @@ def hf_sentence_encoder(
     import torch
 
     from wellposed.models import load_pretrained_model
-    from wellposed.tasks.text.pretrained import load_tokenizer
+    from wellposed.tasks.text.tokenizers import load_tokenizer
 
     try:
         tokenizer: Any = load_tokenizer(name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.text.tokenizers import (
+    PretrainedPairEncoder,
     TextEncoder,
     symbol_tokenizer,
     tokenizers_library,
@@ -66,8 +67,6 @@ def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> T
     """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or
     ``hf:NAME_OR_PATH``."""
     if kind.startswith("hf:") and kind != "hf:":
-        from wellposed.tasks.text.pretrained import PretrainedPairEncoder
-
         return PretrainedPairEncoder(kind.removeprefix("hf:"))
     if kind not in BUILDERS:
         raise ConfigError(
