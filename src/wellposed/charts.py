@@ -1,5 +1,4 @@
-"""Figures drawn with matplotlib: line charts and histograms from rows of numbers, as SVG files, or
-inline SVG that follows the page's text colour.
+"""Figures drawn with matplotlib: line charts and histograms from rows of numbers, as SVG files.
 
 Free of torch and of pyplot's global state: a figure here is an object, never the current one.
 """
@@ -8,15 +7,14 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.errors import missing_extra
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#0a0b0c"
-"""Text and axes are drawn in this colour, which inline SVG replaces by currentColor."""
+"""Text and axes are drawn in this colour, which pages of both colours replace."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 """Okabe and Ito (2008): told apart with any kind of colour vision; grey is last, and black is left
 out for dark pages."""
@@ -154,12 +152,11 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
         figure.savefig(path, format="svg", facecolor="white", bbox_inches="tight", metadata=undated)
 
 
-def draw_panel(axes: Any, panel: Panel) -> None:
-    """Draw ``panel`` without a legend on axes of matplotlib; the marks of colour k carry the id
-    ``variant-k``."""
-    _draw_series(axes, panel)
-    _label(axes, panel)
-    _finish(axes, panel)
+def note_panels(name: str, panels: Sequence[Panel]) -> None:
+    """Draw ``panels`` for `drawn_images` alone, where that is open."""
+    if _IMAGES.get() is not None:
+        with TemporaryDirectory() as folder:
+            draw(panels, Path(folder) / f"{name}.svg")
 
 
 def _share_axes(pairs: Sequence[tuple[Any, Panel]]) -> None:
@@ -380,22 +377,3 @@ def new_figure(width: float, height: float) -> Figure:
 def add_grid(axes: Axes) -> None:
     """Draw thin grey lines behind a plot, which dark and light pages both show."""
     axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
-
-
-def svg_markup(figure: Figure, *, prefix: str, label: str) -> str:
-    """Return ``figure`` as an ``<svg>`` element to put in a page: no ids shared with other figures,
-    no date.
-
-    Text and axes take the colour of the surrounding text; ``label`` is what a screen reader says.
-    """
-    note_image(prefix, figure)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    markup = out.getvalue()
-    markup = markup[markup.index("<svg") :].replace(INK, "currentColor")
-    markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
-    markup = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", markup)
-    width = float(figure.get_size_inches()[0]) * 96
-    style = f"width:100%;max-width:{width:.0f}px;height:auto"
-    opening = f'<svg role="img" aria-label="{escape(label, quote=True)}" style="{style}"'
-    return re.sub(r"<svg", lambda _: opening, markup, count=1).strip()

@@ -79,6 +79,16 @@ class PairedComparison:
         """Whether the corrected p-value is below 0.05."""
         return self.p_holm is not None and self.p_holm < SIGNIFICANCE
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean difference by Student's t, not corrected for the number of
+        variants; ``None`` where there is no test."""
+        if self.mean_difference is None or self.standard_error is None or self.p_value is None:
+            return None
+        quantile = float(_scipy_special().stdtrit(self.pairs - 1, 1 - SIGNIFICANCE / 2))
+        reach = quantile * self.standard_error
+        return self.mean_difference - reach, self.mean_difference + reach
+
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean and ``s / sqrt(n)`` with ``s^2 = sum (x - mean)^2 / (n - 1)``; ``None`` for a

@@ -59,6 +59,7 @@ def write_run(
     command: tuple[str, ...] = ("wellposed", "compare", "listops"),
     model: dict[str, Any] | None = None,
     date: str = "2026-01-01T00:00:00",
+    layers: int = 2,
 ) -> Path:
     """Write a run folder whose headline metric on test is ``value``."""
     folder.mkdir(parents=True)
@@ -106,8 +107,12 @@ def write_run(
     (folder / "config.toml").write_text(toml(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "env.json").write_text(json.dumps({**machine, "starts": starts}))
-    (folder / "measure-initial.json").write_text(json.dumps(measurement(seed, error=0.4)))
-    (folder / "measure-final.json").write_text(json.dumps(measurement(seed + 9, error=0.2)))
+    (folder / "measure-initial.json").write_text(
+        json.dumps(measurement(seed, error=0.4, layers=layers))
+    )
+    (folder / "measure-final.json").write_text(
+        json.dumps(measurement(seed + 9, error=0.2, layers=layers))
+    )
     return folder
 
 

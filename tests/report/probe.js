@@ -23,33 +23,56 @@ const contrast = (element) => {
 const texts = () => [...document.body.querySelectorAll("*")].filter((element) =>
   !["SCRIPT", "STYLE"].includes(element.tagName) && seen(element) &&
   [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
-const column = () => [...document.querySelector("table").tBodies[0].rows].map((row) => row.cells[0].textContent);
+const boxes = (element) => [...element.childNodes].filter((node) => node.nodeType === 3 && node.textContent.trim()).flatMap((node) => {
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  const clip = element.getBoundingClientRect();
+  return [...range.getClientRects()].map((box) => ({ element, text: node.textContent.trim(), left: Math.max(box.left, clip.left), right: Math.min(box.right, clip.right), top: box.top, bottom: box.bottom }));
+});
+const overprinted = () => {
+  const every = texts().filter((e) => !e.closest("#variants, #tip, .tall")).flatMap(boxes).sort((a, b) => a.top - b.top);
+  const found = [];
+  every.forEach((a, k) => {
+    for (const b of every.slice(k + 1)) {
+      if (b.top > a.bottom - 2) break;
+      if (a.element !== b.element && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1) found.push([a.text, b.text]);
+    }
+  });
+  return found;
+};
+const results = () => [...document.querySelectorAll("table[data-sort]")].find((t) => t.getAttribute("aria-label").startsWith("Test accuracy"));
+const column = () => [...results().tBodies[0].rows].map((row) => row.cells[0].textContent);
 const press = (element, key) => element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 const tip = document.querySelector("#tip");
 
 setTimeout(() => {
   const found = { dark: matchMedia("(prefers-color-scheme: dark)").matches };
+  found.first = document.querySelector("svg").getBoundingClientRect().top;
+  found.verdict = document.querySelector(".verdict").getBoundingClientRect().top;
   document.querySelectorAll("details").forEach((part) => (part.open = true));
   found.width = [innerWidth, document.documentElement.scrollWidth];
   found.pale = texts().filter((e) => contrast(e) < 4.5).map((e) => [e.tagName, e.textContent, contrast(e)]);
   found.checked = texts().length;
+  found.tiny = texts().filter((e) => parseFloat(getComputedStyle(e).fontSize) < 11).map((e) => e.textContent);
+  found.overprinted = overprinted();
+  found.hinted = [...document.querySelectorAll(".table .scroll")].map((e) => [e.scrollWidth > e.clientWidth + 1, e.parentElement.classList.contains("more")]);
   found.stuck = [...document.querySelectorAll("*")].filter((e) => e.scrollWidth > e.clientWidth + 1 && e.tabIndex < 0 &&
     ["auto", "scroll"].includes(getComputedStyle(e).overflowX)).map((e) => e.outerHTML.slice(0, 80));
 
-  const means = [...document.querySelectorAll("thead button")].filter((b) => b.textContent === "mean");
+  const [means] = [...results().querySelectorAll("thead button")].filter((b) => b.textContent === "test accuracy");
   found.buttons = [...document.querySelectorAll("thead th")].filter((th) => !th.querySelector("button")).length;
   found.order = [column()];
   for (const _ of [1, 2]) {
-    means[0].click();
-    found.order.push([means[0].parentElement.getAttribute("aria-sort"), ...column()]);
+    means.click();
+    found.order.push([means.parentElement.getAttribute("aria-sort"), ...column()]);
   }
 
   const marks = () => [...document.querySelectorAll('svg [data-variant="0"]')].filter(seen).length;
-  const box = document.querySelector("#variants input");
+  const box = document.querySelector("#variants input") ?? document.createElement("input");
   found.marks = [marks()];
   box.click();
   found.marks.push(marks());
-  const panel = document.querySelector(".panel svg");
+  const panel = document.querySelector("svg[data-hover]");
   panel.focus();
   press(panel, "End");
   found.focused = document.activeElement === panel;

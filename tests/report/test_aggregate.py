@@ -36,6 +36,8 @@ def test_numbers_of_a_comparison(compare: Any) -> None:
     assert third.comparison is not None
     expected = scipy.stats.ttest_rel(VALUES["oc3:1e-4"], VALUES["post_ln"])
     assert second.comparison.p_value == pytest.approx(expected.pvalue)
+    one = scipy.stats.ttest_1samp([0.05, 0.04, 0.06], 0).confidence_interval(0.95)
+    assert second.comparison.interval == pytest.approx(tuple(one))
     # two comparisons: Holm doubles the smaller p
     assert second.comparison.p_holm == pytest.approx(2 * expected.pvalue)
     assert all(result.learned for result in task.variants)

@@ -79,7 +79,8 @@ def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(
     records = json.loads(found.to_json(tmp_path / "c.json").read_text())["results"]
     assert [r["verdict"] for r in records if r["variant"] == "rezero" and r["verdict"]] == [said]
     page = build_report([folder], tmp_path / "report.html").read_text()
-    assert f"rezero against post_ln: {said}" in page
+    assert page.count(f'<td class="words">{said}</td>') == 0  # no difference, no plot
+    assert "By test accuracy, rezero, pre_ln: it cannot be said." in page
     assert "Every variant learned" not in page
     assert page.count("no result") == 3
     assert "diverged" not in page.split("Not counted</h2>")[0]
@@ -102,8 +103,8 @@ def test_a_variant_with_one_failed_seed_is_never_better(compare: Any, tmp_path: 
     assert other.p_value == other.p_holm
     assert other.verdict.startswith("better by ")
     page = build_report([folder], tmp_path / "report.html").read_text()
-    assert f"rezero against post_ln: {said}" in page
-    assert "rezero against post_ln: better" not in page
+    assert f'<td class="words">{said}</td>' in page
+    assert "By test accuracy, pre_ln: better than post_ln; rezero: it cannot be said." in page
 
 
 def test_a_failed_seed_of_the_baseline_leaves_no_verdict_on_anyone(compare: Any) -> None:

@@ -1,5 +1,5 @@
-"""The page in a real browser: no request, no error, no sideways scroll; tables sort, variants
-toggle, curves speak."""
+"""The page in a real browser, of 1, 3 and 8 variants, at two widths: the answer first, nothing on
+top of anything, no request, no error; tables sort, variants toggle, curves speak."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = [
 
 Visited = tuple[list[dict[str, Any]], list[str]]
 WIDTHS = (390, 1400)
-VALUES = {
-    "post_ln": [0.40, 0.42],
-    "a variant with a long name:1e-4": [0.35, 0.36],
-    "oc3": [0.45, 0.46],
-}
+LONG = "a variant with a long name:1e-4"
+NAMES = ("post_ln", LONG, "oc3", "pre_ln", "rezero", "t_fixup", "lipschitz", "orthogonal")
+MEANS = (0.41, 0.355, 0.455, 0.46, 0.47, 0.48, 0.49, 0.5)
+FIRST_CHART = 500
+LARGEST_PAGE = 3 * 2**20
 
 # Runs at the end of the page; what it finds goes to the frame around it.
 PROBE = Path(__file__).with_name("probe.js").read_text(encoding="utf-8").strip()
@@ -80,18 +80,45 @@ def visit(page: Path, *, dark: bool = False) -> Visited:
     return sorted(found, key=lambda each: each["width"][0]), console
 
 
-@pytest.fixture(scope="module")
-def page(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("browser")
-    write_comparison(folder / "runs", VALUES)
-    return build_report([folder / "runs"], folder / "report.html")
+CASES = {"one": 1, "three": 3, "dark": 3, "eight": 8}
 
 
-@pytest.fixture(scope="module", params=["light", "dark"])
-def visited(page: Path, request: pytest.FixtureRequest) -> Visited:
+@pytest.fixture(scope="module", params=CASES)
+def visited(
+    write_comparison: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Visited:
+    folder, count = tmp_path_factory.mktemp("browser"), CASES[request.param]
+    seeds = (-0.01, 0.0, 0.012)[: 3 if count == 8 else 2]
+    values = {
+        name: [round(mean + gain + 0.001 * k * place, 4) for k, gain in enumerate(seeds)]
+        for place, (name, mean) in enumerate(zip(NAMES[:count], MEANS, strict=False))
+    }
+    write_comparison(folder / "runs", values, layers=24)
+    page = build_report([folder / "runs"], folder / "report.html")
+    assert page.stat().st_size < LARGEST_PAGE
     found, console = visit(page, dark=request.param == "dark")
     assert all(each["dark"] is (request.param == "dark") for each in found)
+    for each in found:
+        each["names"] = NAMES[:count]
     return found, console
+
+
+def test_the_answer_comes_first(visited: Visited) -> None:
+    for each in visited[0]:
+        assert each["verdict"] < each["first"]
+        assert each["first"] < FIRST_CHART
+
+
+def test_nothing_stands_on_anything_else_and_all_can_be_read(visited: Visited) -> None:
+    for each in visited[0]:
+        assert each["overprinted"] == []
+        assert each["tiny"] == []
+
+
+def test_wide_tables_say_that_they_scroll(visited: Visited) -> None:
+    for each in visited[0]:
+        assert all(wide == hinted for wide, hinted in each["hinted"])
+    assert any(wide for wide, _ in visited[0][0]["hinted"])
 
 
 def test_nothing_is_fetched_nothing_is_wrong(visited: Visited) -> None:
@@ -124,21 +151,19 @@ def test_every_text_stands_out(visited: Visited) -> None:
 
 
 def test_a_click_sorts_and_a_second_turns_it_round(visited: Visited) -> None:
-    first, long, last = VALUES
     for each in visited[0]:
+        names = list(each["names"])
+        rising = sorted(names, key=lambda name: MEANS[NAMES.index(name)])
         assert each["buttons"] == 0
-        assert each["order"] == [
-            [first, long, last],
-            ["ascending", long, first, last],
-            ["descending", last, first, long],
-        ]
+        assert each["order"] == [names, ["ascending", *rising], ["descending", *rising[::-1]]]
 
 
 def test_a_toggle_hides_a_variant_in_all_charts(visited: Visited) -> None:
     for each in visited[0]:
+        if len(each["names"]) == 1:
+            continue
         before, hidden, after = each["marks"]
-        panels = 3 + 6
-        assert before >= panels
+        assert before >= 3 + 6
         assert (hidden, after) == (0, before)
         assert "post_ln" not in each["hiddenTip"]
         assert "oc3" in each["hiddenTip"]

@@ -6,9 +6,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.edited import edited
 from tests.support.html_page import Page
@@ -36,13 +38,14 @@ def test_the_page_is_whole(report: tuple[Path, str]) -> None:
     page = Page(text)
     for expected in (
         "listops", "char_lm", "Test accuracy: higher is better", "validation loss (nats)",
-        "against post_ln", "oc3:1e-4", "seed 1", "p (Holm)",
-        "one seed: no test", "Every variant learned", "rezero did not learn",
+        "difference from post_ln", "oc3:1e-4", "seed 1", "p (Holm)",
+        "one seed: no test", "Every variant learned", "did not learn: validation nats per character",
         "Environment", "packages.torch", "commit0", "wellposed compare listops", "resumed from step 50",
         "123,456", "Orthogonality error", "Singular values",
     ):  # fmt: skip
         assert expected in page.words, expected
-    assert len(page.tags["svg"]) == 2 * (3 + 6)  # curves and roles of each task
+    # of each task: two variants by two metrics (of nats per character no multiples), curves, roles, maps
+    assert len(page.tags["svg"]) == 2 * (2 * 2 + 3 + 2 * 6 + 2 * 2)
     assert out.stat().st_size < 2_000_000
 
 
@@ -72,15 +75,15 @@ def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) 
     names = page.csv_names()
     assert len(names) == len(set(names))
     for task in ("1-char_lm", "2-listops"):
-        for part in [
+        for part in (
             "results",
-            "metrics",
+            "differences",
             "curves",
             "spectra",
             "orthogonality-largest",
             "weights",
             "training",
-        ]:
+        ):
             assert page.csv(f"{task}-{part}"), part
     final, *_ = (
         [float(row[name]) for name in ("mean", "low", "high")]
@@ -90,7 +93,7 @@ def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) 
     assert final == pytest.approx([0.41, 0.40, 0.42])
     assert {row["when"] for row in page.csv("2-listops-weights")} == {"before", "after"}
     first = page.csv("2-listops-results")[0]
-    assert [float(first[name]) for name in ("seed 0", "seed 1", "mean")] == [
+    assert [float(first[name]) for name in ("seed 0", "seed 1", "accuracy,test")] == [
         0.4,
         0.42,
         (0.4 + 0.42) / 2,
@@ -102,15 +105,68 @@ def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) 
 
 def test_tables_have_as_many_files_as_there_are_tables(report: tuple[Path, str]) -> None:
     page = Page(report[1])
-    sortable = [table for table in page.tags["table"] if "data-sort" in table]
-    figures = 2 * 2  # curves and spectra of each task
-    assert len(page.csv_names()) == len(sortable) + figures + 1
+    tables = [part for part in page.tags["div"] if part.get("class") == "table"]
+    figures = 2 * 3  # differences, curves and spectra of each task
+    assert len(page.csv_names()) == len(tables) + figures + 1
+
+
+def test_what_all_rows_say_is_said_once(report: tuple[Path, str]) -> None:
+    said = "The same in every row: parameters 123,456; steps 100;"
+    assert said in Page(report[1]).words
+    assert Page(report[1]).csv("2-listops-training")[1]["parameters"] == "123456.0"
+
+
+def test_one_variant_does_not_squash_the_others(make_run: Any, tmp_path: Path) -> None:
+    for name, factor in {"a": 1.0, "b": 1.1, "c": 1.2, "blown": 1e4}.items():
+        run = make_run(tmp_path / name, variant=name)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [{**row, "loss": factor * row["loss"]} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Beyond the chart: blown (up to 2." in text
+    drawn = text.split("<h4>training loss (nats)")[1].split("</svg>")[0]
+    curves = re.findall(r'data-variant="(\d)".*?points="([^"]*)"', drawn)
+    heights = {number: [int(at.split(",")[1]) for at in line.split()] for number, line in curves}
+    assert len(heights) == 4
+    blown = [line for line in heights.values() if max(line) < 0]  # above the top, all of it
+    others = [y for line in heights.values() if line not in blown for y in line]
+    assert len(blown) == 1
+    assert max(others) - min(others) > 800
+    assert max(others) <= 1000
+
+
+# Machado, Oliveira and Fernandes (2009), full loss of one kind of cone; the last: Ottosson's Oklab.
+EYES = {
+    "all": np.eye(3),
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}  # fmt: skip
+OKLAB = (
+    [[0.41222, 0.53633, 0.05145], [0.2119, 0.6807, 0.1074], [0.0883, 0.28172, 0.62998]],
+    [[0.21045, 0.79362, -0.00407], [1.978, -2.42859, 0.45059], [0.0259, 0.78277, -0.80868]],
+)
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_eight_variants_are_told_apart_with_any_eyes(report: tuple[Path, str], eyes: str) -> None:
+    blocks = re.findall(r"((?:--c\d: #\w{6}; ?){8})", report[1])
+    assert len(blocks) == 2  # light and dark
+    for block in blocks:
+        colours = re.findall(r"#(\w{6})", block)
+        shown = np.array([[int(each[k : k + 2], 16) / 255 for k in (0, 2, 4)] for each in colours])
+        linear = np.where(shown <= 0.04045, shown / 12.92, ((shown + 0.055) / 1.055) ** 2.4)
+        cones = np.clip(linear @ np.transpose(EYES[eyes]), 0, None) @ np.transpose(OKLAB[0])
+        seen = np.cbrt(cones) @ np.transpose(OKLAB[1])
+        apart = np.linalg.norm(seen[:, None] - seen, axis=-1)
+        assert apart[~np.eye(8, dtype=bool)].min() > 0.1  # .016 with the colours before
 
 
 def test_it_can_be_read_without_seeing(report: tuple[Path, str]) -> None:
     page = Page(report[1])
     assert page.tags["html"][0]["lang"] == "en"
-    assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.tags["svg"])
+    drawn = [svg for svg in page.tags["svg"] if not svg.get("aria-hidden")]  # what rows say too
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in drawn)
     assert all(cell.get("scope") for cell in page.tags["th"])
     assert len(page.ids) == len(set(page.ids))
     assert "currentColor" in report[1]  # figures follow the colour of the text, in light and dark
@@ -183,7 +239,7 @@ def test_models_without_known_roles_have_no_heat_map(compare: Any, tmp_path: Pat
             (folder / "post_ln" / f"seed-{seed}" / name).unlink()
     page = Page(build_report([folder], tmp_path / "report.html").read_text())
     assert "post_ln has no measurement" in page.words
-    assert len(page.tags["svg"]) == 3 + 6
+    assert len(page.tags["svg"]) == 2 * 2 + 3 + 6 + 2
 
 
 @pytest.mark.parametrize("old", [0, 1, 2], ids=["none", "some", "all"])
@@ -202,7 +258,7 @@ def test_runs_with_and_without_the_scale_free_error_are_drawn(
     page = build_report([folder], tmp_path / "page" / "report.html").read_text()
     assert ("err_orth = |W Wᵀ / s - I|" in page) is (old == 0)
     assert ("err_orth = max off-diagonal of |W Wᵀ|" in page) is (old > 0)
-    assert (">0.0625</td>" in page) is (old < 2)
+    assert (">0.0625</td>" in page or "err_orth (best scale) 0.0625" in page) is (old < 2)
 
 
 def test_long_runs_keep_first_and_last_value_under_the_pointer_and_all_in_the_file(
@@ -212,7 +268,7 @@ def test_long_runs_keep_first_and_last_value_under_the_pointer_and_all_in_the_fi
     rows = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 2001)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(build_report([run], tmp_path / "report.html").read_text(encoding="utf-8"))
-    (svg,) = (svg for svg in page.tags["svg"] if str(svg["aria-label"]).startswith("training loss"))
+    (svg,) = (svg for svg in page.tags["svg"] if str(svg.get("aria-label")).startswith("training"))
     points = json.loads(str(svg["data-hover"]))["points"]
     assert len(points) == 400
     assert (points[0][1:], points[-1][1:]) == (["step: 1", ["1"]], ["step: 2000", ["0.0005"]])
@@ -256,39 +312,43 @@ def deep(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tup
     return Page(out.read_text(encoding="utf-8")), out.stat().st_size
 
 
-def test_spectra_have_one_panel_a_role_and_share_their_axis(deep: tuple[Page, int]) -> None:
-    page, _ = deep
-    labels = [str(svg["aria-label"]) for svg in page.tags["svg"]]
-    first, *more = (label for label in labels if "singular" in label)
-    assert len(more) == 5
-    assert first.startswith("query over share of singular values: post_ln, before; post_ln, after;")
-    assert first.endswith("; rezero, before; rezero, after")
-    heights = {str(svg["viewbox"]) for svg in page.tags["svg"]}
-    assert len(heights) == 1
+def labels(page: Page) -> list[str]:
+    return [str(svg["aria-label"]) for svg in page.tags["svg"] if "aria-label" in svg]
 
 
-def test_a_row_for_each_variant_comes_before_folded_maps(deep: tuple[Page, int]) -> None:
+def test_spectra_have_a_row_of_charts_for_each_variant_and_share_their_axis(
+    deep: tuple[Page, int],
+) -> None:
+    spectra = [label for label in labels(deep[0]) if " over : " in label]
+    roles = ["query", "key", "value", "output", "ff in", "ff out"]
+    assert [label.partition(" over ")[0] for label in spectra] == roles * 2
+    assert {label.count("post_ln") for label in spectra[:4]} == {LAYERS + 1}  # and before training
+    assert {label.count("post_ln") for label in spectra[4:6]} == {EXPERTS * LAYERS // 11 + 2}
+    assert all("rezero" in label and "post_ln" not in label for label in spectra[6:])
+
+
+def test_maps_have_a_cell_for_every_weight_and_the_largest_stands_in_a_table(
+    deep: tuple[Page, int],
+) -> None:
     page, _ = deep
     largest = page.csv("1-listops-orthogonality-largest")
-    assert [row["variant"] for row in largest] == ["post_ln", "rezero"]
+    variants = ["post_ln", "post_ln", "rezero", "rezero"]
+    assert [row["variant"] for row in largest] == variants
     every = page.csv("1-listops-weights")
     for row in largest:
-        place = [row["variant"], "after", "query"]
-        after = [w for w in every if [w[name] for name in ("variant", "when", "role")] == place]
-        assert len(after) == LAYERS
-        assert float(row["query after"]) == max(float(w["orthogonality_error"]) for w in after)
-    maps = [part for part in page.tags["details"] if part.get("data-variant")]
-    assert len(maps) == 2
-    assert not any("open" in part for part in maps)
-    assert len(page.csv("1-listops-orthogonality-0-after")) == LAYERS
-    columns = list(page.csv("1-listops-orthogonality-0-after")[0])
-    assert columns[5:8] == ["feedforward_in (0)", "feedforward_in (1)", "feedforward_in (2)"]
-    assert len(columns) == 1 + 32
+        place = [row["variant"], row["when"], "query"]
+        mine = [w for w in every if [w[name] for name in ("variant", "when", "role")] == place]
+        assert len(mine) == LAYERS
+        assert float(row["query"]) == max(float(w["orthogonality_error"]) for w in mine)
+    assert list(largest[0])[6:8] == ["feedforward_in (0)", "feedforward_in (1)"]
+    assert len(page.tags["rect"]) == len(every) == 4 * LAYERS * 32
+    maps = [label for label in labels(page) if label.startswith("orthogonality error of ")]
+    assert [label.split()[3] for label in maps] == variants
 
 
 def test_a_long_table_says_what_it_leaves_to_the_file(deep: tuple[Page, int]) -> None:
     page, _ = deep
-    assert "The first 300 of 1,536 rows; the CSV has all." in page.words
+    assert "The first 300 of 3,072 rows; the CSV has all." in page.words
     assert len(page.csv("1-listops-weights")) == 2 * 1536
 
 

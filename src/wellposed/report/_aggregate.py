@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from wellposed.statistics import (
 from wellposed.text_table import MISSING, format_number, text_table
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
+FEW = 3
+"""Variants that a sentence names one by one."""
 _METRIC_WORDS = {
     "bleu": "BLEU",
     "f1": "F1",
@@ -65,6 +67,8 @@ class VariantResult:
     learned: bool | None
     comparison: PairedComparison | None
     failed: tuple[int, ...] = ()
+    comparisons: Mapping[str, PairedComparison] = field(default_factory=dict)
+    """By every metric; p is corrected for the number of variants, not for that of metrics."""
 
 
 @dataclass(frozen=True)
@@ -220,21 +224,28 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
         for group in groups.values()
     ]
-    first, *others = seeds = [
-        _seed_results(variant, group, mine, metric)
-        for (variant, group), mine in zip(groups.items(), finished, strict=True)
-    ]
-    tests = holm_correction([compare_seeds(of, first, higher_is_better=higher) for of in others])
-    results = []
-    for of, mine, test in zip(seeds, finished, [None, *tests], strict=True):
+    tests: dict[str, list[PairedComparison | None]] = {}
+    for each in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
+        better = bool(directions.get(each.partition(",")[0], True))
+        tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
+    results, notes, labels = [], [], list(groups)
+    for place, (mine, group) in enumerate(zip(finished, groups.values(), strict=True)):
         names = [m for m in mine[0].values if all(m in run.values for run in mine)] if mine else []
         metrics = {m: _summary(m, mine) for m in names}
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
             learned = mean > expected if directions.get(judged, True) else mean < expected
-        failed = tuple(sorted(of.failures))
-        results.append(VariantResult(of.name, tuple(of.values), metrics, learned, test, failed))
+        seeds = tuple(run.seed for run in mine)
+        failed = tuple(sorted(run.seed for run in group if run.failure is not None))
+        compared = {name: of for name, each in tests.items() if (of := each[place])}
+        test = compared.get(metric)
+        if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
+            said = f"is tested on the {test.pairs} seeds it shares with the first variant"
+            notes.append(f"{labels[place]} {said}")
+        results.append(
+            VariantResult(labels[place], seeds, metrics, learned, test, failed, compared)
+        )
     return TaskComparison(
         task=name,
         metric=metric,
@@ -244,25 +255,28 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         reference_value=expected,
         variants=tuple(results),
         runs=tuple(finished),
-        notes=tuple(
-            f"{of.name} is tested on the {test.pairs} seeds it shares with the first variant"
-            for of, test in zip(others, tests, strict=True)
-            if not test.obstacle and test.pairs < max(len(first.values), len(of.values))
-        ),
+        notes=tuple(notes),
     )
 
 
-def _seed_results(
-    variant: str, group: Sequence[Run], finished: Sequence[Run], metric: str
-) -> SeedResults:
-    for run in finished:
-        if metric not in run.values:
-            raise DataError(
-                f"{run.folder / 'result.json'}: lacks {metric!r}, which other runs of {run.task}"
-                " report"
-            )
-    failures = {run.seed: run.failure for run in group if run.failure is not None}
-    return SeedResults(variant, {run.seed: run.values[metric] for run in finished}, failures)
+def _comparisons(
+    groups: Mapping[str, Sequence[Run]], metric: str, *, needed: bool, higher: bool
+) -> list[PairedComparison | None]:
+    """Return the test of each variant against the first by a metric, corrected for their number."""
+    sides = []
+    for variant, group in groups.items():
+        done = [run for run in group if run.failure is None]
+        for run in done:
+            if needed and metric not in run.values:
+                raise DataError(
+                    f"{run.folder / 'result.json'}: lacks {metric!r}, which other runs of"
+                    f" {run.task} report"
+                )
+        values = {run.seed: run.values[metric] for run in done if metric in run.values}
+        failures = {run.seed: run.failure for run in group if run.failure is not None}
+        sides.append(SeedResults(variant, values, failures))
+    found = [compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
+    return [None, *holm_correction(found)]
 
 
 def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
@@ -343,6 +357,43 @@ def conclusions(task: TaskComparison) -> list[str]:
     first = task.variants[0].variant
     verdicts = [f"{variant} against {first}: {test.verdict}" for variant, test in tested]
     return [*verdicts, *(f"note: {note}" for note in task.notes)]
+
+
+def verdict(task: TaskComparison) -> str:
+    """Return one sentence on all variants: which are better than the first, which are worse, and of
+    which that cannot be said."""
+    first, *others = task.variants
+    words = metric_words(task.metric)
+    if not others:
+        return f"One variant: nothing to compare with. {words}: {first.metrics[task.metric]}"
+    sides: dict[str, list[str]] = {}
+    for result in others:
+        test = result.comparison
+        side = "no significant difference from it"
+        if test is None or test.obstacle or test.mean_difference is None:
+            side = "it cannot be said"
+        elif test.significant:
+            gains = (test.mean_difference > 0) is task.higher_is_better
+            side = f"{'better' if gains else 'worse'} than {first.variant}"
+        sides.setdefault(side, []).append(result.variant)
+    said = [f"{_some(names, len(others))}: {side}" for side, names in sorted(sides.items())]
+    return f"By {words}, {'; '.join(said)}"
+
+
+def _some(names: Sequence[str], count: int) -> str:
+    if len(names) <= FEW:
+        return ", ".join(names)
+    return f"{'all ' * (len(names) == count)}{len(names)} variants"
+
+
+def distinct_metrics(task: TaskComparison) -> list[str]:
+    """Return the metric of the task and the others of *test*; of those that are multiples of each
+    other, as bits of nats, the first."""
+    found: dict[tuple[float, ...], str] = {}
+    for metric in [task.metric, *(name for name in task.metrics if name.endswith(",test"))]:
+        every = [v for r in task.variants if metric in r.metrics for v in r.metrics[metric].values]
+        found.setdefault(tuple(round(v / (every[0] or 1.0), 9) for v in every), metric)
+    return list(found.values())
 
 
 def metric_words(metric: str) -> str:

@@ -3,147 +3,248 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from wellposed.charts import Panel, Series, Style, lines, where
-from wellposed.measurement.figures import SPECTRUM_POINTS, Spectrum, short_role, spectra_by_role
+from wellposed.charts import Panel, Series, lines, note_panels, where
+from wellposed.measurement.figures import (
+    SPECTRUM_POINTS,
+    error_shown,
+    heat_map,
+    short_number,
+    short_role,
+    spectra_by_role,
+)
 from wellposed.report._aggregate import SPLITS, TaskComparison, metric_words
-from wellposed.report._heat import Rows, Weights
-from wellposed.report._html_table import CsvLink, csv_link
-from wellposed.report._panels import common_limits, panel_svg
+from wellposed.report._charts import (
+    Chart,
+    Map,
+    chart,
+    fitted,
+    level_bounds,
+    level_style,
+    role_map,
+)
+from wellposed.report._html_table import Column, CsvLink, Table, csv_link
 from wellposed.report._runs import Run, is_finite
-from wellposed.training.certified.record import CertifiedRun
 
 Numbers = Mapping[str, int]
 """Variant to its number on the page: its colour and its toggle."""
 Groups = Mapping[str, Sequence[Run]]
 """The finished runs of each variant that has any, with their files read."""
+Rows = Sequence[Mapping[str, Any]]
+Weights = Sequence[tuple[str, Rows, Rows]]
+VITALS = ("logit_max", "entropy", "update", "kurtosis")
+"""What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
+MOST_LINES = 32
+"""Spectra of a chart."""
+CURVES = {"curves": ("Training and validation", "wide"), "vitals": ("Vital signs", "beside")}
+CERTIFIED: Mapping[str, Any] = {
+    "certified": ("shares", "radius (median token norms)", "symlog"),
+    "words": ("counts", "replaced words", "linear"),
+}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """Panels beside each other, the sentence under them and their data."""
+class Figure(NamedTuple):
+    """Charts in one or more rows, the sentence under them and their data."""
 
     title: str
-    panels: Sequence[Any]
+    kind: str
+    """``wide``: each chart over the whole page; ``beside``: two in a row; ``small``: many in a row."""
+    rows: Sequence[tuple[str, int | None, Sequence[Chart]]]
+    """Name and number of the variant that a row is of, where it is of one, and its charts."""
     caption: str
     data: CsvLink
 
 
-def curves_figure(
+def _figure(
+    title: str,
+    kind: str,
+    rows: Mapping[str, Sequence[Panel]],
+    said: tuple[str, CsvLink],
+    numbers: Numbers = MappingProxyType({}),
+) -> Figure:
+    """Return the figure of panels, by the variant that they are of where they are of one."""
+    fits = iter(fitted([panel for panels in rows.values() for panel in panels]))
+    charts = {of: [chart(*next(fits), quiet=kind == "small") for _ in rows[of]] for of in rows}
+    note_panels(said[1].file.removesuffix(".csv"), [each for row in rows.values() for each in row])
+    drawn = [(of, numbers.get(of), row) for of, row in charts.items()]
+    return Figure(title, kind, drawn, *said)
+
+
+def curve_figures(
     name: str, task: TaskComparison, groups: Groups, numbers: Numbers
-) -> Figure | None:
-    """Draw training loss, validation loss and the validation headline over steps; those in nats
-    share their axis.
+) -> list[Figure]:
+    """Draw training loss, validation loss and the validation headline over steps, those in nats on
+    one axis; then vital signs.
 
     Steps that some seed of a variant has not reached are left out, so a mean is always over all its
     seeds.
     """
     headline = task.metric.partition(",")[0]
-    found = {
-        (split, metric): [
-            row for of, runs in groups.items() for row in _curve_rows(of, split, metric, runs)
+    curves = {("train", "loss"): [], ("valid", "loss"): [], ("valid", headline): []}
+    parts = {"curves": curves, "vitals": {("monitor", vital): [] for vital in VITALS}}
+    for place, rows in ((place, rows) for part in parts.values() for place, rows in part.items()):
+        rows += [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
+    if headline != "loss" and _same_means(curves["valid", "loss"], curves["valid", headline]):
+        del curves["valid", "loss"]  # nats per character are the loss: one panel is enough
+    caption = "One seed."
+    if any(len(runs) > 1 for runs in groups.values()):
+        caption = "Mean over seeds; the band reaches from the lowest seed to the highest."
+    figures = []
+    for part, found in parts.items():
+        every = [row for rows in found.values() for row in rows]
+        if every:
+            drawn = {place: rows for place, rows in found.items() if rows}
+            panels = [
+                _curve_panel(*place, rows, task.reference, numbers) for place, rows in drawn.items()
+            ]
+            said = caption, csv_link(f"{name}-{part}", list(every[0]), every)
+            figures.append(_figure(*CURVES[part], {"": panels}, said))
+    return figures
+
+
+def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figure]:
+    """Draw what no change can undo and what an attack left right, over the radius and over the
+    number of replaced words."""
+    figures = []
+    for part, (places, axis, scale) in CERTIFIED.items():
+        measured = {
+            of: [getattr(run, part) for run in runs if getattr(run, part)]
+            for of, runs in groups.items()
+        }
+        rows = [row for of, found in measured.items() for row in _certified_rows(of, found, places)]
+        every = [run for found in measured.values() for run in found]
+        panels = [
+            Panel(
+                title,
+                axis,
+                "accuracy",
+                _lines(rows, "radius", what, numbers),
+                scale,
+                y_limits=(0, 1.02),
+            )
+            for what, title in (
+                ("certified", "certified: right whatever the change"),
+                ("attacked", "attacked: right after the attack"),
+            )
         ]
-        for split, metric in (
-            ("train", "loss"),
-            ("valid", "loss"),
-            ("valid", headline),
-            *(("monitor", name) for name in VITALS),
+        if rows:
+            said = _certified_caption(every, part), csv_link(f"{name}-{part}", list(rows[0]), rows)
+            figures.append(
+                _figure("Certified against attacked accuracy", "beside", {"": panels}, said)
+            )
+    return figures
+
+
+def _certified_caption(measured: Sequence[Any], part: str) -> str:
+    """Return what was measured: the examples, their split, the norm and the attack."""
+    if part == "words":
+        return (
+            "Accuracy when so many words of a text are replaced by any words of the vocabulary: what"
+            " none can turn (0 where there is no certificate) and what a greedy attack left right. Mean"
+            " over seeds."
         )
-    }
-    if headline != "loss" and _same_means(found["valid", "loss"], found["valid", headline]):
-        del found["valid", "loss"]  # nats per character are the loss: one panel is enough
-    panels = [
-        _curve_panel(*place, rows, task.reference, numbers) for place, rows in found.items() if rows
-    ]
-    if not panels:
-        return None
-    several = any(len(runs) > 1 for runs in groups.values())
-    band = "Mean over seeds; the band reaches from the lowest seed to the highest."
-    every = [row for rows in found.values() for row in rows]
-    return Figure(
-        "Training and validation",
-        _drawn(_sharing(panels, lambda panel: "nats" in panel.title), name),
-        band if several else "One seed.",
-        csv_link(name, list(every[0]), every),
+    names = ("examples", "split", "norm", "attack")
+    examples, splits, norms, attacks = (
+        ", ".join(
+            dict.fromkeys(
+                SPLITS.get(each, each) for each in (str(getattr(run, name)) for run in measured)
+            )
+        )
+        for name in names
     )
-
-
-def certified_figure(name: str, groups: Groups, numbers: Numbers) -> Figure | None:
-    """Draw accuracy against radius, as `_certified_curves`."""
-    measured = {of: [run.certified for run in runs if run.certified] for of, runs in groups.items()}
-    caption = partial(_certified_caption, [run for found in measured.values() for run in found])
-    rows = [row for of, found in measured.items() for row in _certified_rows(of, found, "shares")]
-    return _certified_curves(name, rows, numbers, "radius (median token norms)", caption)
-
-
-def words_figure(name: str, groups: Groups, numbers: Numbers) -> Figure | None:
-    """Draw accuracy against the number of replaced words, as `_certified_curves`."""
-    measured = {of: [run.words for run in runs if run.words] for of, runs in groups.items()}
-    rows = [row for of, found in measured.items() for row in _certified_rows(of, found, "counts")]
-    caption = (
-        "Accuracy when so many words of a text are replaced by any words of the vocabulary: what none"
-        " can turn (solid; 0 where there is no certificate) and what a greedy attack left right"
-        " (dashed). Mean over seeds."
+    return (
+        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
+        f" radius (norm {norms}): what no perturbation can undo and what the attack left right"
+        f" ({attacks}). Mean over seeds."
     )
-    return _certified_curves(name, rows, numbers, "replaced words", lambda: caption)
-
-
-def _certified_curves(
-    name: str,
-    rows: list[dict[str, Any]],
-    numbers: Numbers,
-    axis: str,
-    caption: Callable[[], str],
-) -> Figure | None:
-    """Draw certified accuracy as solid lines, under attack as dashed ones of the same colour."""
-    if not rows:
-        return None
-    styles: dict[str, Style] = {"certified": "solid", "attacked": "dashed"}
-    series = [
-        replace(line, label=f"{line.label}, {what}", colour=numbers[line.label])
-        for variant in dict.fromkeys(row["variant"] for row in rows)
-        for what, style in styles.items()
-        for line in lines(where(rows, variant=variant), "radius", what, by="variant", style=style)
-    ]
-    panel = Panel(
-        "accuracy: certified (solid), attacked (dashed)", axis, "accuracy", series,
-        x_scale="linear" if axis.endswith("words") else "symlog", legend=False, y_limits=(0, 1.02),
-    )  # fmt: skip
-    title, data = "Certified against attacked accuracy", csv_link(name, list(rows[0]), rows)
-    return Figure(title, _drawn([panel], name), caption(), data)
 
 
 def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
-    """Draw singular values by role: median over layers, dashed before and solid after, and the
-    range after."""
-    series: dict[str, list[Series]] = {}
+    """Draw singular values of every layer after training, a row of charts for each variant and a
+    chart for each role, on one axis; dashed the median before."""
+    import numpy as np
+
+    places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
+
+    def curve(values: Sequence[float]) -> list[float]:
+        largest_first = np.sort(np.asarray(values, float))[::-1]
+        return np.interp(
+            places, (np.arange(len(values)) + 0.5) / len(values), largest_first
+        ).tolist()
+
+    drawn: dict[str, list[Panel]] = {}
     for variant, *measured in weights:
-        for when, of_model in zip(("before", "after"), measured, strict=True):
-            for role, spectra in spectra_by_role(of_model).items():
-                line = _spectrum(spectra, f"{variant}, {when}", numbers[variant])
-                before = replace(line, style="dashed", band=())
-                series.setdefault(role, []).append(before if when == "before" else line)
-    if not series:
-        return None
-    panels = [
-        Panel(short_role(role), "share of singular values", "singular value", drawn, legend=False)
-        for role, drawn in series.items()
-    ]
-    shared = _sharing(panels, lambda panel: not panel.title.endswith("emb."))
-    caption = (
-        "Singular values, largest first: median over layers, dashed before and solid after"
-        " training; the band holds every layer after training. The CSV has every value of every"
-        " layer, with six digits."
-    )
+        before, after = map(spectra_by_role, measured)
+        line = partial(Series, variant, places.tolist(), colour=numbers[variant])
+        for role, spectra in after.items():
+            some = [curve(values) for values, _ in spectra[:: -(-len(spectra) // MOST_LINES)]]
+            starts = [curve(values) for values, _ in before.get(role, ())]
+            lines = [line(each) for each in some]
+            lines += [line(np.median(starts, 0).tolist(), "dashed")] if starts else []
+            # Embeddings are of another size than the weights of layers.
+            axis = "of embeddings" if role.endswith("_embedding") else "of layers"
+            drawn.setdefault(variant, []).append(
+                Panel(short_role(role), "", axis, lines, legend=False)
+            )
     columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
     rows = weight_rows(weights)
     for row in rows:
         row[columns[-1]] = " ".join(f"{v:.6g}" for v in row.get(columns[-1]) or ())
-    return Figure("Singular values", _drawn(shared, name), caption, csv_link(name, columns, rows))
+    caption = (
+        "Singular values, largest first, against their share: a line for each layer after training, the"
+        f" first pale and the last full (of more than {MOST_LINES}, some); dashed the median over layers"
+        " before. The CSV has every value of every layer, with six digits."
+    )
+    said = caption, csv_link(name, columns, rows)
+    return _figure("Singular values", "small", drawn, said, numbers) if drawn else None
+
+
+class Maps(NamedTuple):
+    """Orthogonality error of every variant by layer and role, before and after training."""
+
+    formula: str
+    scale: list[tuple[str, str]]
+    rows: list[tuple[str, int, list[Map]]]
+    largest: Table
+
+
+def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Maps | None:
+    """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
+    error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
+    found = [
+        (variant, when, heat_map(rows, error.name))
+        for variant, *pair in weights
+        for when, rows in zip(("before", "after"), pair, strict=True)
+    ]
+    values = [
+        value for *_, heat in found for line in heat.values for value in line if value is not None
+    ]
+    bounds = level_bounds(value for value in values if math.isfinite(value))
+    if not bounds:
+        return None
+    maps: dict[str, list[Map]] = {}
+    largest = []
+    for variant, when, heat in found:
+        columns = zip(heat.roles, zip(*heat.values, strict=True), strict=True)
+        worst = {role: max(v for v in column if v is not None) for role, column in columns}
+        maps.setdefault(variant, []).append(role_map(when, heat, bounds))
+        largest.append({"variant": variant, "when": when, **worst})
+    roles = dict.fromkeys(role for row in largest for role in row)
+    columns = [
+        Column(role, short_role(role), "text" if role in ("variant", "when") else "number", 2)
+        for role in roles
+    ]
+    return Maps(
+        error.formula,
+        [(level_style(bound, bounds), short_number(bound)) for bound in (*bounds, max(values))],
+        [(variant, numbers[variant], pair) for variant, pair in maps.items()],
+        Table(f"{name}-largest", "Largest error over layers", columns, largest),
+    )
 
 
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
@@ -176,8 +277,8 @@ def _mean(values: Sequence[Any]) -> float:
     return math.fsum(values) / len(values)
 
 
-VITALS = ("logit_max", "entropy", "update", "kurtosis")
-"""What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
+def _lines(rows: Rows, x: str, y: str, numbers: Numbers) -> list[Series]:
+    return [replace(line, colour=numbers[line.label]) for line in lines(rows, x, y, by="variant")]
 
 
 def _shared(columns: Sequence[Mapping[Any, float]]) -> dict[Any, list[float]]:
@@ -201,7 +302,7 @@ def _curve_rows(
     ]
 
 
-def _same_means(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> bool:
+def _same_means(first: Rows, second: Rows) -> bool:
     return len(first) == len(second) > 0 and all(
         (a["variant"], a["step"]) == (b["variant"], b["step"])
         and math.isclose(a["mean"], b["mean"], rel_tol=1e-9)
@@ -213,14 +314,14 @@ def _curve_panel(
     split: str, metric: str, rows: Rows, reference: Mapping[str, float], numbers: Numbers
 ) -> Panel:
     series = []
-    for line in lines(rows, "step", "mean", by="variant"):
+    for line in _lines(rows, "step", "mean", numbers):
         mine = where(rows, variant=line.label)
         band = ([row["low"] for row in mine], [row["high"] for row in mine])
-        several = mine[0]["seeds"] > 1
-        series.append(replace(line, colour=numbers[line.label], band=band if several else ()))
-    level = ("reference", reference[metric]) if split != "train" and metric in reference else None
+        series.append(replace(line, band=band if mine[0]["seeds"] > 1 else ()))
+    level = ("reference", reference[metric]) if split == "valid" and metric in reference else None
     words = metric_words(f"{metric},{split}")
-    return Panel(words, "step", words.partition(" ")[2], series, legend=False, level=level)
+    axis = "nats" if "nats" in words else words.partition(" ")[2]
+    return Panel(words, "step", axis, series, level=level)
 
 
 def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[dict[str, Any]]:
@@ -235,44 +336,3 @@ def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[di
         {**fixed, "radius": at, "certified": _mean(values), "attacked": _mean(attacked[at])}
         for at, values in certified.items()
     ]
-
-
-def _certified_caption(measured: Sequence[CertifiedRun]) -> str:
-    """Return what was measured: the examples, their split, the norm and the attack."""
-    splits, norms, attacks = (
-        ", ".join(
-            SPLITS.get(str(of), str(of))
-            for of in dict.fromkeys(getattr(run, name) for run in measured)
-        )
-        for name in ("split", "norm", "attack")
-    )
-    low, high = min(run.examples for run in measured), max(run.examples for run in measured)
-    examples = f"{low}" if low == high else f"{low} to {high}"
-    return (
-        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
-        f" radius (norm {norms}): what no perturbation can undo (solid) and what the attack left"
-        f" right (dashed; {attacks}). Mean over seeds."
-    )
-
-
-def _spectrum(spectra: Sequence[Spectrum], label: str, number: int) -> Series:
-    """Return the median of spectra, and their range, at places that all of them share."""
-    import numpy as np
-
-    def shares(count: int) -> np.ndarray:
-        return (np.arange(count) + 0.5) / count
-
-    places = shares(SPECTRUM_POINTS)
-    largest_first = [np.sort(np.asarray(values, float))[::-1] for values, _ in spectra]
-    curves = [np.interp(places, shares(len(values)), values) for values in largest_first]
-    middle, low, high = (of(curves, axis=0).tolist() for of in (np.median, np.min, np.max))
-    return Series(label, places.round(4).tolist(), middle, band=(low, high), colour=number)
-
-
-def _sharing(panels: Sequence[Panel], compared: Callable[[Panel], bool]) -> list[Panel]:
-    limits = common_limits([panel for panel in panels if compared(panel)])
-    return [replace(panel, y_limits=limits) if compared(panel) else panel for panel in panels]
-
-
-def _drawn(panels: Sequence[Panel], name: str) -> list[Any]:
-    return [panel_svg(panel, f"{name}-{number}") for number, panel in enumerate(panels)]

@@ -7,10 +7,11 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from wellposed.measurement import csv_text
-from wellposed.text_table import format_number
+from wellposed.text_table import MISSING, format_number
 
 SHOWN_ROWS = 300
 """Rows of a table that stand in the page; the CSV has all."""
@@ -56,10 +57,21 @@ class Table:
     data: CsvLink | None = None
     """A file with more than the columns, to stand in place of theirs."""
 
-    @property
+    @cached_property
+    def same(self) -> list[tuple[str, str]]:
+        """Heading and text of the columns that say one thing in every row, and so are said once."""
+        found = []
+        for column in self.columns[1:]:
+            texts = {_shown(row.get(column.name), column).text for row in self.rows}
+            if len(self.rows) > 1 and len(texts) == 1 and column.kind != "hidden":
+                found.append((column.heading, *texts))
+        return [pair for pair in found if pair[1] != MISSING]
+
+    @cached_property
     def headings(self) -> list[Column]:
         """The columns that the page shows."""
-        return [column for column in self.columns if column.kind != "hidden"]
+        once = {heading for heading, _ in self.same}
+        return [c for c in self.columns if c.kind != "hidden" and c.heading not in once]
 
     @property
     def body(self) -> list[list[ShownCell]]:
@@ -118,7 +130,7 @@ def _shown(value: Any, column: Column) -> ShownCell:
 
 def _text(value: Any, column: Column) -> str:
     if value is None or value == "":
-        return "-"
+        return MISSING
     if column.kind == "count":
         return f"{value:,.0f}"
     return format_number(value, column.digits)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import COLOURS
 from wellposed.errors import DataError, missing_extra
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, compare_runs
@@ -20,20 +19,23 @@ from wellposed.report._runs import Run, find_runs, load_details
 from wellposed.report._sections import running_section, shown, task_section
 from wellposed.training.folder import durable_files
 
+COLOURS = 8
+"""Colours of variants in the page's style, c0, c1, ...: told apart with any kind of colour vision."""
+
 
 def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = None) -> Path:
     """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
     included.
 
-    The page holds, per task: mean ± standard error over seeds and the paired test against the first
-    variant, whether each variant learned, loss curves, certified accuracy against radius where it
-    was measured, the orthogonality error before and after training by layer and role, singular
-    values, what differs between variants; then what ``wellposed reproduce`` left
-    in the folders, the runs that have not ended, those that do not count and why, the
-    environment and the exact commands. Tables are sorted by a click or a key, variants are shown
-    and hidden, curves give their values; without a script the page is the same, at rest. It fetches
-    nothing, and its Content-Security-Policy forbids to. Status: the same numbers as `aggregate`;
-    the same folders give the same bytes.
+    The page holds, per task: the answer in a sentence; the difference of each variant from the
+    first with its 95 % interval, by every metric, and what the paired test says; certified and
+    attacked accuracy where they were measured; loss curves, singular values, the orthogonality
+    error before and after training by layer and role, every number, what differs between variants;
+    then what ``wellposed reproduce`` left in the folders, the runs that have not ended, those that
+    do not count and why, the environment and the exact commands. Tables are sorted by a click or a
+    key, variants are shown and hidden, curves give their values; without a script the page is the
+    same, at rest. It fetches nothing, and its Content-Security-Policy forbids to. Status: the same
+    numbers as `aggregate`; the same folders give the same bytes.
 
     Args:
         run_dirs: run folders, or folders that hold run folders or reproductions.
@@ -77,7 +79,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
         claims=overview(artefacts),
         running=running_section(unfinished, numbers),
         numbers=numbers,
-        colours=len(COLOURS),
+        colours=COLOURS,
         remarks=comparison.remarks(),
         excluded=_excluded(comparison),
         results=csv_link("results", list(records[0]), records) if records else None,

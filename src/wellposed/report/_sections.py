@@ -12,22 +12,28 @@ from wellposed.charts import Panel, Series, where
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.regular_file import read_bytes
-from wellposed.report._aggregate import TaskComparison, VariantResult, conclusions, metric_words
+from wellposed.report._aggregate import (
+    TaskComparison,
+    VariantResult,
+    distinct_metrics,
+    metric_words,
+    verdict,
+)
+from wellposed.report._charts import chart, fitted, forest
 from wellposed.report._figures import (
     Groups,
     Numbers,
-    certified_figure,
-    curves_figure,
+    Weights,
+    certified_figures,
+    curve_figures,
     mean_rows,
+    orthogonality_maps,
     spectra_figure,
     weight_rows,
-    words_figure,
 )
-from wellposed.report._heat import Weights, heat_maps
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
-from wellposed.report._panels import panel_svg
 from wellposed.report._runs import Run
-from wellposed.text_table import format_number
+from wellposed.text_table import MISSING, format_number
 
 SEED_COLUMNS = 8
 """Seeds up to which each has its own column."""
@@ -53,28 +59,56 @@ def task_section(
         for each in groups
         if each not in measured
     ]
-    figures = (
-        curves_figure(f"{name}-curves", task, groups, numbers),
-        certified_figure(f"{name}-certified", groups, numbers),
-        words_figure(f"{name}-words", groups, numbers),
-        spectra_figure(f"{name}-spectra", weights, numbers),
-    )
+    figures = [
+        *certified_figures(name, groups, numbers),
+        *curve_figures(name, task, groups, numbers),
+    ]
+    spectra = spectra_figure(f"{name}-spectra", weights, numbers)
     return {
         "anchor": f"task-{number}",
         "name": task.task,
-        "bad": _not_learned(task),
-        "good": _all_learned(task),
-        "conclusions": [*conclusions(task), *notes],
-        "tested": any(result.comparison for result in task.variants),
+        "verdict": verdict(task),
+        "metric": metric_words(task.metric),
+        "notes": [*(f"note: {note}" for note in task.notes), *notes],
+        **_answer(f"{name}-differences", task, numbers),
         "results": _results(f"{name}-results", task),
-        "metrics": _metrics(f"{name}-metrics", task),
-        "figures": [figure for figure in figures if figure],
-        "heat": heat_maps(f"{name}-orthogonality", weights),
+        "figures": [*figures, *([spectra] if spectra else [])],
+        "maps": orthogonality_maps(f"{name}-orthogonality", weights, numbers),
         "training": _training(f"{name}-training", groups),
         "settings": _settings(f"{name}-settings", groups),
         "weights": _weight_table(f"{name}-weights", weights) if weights else None,
         "data": _data(runs),
     }
+
+
+def _answer(name: str, task: TaskComparison, numbers: Numbers) -> dict[str, Any]:
+    """Return the forest plots, that of the task's metric with what is said of each variant, and
+    their numbers."""
+    forests, rows = [], []
+    for metric in distinct_metrics(task):
+        bars, tests = [], [result.comparisons.get(metric) for result in task.variants]
+        for result, test in zip(task.variants, tests, strict=True):
+            said, bad = _sentence(task, result) if metric == task.metric else ("", False)
+            mean = str(result.metrics.get(metric, MISSING))
+            bars.append((result.variant, numbers[result.variant], mean, said, bad))
+            low, high = (test and test.interval) or (None, None)
+            known = {n: getattr(test, n, None) for n in ("mean_difference", "pairs", "p_value")}
+            ends = {"low": low, "high": high}
+            rows.append({"metric": metric, "variant": result.variant, **known, **ends})
+        forests.append(forest(metric_words(metric), bars, tests))
+    data = csv_link(name, list(rows[0]), rows)
+    return {"forests": forests, "differences": data, "learned": _all_learned(task)}
+
+
+def _sentence(task: TaskComparison, result: VariantResult) -> tuple[str, bool]:
+    """Return what is said of a variant, and whether it is bad."""
+    test = result.comparison
+    said = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
+    if result.learned is False:
+        mean = format_number(result.metrics[task.reference_metric].mean)
+        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
+        said.append(f"did not learn: {words} {mean} is no better than the reference {reference}")
+    return "; ".join(said), result.learned is False
 
 
 def _weights(groups: Groups) -> Weights:
@@ -91,17 +125,6 @@ def _weights(groups: Groups) -> Weights:
     ]
 
 
-def _not_learned(task: TaskComparison) -> list[str]:
-    words = metric_words(task.reference_metric)
-    return [
-        f"{result.variant} did not learn: {words}"
-        f" {format_number(result.metrics[task.reference_metric].mean)} is no better than the"
-        f" reference {format_number(task.reference_value)}"
-        for result in task.variants
-        if result.learned is False
-    ]
-
-
 def _all_learned(task: TaskComparison) -> str:
     if any(not result.learned or result.failed for result in task.variants):
         return ""
@@ -110,27 +133,33 @@ def _all_learned(task: TaskComparison) -> str:
 
 
 def _results(name: str, task: TaskComparison) -> Table:
+    """Return every number of every variant: each seed, the means, the test."""
     first = task.variants[0].variant
     seeds = sorted({seed for result in task.variants for seed in (*result.seeds, *result.failed)})
-    each = [Column(f"seed {seed}", f"seed {seed}") for seed in seeds]
     reference = ", ".join(
         f"{metric_words(f'{k},valid')} {format_number(v)}" for k, v in task.reference.items()
     )
     words, direction = metric_words(task.metric), "higher" if task.higher_is_better else "lower"
+    several = any(len(result.seeds) > 1 for result in task.variants)
+    each = [Column(f"seed {seed}", f"seed {seed}") for seed in seeds]
+    means = []
+    for metric in dict.fromkeys([task.metric, *task.metrics]):
+        means += [Column(metric, metric_words(metric))]
+        means += [Column(f"{metric} standard error", "", "hidden")] if several else []
     return Table(
         name,
-        f"{words[0].upper()}{words[1:]}: {direction} is better"
+        f"{words[0].upper()}{words[1:]}: {direction} is better; other metrics"
+        + (", mean ± standard error" if several else "")
         + (f". Reference, the best guess that ignores the input: {reference}" if reference else ""),
         [
             VARIANT,
             *(each if len(seeds) <= SEED_COLUMNS else [Column("seeds", "seeds")]),
-            Column("mean", "mean"),
-            Column("standard_error", "standard error", digits=2),
+            means[0],
             Column("difference", f"difference from {first}"),
             Column("p", "p", digits=3),
             Column("p_holm", "p (Holm)", digits=3),
             Column("learned", "learned", "text"),
-            Column("verdict", f"against {first}", "wrap"),
+            *means[1:],
         ],
         [_result_row(task, result) for result in task.variants],
     )
@@ -141,35 +170,20 @@ def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
     values = dict(zip(result.seeds, summary.values, strict=True)) if summary else {}
     of_all = f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
     difference = getattr(test, "mean_difference", None)
-    return {
+    row = {
         "variant": result.variant,
         **{f"seed {seed}": value for seed, value in values.items()},
         **{f"seed {seed}": Cell("no result", "no result", "bad") for seed in result.failed},
         "seeds": Cell(of_all, of_all, "bad") if result.failed else len(result.seeds),
-        **{name: getattr(summary, name, None) for name in ("mean", "standard_error")},
         "difference": None if difference is None else Cell(difference, f"{difference:+.4g}"),
         "p": getattr(test, "p_value", None),
         "p_holm": getattr(test, "p_holm", None),
         "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[result.learned],
-        "verdict": test.verdict if test else "first variant",
     }
-
-
-def _metrics(name: str, task: TaskComparison) -> Table | None:
-    names = [metric for metric in task.metrics if metric != task.metric]
-    if not names:
-        return None
-    single = all(len(result.seeds) <= 1 for result in task.variants)
-    rows: list[dict[str, Any]] = []
-    for result in task.variants:
-        rows.append({"variant": result.variant})
-        for metric, summary in result.metrics.items():
-            rows[-1][metric] = Cell(summary.mean, str(summary))
-            rows[-1][f"{metric} standard error"] = summary.standard_error
-    columns = [Column(metric, metric_words(metric)) for metric in names]
-    errors = [Column(f"{metric} standard error", "", "hidden") for metric in names]
-    caption = f"Every other metric, mean{'' if single else ' ± standard error'}"
-    return Table(name, caption, [VARIANT, *columns, *([] if single else errors)], rows)
+    for metric, found in result.metrics.items():
+        row[metric] = Cell(found.mean, str(found))
+        row[f"{metric} standard error"] = found.standard_error
+    return row
 
 
 def _training(name: str, groups: Groups) -> Table:
@@ -208,29 +222,17 @@ def _weight_table(name: str, weights: Weights) -> Table:
         "scale_free_orthogonality_error": "err_orth (best scale)", "orthogonality_error": "err_orth (raw)",
         "sigma_max": "σ max", "sigma_min": "σ min", "condition_number": "condition", "stable_rank": "stable rank",
     }  # fmt: skip
+    every = weight_rows(weights)
     rows = []
-    for variant, before, after in weights:
-        initial = {(row["path"], row["role"]): row for row in before}
-        for row in after:
-            start = initial.get((row["path"], row["role"]), {})
-            place = [row[part] for part in ("stack", "layer", "role") if row[part] is not None]
-            rows.append(
-                {
-                    "variant": variant,
-                    "weight": " ".join(map(str, place)).replace("_", " "),
-                    "shape": f"{row['rows']} × {row['cols']}",
-                    **{f"{key} before": start.get(key) for key in numbers},
-                    **{f"{key} after": row.get(key) for key in numbers},
-                }
-            )
-    columns = [
-        Column(f"{key} {when}", f"{words} {when}", digits=3)
-        for key, words in numbers.items()
-        for when in ("before", "after")
-    ]
-    fixed = [VARIANT, Column("weight", "weight", "text"), Column("shape", "shape", "text")]
-    data = csv_link(name, ["variant", "when", *WEIGHT_COLUMNS], weight_rows(weights))
-    return Table(name, "Every weight, before and after training", [*fixed, *columns], rows, data)
+    for row in every:
+        place = [row[part] for part in ("stack", "layer", "role") if row[part] is not None]
+        weight = " ".join(map(str, place)).replace("_", " ")
+        rows.append({**row, "weight": weight, "shape": f"{row['rows']} × {row['cols']}"})
+    rows.sort(key=lambda row: row["when"])
+    columns = [VARIANT, *(Column(key, key, "text") for key in ("when", "weight", "shape"))]
+    columns += [Column(key, words, digits=3) for key, words in numbers.items()]
+    data = csv_link(name, ["variant", "when", *WEIGHT_COLUMNS], every)
+    return Table(name, "Every weight, after and before training", columns, rows, data)
 
 
 def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
@@ -283,7 +285,7 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
     ]
     return {
         "table": Table("running", "Still running, or killed: last values logged", columns, table),
-        "panels": [panel_svg(panel, f"running-{k}") for k, panel in enumerate(panels)],
+        "charts": [chart(*fitted([panel])[0]) for panel in panels],
     }
 
 

@@ -88,7 +88,7 @@ def test_the_report_has_the_curves_and_the_named_radius(compared: Path, tmp_path
     table = aggregate([compared]).table()
     assert "certified@0.1,test" in table
     page = build_report([compared], tmp_path / "report.html").read_text()
-    assert "what no perturbation can undo (solid)" in page
+    assert "what no perturbation can undo" in page
     rows = Page(page).csv("1-text_classification-certified")
     curves = [found(compared / "lipschitz" / f"seed-{seed}")["certified"] for seed in (0, 1)]
     mine = [row for row in rows if row["variant"] == "lipschitz"]

@@ -45,6 +45,13 @@ for (const table of all("table[data-sort]")) {
   });
 }
 
+const hint = () => {
+  for (const part of all(".table .scroll")) part.parentElement.classList.toggle("more", part.scrollWidth > part.clientWidth + 1);
+};
+hint();
+addEventListener("resize", hint);
+for (const part of all("details")) part.addEventListener("toggle", hint);
+
 const tip = make("div", { id: "tip", hidden: true, role: "status" });
 document.body.append(tip);
 for (const svg of all("svg[data-hover]")) {

@@ -1,0 +1,352 @@
+"""Charts of a page: SVG that stretches with it, and text beside the SVG that keeps its size.
+
+Places are whole numbers from 0 to `SIDE`, from the left and from the top of a plot, or percent of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from wellposed.charts import Panel, Series
+from wellposed.measurement.figures import HeatMap, short_number, short_role
+from wellposed.text_table import format_number
+
+SIDE = 1000
+POINTS = 400
+"""Points of a curve that are drawn and spoken."""
+TICKS = 5
+LABEL = 6.0
+"""Height of the name at the end of a curve, in percent of the plot."""
+SQUASHED = 3.0
+"""How many times the room of the others a series must take for the axis to be cut off below it."""
+LOGARITHMIC = 20.0
+"""Largest over smallest value from which an axis is logarithmic."""
+LEVELS = 9
+"""Colours of a map; the page's style names them h0, h1, ..."""
+CLOSE = 1.05
+"""Ratio of two values that share a colour."""
+DECADES = 1e-4
+"""Smallest value of a logarithmic axis, as a share of the largest."""
+
+
+class Mark(NamedTuple):
+    """One curve: its colour, ``before`` or ``after``, how much of its ink it has, and its places."""
+
+    number: int
+    style: str
+    shade: float
+    points: str
+    band: str
+
+
+class Chart(NamedTuple):
+    """What the template draws of a panel."""
+
+    title: str
+    names: str
+    x_label: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    marks: list[Mark]
+    ends: list[tuple[float, int, str]]
+    level: tuple[float, str] | None
+    note: str
+    hover: str
+
+
+class Axis:
+    """Values to places between 0 and 1."""
+
+    def __init__(self, scale: str, low: float, high: float, threshold: float = 1.0) -> None:
+        self.scale, self.threshold = scale, threshold
+        self.low, self.high, self.ends = self._of(low), self._of(high), (low, high)
+
+    def _of(self, value: float) -> float:
+        if self.scale == "symlog":
+            share = value / self.threshold
+            return share if share <= 1 else 1 + math.log10(share)
+        return value if self.scale == "linear" else math.log10(max(value, 1e-300))
+
+    def place(self, value: float) -> float:
+        """Return where a value stands; beyond the ends at most a plot away."""
+        share = (self._of(value) - self.low) / ((self.high - self.low) or 1.0)
+        return max(-1.0, min(2.0, share))
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return the places of some round numbers in percent, and the numbers."""
+        from matplotlib.ticker import LogLocator, MaxNLocator
+
+        low, high = self.ends
+        values: Sequence[float] = MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(
+            low, high
+        )
+        if self.scale != "linear" and low < high:
+            start = self.threshold if self.scale == "symlog" else low
+            few = (1, 2, 5) if high < 50 * start else (1,)
+            values = LogLocator(subs=few, numticks=TICKS).tick_values(start, high)
+            values = [0.0, *values] if self.scale == "symlog" else values
+        if self.scale == "log" and high < LOGARITHMIC / 10 * low:
+            values = MaxNLocator(TICKS).tick_values(low, high)
+        inside = [v for v in values if -1e-9 <= self.place(v) <= 1 + 1e-9]
+        return [(round(100 * self.place(v), 2), f"{float(v):.6g}") for v in inside]
+
+
+def fitted(panels: Sequence[Panel]) -> list[tuple[Panel, str]]:
+    """Return panels with limits that no series squashes the others in, one for all of one y-label,
+    and what leaves them. A panel that has limits keeps them.
+
+    The axis is logarithmic where values are positive and far apart. Where leaving a series out, of
+    three or more and at most a third of them, leaves the others three times the room, the axis ends
+    where theirs do.
+    """
+    axes = {
+        panel.y_label: _limits([p for p in panels if p.y_label == panel.y_label])
+        for panel in panels
+    }
+    found = []
+    for panel in panels:
+        scale, limits, left = axes[panel.y_label]
+        names = {series.label for series in panel.series}
+        out = ", ".join(
+            f"{name} (up to {format_number(top, 3)})" for name, top in left.items() if name in names
+        )
+        note = f"Beyond the chart: {out}." if out else ""
+        kept = panel.y_limits is not None
+        found.append(
+            (panel, "") if kept else (replace(panel, y_scale=scale, y_limits=limits), note)
+        )
+    return found
+
+
+def _limits(panels: Sequence[Panel]) -> tuple[Any, tuple[float, float], dict[str, float]]:
+    spans: dict[str, list[float]] = {}
+    for each in (each for panel in panels for each in panel.series):
+        spans.setdefault(each.label, []).extend(v for line in (each.y, *each.band) for v in line)
+    levels = [panel.level[1] for panel in panels if panel.level]
+    every = [*levels, *(value for values in spans.values() for value in values)] or [0.0]
+    logarithmic = min(every) > 0 and max(every) > LOGARITHMIC * min(every)
+    of = math.log10 if logarithmic else float
+    ends = {label: (of(min(values)), of(max(values))) for label, values in spans.items()}
+    kept = dict(ends)
+    while len(kept) > max(2, 2 * len(ends) / 3):
+        rooms = {out: _room(end for name, end in kept.items() if name != out) for out in kept}
+        out = min(rooms, key=lambda label: rooms[label])
+        if rooms[out] * SQUASHED > _room(kept.values()):
+            break
+        del kept[out]
+    shown = [end for pair in kept.values() for end in pair] or [0.0]
+    if len(kept) == len(ends):
+        shown += map(of, levels)
+    low, high = min(shown), max(shown)
+    if logarithmic:
+        low = max(low, high + math.log10(DECADES))
+    margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
+    left = {label: max(spans[label]) for label in ends if label not in kept}
+    if logarithmic:
+        return "log", (10 ** (low - margin), 10 ** (high + margin)), left
+    return "linear", (low - margin, high + margin), left
+
+
+def _room(ends: Iterable[tuple[float, float]]) -> float:
+    lows, highs = zip(*ends, strict=True)
+    return max(highs) - min(lows)
+
+
+def chart(panel: Panel, note: str = "", *, quiet: bool = False) -> Chart:
+    """Return a panel as the template draws it; a series' colour is the number of its variant.
+
+    ``quiet`` leaves out the names at the ends of curves, and the values under the pointer.
+    """
+    places = sorted({x for series in panel.series for x in series.x}) or [0.0]
+    smallest = min((x for x in places if x > 0), default=1.0)
+    low = places[0] if len(places) > 1 else places[0] - 1
+    x_axis = Axis(panel.x_scale, low, places[-1], smallest)
+    limits = panel.y_limits or (0.0, 1.0)
+    y_axis = Axis(panel.y_scale, *limits)
+    up = lambda value: 1 - y_axis.place(value)  # noqa: E731
+    marks, ends = [], []
+    for index, each in enumerate(panel.series):
+        number = each.colour or 0
+        picks = _picks(each.y)
+        shown = [(x_axis.place(each.x[k]), up(each.y[k])) for k in picks]
+        band = [
+            (x_axis.place(each.x[k]), up(side[k]))
+            for side, order in zip(each.band, (picks, picks[::-1]), strict=False)
+            for k in order
+        ]
+        style = "before" if each.style == "dashed" else "after"
+        pale = quiet and style == "after"
+        shade = (
+            0.25 + 0.75 * index / (len(panel.series) - 1) if pale and len(panel.series) > 1 else 1.0
+        )
+        marks.append(Mark(number, style, shade, _points(shown), _points(band)))
+        if not quiet and shown:
+            ends.append((100 * shown[-1][1], number, each.label))
+    level = (round(100 * up(panel.level[1]), 2), panel.level[0]) if panel.level else None
+    hover = "" if quiet else json.dumps(_hover(panel, places, x_axis), separators=(",", ":"))
+    names = "; ".join(series.label for series in panel.series)
+    y_ticks = [(round(100 - place, 2), text) for place, text in y_axis.ticks()]
+    return Chart(
+        panel.title,
+        names,
+        panel.x_label,
+        x_axis.ticks(),
+        y_ticks,
+        marks,
+        _apart(ends),
+        level,
+        note,
+        hover,
+    )
+
+
+def _picks(values: Sequence[float]) -> Sequence[int]:
+    """Return the places of first, last, least and greatest value of as many stretches as are drawn."""
+    step = -(-len(values) * 2 // POINTS)
+    if step < 3:
+        return range(len(values))
+    found = {0, len(values) - 1}
+    for start in range(0, len(values), step):
+        stretch = range(start, min(start + step, len(values)))
+        found |= {of(stretch, key=lambda k: values[k]) for of in (min, max)}
+    return sorted(found)
+
+
+def _points(shares: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{SIDE * x:.0f},{SIDE * y:.0f}" for x, y in shares)
+
+
+def _apart(ends: Sequence[tuple[float, int, str]]) -> list[tuple[float, int, str]]:
+    """Return names of curves moved up or down until none stands on another."""
+    ordered = sorted(ends)
+    places = [max(0.0, min(100.0, place)) for place, *_ in ordered]
+    for k in range(1, len(places)):
+        places[k] = max(places[k], places[k - 1] + LABEL)
+    for k in reversed(range(len(places))):
+        below = places[k + 1] - LABEL if k + 1 < len(places) else 100.0
+        places[k] = min(places[k], below)
+    return [(round(at, 2), *end[1:]) for at, end in zip(places, ordered, strict=True)]
+
+
+def _hover(panel: Panel, places: Sequence[float], axis: Axis) -> dict[str, Any]:
+    """Return, for every x that has a value, its place in the plot and what each series says there."""
+    if len(places) > POINTS:
+        places = [places[round(i * (len(places) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    said = [_said(series) for series in panel.series]
+    points = [
+        [
+            round(SIDE * axis.place(x), 1),
+            f"{panel.x_label}: {x:.4g}",
+            [each.get(x, "") for each in said],
+        ]
+        for x in places
+    ]
+    return {"series": [[each.colour or 0, each.label] for each in panel.series], "points": points}
+
+
+def _said(series: Series) -> dict[float, str]:
+    values = [format_number(float(y)) for y in series.y]
+    if series.band:
+        ends = [[format_number(float(end)) for end in side] for side in series.band]
+        values = [f"{value} ({a} to {b})" for value, a, b in zip(values, *ends, strict=True)]
+    return dict(zip(series.x, values, strict=True))
+
+
+class Bar(NamedTuple):
+    """One variant of a forest plot: mean and ends of its interval in percent, and what is said of it."""
+
+    variant: str
+    number: int
+    mean: str
+    ends: tuple[float, float, float] | None
+    sure: bool
+    said: str
+    bad: bool
+
+
+class Forest(NamedTuple):
+    """Differences of variants from the first, with intervals, on one axis."""
+
+    title: str
+    better: str
+    zero: float
+    ticks: list[tuple[float, str]]
+    bars: list[Bar]
+
+
+def forest(title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]) -> Forest | None:
+    """Return the plot of ``rows``, (variant, number, mean, sentence, bad), with the test of each;
+    None where no difference is known."""
+    middles = [test.mean_difference for test in tests if test and test.mean_difference is not None]
+    intervals = [test.interval for test in tests if test and test.interval]
+    if not middles:
+        return None
+    # Two seeds have intervals of twelve standard errors: one of them would squash all others.
+    reach = 3 * max(map(abs, middles)) or max(
+        (abs(end) for ends in intervals for end in ends), default=1
+    )
+    known = [0.0, *middles, *(max(-reach, min(reach, end)) for ends in intervals for end in ends)]
+    margin = 0.05 * (max(known) - min(known)) or 1.0
+    axis = Axis("linear", min(known) - margin, max(known) + margin)
+    place = lambda value: round(100 * min(1.0, max(0.0, axis.place(value))), 2)  # noqa: E731
+    bars = []
+    for (variant, number, mean, said, bad), test in zip(rows, tests, strict=True):
+        ends = None
+        if test and test.mean_difference is not None:
+            low, high = test.interval or (test.mean_difference,) * 2
+            ends = place(low), place(test.mean_difference), place(high)
+        bars.append(Bar(variant, number, mean, ends, bool(test and test.significant), said, bad))
+    better = "right" if any(test and test.higher_is_better for test in tests) else "left"
+    return Forest(title, better, place(0.0), axis.ticks(), bars)
+
+
+class Map(NamedTuple):
+    """A map of roles (rows) and layers (columns): style and text of each cell."""
+
+    name: str
+    layers: int
+    roles: list[str]
+    cells: list[list[tuple[str, str] | None]]
+
+
+def level_bounds(values: Iterable[float]) -> list[float]:
+    """Return the least value of each colour: as many values to each, which so tells apart what lies
+    close together beside what lies far off.
+
+    >>> level_bounds([1e-7, 0.2, 0.3, 0.4])
+    [1e-07, 0.2, 0.3, 0.4]
+    """
+    ordered = sorted(values)
+    bounds = ordered[:1]
+    for k in range(1, LEVELS):
+        bound = ordered[k * len(ordered) // LEVELS] if ordered else 0.0
+        if bounds and bound > CLOSE * bounds[-1]:
+            bounds.append(bound)
+    return bounds
+
+
+def level_style(value: float, bounds: Sequence[float]) -> str:
+    """Return the class of the colour of a value."""
+    if not math.isfinite(value):
+        return "h-bad"
+    place = max(0, bisect.bisect_right(bounds, value) - 1)
+    return f"h{round(place * (LEVELS - 1) / max(1, len(bounds) - 1))}"
+
+
+def role_map(name: str, heat: HeatMap, bounds: Sequence[float]) -> Map:
+    """Return a heat map with a row for each role."""
+    columns = list(zip(*heat.values, strict=True))
+    cells = [
+        [
+            None if value is None
+            else (level_style(value, bounds), f"{layer} {role}: {short_number(value)}")
+            for layer, value in zip(heat.layers, column, strict=True)
+        ]
+        for role, column in zip(heat.roles, columns, strict=True)
+    ]  # fmt: skip
+    return Map(name, len(heat.layers), [short_role(role) for role in heat.roles], cells)
