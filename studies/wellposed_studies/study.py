@@ -8,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from wellposed.charts import Row, Series, Style, where
+from wellposed.charts import Panel, Row, Series, Style, where
 from wellposed.compare.runs import PlannedRun, train_planned
-from wellposed.recipes.recipe import Request
+from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
-from wellposed_studies.verdicts import levelled_off
+from wellposed_studies.verdicts import LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -114,7 +114,11 @@ class FinishedRun:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """``accuracy,test`` and so on, of the best weights; empty where training diverged."""
     reference: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the best predictor that does not look at its input."""
+    """Metrics of the best predictor that does not look at its input, the one that is compared first."""
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    """By metric."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Examples read of valid and test."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """``train_info`` of result.json: steps, seconds, parameters, why it failed."""
 
@@ -126,7 +130,9 @@ class FinishedRun:
         values = result.result
         config = RunConfig.from_dict(values["config"], where=f"{result.out}/result.json")
         metrics = values["results"][config.task] if result.status == "success" else {}
-        return cls(config, result.out, metrics, values["reference"], values["train_info"])
+        constant, falls = values["reference"], values["higher_is_better"]
+        samples, info = values["n-samples"][config.task], values["train_info"]
+        return cls(config, result.out, metrics, constant, falls, samples, info)
 
     @property
     def variant(self) -> str:
@@ -159,11 +165,11 @@ class FinishedRun:
 
     @property
     def settled(self) -> bool:
-        """Whether training did not fail and its loss on *valid* had levelled off."""
+        """Whether the loss on *valid* had levelled off, or training failed for good."""
         from wellposed.training import learning_rate
 
         if self.failure:
-            return False
+            return True
         train, width = self.config.train, self.config.model.hidden_size
         rates = [learning_rate(step, train, width) for step in range(1, train.steps + 1)]
         spent = [0.0, *accumulate(rates)]
@@ -178,6 +184,18 @@ class FinishedRun:
 
         return load_run_model(self.folder)[0]
 
+    @cached_property
+    def untrained(self) -> Any:
+        """The model that training began with, drawn again, in evaluation mode."""
+        from accelerate.utils import set_seed
+
+        from wellposed.tasks import build_task
+        from wellposed.training.loop.build import build_run_model
+
+        task = build_task(self.config.task, self.config.task_options)
+        set_seed(self.seed)
+        return build_run_model(self.config, task).eval()
+
     def losses(self) -> list[tuple[int, str, float]]:
         """Return (step, split, loss) of train and valid wherever a finite loss was logged, in the
         order of training."""
@@ -190,6 +208,88 @@ class FinishedRun:
     def curve(self, split: str) -> list[tuple[int, float]]:
         """Return step and loss of one split."""
         return [(step, loss) for step, name, loss in self.losses() if name == split]
+
+
+def learned(runs: Sequence[FinishedRun]) -> bool:
+    """Return whether a model is better than the best predictor that does not look at its input, by
+    `LEARNED` standard errors: of its seeds, and of the examples behind an accuracy and behind the
+    constant's; not where a seed failed."""
+    if any(run.failure for run in runs):
+        return False
+    name, constant = next(iter(runs[0].reference.items()))
+    counts = runs[0].samples
+    split = "valid" if counts["test"] < counts["valid"] else "test"
+    mean, error = mean_and_error([run.metric(f"{name},{split}") for run in runs])
+    if name == "accuracy":
+        drawn = mean * (1 - mean) / counts[split] + constant * (1 - constant) / counts["valid"]
+        error = math.hypot(0.0 if len(runs) == 1 else error, math.sqrt(max(0.0, drawn)))
+    gain = mean - constant if runs[0].higher_is_better[name] else constant - mean
+    return gain > LEARNED * error
+
+
+def unfit(
+    runs: Iterable[FinishedRun],
+    *,
+    level: bool = True,
+    fails: Callable[[FinishedRun], bool] = lambda _: False,
+) -> list[str]:
+    """Return why models cannot be judged: they did not learn, or were still learning at the end.
+
+    Args:
+        runs: every seed of every model behind a verdict.
+        level: whether every loss has to level off; not where training ends as the paper's does.
+        fails: whether the claim is that the model of a run does not learn, which is asked of it no
+            more.
+    """
+    models: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        of_all_seeds = replace(run.config, train=replace(run.config.train, seed=0))
+        models.setdefault(repr(of_all_seeds), []).append(run)
+    found = []
+    for mine in models.values():
+        name = f"{mine[0].variant} of {mine[0].depth} layers on {mine[0].config.task}"
+        if not (fails(mine[0]) or learned(mine)):
+            found.append(f"{name} is not {LEARNED} standard errors better than a constant")
+        elif level and not all(run.settled for run in mine):
+            found.append(f"{name} was still learning")
+    return list(dict.fromkeys(found))
+
+
+def judged(
+    request: Request,
+    rows: Sequence[Row],
+    panels: Sequence[Panel],
+    got: str,
+    holds: bool | None,
+    runs: Sequence[FinishedRun],
+    *,
+    seeds: int | None = None,
+    uncertainty: str = UNCERTAINTY,
+    test: str = "",
+    notes: Sequence[str] = (),
+    fails: Callable[[FinishedRun], bool] = lambda _: False,
+) -> Reproduction:
+    """Return what came out of trained models, with a verdict where every one of them can be judged
+    (`unfit`); a verdict about formulas or random weights has no runs, and is not asked this.
+
+    Args:
+        request: what was asked for.
+        rows: of the table.
+        panels: of the figure.
+        got: what we found, in words.
+        holds: what the judge says of the numbers.
+        runs: every run behind the verdict.
+        seeds: behind each number; where not given those of the runs.
+        uncertainty: how sure the numbers are.
+        test: when the claim counts as confirmed, where the docstring does not say it.
+        notes: how this differs from the paper's experiment.
+        fails: as in `unfit`.
+    """
+    if reasons := unfit(runs, level=request.scale != "paper", fails=fails):
+        holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
+    seeds = len({run.seed for run in runs}) if seeds is None else seeds
+    criterion = Criterion(test, seeds, uncertainty)
+    return Reproduction(rows, panels, got, holds, tuple(notes), criterion)
 
 
 def train_grid(
@@ -241,11 +341,6 @@ class Tuned:
     def rate(self) -> float:
         """The chosen rate."""
         return self.runs[0].rate
-
-    @property
-    def settled(self) -> bool:
-        """Whether no seed failed and the loss on *valid* of every one had levelled off."""
-        return all(run.settled for run in self.runs)
 
     def each(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
         """Return what is measured of every run, None where training diverged."""

@@ -19,15 +19,17 @@ ERRORS = 2
 """Standard errors on either side of a mean that a verdict allows for."""
 UNCERTAINTY = f"{ERRORS} standard errors over seeds"
 AGREED = "every seed must agree"
+LEARNED = 3
+"""Standard errors by which a model has to be better than a constant predictor to be judged."""
 LEVEL = 0.01
 _LEAST_EVALUATIONS = 8
 _BEFORE_THE_END = 0.75
-LEVELLED_OFF = (
-    "the last quarter of its training, counted by the learning rate summed over its steps,"
-    f" improved the loss on valid by less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS}"
-    " evaluations"
+GATE = (
+    f"nothing is judged before every model is {LEARNED} standard errors better than a constant"
+    " predictor and has levelled off, or stopped where the paper's did: the last quarter of its"
+    " training, counted by the learning rate summed over its steps, improved the loss on valid by"
+    f" less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS} evaluations"
 )
-
 PLATEAU = (
     "for each, twice the steps, the schedule stretched with them, improve the mean loss on valid"
     f" by less than {LEVEL:.0%}, or it overfits in every seed: its last loss on valid is"
@@ -96,6 +98,16 @@ def agreed(of_seeds: Sequence[bool]) -> bool | None:
     return None if others else found
 
 
+def by_training(trained: bool | None, untrained: bool | None) -> bool | None:
+    """Return what trained models say; None where untrained ones say the same, so that training has
+    no part in it.
+
+    >>> by_training(True, False), by_training(True, True), by_training(False, None)
+    (True, None, False)
+    """
+    return None if trained is untrained else trained
+
+
 def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
     """Return whether the last quarter of training improved the best loss by less than `LEVEL` of
     it.
@@ -156,8 +168,7 @@ class Power:
     """Tests between which Holm's correction shares the level; None where two standard errors
     decide."""
     ended: str = ""
-    """What must be so before anything is judged, `LEVELLED_OFF` or `PLATEAU`; empty where nothing
-    is asked."""
+    """What must be so besides before anything is judged."""
 
     def __call__(self, request: Request) -> dict[str, Any]:
         """Return seeds, smallest difference that would be seen, and what levelled off means, as
@@ -169,9 +180,8 @@ class Power:
         found = self.seeds(request)
         seeds = int(getattr(found, "seeds", found))
         smallest, words = self._smallest(seeds)
-        asked = f"nothing is judged before every training has levelled off: {self.ended}"
         plan = {"seeds": seeds, "smallest_seen": smallest, "chance": CHANCE, "words": words}
-        return {**plan, "levelled_off": asked if self.ended else "not asked"}
+        return {**plan, "levelled_off": GATE + (f"; and {self.ended}" if self.ended else "")}
 
     def _smallest(self, seeds: int) -> tuple[float | None, str]:
         if seeds < 2:

@@ -24,7 +24,7 @@ from wellposed.nn import (
     orthogonal_patterns,
 )
 from wellposed.nn.transject.block import elu_
-from wellposed_studies.sengupta2023.parameters import transject_parameter_count
+from wellposed_studies.sengupta2023.costs import transject_parameter_count
 
 D, L, N = 6, 3, 7
 KINDS = [

@@ -99,7 +99,12 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(
         f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
     )
     assert "| verdict | contradicted |" in section(text, "kim2021/figure-7")
-    assert "| verdict | not comparable at this scale |" in section(text, "kim2021/figure-3")
+    unsaid = section(text, "kim2021/figure-3")
+    assert "| verdict | cannot be said |" in unsaid
+    assert (
+        "| to decide | --scale medium: 0.6 min on two CPU cores; --scale paper: ~5 min on" in unsaid
+    )
+    assert '| quoted | "DP-MHA is not invertible whereas' in unsaid
     assert run_all(tmp_path, "--strict")[0] == 1
 
 
@@ -137,8 +142,9 @@ def test_what_is_finished_at_a_larger_scale_is_kept(
     assert "## kim2021/figure-2 (medium)" in text
     told = section(text, "kim2021/figure-4")
     assert "| could be seen | a difference of" in told
-    assert "| levelled off | nothing is judged before every training has levelled off" in told
-    assert "| levelled off | not asked |" in section(text, "kim2021/figure-11")
+    assert (
+        "| levelled off | nothing is judged before every model is 3 standard errors better" in told
+    )
     assert "could be seen" not in section(text, "kim2021/figure-2")
 
 

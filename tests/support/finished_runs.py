@@ -22,7 +22,15 @@ def finished(
     """Return a run of a variant with these metrics; without any it diverged."""
     model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
     config = RunConfig(task, variant=variant, model=model, train=train)
-    return FinishedRun(config, folder, metrics, reference or {}, {"parameters": 7, "seconds": 1.0})
+    return FinishedRun(
+        config,
+        folder,
+        metrics,
+        reference or {},
+        {"accuracy": True, "loss": False, "perplexity": False, "nats_per_char": False},
+        {"valid": 1000, "test": 1000},
+        {"parameters": 7, "seconds": 1.0, "reason": "" if metrics else "diverged"},
+    )
 
 
 def written(folder: Path) -> dict[Path, int]:

@@ -138,9 +138,16 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: P
     dropped = task.description()["train_pairs_dropped_as_too_long"]
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
-    says = r"valid: sentences with more tokens .*positions of the model, max_tokens = 3;"
-    with bad_data(match=says):
-        build(corpus, max_tokens=3, overflow="drop")
+    changed(corpus, tmp_path, "test", lengthen)
+    with bad_data(match=r"test: sentences with more .*or give overflow='drop'"):
+        build(tmp_path, max_tokens=25)
+    task = build(tmp_path, max_tokens=25, overflow="drop")
+    assert task.description()["pairs_cut_as_too_long"] == {"valid": 0, "test": 1}
+    row = task.dataset("test")[4]
+    assert max(map(len, row.values())) == 25
+    assert {row["labels"][-1]} == {task.dataset("test")[0]["labels"][-1]}, "the end token stays"
+    whole = (tmp_path / "test.en").read_text().splitlines()[4]
+    assert task._references["test"][4] == whole, "what BLEU compares with"
 
 
 def test_what_the_data_lacks_or_repeats_is_described(corpus: Path, tmp_path: Path) -> None:

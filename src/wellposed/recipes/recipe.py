@@ -126,9 +126,11 @@ class Recipe:
         return {**self.estimated, **self.measured}
 
     def told(self, word: str) -> list[str]:
-        """Return what the docstring says after each ``Claim:``, ``Test:`` or ``Note:``; constants of
-        the module stand in braces."""
-        parts = re.split(r"\b(Claim|Test|Note): ", " ".join((self.function.__doc__ or "").split()))
+        """Return what the docstring says after each ``Claim:``, ``Quote:``, ``Test:`` or ``Note:``;
+        constants of the module stand in braces."""
+        parts = re.split(
+            r"\b(Claim|Quote|Test|Note): ", " ".join((self.function.__doc__ or "").split())
+        )
         names = getattr(self.function, "__globals__", {})
         found = zip(parts[1::2], parts[2::2], strict=True)
         return [
@@ -173,7 +175,8 @@ RECIPES: Registry[Recipe] = Registry("recipe", entry_points="wellposed.recipes")
 
 def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
     """Return a decorator that registers a function of a `Request` as a recipe; its docstring says what
-    it shows, ``Claim:``, and where it has them ``Test:``, what decides, and ``Note:``, what differs.
+    it shows, ``Claim:``, and where it has them ``Quote:``, the paper's words and their place,
+    ``Test:``, what decides, and ``Note:``, what differs.
 
     Args:
         name: ``paper/item``.

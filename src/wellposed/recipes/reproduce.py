@@ -246,6 +246,7 @@ def reproduce(
         "recipe": name,
         "scale": scale,
         "paper_says": recipe.says,
+        "quoted": recipe.told("Quote"),
         "we_got": result.got,
         "holds": result.holds,
         "criterion": None if result.criterion is None else asdict(result.criterion),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.finite_json import from_json
-from wellposed.recipes.recipe import RECIPES, recipe_names
+from wellposed.recipes.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
 from wellposed.recipes.reproduce import file_stem
 
-VERDICTS = {True: "confirmed", False: "contradicted", None: "not comparable at this scale"}
+VERDICTS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
 _ENTRIES: Mapping[str, Any] = {
     **dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str),
     "seconds": (int, float),
@@ -21,9 +21,12 @@ _ENTRIES: Mapping[str, Any] = {
 _HEAD = """# Reproduction
 
 Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
-A verdict names its test, its seeds and its uncertainty; where the scale cannot say, the verdict is "not comparable at
-this scale". Minutes are those of all calls that an artefact needed, on the machine at hand; trainings that artefacts
-share are counted where they ran. DATA in a command is the folder or file named under data.
+A verdict names its test, its seeds and its uncertainty. One about trained models stands only where every one of them is
+better than a constant predictor by three standard errors and has levelled off, or stopped where the paper's did; the
+same recipes say nothing of untrained models, of answers that do not look at their input, and of shuffled labels (a test
+runs each). What cannot be said names what it would take. Minutes are those of all calls that an artefact needed, on
+the machine at hand; trainings that artefacts share are counted where they ran. DATA in a command is the folder or file
+named under data.
 """
 
 
@@ -97,13 +100,16 @@ def _section(values: Mapping[str, Any]) -> str:
     criterion = values["criterion"] or {"test": "none", "uncertainty": "none"}
     power = values.get("power")  # none where nothing is trained
     seen = power and {"could be seen": power["words"], "levelled off": power["levelled_off"]}
+    recipe = RECIPES.get(values["recipe"])
     rows = {
         "paper": values["paper_says"],
+        **({"quoted": "; ".join(quotes)} if (quotes := recipe.told("Quote")) else {}),
         "ours": values["we_got"],
         "verdict": VERDICTS[values["holds"]],
         "test": criterion["test"],
         "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],
+        **({"to decide": _needs(recipe, values["scale"])} if values["holds"] is None else {}),
         **(seen or {}),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
@@ -113,6 +119,18 @@ def _section(values: Mapping[str, Any]) -> str:
     }
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     return "\n".join([f"\n## {_title(values)}\n", "| | |", "|---|---|", *table])
+
+
+def _needs(recipe: Recipe, scale: str) -> str:
+    """Return what a larger run of a recipe would take, in hours and hardware."""
+    larger: Sequence[Scale] = SCALES[SCALES.index(scale) + 1 :]
+    machines = {"medium": "two CPU cores", "paper": "one large GPU"}
+    times = [
+        f"--scale {each}: {recipe.time(each)} on {machines[each]}"
+        for each in larger
+        if each in recipe.minutes
+    ]
+    return "; ".join(times) or "the paper's sizes: docs/paper_scale.md"
 
 
 def _origin_row(made_with: Mapping[str, Any] | None) -> dict[str, str]:

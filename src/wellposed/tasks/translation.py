@@ -28,7 +28,8 @@ class TranslationOptions(Seq2SeqOptions, ParallelOptions):
     max_tokens: Size = 256
     """Most tokens of a sentence, its end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
-    """A longer train pair is an error, or is dropped (counted in the report); in valid and test it is an error."""
+    """A longer pair is an error, or left out of train and cut in valid and test (both counted in the report;
+    BLEU and chrF compare with whole sentences)."""
     limit_pairs: Size | None = None
     """Keep only the first pairs of the train split."""
     bleu_tokens: Literal["13a", "none", "intl", "char"] = "13a"
@@ -67,6 +68,7 @@ class TranslationTask(Seq2SeqTask):
         unknown: dict[Split, Any] = {}
         encoded: dict[Split, tuple[Ragged, Ragged]] = {}
         self._dropped = {"pairs": 0, "longest": 0}
+        self._cut = dict.fromkeys(REPEATED, 0)
         for split in SPLITS:
             texts = pairs[split]
             sides = encoder.encode(texts.source), encoder.encode_targets(texts.target)
@@ -87,6 +89,7 @@ class TranslationTask(Seq2SeqTask):
                 **source,
                 "max_tokens": options.max_tokens,
                 "train_pairs_dropped_as_too_long": self._dropped,
+                "pairs_cut_as_too_long": self._cut,
                 "train_pairs_left_out_by_limit_pairs": left_out,
                 "lowercase": options.lowercase,
                 "unknown_characters": unknown,
@@ -99,13 +102,13 @@ class TranslationTask(Seq2SeqTask):
     def _within_positions(
         self, split: Split, texts: ParallelTexts, encoded: tuple[Ragged, Ragged]
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, or
-        refused."""
+        """Return the pairs of at most ``max_tokens`` tokens; longer ones are refused, or dropped from
+        train and cut elsewhere, before their end token."""
         limit, sides = self.options.max_tokens, [side.lengths for side in encoded]
         longer = np.flatnonzero(np.maximum(*sides) > limit)
         if not len(longer):
             return texts, encoded
-        if split != "train" or self.options.overflow == "error":
+        if self.options.overflow == "error":
             problems = [
                 f"{texts.where(int(i), side)}: {sides[side][i]} tokens"
                 for i in longer
@@ -113,12 +116,23 @@ class TranslationTask(Seq2SeqTask):
                 if sides[side][i] > limit
             ]
             needed = max(int(side[longer].max()) for side in sides)
-            remedy = " or give overflow='drop'" if split == "train" else ""
             raise DataError(
                 f"{split}: sentences with more tokens than the positions of the model, max_tokens ="
-                f" {limit}; raise max_tokens (the longest has {needed}){remedy}:\n"
+                f" {limit}; raise max_tokens (the longest has {needed}) or give overflow='drop':\n"
                 + listed(problems)
             )
+        if split != "train":
+            self._cut[split] = len(longer)
+            source, target = (
+                Ragged.from_lists(
+                    [
+                        [*ids[: limit - 1], *ids[limit - 1 :][-1:]]
+                        for ids in (side[i].tolist() for i in range(len(side)))
+                    ]
+                )
+                for side in encoded
+            )
+            return texts, (source, target)
         self._dropped = {
             "pairs": len(longer),
             "longest": max(int(side[longer].max()) for side in sides),

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from wellposed.charts import Row, where
 from wellposed.compare.variants import LIPSCHITZ_TEMPERATURE
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import (
     PairedComparison,
     holm_correction,
@@ -22,18 +22,16 @@ from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.certified import (
     CORPORA,
+    Attack,
+    Attacked,
     Curves,
     Model,
+    attack_certified,
+    certified_share,
     curves_panel,
     find_texts,
     points_of,
     text_run,
-)
-from wellposed_studies.frontier.strong_attack import (
-    Attack,
-    Attacked,
-    attack_certified,
-    certified_share,
 )
 from wellposed_studies.study import (
     CHOSEN_BY,
@@ -41,6 +39,7 @@ from wellposed_studies.study import (
     Sizes,
     at_rates,
     folder_name,
+    judged,
     mean_and_error,
     minus,
     rates_about,
@@ -48,7 +47,7 @@ from wellposed_studies.study import (
     train_grid,
     tune,
 )
-from wellposed_studies.verdicts import ERRORS, LEVELLED_OFF, Power, every, inside
+from wellposed_studies.verdicts import ERRORS, Power, every, inside
 
 MARGIN = 0.01
 """What the certified model may lose against the better plain one."""
@@ -83,8 +82,6 @@ class Evidence:
     attacked: int
     """Certified examples that were attacked, and how many of them fell."""
     fallen: int
-    settled: bool
-    """Whether training had levelled off, on both sides."""
 
     @property
     def better_plain(self) -> str:
@@ -95,7 +92,7 @@ class Evidence:
     def comparable(self) -> bool:
         """Whether every seed of both sides has an accuracy and there are two seeds or more."""
         values = [*self.accuracy, *(value for column in self.plain.values() for value in column)]
-        return self.settled and len(self.accuracy) > 1 and all(map(math.isfinite, values))
+        return len(self.accuracy) > 1 and all(map(math.isfinite, values))
 
     def against_plain(self) -> PairedComparison:
         """Return the paired test of accuracy + MARGIN against the better plain model."""
@@ -272,7 +269,6 @@ class Study:
             min(scale.certified, len(self.task.dataset("test"))),
             attacked.examples,
             attacked.fallen,
-            all(models[label].tuned.settled for label in (JUDGED, *PLAIN)),
         )
 
 
@@ -286,7 +282,6 @@ class Study:
         "test accuracy",
         0.02,
         "lipschitz less ReZero on SST, the widest",
-        ended=LEVELLED_OFF,
     ),
 )
 def accuracy(request: Request) -> Reproduction:
@@ -303,7 +298,7 @@ def accuracy(request: Request) -> Reproduction:
     """
     scale = scale_of(request)
     corpora, sizes = find_texts(request), scale.sizes
-    rows, found, texts = [], [], []
+    rows, found, texts, runs = [], [], [], []
     for corpus, data in corpora.items():
         base = text_run(corpus, data, sizes, 0)
         study = Study(request, corpus, base, scale, build_task(base.task, base.task_options))
@@ -311,6 +306,7 @@ def accuracy(request: Request) -> Reproduction:
         for label in MODELS:
             models[label] = study.measure(label, models)
         evidence = study.evidence(models)
+        runs += [run for label in (JUDGED, *PLAIN) for run in models[label].tuned.runs]
         found.append(evidence)
         rows += [row for curves in models.values() for row in _rows(curves)]
         rows.append(_evidence_row(evidence))
@@ -318,14 +314,18 @@ def accuracy(request: Request) -> Reproduction:
         texts.append(_said_of_evidence(evidence))
     curves = [row for row in rows if "radius" in row]
     missing = [name for name in CORPORA if name not in corpora]
-    return Reproduction(
+    return judged(
+        request,
         rows,
         [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in corpora],
-        got=(
+        (
             f"{'; '.join(texts)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
             f" width {sizes.width}, {sizes.layers} blocks"
         ),
-        holds=judge_accuracy(found),
+        judge_accuracy(found),
+        runs,
+        uncertainty="paired differences over seeds; errors of seeds and of examples",
+        test=TEST,
         notes=(
             f"certified and attacked accuracy of every model: the first {sizes.examples}"
             f" examples of test, and projected gradient descent of {scale.curve_steps} steps a"
@@ -339,9 +339,6 @@ def accuracy(request: Request) -> Reproduction:
             " certified of the first seed with least to spare are attacked by"
             f" {scale.strong.steps} steps from {scale.strong.restarts} starts",
             *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
-        ),
-        criterion=Criterion(
-            TEST, sizes.seeds, "paired differences over seeds; errors of seeds and of examples"
         ),
     )
 
@@ -364,7 +361,7 @@ def _evidence_row(found: Evidence) -> Row:
     certified = mean_and_error(found.certified)[0]
     row = {"corpus": found.corpus, "model": JUDGED, "certified_on_many": certified}
     attacked = {"certified_attacked": found.attacked, "certified_fallen": found.fallen}
-    return {**row, "many": found.examples, **attacked, "levelled_off": found.settled}
+    return {**row, "many": found.examples, **attacked}
 
 
 def _said(found: Curves) -> str:
@@ -378,10 +375,9 @@ def _said(found: Curves) -> str:
 
 def _said_of_evidence(found: Evidence) -> str:
     difference = minus(found.accuracy, found.plain[found.better_plain])
-    settled = "" if found.settled else ", not every training had levelled off"
     return (
         f"{found.corpus}: {JUDGED} minus {found.better_plain}"
         f" {said(difference, 3)}, {said(found.certified, 3)} of {found.examples} certified at"
         f" {RADII[found.corpus]:g}, {found.fallen} of {found.attacked} attacked certified examples"
-        f" fell{settled}"
+        " fell"
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed.charts import Panel, Row, Series
 from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.training.config import ConstrainOptions, RunConfig
 from wellposed_studies.study import (
     FinishedRun,
@@ -21,6 +21,7 @@ from wellposed_studies.study import (
     Tuned,
     at_rates,
     folder_name,
+    judged,
     minus,
     rates_about,
     run_config,
@@ -28,7 +29,7 @@ from wellposed_studies.study import (
     train_grid,
     tune,
 )
-from wellposed_studies.verdicts import UNCERTAINTY, Power, every, some, within
+from wellposed_studies.verdicts import Power, every, some, within
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -228,8 +229,17 @@ def sizes_of(request: Request) -> Sizes:
         toy=Sizes(
             3, 1, 8, 1, 2, 2, seq_len=16, limit=2000, factors=(1.0,), options=toy, eval_batches=20
         ),
-        mini=Sizes(400, 3, factors=(1.0, 3.0), options={**toy, "blocks": 128}, eval_batches=20),
-        medium=Sizes(2000, 5, 96, seq_len=128, factors=thirds, options=more, eval_batches=20),
+        mini=Sizes(
+            400,
+            3,
+            factors=(1.0, 3.0),
+            options={**toy, "blocks": 128},
+            eval_batches=20,
+            evaluations=8,
+        ),
+        medium=Sizes(
+            2000, 5, 96, seq_len=128, factors=thirds, options=more, eval_batches=20, evaluations=10
+        ),
         paper=Sizes(
             2000,
             3,
@@ -240,6 +250,7 @@ def sizes_of(request: Request) -> Sizes:
             factors=thirds,
             options={**more, "blocks": 256},
             eval_batches=20,
+            evaluations=10,
         ),
     )
 
@@ -285,18 +296,19 @@ def characters(request: Request) -> Reproduction:
     measured = list(_measure(request, sizes))
     theirs = [model for model in measured if model.label in THEIRS]
     ours = [model for model in measured if model.label not in THEIRS]
-    return Reproduction(
+    return judged(
+        request,
         [row for model in measured for row in _rows(model)],
         _panels(measured),
-        got="; ".join(_said(model) for model in measured)
+        "; ".join(_said(model) for model in measured)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} x {sizes.seq_len}"
         f" characters, {sizes.layers} blocks of width {sizes.width}",
-        holds=judge([[rivalry(mine, rival) for mine in ours] for rival in theirs]),
+        judge([[rivalry(mine, rival) for mine in ours] for rival in theirs]),
+        [run for model in measured for run in model.tuned.runs],
         notes=(
             f"every model tries {len(sizes.factors)} learning rates with the first seed and"
             f" keeps the best on valid; temperatures let every model's logits reach {REACH:g}",
         ),
-        criterion=Criterion("", sizes.seeds, UNCERTAINTY),
     )
 
 

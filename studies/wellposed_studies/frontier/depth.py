@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from wellposed.charts import Panel, Row, lines, where
 from wellposed.compare.runs import PlannedRun
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.frontier.certified import Model, find_texts, text_run
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
     depths_trained,
     folder_name,
+    judged,
     listing,
     train_grid,
 )
@@ -33,9 +34,9 @@ def sizes_of(request: Request) -> Sizes:
     """Return what is trained at each depth."""
     return request.pick(
         toy=Sizes(3, 1, 8, heads=2, batch_size=4, depths=(1, 2), options={"max_words": 50}),
-        mini=Sizes(100, 3, 32, heads=2, depths=(2, 8, 24, 64)),
-        medium=Sizes(300, 3, 64, heads=2, depths=(2, 8, 24, 64)),
-        paper=Sizes(3000, 3, 128, batch_size=64, depths=(2, 4, 8, 16, 32, 64)),
+        mini=Sizes(100, 3, 32, heads=2, depths=(2, 8, 24, 64), evaluations=8),
+        medium=Sizes(300, 3, 64, heads=2, depths=(2, 8, 24, 64), evaluations=10),
+        paper=Sizes(3000, 3, 128, batch_size=64, depths=(2, 4, 8, 16, 32, 64), evaluations=20),
     )
 
 
@@ -77,15 +78,17 @@ def depth(request: Request) -> Reproduction:
             f"{label} trains at {listing(trained[label])} blocks, largest certified total"
             f" {largest[label]:.3g}"
         )
-    return Reproduction(
+    return judged(
+        request,
         rows,
         _panels(rows),
-        got=(
+        (
             f"{'; '.join(texts)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds}"
             " seeds"
         ),
-        holds=judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"]),
-        criterion=Criterion("", sizes.seeds, AGREED),
+        judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"]),
+        [run for run, of in zip(runs, labels, strict=True) if of == "lipschitz"],
+        uncertainty=AGREED,
     )
 
 

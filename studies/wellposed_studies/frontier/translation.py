@@ -2,8 +2,8 @@
 its settings.
 
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers
-try three learning rates, and further ones while the best is the least or the greatest; the
-constraints, at the rate that post-LN kept, three strengths. Then the Transformers train for twice
+try three learning rates, and further ones while the best is the least or the greatest, and three
+dropouts at the best; the constraints, at what post-LN kept, three strengths. Then the Transformers train for twice
 as many steps, and twice as many again, until each gains
 nothing by it or overfits: the verdict is about the longest, for which the constraints train too.
 """
@@ -18,7 +18,7 @@ from statistics import fmean
 from wellposed.charts import Panel, Row
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig, TrainOptions
@@ -28,6 +28,8 @@ from wellposed_studies.study import (
     Sizes,
     Tuned,
     curves,
+    folder_name,
+    judged,
     mean_series,
     minus,
     rates_about,
@@ -87,6 +89,8 @@ TRANSFORMERS: Mapping[str, str] = {"post_ln": "post-LN", "pre_ln": "pre-LN", "t_
 CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-III"}
 LABELS = {**TRANSFORMERS, **CONSTRAINTS}
 JUDGED, NORMALISED, CONSTRAINED = "t_fixup", ("post_ln", "pre_ln"), "post_ln"
+DROPOUTS = (0.0, 0.1, 0.3)
+"""That every Transformer tries at its best rate; the constraints take that of post-LN."""
 MARGIN = 0.5
 """BLEU that T-Fixup may lose against the better Transformer with LayerNorm."""
 STRENGTHS = (1e-6, 1e-4, 1e-2)
@@ -135,12 +139,14 @@ def translation(request: Request) -> Reproduction:
     T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN and
     pre-LN with warm-up
 
+    Note: Huang et al. put T-Fixup beside post-LN; every side tries the same dropouts
+
     Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0
     for all; greedy translations
     """
     study = Study.of(request, sizes_of(request))
-    found = {name: study.tune(name) for name in TRANSFORMERS}
-    found |= {name: study.tune(name, found[CONSTRAINED].rate) for name in CONSTRAINTS}
+    found = {name: study.tune_transformer(name) for name in TRANSFORMERS}
+    found |= {name: study.tune(name, like=found[CONSTRAINED].runs[0]) for name in CONSTRAINTS}
     transformers = {name: found[name].runs for name in TRANSFORMERS}
     constrained = {name: found[name].runs for name in CONSTRAINTS}
     lengths = double_until_plateau(
@@ -162,23 +168,26 @@ def translation(request: Request) -> Reproduction:
         f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} where not"
         f" said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
     )
-    judged = request.data is not None and settled
-    return Reproduction(
+    said = request.data is not None and settled
+    return judged(
+        request,
         rows,
         [_bleu_panel(longest), _length_panel(lengths), _loss_panel(found)],
-        got="; ".join(texts),
-        holds=judge(gains_over_norms(_bleu_by_model(longest))) if judged else None,
+        "; ".join(texts),
+        judge(gains_over_norms(_bleu_by_model(longest))) if said else None,
+        [run for name in TRANSFORMERS for run in longest[name]],
+        test=TEST,
         notes=(
             "the first seed keeps the setting with the least loss on valid: Transformers of"
             " three learning rates, and further ones while the best is the least or the"
-            " greatest; constraints of the strengths"
-            f" {', '.join(f'{each:g}' for each in STRENGTHS)}, at the rate of post-LN",
-            "the Transformers then train for twice the steps at the rate they kept,"
+            f" greatest, then of the dropouts {', '.join(f'{each:g}' for each in DROPOUTS)};"
+            f" constraints of the strengths {', '.join(f'{each:g}' for each in STRENGTHS)}, at the"
+            " rate and dropout of post-LN",
+            "the Transformers then train for twice the steps with what they kept,"
             f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
             " valid by that, or overfits; the constraints, at their strengths, for as many"
             " steps as the longest",
         ),
-        criterion=Criterion(TEST, sizes.seeds, UNCERTAINTY),
     )
 
 
@@ -220,9 +229,11 @@ def about_constraints(runs: Trained) -> list[str]:
 
 
 def setting_of(run: FinishedRun) -> str:
-    """Return what a run tried: its strength, or the learning rate of a Transformer."""
+    """Return what a run tried: its strength, or the learning rate and dropout of a Transformer."""
     _, _, strength = run.variant.partition(":")
-    return f"strength {float(strength):g}" if strength else f"rate {run.rate:g}"
+    if strength:
+        return f"strength {float(strength):g}"
+    return f"rate {run.rate:g}, dropout {run.config.model.dropout:g}"
 
 
 @dataclass(frozen=True)
@@ -245,34 +256,44 @@ class Study:
         """How often the steps of the Transformers are doubled at most, in search of a plateau."""
         return self.sizes.options.get("doublings", 0)
 
-    def tune(self, name: str, rate: float | None = None) -> Tuned:
-        """Train a model at three learning rates, or at three strengths where a rate is given, and
-        keep the best."""
+    def tune_transformer(self, name: str) -> Tuned:
+        """Train a Transformer at three learning rates or more, then at the best of these with every
+        dropout, and keep the best."""
+        rated = self.tune(name)
+        dropped = self.tune(name, like=rated.runs[0], values=DROPOUTS)
+        return Tuned([*rated.trials, *dropped.trials], dropped.runs)
+
+    def tune(
+        self, name: str, *, like: FinishedRun | None = None, values: Sequence[float] = STRENGTHS
+    ) -> Tuned:
+        """Try three learning rates and further ones; or strengths, or dropouts, at the rate and
+        dropout of a run that is given, and keep the best."""
+        strengths = like is not None and values is STRENGTHS
 
         def plan(tried: float, seed: int) -> PlannedRun:
-            variant, setting = (name, "rate") if rate is None else (f"{name}:{tried:g}", "strength")
-            at = tried if rate is None else rate
-            train = replace(self.base.train, learning_rate=at, seed=seed)
-            label = f"{LABELS[name]}, {setting} {tried:g}"
-            return self._plan(f"{name}-{tried:g}", label, variant, train)
+            rate = tried if like is None else like.rate
+            dropout = 0.0 if like is None else like.config.model.dropout if strengths else tried
+            variant = f"{name}:{tried:g}" if strengths else name
+            train = replace(self.base.train, learning_rate=rate, seed=seed)
+            return self._plan(variant, train, dropout)
 
         return tune(
             self._train,
             plan,
-            rates_about(USUAL_RATE) if rate is None else STRENGTHS,
-            self.sizes.seeds,
+            rates_about(USUAL_RATE) if like is None else values,
+            1 if like is None else self.sizes.seeds,
             score=lambda run: -run.metric("loss,valid", math.inf),
-            widen=rate is None,
+            widen=like is None,
         )
 
     def lengthen(self, kept: Trained, times: int) -> Trained:
         """Train models as they were kept for so many times the steps, with warm-up and cosine
         stretched as much."""
-        planned = [self._longer(name, run, times) for name, runs in kept.items() for run in runs]
+        planned = [self._longer(run, times) for runs in kept.values() for run in runs]
         done = iter(self._train(planned))
         return {name: [next(done) for _ in runs] for name, runs in kept.items()}
 
-    def _longer(self, name: str, run: FinishedRun, times: int) -> PlannedRun:
+    def _longer(self, run: FinishedRun, times: int) -> PlannedRun:
         steps = times * self.sizes.steps
         train = replace(
             self.base.train,
@@ -282,15 +303,14 @@ class Study:
             learning_rate=run.rate,
             seed=run.seed,
         )
-        setting = setting_of(run)
-        stem = f"{name}-{setting.split()[-1]}-steps{train.steps}"
-        label = f"{LABELS[name]}, {setting}, {train.steps} steps"
-        return self._plan(stem, label, run.variant, train)
+        return self._plan(run.variant, train, run.config.model.dropout)
 
-    def _plan(self, stem: str, label: str, variant: str, train: TrainOptions) -> PlannedRun:
-        folder = self.request.runs("frontier-translation") / f"{stem}-seed{train.seed}"
-        config = apply_variant(variant, replace(self.base, train=train))
-        return PlannedRun(folder, f"{label}, seed {train.seed}", config)
+    def _plan(self, variant: str, train: TrainOptions, dropout: float) -> PlannedRun:
+        setting = f"rate {train.learning_rate:g}, dropout {dropout:g}, {train.steps} steps"
+        label = f"{variant}, {setting}, seed {train.seed}"
+        folder = self.request.runs("frontier-translation") / folder_name(label)
+        base = replace(self.base, train=train, model=replace(self.base.model, dropout=dropout))
+        return PlannedRun(folder, label, apply_variant(variant, base))
 
     def _train(self, planned: Sequence[PlannedRun]) -> list[FinishedRun]:
         return train_grid(self.request, planned, task=self.task)

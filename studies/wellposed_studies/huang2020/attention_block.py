@@ -39,6 +39,8 @@ def theorem_3_1(request: Request) -> Reproduction:
     Claim: |change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is
     Theta(1 / L)
 
+    Quote: "Since we are only considering the magnitude of the update" (appendix A)
+
     Test: the exponent of L is within {_NEAR:g} of -1 in every setting that meets the condition,
     and within {_NEAR:g} of -1/2 where the sum in it is of order L^-1/2
 

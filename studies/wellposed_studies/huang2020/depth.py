@@ -17,7 +17,7 @@ from functools import partial
 
 from wellposed.charts import Panel, Row, lines
 from wellposed.compare.variants import apply_variant
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.training.config import RunConfig
 from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (
@@ -26,6 +26,7 @@ from wellposed_studies.study import (
     at_rates,
     curves,
     depths_trained,
+    judged,
     listing,
     run_config,
     train_grid,
@@ -41,9 +42,9 @@ def sizes_of(request: Request) -> Sizes:
     tried, rates = (6, 20, 50, 100), (3e-4, 1e-3, 3e-3)
     deeper = (6, 12, 20, 50, 100, 150, 200)
     return request.pick(
-        toy=Sizes(4, 1, width=8, batch_size=4, pairs=40, depths=(1, 2), rates=rates),
-        mini=Sizes(60, 3, width=32, depths=tried, rates=rates),
-        medium=Sizes(300, 5, width=48, pairs=10_000, depths=tried, rates=rates),
+        toy=Sizes(4, 1, width=8, batch_size=4, pairs=40, depths=(1, 2), rates=rates, evaluations=1),
+        mini=Sizes(60, 3, 32, depths=tried, rates=rates, evaluations=8),
+        medium=Sizes(300, 5, 48, pairs=10_000, depths=tried, rates=rates, evaluations=10),
         paper=Sizes(2000, 3, 32, batch_size=64, pairs=20_000, depths=deeper, rates=rates),
     )
 
@@ -64,7 +65,7 @@ def depth(request: Request) -> Reproduction:
     unigram model's, and no seed of post-LN does
     """
     sizes = sizes_of(request)
-    return summarise(sizes, train_depths(request, sizes))
+    return summarise(request, sizes, train_depths(request, sizes))
 
 
 def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
@@ -87,7 +88,7 @@ def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
         base = run_config(
             "translation",
             options,
-            replace(sizes, layers=layers, learning_rate=rate, evaluations=1),
+            replace(sizes, layers=layers, learning_rate=rate),
             seed=seed,
             model={"activation": "relu"},
             schedule="inverse_sqrt",
@@ -109,7 +110,7 @@ def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
     return found
 
 
-def summarise(sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
+def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
     """Return rows, figure and verdict of finished runs."""
     unigram = runs[0].reference["loss"]
 
@@ -136,19 +137,22 @@ def summarise(sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
         panels.append(Panel(label, "step", "training loss", series))
         at_deepest.append([trains(run) for run in last])
     rates = ", ".join(f"{rate:g}" for rate in sizes.rates)
-    return Reproduction(
+    return judged(
+        request,
         rows,
         panels,
-        got=(
+        (
             f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
             f" steps, {sizes.seeds} seeds"
         ),
-        holds=judge_depth(*at_deepest),
+        judge_depth(*at_deepest),
+        [run for run in runs if run.depth == deepest],
+        uncertainty=AGREED,
+        fails=lambda run: run.variant == "post_ln",
         notes=(
             "no warm-up on either side; at every depth each side at its best of the rates"
             f" {rates} by the loss on valid of the first seed",
         ),
-        criterion=Criterion("", sizes.seeds, AGREED),
     )
 
 

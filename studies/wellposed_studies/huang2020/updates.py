@@ -53,6 +53,8 @@ def signal(request: Request) -> Reproduction:
     Claim: with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at
     any depth N
 
+    Quote: "due to symmetry, we obtain" (appendix C)
+
     Test: |out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth, that of
     Xavier's deepest above {_GREW:g}
 
@@ -150,6 +152,8 @@ def updates(request: Request) -> Reproduction:
 
     Claim: f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of
     section 3.2)
+
+    Quote: "make model update bounded in magnitude independent of model depth" (appendix B)
 
     Test: with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and
     {_FLAT:g} for encoder and encoder-decoder, and with Xavier's weights and no LayerNorm it is

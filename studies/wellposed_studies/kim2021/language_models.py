@@ -7,13 +7,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.recipe import Request
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
-from wellposed_studies.study import FinishedRun, Sizes, train_grid
+from wellposed_studies.study import FinishedRun, Sizes, train_grid, tune
 
 READS: dict[str, Any] = {
     "folders": (
@@ -71,7 +71,7 @@ def tuned(request: Request) -> Sizes:
     alone."""
     return request.pick(
         toy=replace(_TOY, warmup=2),
-        mini=Sizes(300, depths=(1, 2, 3), batch_size=16, warmup=100, **{**_MINI, "evaluations": 5}),
+        mini=Sizes(300, depths=(1, 2, 3), batch_size=16, warmup=100, **_MINI),
         medium=Sizes(3000, depths=(2, 4, 8), batch_size=16, warmup=400, **_MEDIUM),
         # 100 epochs of 663 batches of sentences, those of more than 288 characters in pieces.
         paper=Sizes(
@@ -89,13 +89,15 @@ def tuned(request: Request) -> Sizes:
 
 
 def fixed(request: Request) -> Sizes:
-    """The experiments with a fixed learning rate (the paper does not print it)."""
-    return request.pick(
+    """The experiments with a fixed learning rate, each model at the best of three, as the paper does
+    not print its own."""
+    sizes = request.pick(
         toy=_TOY,
-        mini=Sizes(100, depths=(2, 6, 12), batch_size=16, **{**_MINI, "evaluations": 4}),
+        mini=Sizes(100, depths=(2, 6, 12), batch_size=16, **_MINI),
         medium=Sizes(1000, depths=(2, 6, 10, 14, 18), batch_size=8, **_MEDIUM),
         paper=None,
     )
+    return replace(sizes, rates=(3e-4, 1e-3, 3e-3))
 
 
 def one_layer(request: Request) -> Sizes:
@@ -141,21 +143,33 @@ def run_config(
 def train_models(
     request: Request, group: str, kinds: Sequence[str], sizes: Sizes
 ) -> list[FinishedRun]:
-    """Train each kind at each depth and seed."""
-    planned = []
-    for kind, depth, seed in itertools.product(kinds, sizes.depths, range(sizes.seeds)):
-        config = run_config(request, sizes, kind, depth, seed=seed)
-        folder = request.runs(group) / f"{kind}-{depth}-seed{seed}"
-        setting = f"dropout0-gamma{config.train.gamma:g}-warmup{sizes.warmup}"
-        label = f"{LABELS[kind]}, {depth} layers, seed {seed}"
-        planned.append(PlannedRun(folder / setting, label, config))
-    return train_grid(request, planned, test_batches=sizes.eval_batches)
+    """Train each kind at each depth and seed, at the best rate on valid where there is more than
+    one."""
+    train = partial(train_grid, request, test_batches=sizes.eval_batches)
+    runs = []
+    for kind, depth in itertools.product(kinds, sizes.depths):
+
+        def config(rate: float, seed: int, kind: str = kind, depth: int = depth) -> RunConfig:
+            return run_config(request, replace(sizes, learning_rate=rate), kind, depth, seed=seed)
+
+        folder, label = request.runs(group) / f"{kind}-{depth}", f"{LABELS[kind]}, {depth} layers"
+        runs += tune(
+            train,
+            study.at_rates(folder, label, config),
+            sizes.rates or (sizes.learning_rate,),
+            sizes.seeds,
+            score=lambda run: -nll(run, "valid"),
+        ).runs
+    return runs
 
 
-def trained_attentions(request: Request, kind: str) -> list[Any]:
-    """Return of each seed the attention of a one-layer language model; the runs are kept for the
-    next recipe."""
-    runs = train_models(request, "trained", (kind,), one_layer(request))
+def train_one_layer(request: Request, kind: str) -> list[FinishedRun]:
+    """Return one-layer language models, one a seed; they are kept for the next recipe."""
+    return train_models(request, "trained", (kind,), one_layer(request))
+
+
+def attentions_of(runs: Sequence[FinishedRun]) -> list[Any]:
+    """Return the attention of each one-layer language model."""
     layers = [run.model.base_model.layers[0] for run in runs]
     return [layer.attention.eval().requires_grad_(False) for layer in layers]
 

@@ -224,7 +224,7 @@ class MinBertTask(Task):
         for place, name in enumerate(SETS[:2]):
             mine = [row[place] for row in labels if row[place] != IGNORED_LABEL]
             scores[name] = max(map(mine.count, set(mine))) / len(mine)
-        return {"overall": overall_score(scores)}
+        return {"overall": overall_score(scores), **scores}
 
     def description(self) -> dict[str, Any]:
         rows = dict(zip(SETS, self._sizes, strict=True))

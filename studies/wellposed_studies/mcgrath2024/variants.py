@@ -25,6 +25,14 @@ def householder(base: RunConfig, strength: float = 1e-4) -> RunConfig:
     return replace(config, penalty=replace(config.penalty, form="qr"))
 
 
+@VARIANTS.register("householder_embedding")
+def householder_embedding(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + the QR loss on token embeddings, which he may have meant
+    (McGrath 2024)."""
+    config = householder(base, strength)
+    return replace(config, penalty=replace(config.penalty, key=0.0, query=0.0, embedding=strength))
+
+
 @VARIANTS.register("gram_schmidt")
 def gram_schmidt(base: RunConfig, strength: float = 1e-4) -> RunConfig:
     """post_ln (with --from: plain) + the QR loss on keys and queries, by Gram-Schmidt (McGrath

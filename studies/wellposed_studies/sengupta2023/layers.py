@@ -14,14 +14,7 @@ import numpy as np
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import ConfigError
 from wellposed.measurement import correlate
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.sengupta2023.printed import (
-    ENTROPY,
-    FACTOR,
-    GATE_MODE,
-    LARGEST_WEIGHT,
-    PART_ENTROPY,
-)
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.states import (
     METRICS,
     Layers,
@@ -34,15 +27,27 @@ from wellposed_studies.sengupta2023.states import (
 )
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (
+    ENTROPY,
+    FACTOR,
+    GATE_MODE,
     LABELS,
+    LARGEST_WEIGHT,
+    PART_ENTROPY,
     SCALE_NOTE,
     Study,
     arena_study,
     text_study,
     train_study,
 )
-from wellposed_studies.study import minus, said
-from wellposed_studies.verdicts import AGREED, UNCERTAINTY, Power, every, within
+from wellposed_studies.study import FinishedRun, judged, minus, said
+from wellposed_studies.verdicts import (
+    AGREED,
+    Power,
+    agreed,
+    by_training,
+    every,
+    within,
+)
 
 NEIGHBOURS_NOTE = (
     "entropies in nats by the three nearest neighbours; the paper names no estimator; entropy"
@@ -75,9 +80,11 @@ def figure_3a(request: Request) -> Reproduction:
     Claim: the median activation factor of TransJect is about 1, that of Transformer much
     higher; entropy -1.3 against 5.8
 
-    Test: at the last layer, on both tasks and without scaled embeddings, the median activation
-    factor of TransJect is within 0.9 to 1.1 and that of the Transformer at least
-    {_MUCH_HIGHER:g} times as high
+    Quote: "the median empirical activation factor for TransJect is" (caption of Figure 3)
+
+    Test: at the last layer, on both tasks, the median activation factor of TransJect is within 0.9
+    to 1.1 and that of the Transformer at least {_MUCH_HIGHER:g} times as high; by both scales of embeddings, and not of
+    untrained models too
 
     Note: the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on characters,
     and Spearman(factor, entropy) 1.0, over its four models
@@ -89,13 +96,14 @@ def figure_3a(request: Request) -> Reproduction:
     panels: list[Panel] = []
     texts: list[str] = []
     verdicts: list[bool | None] = []
+    runs: list[FinishedRun] = []
     for study in figure_studies(request):
         found = _measured(request, replace(study, scale_embeddings=False), _MODELS)
         found |= _measured(request, study, _MODELS[1:])
         mine = [
             row
-            for model, runs in found.items()
-            for row in _layer_rows(study.name, model, [layers for layers, _ in runs])
+            for model, of in found.items()
+            for row in _layer_rows(study.name, model, [layers for _, layers, _ in of])
         ]
         rows += mine
         for quantity in _DRAWN:
@@ -107,28 +115,42 @@ def figure_3a(request: Request) -> Reproduction:
             models = list(found)
             drawn = [_printed_line(of, at, shown, models.index(of)) for of, at in printed.items()]
             panels.append(Panel(study.name, "layer", quantity, [*boxes, *drawn]))
-        factors, entropies = (
-            {model: [of(layers) for layers, _ in runs] for model, runs in found.items()}
-            for of in (Layers.median_factor, Layers.entropy)
+        factors, untrained, entropies = (
+            {model: [measure(seed) for seed in of] for model, of in found.items()}
+            for measure in (
+                lambda seed: seed[1].median_factor(),
+                lambda seed: seed[2].median_factor(),
+                lambda seed: seed[1].entropy(),
+            )
         )
-        by_factor, by_entropy = (
+        by_factor, before, by_entropy = (
             ", ".join(f"{model} {said(values)}" for model, values in of.items())
-            for of in (factors, entropies)
+            for of in (factors, untrained, entropies)
         )
-        scores = [score for runs in found.values() for _, score in runs]
+        runs += [run for of in found.values() for run, *_ in of]
+        scores = [100 * run.metric("accuracy,test") for of in found.values() for run, *_ in of]
         factor, entropy = (list(itertools.chain(*of.values())) for of in (factors, entropies))
         texts.append(
-            f"{study.name}: median activation factor {by_factor}; entropy {by_entropy}"
-            f"{_correlations(factor, entropy, scores)}"
+            f"{study.name}: median activation factor {by_factor}, before training {before}; entropy"
+            f" {by_entropy}{_correlations(factor, entropy, scores)}"
         )
-        verdicts.append(judge_figure_3a(factors[LABELS["transject"]], factors[LABELS["post_ln"]]))
-    return Reproduction(
+        verdicts += [
+            by_training(
+                *(
+                    judge_figure_3a(of[LABELS["transject"]], of[scaled.model_name("post_ln")])
+                    for of in (factors, untrained)
+                )
+            )
+            for scaled in study.scales()
+        ]
+    return judged(
+        request,
         rows,
         panels,
-        got="; ".join(texts),
-        holds=every(verdicts),
+        "; ".join(texts),
+        agreed(verdicts),
+        runs,
         notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
-        criterion=Criterion("", imdb_seeds(request), UNCERTAINTY),
     )
 
 
@@ -140,16 +162,16 @@ def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) ->
 
 def _measured(
     request: Request, study: Study, variants: Sequence[str]
-) -> dict[str, list[tuple[Layers, float]]]:
-    """Train a study and return, for each model, what was measured and the test accuracy, seed by
-    seed."""
+) -> dict[str, list[tuple[FinishedRun, Layers, Layers]]]:
+    """Train a study and return, for each model, every run with what was measured after training and
+    before."""
     task, runs = train_study(request, study, variants=variants)
     batches = probe_batches(request, task)
-    found: dict[str, list[tuple[Layers, float]]] = {}
+    found: dict[str, list[tuple[FinishedRun, Layers, Layers]]] = {}
     for run in runs:
         if run.metrics:
-            measured = measure_layers(run.model, batches), 100 * run.metric("accuracy,test")
-            found.setdefault(study.model_name(run.variant), []).append(measured)
+            layers = (measure_layers(model, batches) for model in (run.model, run.untrained))
+            found.setdefault(study.model_name(run.variant), []).append((run, *layers))
     missing = {study.model_name(variant) for variant in variants}.difference(found)
     if missing:
         raise ConfigError(f"{study.name}: training diverged for {', '.join(sorted(missing))}")
@@ -227,24 +249,36 @@ def figure_3b(request: Request) -> Reproduction:
 
     Claim: the mean entropy of experts is -2.2, that of attention heads 0.67
 
-    Test: the mean entropy of experts is below that of heads
+    Quote: "The expert entropy value of TransJect is" (appendix C)
+
+    Test: the mean entropy of experts is below that of heads; by both scales of embeddings, and not of
+    untrained models too
 
     Note: heads are narrower than experts, so their entropy rests on fewer values; drawn: parts
     of all seeds, and the printed means
     """
-    study = text_study(request, "imdb")
-    task, runs = train_study(request, study, variants=("transject", "post_ln"))
-    batches = probe_batches(request, task)
+    experts, heads = LABELS["transject"], LABELS["post_ln"]
     rows: list[Row] = []
     means: dict[str, list[float]] = {}
-    for run in runs:
-        kind, label = "expert" if run.variant == "transject" else "head", LABELS[run.variant]
-        layers = part_entropies(run.model, batches)
-        for layer, values in enumerate(layers, start=1):
-            common = {"model": label, "seed": run.seed, "layer": layer}
-            for part, value in enumerate(values, start=1):
-                rows.append({**common, "part": f"{kind} {part}", "entropy": value})
-        means.setdefault(label, []).append(fmean(itertools.chain(*layers)))
+    untrained: dict[str, list[float]] = {}
+    runs: list[FinishedRun] = []
+    study = text_study(request, "imdb")
+    for scaled, variants in zip(
+        study.scales(), (("transject", "post_ln"), ("post_ln",)), strict=True
+    ):
+        task, trained = train_study(request, scaled, variants=variants)
+        batches = probe_batches(request, task)
+        for run in trained:
+            kind = "expert" if run.variant == "transject" else "head"
+            label = scaled.model_name(run.variant)
+            layers, before = (part_entropies(of, batches) for of in (run.model, run.untrained))
+            for layer, values in enumerate(layers, start=1):
+                common = {"model": label, "seed": run.seed, "layer": layer}
+                for part, value in enumerate(values, start=1):
+                    rows.append({**common, "part": f"{kind} {part}", "entropy": value})
+            for into, of in ((means, layers), (untrained, before)):
+                into.setdefault(label, []).append(fmean(itertools.chain(*of)))
+        runs += trained
     drawn = []
     for model in means:
         boxes = []
@@ -252,16 +286,22 @@ def figure_3b(request: Request) -> Reproduction:
             mine = where(rows, model=model, layer=layer)
             boxes.append({"layer": layer, **_box([row["entropy"] for row in mine])})
         drawn.append(_boxes(model, boxes))
-    for colour, model in enumerate(means):
+    for colour, model in enumerate((experts, heads)):
         drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
-    experts, heads = (means[LABELS[variant]] for variant in ("transject", "post_ln"))
-    return Reproduction(
+    texts = [f"{model} {said(of)} ({said(untrained[model])} before)" for model, of in means.items()]
+    verdicts = [
+        by_training(*(judge_figure_3b(of[experts], of[plain]) for of in (means, untrained)))
+        for plain in means
+        if plain != experts
+    ]
+    return judged(
+        request,
         rows,
         [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)],
-        got=f"mean entropy of experts {said(experts)}, of heads {said(heads)} nats (over seeds)",
-        holds=judge_figure_3b(experts, heads),
-        criterion=Criterion("", len(experts), UNCERTAINTY),
-        notes=(NEIGHBOURS_NOTE,),
+        f"mean entropy in nats of experts or heads, after training and before: {', '.join(texts)}",
+        agreed(verdicts),
+        runs,
+        notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
     )
 
 
@@ -282,7 +322,10 @@ def figure_5(request: Request) -> Reproduction:
 
     Claim: residual weights alpha/L remain below 0.33
 
-    Test: |alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed
+    Quote: "Residual weight values remain < 0.33" (appendix A.6)
+
+    Test: |alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed; cannot be said where
+    training has moved none
 
     Note: alpha = tanh(w), of either sign, zero at the start (ReZero); the paper's sigmoid
     starts at one half
@@ -291,10 +334,15 @@ def figure_5(request: Request) -> Reproduction:
     """
     rows: list[Row] = []
     panels = []
+    moved: list[float] = []
+    runs: list[FinishedRun] = []
     for study in figure_studies(request):
         mine: list[Row] = []
-        for run in train_study(request, study, variants=("transject",))[1]:
-            alphas = residual_weights(run.model)
+        trained = train_study(request, study, variants=("transject",))[1]
+        runs += trained
+        for run in trained:
+            alphas, before = map(residual_weights, (run.model, run.untrained))
+            moved.append(max(abs(a - b) for a, b in zip(alphas, before, strict=True)))
             common = {"task": study.name, "seed": run.seed, "of": f"seed {run.seed}"}
             for layer, alpha in enumerate(alphas, start=1):
                 share = {"alpha": alpha, "alpha_over_layers": alpha / len(alphas)}
@@ -304,18 +352,23 @@ def figure_5(request: Request) -> Reproduction:
         panels.append(Panel(study.name, "layer", "alpha / L", series, level=level))
         rows += mine
     weights = [row["alpha_over_layers"] for row in rows]
-    return Reproduction(
+    return judged(
+        request,
         rows,
         panels,
-        got=f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers",
-        holds=judge_figure_5(weights),
-        criterion=Criterion("", imdb_seeds(request), AGREED),
+        (
+            f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers; training"
+            f" moved the largest |alpha| by {min(moved):.3f} or more"
+        ),
+        judge_figure_5(weights, moved),
+        runs,
+        uncertainty=AGREED,
     )
 
 
-def judge_figure_5(weights: Sequence[float]) -> bool:
-    """Say whether every residual weight stays below a third."""
-    return max(map(abs, weights)) < LARGEST_WEIGHT
+def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | None:
+    """Say whether every residual weight stays below a third; None where training moved none."""
+    return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
 
 @recipe(
@@ -331,19 +384,27 @@ def figure_7(request: Request) -> Reproduction:
     Claim: experts are balanced without a loss for it: the mode of their weights is about 0.25
     of 4
 
+    Quote: "The mode around 0.25 highlights the inherent load-balancing capabilities among the
+    experts" (caption of Figure 7)
+
     Test: the mean weight of every expert, in every layer of every seed, is within a factor 2 of
-    even
+    even; cannot be said where training has moved none
 
     Note: drawn: all but the {_TAIL:.1%} of weights at either end
     """
     rows: list[Row] = []
     panels: list[Panel] = []
+    moved: list[float] = []
+    runs: list[FinishedRun] = []
     even = 1.0
     for study in figure_studies(request):
-        task, runs = train_study(request, study, variants=("transject",))
+        task, trained = train_study(request, study, variants=("transject",))
+        runs += trained
         batches = probe_batches(request, task)
         pooled: dict[int, list[float]] = {}
-        for run in runs:
+        for run in trained:
+            gates = (np.array(gate_weights(of, batches)) for of in (run.model, run.untrained))
+            moved.append(float(abs(np.subtract(*gates)).max()))
             for layer, weights in enumerate(gate_weights(run.model, batches), start=1):
                 pooled.setdefault(layer, []).extend(itertools.chain(*weights))
                 even = 1 / len(weights[0])
@@ -361,21 +422,23 @@ def figure_7(request: Request) -> Reproduction:
         series.append(Series(mode, [GATE_MODE, GATE_MODE], height, "dashed"))
         panels.append(Panel(study.name, "expert weight", "share of weights", series))
     means = [row["mean_weight"] for row in rows]
-    return Reproduction(
+    return judged(
+        request,
         rows,
         panels,
-        got=(
+        (
             f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f}"
-            " being even"
+            f" being even; training moved some weight of a text by {min(moved):.3f} or more"
         ),
-        holds=judge_figure_7(means, even),
-        criterion=Criterion("", imdb_seeds(request), AGREED),
+        judge_figure_7(means, even, moved),
+        runs,
+        uncertainty=AGREED,
     )
 
 
-def judge_figure_7(means: Sequence[float], even: float) -> bool:
-    """Say whether every expert is used about evenly."""
-    return max(means) < 2 * even and min(means) > even / 2
+def judge_figure_7(means: Sequence[float], even: float, moved: Sequence[float]) -> bool | None:
+    """Say whether every expert is used about evenly; None where training moved no weight."""
+    return max(means) < 2 * even and min(means) > even / 2 if min(moved) > 0 else None
 
 
 def _histogram(label: str, values: Sequence[float], reach: tuple[float, float]) -> Series:

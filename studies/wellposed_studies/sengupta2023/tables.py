@@ -7,34 +7,32 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
-from wellposed_studies.sengupta2023.printed import PAPER, PAPER_VALID_PERPLEXITY, QUOTED
 from wellposed_studies.sengupta2023.states import Layers, measure_layers, probe_batches
 from wellposed_studies.sengupta2023.sweeps import ablations
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (
     LABELS,
-    PAPER_WIDTH,
+    PAPER,
+    PAPER_VALID_PERPLEXITY,
+    QUOTED,
     VARIANTS,
     Study,
     arena_studies,
-    at_one_rate,
-    base_name,
     find_data,
     refuse_other_data,
     text_study,
     train_study,
     words_study,
 )
-from wellposed_studies.study import FinishedRun, mean_and_error, minus
-from wellposed_studies.verdicts import LEVELLED_OFF, Power, every
+from wellposed_studies.study import FinishedRun, judged, mean_and_error, minus
+from wellposed_studies.verdicts import Power, every
 
 _PLAIN = ("post_ln", "rezero", "orthogonal")
 _NOTES = {
@@ -51,38 +49,29 @@ _NOTES = {
         " first or the last",
     ),
 }
-_WORDS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
 _CRITERION = (
     "is better than Transformer, with ReZero and Orthogonal Transformer by a significant"
-    " difference each, or is against the claim where one of them is significantly better; not"
-    f" judged before every training has levelled off: {LEVELLED_OFF}"
+    " difference each, or is against the claim where one of them is significantly better"
 )
 _PAIRED = "paired t-tests over seeds, Holm-corrected over the three, at 5 %"
 _OURS = "TransJect less Transformer"
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What the models of a study reached."""
+Scores = Mapping[str, Sequence[float]]
+"""The metric on test of every seed, by variant; nan where training diverged."""
 
-    test: Mapping[str, Sequence[float]]
-    """The metric on test of every seed, by variant; nan where training diverged."""
-    level: bool
-    """Whether every training has levelled off."""
 
-    def means(self) -> dict[str, float]:
-        """Return the mean of each variant."""
-        return {variant: mean_and_error(values)[0] for variant, values in self.test.items()}
+def score_means(scores: Scores) -> dict[str, float]:
+    """Return the mean of each variant."""
+    return {variant: mean_and_error(values)[0] for variant, values in scores.items()}
 
 
 def judge(scores: Scores, winner: str, *, higher_is_better: bool = True) -> bool | None:
-    """Say whether the winner beats every plain Transformer; None where training goes on or the
-    seeds cannot tell."""
-    if not scores.level or not all(map(math.isfinite, itertools.chain(*scores.test.values()))):
+    """Say whether the winner beats every plain Transformer; None where the seeds cannot tell."""
+    if not all(map(math.isfinite, itertools.chain(*scores.values()))):
         return None
-    ours = scores.test[winner]
     tests = [
-        paired_comparison(ours, scores.test[plain], higher_is_better=higher_is_better)
+        paired_comparison(scores[winner], scores[plain], higher_is_better=higher_is_better)
         for plain in _PLAIN
     ]
     return every(
@@ -95,9 +84,7 @@ def judge(scores: Scores, winner: str, *, higher_is_better: bool = True) -> bool
     "sengupta2023/table-1",
     measured={"mini": 12, "medium": 154},
     takes=("data",),
-    power=Power(
-        imdb_seeds, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3, ended=LEVELLED_OFF
-    ),
+    power=Power(imdb_seeds, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3),
 )
 def table_1(request: Request) -> Reproduction:
     """Test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news).
@@ -105,6 +92,8 @@ def table_1(request: Request) -> Reproduction:
     Claim: IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News:
     Random-TransJect 90.2, Transformer 88.8; on IMDb one head costs the Transformer 2.1 points,
     and one expert TransJect 4.7
+
+    Quote: "TransJect outperforms Transformer with a 6.8% margin" (section 4.2)
     """
     winners = {"imdb": "transject", "ag_news": "transject_random"}
     studies = [text_study(request, name) for name in winners]
@@ -119,24 +108,14 @@ def table_1(request: Request) -> Reproduction:
         for study in studies
         if study not in found
     ]
-    # At medium scale the paper's single rate stands beside rates that are tuned for each model.
-    plain = [at_one_rate(study) for study in found if study.sizes.factors]
-    rows, scores = _compare(request, [*found, *plain], "accuracy")
-    verdicts = {name: judge(of, winners[base_name(name)]) for name, of in scores.items()}
-    for study in plain:
-        notes.append(
-            f"{study.name}, the paper's {study.sizes.learning_rate:g} for all:"
-            f" {_WORDS[verdicts[study.name]]} at this width, which says nothing about the paper: a"
-            " step of Adam moves an orthogonal weight by up to rate x D (spectral),"
-            f" {PAPER_WIDTH // study.sizes.width} times as far at its D = {PAPER_WIDTH}"
-        )
+    rows, scores, runs = _compare(request, found, "accuracy")
+    holds = every(judge(of, winners[name]) for name, of in scores.items())
     without = [ablation for study in found for ablation in ablations(request, study)]
     rows += [ablation.row() for ablation in without]
     about = "".join(ablation.words() for ablation in without)
-    holds = every(verdicts[study.name] for study in found)
     test = f"TransJect on IMDb and Random-TransJect on AG News {_CRITERION}"
-    means = {name: of.means() for name, of in scores.items()}
-    return _made(request, rows, [*found, *plain], means, holds, notes, test, about)
+    means = {name: score_means(of) for name, of in scores.items()}
+    return _made(request, rows, found, means, holds, runs, notes, test, about)
 
 
 @recipe(
@@ -151,7 +130,6 @@ def table_1(request: Request) -> Reproduction:
         2.0,
         f"{_OURS} on ListOps",
         tests=3,
-        ended=LEVELLED_OFF,
     ),
 )
 def table_2(request: Request) -> Reproduction:
@@ -160,6 +138,8 @@ def table_2(request: Request) -> Reproduction:
 
     Claim: average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4,
     with ReZero 56.7
+
+    Quote: "TransJect 42.2 64.9 80.3 71.5 38.9 59.6" (Table 2)
     """
     studies, notes, builtin = [], [], []
     refuse_other_data(request.data, arena_studies(request))
@@ -171,26 +151,20 @@ def table_2(request: Request) -> Reproduction:
         studies.append(study)
         if not given:
             builtin.append(f"{study.name}: builtin source, drawn or generated here")
-    rows, scores = _compare(request, studies, "accuracy")
-    means = {name: of.means() for name, of in scores.items()}
-    learnt = [name for name in means if _is_learnt(rows, name)]
-    for name in means:
-        if name not in learnt:
-            notes.append(
-                f"{name}: no model is two standard errors above always saying the commonest class,"
-                " so it has no part in the verdict"
-            )
-    average = {
-        variant: statistics.fmean(of[variant] for of in means.values()) for variant in VARIANTS
+    rows, scores, runs = _compare(request, studies, "accuracy")
+    means = {name: score_means(of) for name, of in scores.items()}
+    averages = {
+        variant: [statistics.fmean(same) for same in zip(*columns, strict=True)]
+        for variant in VARIANTS
+        if (columns := [of[variant] for of in scores.values()])
     }
-    for (variant, value), printed in zip(average.items(), PAPER["average"], strict=True):
+    means["average"] = score_means(averages)
+    for (variant, value), printed in zip(means["average"].items(), PAPER["average"], strict=True):
         rows.append({"task": "average", "model": LABELS[variant], "paper": printed, "ours": value})
     rows += _quoted("average")
-    judged = [scores[name] for name in learnt]
-    holds = judge(average_scores(judged), "transject") if judged else None
-    test = f"the average of TransJect over the tasks that are learnt {_CRITERION}"
-    means = {**means, "average": average}
-    return _made(request, rows, studies, means, holds, notes + builtin, test)
+    test = f"the average of TransJect over the tasks {_CRITERION}"
+    holds = judge(averages, "transject")
+    return _made(request, rows, studies, means, holds, runs, notes + builtin, test)
 
 
 @recipe(
@@ -205,7 +179,6 @@ def table_2(request: Request) -> Reproduction:
         3.5,
         _OURS,
         tests=3,
-        ended=LEVELLED_OFF,
     ),
 )
 def table_3(request: Request) -> Reproduction:
@@ -213,10 +186,12 @@ def table_3(request: Request) -> Reproduction:
 
     Claim: test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7,
     Transformer 598.9
+
+    Quote: "TransJect 134.82 127.59" (Table 3)
     """
     study = words_study(request)
     refuse_other_data(request.data, [study])
-    rows, scores = _compare(request, [study], "perplexity")
+    rows, scores, runs = _compare(request, [study], "perplexity")
     for row, printed in zip(rows, PAPER_VALID_PERPLEXITY, strict=True):
         row["paper_valid"] = printed
     notes = [
@@ -227,39 +202,25 @@ def table_3(request: Request) -> Reproduction:
         " the printed 598.9",
     ]
     holds = judge(scores[study.name], "transject", higher_is_better=False)
-    means = {study.name: scores[study.name].means()}
+    means = {study.name: score_means(scores[study.name])}
     test = f"the perplexity of TransJect {_CRITERION}"
-    return _made(request, rows, [study], means, holds, notes, test)
-
-
-def average_scores(of_studies: Sequence[Scores]) -> Scores:
-    """Return the mean over studies, seed by seed."""
-    test = {}
-    for variant in VARIANTS:
-        by_seed = zip(*(of.test[variant] for of in of_studies), strict=True)
-        test[variant] = [statistics.fmean(same) for same in by_seed]
-    return Scores(test, all(of.level for of in of_studies))
-
-
-def _is_learnt(rows: Sequence[Row], study: str) -> bool:
-    """Whether some model is better than the commonest class by two standard errors of its seeds."""
-    ours = [row for row in where(rows, task=study) if "ours" in row]
-    return any(row["ours"] - 2 * row["standard_error"] > row["reference"] for row in ours)
+    return _made(request, rows, [study], means, holds, runs, notes, test)
 
 
 def _compare(
     request: Request, studies: Sequence[Study], metric: str
-) -> tuple[list[dict[str, Any]], dict[str, Scores]]:
-    """Train every study and return a row per task and model, and what each seed reached (percent
-    for accuracy)."""
+) -> tuple[list[dict[str, Any]], dict[str, Scores], list[FinishedRun]]:
+    """Train every study and return a row per task and model, what each seed reached (percent for
+    accuracy), and the runs."""
     rows: list[dict[str, Any]] = []
+    trained: list[FinishedRun] = []
     found: dict[str, Scores] = {}
     scale = 100.0 if metric == "accuracy" else 1.0
     for study in studies:
         task, runs = train_study(request, study)
         batches = probe_batches(request, task)
         test: dict[str, list[float]] = {}
-        for variant, printed in zip(VARIANTS, PAPER[base_name(study.name)], strict=True):
+        for variant, printed in zip(VARIANTS, PAPER[study.name], strict=True):
             mine = [run for run in runs if run.variant == variant]
             values, valid = (
                 [scale * run.metric(f"{metric},{split}") for run in mine]
@@ -274,9 +235,10 @@ def _compare(
             row["valid"] = mean_and_error(valid)[0]
             row["reference"] = scale * float(task.reference()[metric])
             rows.append(row | _about_tokens(mine, batches))
-        found[study.name] = Scores(test, all(run.settled for run in runs))
+        found[study.name] = test
+        trained += runs
         rows += _quoted(study.name)
-    return rows, found
+    return rows, found, trained
 
 
 def _quoted(task: str) -> list[dict[str, Any]]:
@@ -301,6 +263,7 @@ def _made(
     studies: Sequence[Study],
     means: Mapping[str, Mapping[str, float]],
     holds: bool | None,
+    runs: Sequence[FinishedRun],
     notes: Sequence[str],
     test: str,
     about: str = "",
@@ -318,13 +281,16 @@ def _made(
     steps = f"{sizes.steps} steps each"
     if len({study.sizes.steps for study in studies}) > 1:
         steps = ", ".join(f"{study.name} {study.sizes.steps} steps" for study in studies)
-    return Reproduction(
+    return judged(
+        request,
         rows,
         [chart(study, where(rows, task=study.name)) for study in studies],
-        got=f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{kept}{about}",
-        holds=holds,
+        f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{kept}{about}",
+        holds,
+        runs,
+        uncertainty=_PAIRED,
+        test=test,
         notes=(*_NOTES[request.scale], *notes, f"data: {', '.join(data)}"),
-        criterion=Criterion(test, sizes.seeds, _PAIRED),
     )
 
 

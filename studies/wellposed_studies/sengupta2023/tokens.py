@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,10 +14,14 @@ from torch import Tensor
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
 from wellposed.measurement import hidden_states, isomap, token_distances
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.sengupta2023.trained import LABELS, SCALE_NOTE, text_study, train_study
-from wellposed_studies.study import minus, said
-from wellposed_studies.verdicts import UNCERTAINTY, Power, every, within
+from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.sengupta2023.trained import (
+    SCALE_NOTE,
+    text_study,
+    train_study,
+)
+from wellposed_studies.study import FinishedRun, judged, minus, said
+from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
 PAIRS = (("movie", "effects."), ("terrible", "good"), ("This", "it"))
@@ -47,12 +52,17 @@ def figure_1(request: Request) -> Reproduction:
     Claim: the Euclidean distance between tokens increases in the upper layers, the cosine
     distance is preserved
 
-    Test: in the Transformer without scaled embeddings the Euclidean distance grows by more than
-    1.2 from embedding to last layer and the cosine distance changes by less than a factor 2
+    Quote: "the Euclidean distance between their representations increases in the upper layers"
+    (section 1)
+
+    Test: in the Transformer the Euclidean distance grows by more than 1.2 from embedding to last
+    layer and the cosine distance changes by less than a factor 2; by both scales of embeddings, and not of
+    untrained models too
     """
     rows: list[Row] = []
     growth: dict[tuple[str, str], list[float]] = {}
-    for model, seed, states, words in _states(request) + _states(request, scaled=True):
+    found = _states(request)
+    for (model, seed), states, words in found.seen:
         for metric in _METRICS:
             layers = token_distances(states, metric=metric)
             ratios = []
@@ -70,14 +80,18 @@ def figure_1(request: Request) -> Reproduction:
             series = lines(mine, "layer", "distance", by="pair")
             panels.append(Panel(model, "layer", f"{metric} distance", series))
     texts = [f"{model} {metric} {said(values)}" for (model, metric), values in growth.items()]
-    return Reproduction(
+    return judged(
+        request,
         rows,
         panels,
-        got=(
+        (
             "last layer over embedding, median of three pairs, mean and standard error over seeds:"
             f" {', '.join(texts)}"
         ),
-        holds=judge_figure_1(*(growth[LABELS["post_ln"], metric] for metric in _METRICS)),
+        found.verdict(
+            lambda _, plain: judge_figure_1(*(growth[plain, metric] for metric in _METRICS))
+        ),
+        found.runs,
         notes=(
             (
                 f"the pairs {', '.join(' - '.join(pair) for pair in PAIRS)} (the paper does not"
@@ -86,7 +100,6 @@ def figure_1(request: Request) -> Reproduction:
             ),
             SCALE_NOTE,
         ),
-        criterion=Criterion("", imdb_seeds(request), UNCERTAINTY),
     )
 
 
@@ -112,10 +125,11 @@ def figure_4(request: Request) -> Reproduction:
     Claim: TransJect keeps the relative distances between tokens through the layers; Transformer
     spreads them
 
-    Test: the distances of tokens at the last layer correlate more with those of the embeddings
-    in TransJect than in the Transformer
+    Quote: "TransJect maintains the initial embedding" (section 5)
 
-    Note: embeddings are not scaled, as in the paper
+    Test: the distances of tokens at the last layer correlate more with those of the embeddings
+    in TransJect than in the Transformer; by both scales of embeddings, and not of
+    untrained models too
 
     Note: where distances are nearly equal a small change gives a token other neighbours and
     Isomap another picture; the verdict is on the distances themselves
@@ -123,7 +137,8 @@ def figure_4(request: Request) -> Reproduction:
     rows: list[Row] = []
     panels: list[Panel] = []
     kept: dict[str, list[float]] = {}
-    for model, seed, states, words in _states(request):
+    found = _states(request)
+    for (model, seed), states, words in found.seen:
         kept.setdefault(model, []).append(_correlation(states))
         chosen = [word for word in CHOSEN if word in words]
         points = isomap(states, words, chosen=chosen, neighbors=5).rows
@@ -132,19 +147,21 @@ def figure_4(request: Request) -> Reproduction:
             for layer in range(len(states)):
                 panels.append(_isomap_panel(f"{model}, layer {layer}", where(points, layer=layer)))
     texts = [f"{model} {said(values, 3)}" for model, values in kept.items()]
-    return Reproduction(
+    return judged(
+        request,
         rows,
         panels,
-        got=(
+        (
             "correlation of all token distances, last layer with embedding, mean and standard error"
             f" over seeds: {', '.join(texts)}"
         ),
-        holds=judge_figure_4(*(kept[LABELS[name]] for name in ("transject", "post_ln"))),
+        found.verdict(lambda ours, plain: judge_figure_4(kept[ours], kept[plain])),
+        found.runs,
         notes=(
             "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
             f" marked: {', '.join(CHOSEN)}",
+            SCALE_NOTE,
         ),
-        criterion=Criterion("", imdb_seeds(request), UNCERTAINTY),
     )
 
 
@@ -153,24 +170,56 @@ def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> 
     return within(minus(transject, transformer), low=0)
 
 
-def _states(request: Request, *, scaled: bool = False) -> list[tuple[str, int, Any, list[str]]]:
-    """Return the model, the seed, the hidden states of the sentence and its words; TransJect has no
-    scale."""
-    study = replace(text_study(request, "imdb"), scale_embeddings=scaled)
-    variants = ("post_ln",) if scaled else ("transject", "post_ln")
-    task, runs = train_study(request, study, variants=variants)
-    broken = [f"{run.variant}, seed {run.seed}" for run in runs if not run.metrics]
-    if broken:
-        raise DataError(f"training diverged, so there is nothing to look at: {'; '.join(broken)}")
-    encoded = task.tokenizer([SENTENCE], return_tensors="pt")
-    batch = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    words: list[str] = [*SENTENCE.split()]
-    if batch["input_ids"].shape[1] != len(words):
-        words = list(task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]))
-    return [
-        (study.model_name(run.variant), run.seed, hidden_states(run.model.base_model, batch), words)
-        for run in runs
-    ]
+_UNTRAINED = ", untrained"
+
+
+@dataclass(frozen=True)
+class States:
+    """What the models make of the sentence, after training and before, by both scales of
+    embeddings."""
+
+    runs: Sequence[FinishedRun]
+    seen: Sequence[tuple[tuple[str, int], Any, list[str]]]
+    """Model and seed, the hidden states, and the words."""
+
+    def verdict(self, judge: Callable[[str, str], bool | None]) -> bool | None:
+        """Return what trained models say beyond untrained ones; None where the scales differ.
+
+        Args:
+            judge: function of the names of a TransJect and of a Transformer.
+        """
+        ours, *plain = dict.fromkeys(model for (model, _), *_ in self.seen)
+        return agreed(
+            [
+                by_training(judge(ours, of), judge(ours + _UNTRAINED, of + _UNTRAINED))
+                for of in plain
+                if not of.endswith(_UNTRAINED)
+            ]
+        )
+
+
+def _states(request: Request) -> States:
+    """Return the hidden states of the sentence in both models; TransJect has no scale."""
+    runs, seen = [], []
+    for study in text_study(request, "imdb").scales():
+        variants = ("post_ln",) if study.scale_embeddings else ("transject", "post_ln")
+        task, trained = train_study(request, study, variants=variants)
+        broken = [f"{run.variant}, seed {run.seed}" for run in trained if not run.metrics]
+        if broken:
+            raise DataError(f"training diverged, so there is nothing to see: {'; '.join(broken)}")
+        encoded = task.tokenizer([SENTENCE], return_tensors="pt")
+        batch = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        words: list[str] = [*SENTENCE.split()]
+        if batch["input_ids"].shape[1] != len(words):
+            words = list(task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]))
+        runs += trained
+        for run, (of, after) in itertools.product(
+            trained, (("model", ""), ("untrained", _UNTRAINED))
+        ):
+            name = study.model_name(run.variant) + after
+            states = hidden_states(getattr(run, of).base_model, batch)
+            seen.append(((name, run.seed), states, words))
+    return States(runs, seen)
 
 
 def _position(words: Sequence[str], word: str) -> int:

@@ -72,6 +72,8 @@ def theorem_2_1(request: Request) -> Reproduction:
 
     Claim: |A'_i - A_i| <= 2 alpha |K| eps
 
+    Quote: "the perturbation to the affinity matrix is bounded as such" (Theorem 2.1)
+
     Test: no change found by random or adversarial noise exceeds the bound with 1/2, a quarter
     of the printed one, and two opposite keys reach 0.99 of it
 

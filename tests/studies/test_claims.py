@@ -1,0 +1,49 @@
+"""What recipes quote stands in the papers, word for word; their texts are no part of this project,
+so this runs where they are at hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from wellposed.recipes.recipe import RECIPES
+
+FOLDER = Path(__file__).parents[3] / "shared" / "papers"
+PAPERS = {
+    "zhang2021": "000",
+    "mcgrath2024": "001",
+    "kim2021": "002",
+    "sengupta2023": "003",
+    "huang2020": "004",
+}
+NOT_AT_HAND = {"huang2020/depth"}
+"""The text of Huang et al. is the appendix alone; the depths are in the main part."""
+QUOTED = [name for name in RECIPES if not name.startswith("frontier/")]
+
+
+def plain(text: str) -> str:
+    """Return a text without marks of pages, spaces between words alone, words cut at a line's end
+    put together."""
+    text = re.sub(r"<\|[^|]*\|>", " ", text)
+    text = re.sub(r"(?<=[a-z])-\s+(?=[a-z])", "", text)
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_a_recipe_of_a_paper_quotes_it_with_the_place(name: str) -> None:
+    quotes = RECIPES.get(name).told("Quote")
+    assert bool(quotes) is (name not in NOT_AT_HAND)
+    for quote in quotes:
+        assert re.fullmatch(r'".+" \((section|appendix|caption|Table|Theorem).*\)', quote)
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the texts of the papers are not here")
+@pytest.mark.parametrize("name", [name for name in QUOTED if name not in NOT_AT_HAND])
+def test_the_words_stand_in_the_paper(name: str) -> None:
+    (path,) = FOLDER.glob(f"{PAPERS[name.partition('/')[0]]}_*.txt")
+    text = plain(path.read_text(encoding="utf-8"))
+    for quote in RECIPES.get(name).told("Quote"):
+        words = quote[1 : quote.rindex('"')]
+        assert plain(words) in text, f"{name}: {words!r}"

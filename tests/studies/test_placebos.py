@@ -1,0 +1,155 @@
+"""No verdict that a model which learned nothing could earn: every registered artefact that trains is
+run on untrained models, on answers that do not look at the input, on the labels of other examples,
+and with its sides exchanged, by its own measuring."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wellposed.compare.runs import PlannedRun
+from wellposed.recipes.recipe import RECIPES, Request
+from wellposed.tasks import build_task
+from wellposed.training import RunResult, train
+from wellposed.training.config import RunConfig
+from wellposed_studies import study
+
+pytestmark = pytest.mark.slow
+TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]
+Alter = Callable[[Any], Any]
+PLACEBOS: dict[str, Alter] = {
+    "untrained": lambda logits: logits,
+    "constant": lambda logits: logits.mean(0, keepdim=True).expand_as(logits),
+    "labels shuffled": lambda logits: logits.roll(1, 0),
+}
+"""What becomes of the answers to a batch before they meet its labels."""
+
+
+def altered(task: Any, alter: Alter) -> Any:
+    """Return a task whose losses and metrics see other answers."""
+    kind = type(task)
+    found = copy.copy(task)
+    found.__class__ = type(
+        kind.__name__,
+        (kind,),
+        {
+            "loss_sum": lambda _, logits, batch, **how: kind.loss_sum(
+                task, alter(logits), batch, **how
+            ),
+            "metric_sums": lambda _, logits, batch: kind.metric_sums(task, alter(logits), batch),
+        },
+    )
+    return found
+
+
+def placebo(name: str) -> Callable[..., Iterator[RunResult]]:
+    """Return a `train_planned` whose models learn nothing."""
+
+    def trained(planned: Iterable[PlannedRun], **how: Any) -> Iterator[RunResult]:
+        for folder, _, config in planned:
+            task = how.get("task") or build_task(config.task, config.task_options)
+            still = replace(config.train, learning_rate=1e-12, gamma=1e-12)
+            config = replace(config, train=still) if name == "untrained" else config
+            task = altered(task, PLACEBOS[name])
+            yield train(config, folder, task=task, resume="auto", progress=False)
+
+    return trained
+
+
+def exchanged(known: dict[str, RunResult]) -> Callable[..., Iterator[RunResult]]:
+    """Return a `train_planned` that gives every side the run of another, as if it were its own."""
+
+    def side(config: RunConfig) -> tuple[str, bool]:
+        return config.variant.partition(":")[0], config.model.num_hidden_layers > 0
+
+    def world(config: RunConfig) -> tuple[Any, ...]:
+        return config.task, str(config.task_options), config.train.seed
+
+    configs = {
+        name: RunConfig.from_dict(of.result["config"], where="") for name, of in known.items()
+    }
+
+    def trained(planned: Iterable[PlannedRun], **_: Any) -> Iterator[RunResult]:
+        for _folder, _label, config in planned:
+            rivals = {n: of for n, of in configs.items() if world(of) == world(config)}
+            sides = list(dict.fromkeys(side(of) for of in rivals.values()))
+            other = sides[len(sides) - 1 - sides.index(side(config))]
+            depth = config.model.num_hidden_layers
+            theirs = [n for n, of in rivals.items() if side(of) == other]
+            best = min(theirs, key=lambda n: abs(configs[n].model.num_hidden_layers - depth))
+            found = known[best]
+            yield replace(found, result={**found.result, "config": config.to_dict()})
+
+    return trained
+
+
+def verdict(name: str, out: Path, data: dict[str, Path]) -> bool | None:
+    """Run a recipe on small models and return what it says, as no toy scale may."""
+    recipe = RECIPES.get(name)
+    paper = name.partition("/")[0]
+    given = data["minbert"] if paper == "mcgrath2024" else data["data"]
+    takes = (
+        "data" in recipe.takes and "languages" not in recipe.takes and "vectors" not in recipe.takes
+    )
+    if paper == "kim2021":
+        given = given / "ptb" / "ptb.char.train.txt.gz"
+    if name == "frontier/characters":
+        given = given / "text" / "tinyshakespeare.txt.gz"
+    encoder = str(data["encoder"]) if name == "mcgrath2024/pretrained" else None
+    return recipe(Request("toy", out, str(given) if takes else None, encoder=encoder)).holds
+
+
+@pytest.fixture(scope="module")
+def given(data: Path, minbert: Path, encoder: Path) -> dict[str, Path]:
+    return {"data": data, "minbert": minbert, "encoder": encoder}
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each kind of models, which recipes share."""
+    return {kind: tmp_path_factory.mktemp("runs") for kind in (*PLACEBOS, "real")}
+
+
+@pytest.mark.parametrize("kind", PLACEBOS)
+@pytest.mark.parametrize("name", TRAINED)
+def test_models_that_learned_nothing_earn_no_verdict(
+    name: str,
+    kind: str,
+    given: dict[str, Path],
+    outs: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(study, "train_planned", placebo(kind))
+    assert verdict(name, outs[kind], given) is None
+
+
+SAID: dict[str, bool | None] = {}
+"""What each artefact says of small models where nothing keeps it from a verdict."""
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_exchanged_sides_do_not_earn_the_same(
+    name: str, given: dict[str, Path], outs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, RunResult] = {}
+    really = study.train_planned
+
+    def recorded(planned: Iterable[PlannedRun], **how: Any) -> Iterator[RunResult]:
+        for result in really(planned, **how):
+            known[str(result.out)] = result
+            yield result
+
+    monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
+    monkeypatch.setattr(study, "train_planned", recorded)
+    SAID[name] = verdict(name, outs["real"], given)
+    monkeypatch.setattr(study, "train_planned", exchanged(known))
+    assert SAID[name] is None or verdict(name, outs["real"], given) is not SAID[name]
+
+
+def test_without_the_gate_models_of_seconds_would_earn_verdicts() -> None:
+    assert sum(said is not None for said in SAID.values()) >= 5, SAID
