@@ -6,7 +6,8 @@ of a given spectral size ``|A|``. The rows of to="spectral" and "columns" take r
 size named from weights whose singular values are all 1, the bound, or 0.5 ("inside"). A
 parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the drift, worst max
 |Q^T Q - I| over a run of steps, and the share of a whole AdamW step of a
-model of ball blocks that keeping its weights below a spectral norm of 1 takes.
+model of ball blocks that keeping its weights below a spectral norm of 1 takes; and what QK-clip
+takes of one, and how far logits come above its bound.
 
 geotorch and orthogonium are measured when they are installed (pip install geotorch orthogonium).
 """
@@ -16,13 +17,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.rows import Benchmark, Call, Row, Setup, Side, Times, row_of, single
-from wellposed.constrain import Set, constrain_, orthogonal
+from wellposed.constrain import Constraint, Set, constrain_, orthogonal
 from wellposed.linalg import isometry_error
 
 SIZES = (0.02, 0.05, 0.1, 0.3)
@@ -342,6 +344,58 @@ def share_row(setup: Setup, blocks: int, width: int) -> Row:
     )
 
 
+def clip_rows(setup: Setup) -> Iterator[Row]:
+    """How much of a training step QK-clip is, far from the bound and where every head is at it; and
+    how far above the bound logits come, in the batch after a step that was clipped."""
+    from wellposed.models import WellposedConfig, WellposedForCausalLM
+
+    text = torch.tensor(list(Path(__file__).read_bytes()), device=setup.device)
+
+    def training(
+        width: int, tokens: int, rate: float, bound: float | None
+    ) -> tuple[Call, Constraint | None]:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {
+            "hidden_size": width,
+            "num_attention_heads": width // 32,
+            "norm": "pre",
+        }
+        config = WellposedConfig(vocab_size=128, max_position_embeddings=tokens, **sizes)
+        model = WellposedForCausalLM(config).to(setup.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        handle = constrain_(model, optimizer, to="logits", bound=bound) if bound else None
+
+        def step() -> None:
+            starts = torch.randint(0, len(text) - tokens, (8,)).tolist()
+            ids = torch.stack([text[start : start + tokens] for start in starts])
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+
+        return step, handle
+
+    width, tokens = setup.size((256, 128), (32, 16))
+    for bound, where in ((1e4, "no head near the bound"), (1e-3, "every head above it")):
+        sides: dict[str, Call | Side] = {
+            "free": training(width, tokens, 1e-4, None)[0],
+            "held": training(width, tokens, 1e-4, bound)[0],
+        }
+        times = setup.interleave(sides, 15)
+        shares = [h / f - 1 for f, h in zip(times["free"], times["held"], strict=True)]
+        name = f"QK-clip, share of an AdamW step, 2 x {width}, {8 * tokens} tokens, {where}"
+        yield row_of(name, shares, "<= 0.02")
+    for rate in (3e-3, 1e-2):
+        step, handle = training(64, 64, rate, 10.0)
+        assert handle is not None
+        worst, clipped = 0.0, False
+        for _ in range(setup.size(120, 4)):
+            step()
+            excess = handle.error().worst
+            worst, clipped = max(worst, excess if clipped else 0.0), excess > 0
+        name = f"QK-clip, largest logit over the bound 10 after a clipped step, rate {rate:g}"
+        yield single(name, 1 + worst, "<= 1.05")
+
+
 def rows(setup: Setup) -> Iterator[Row]:
     """Costs, drift, shares."""
     torch.manual_seed(0)
@@ -353,6 +407,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     yield from drift_rows(setup)
     for blocks, width in setup.size(((64, 32), (16, 64), (2, 256)), ((1, 32),)):
         yield share_row(setup, blocks, width)
+    yield from clip_rows(setup)
 
 
 BENCHMARK = Benchmark(

@@ -78,6 +78,20 @@ Rate: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Seed: TypeAlias = Annotated[int, Ge(0), Lt(2**32)]
 
 
+def rms_radius(bound: str) -> float | None:
+    """Return the X of a spectral bound ``rms:X`` in units of root mean squares; None where it is none.
+
+    >>> rms_radius("rms:0.5"), rms_radius("rms"), rms_radius("rms:-1")
+    (0.5, None, None)
+    """
+    name, _, number = bound.partition(":")
+    try:
+        size = float(number)
+    except ValueError:
+        return None
+    return size if name == "rms" and 0 < size < math.inf else None
+
+
 class OptionsError(ConfigError):
     """Values that options cannot have; `problems` has one line for each."""
 

@@ -34,7 +34,9 @@ class TestErrors:
             r"gain = 'best', expected a finite number > 0, 'fit' or None": hold(gain="best"),
             r"gain = inf, expected a finite number > 0, 'fit'": hold(gain=float("inf")),
             r"roles=3: expected names of roles": hold(None, roles=3),
-            r"to = 'spectrum', expected 'orthogonal', 'spectral' or 'columns'": hold(to="spectrum"),
+            r"to = 'spectrum', expected 'orthogonal', 'spectral', 'columns' or 'logits'": hold(
+                to="spectrum"
+            ),
         }
         for bound in (0.0, -1.0, float("inf"), float("nan"), "a"):
             message = f"constrain_: bound = {bound!r}, expected a finite number > 0"

@@ -348,6 +348,21 @@ def orthogonal(base: RunConfig) -> RunConfig:
     return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
 
 
+@VARIANTS.register("spectral")
+def spectral(base: RunConfig, radius: float = 1.0) -> RunConfig:
+    """post_ln (with --from: plain) with |W|_2 at most 1 (or value) x sqrt(fan_out / fan_in), every matrix
+    of its layers."""
+    held = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
+    return _held(_baseline(base), held, to="spectral", bound=f"rms:{radius:g}")
+
+
+@VARIANTS.register("qk_clip")
+def qk_clip(base: RunConfig, largest: float = 100.0) -> RunConfig:
+    """post_ln (with --from: plain) with attention logits held at most 100 (or value): QK-clip (Kimi K2,
+    2025)."""
+    return _held(_baseline(base), ("query",), to="logits", bound=largest)
+
+
 @VARIANTS.register("transject")
 def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
     """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 5 (or
@@ -374,8 +389,9 @@ def _faster(options: TrainOptions, rate: float) -> TrainOptions:
 def _held(
     config: RunConfig,
     weights: tuple[str, ...],
-    to: Literal["orthogonal", "spectral"] = "orthogonal",
+    to: Literal["orthogonal", "spectral", "logits"] = "orthogonal",
+    bound: float | str | None = None,
 ) -> RunConfig:
     embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
-    held = ConstrainOptions(",".join(weights), embeddings=embeddings, to=to)
+    held = ConstrainOptions(",".join(weights), embeddings=embeddings, to=to, bound=bound)
     return replace(config, constrain=held)

@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,22 +17,24 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, handles_of
+from wellposed.constrain._logits import HeadLogits, check_scaling, head_logits
 from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
 from wellposed.constrain._weight import ColumnWeight, SpectralWeight, Weight
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
-from wellposed.options import Positive
+from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_transposed
 
 logger = logging.getLogger(__name__)
 
-Set: TypeAlias = Literal["orthogonal", "spectral", "columns"]
+Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"]
 _KEPT = {
     "orthogonal": "orthogonal",
     "spectral": "below a spectral norm",
     "columns": "at columns of one length",
+    "logits": "at logits below a bound",
 }
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
@@ -46,7 +49,7 @@ def constrain_(
     to: Set = "orthogonal",
     per: Literal["head"] | None = None,
     batch: Any = None,
-    bound: Positive = 1.0,
+    bound: Positive | str | None = None,
     gain: Positive | Literal["fit"] | None = None,
     adapters: bool = False,
     weight_decay: Literal["refuse", "ignore"] = "refuse",
@@ -57,8 +60,14 @@ def constrain_(
     """Keep the chosen weights in a set through every ``optimizer.step()``.
 
     ``to="orthogonal"``: ``W^T W = gain^2 I`` (``W W^T`` for wide W). ``to="spectral"``: ``|W|_2 <=
-    bound``. ``to="columns"``: ``|W e_j| = bound`` for every column j of W in (out, in) orientation;
-    the columns of an embedding are the vectors of its tokens.
+    bound``, or with ``bound="rms:X"`` ``|W|_2 <= X sqrt(fan_out / fan_in)``, at which the root mean
+    square of outputs is at most X times that of inputs (Yang, Simon and Bernstein 2023).
+    ``to="columns"``: ``|W e_j| = bound`` for every column j of W in (out, in) orientation;
+    the columns of an embedding are the vectors of its tokens. ``to="logits"``: QK-clip (Kimi Team
+    2025, MuonClip): a head whose largest attention logit l of the passes since the last step was
+    above ``bound`` has the rows of its query and key, and their biases, multiplied by ``sqrt(bound /
+    l)`` after the step. A key that several heads read is left alone (grouped-query attention; the
+    rotary key of latent attention), and the query rows that meet it take the whole factor.
 
     Status: orthogonal, to tolerance: max |W^T W / gain^2 - I| <= 1e-5 in float32 and 1e-11 in
     float64; half weights are kept in float32 by the handle, and as stored are off by their own
@@ -66,9 +75,12 @@ def constrain_(
     where all entries of a column round the same way. Spectral, certified for the weight as stored,
     in every dtype (`wellposed.linalg.cap_spectral_norm_`); never by power iteration. Columns, up to
     the rounding u of their entries; nothing is claimed of ``|W|_2``, which may be ``bound`` times
-    the root of their number. A weight that is edited between steps (``load_state_dict``, ``copy_``,
-    ``.data``) is back in its set after the next step in which it has a gradient; one without is
-    left as it is. `certify` measures the weights as they are and knows nothing of this handle.
+    the root of their number. Logits, exact for the batch that was seen, whose largest logit would
+    be ``bound`` with the weights from before the step; what the step itself adds shows in the next
+    pass, and of other batches nothing is claimed. A weight that is edited between steps
+    (``load_state_dict``, ``copy_``, ``.data``) is back in its set after the next step in which it
+    has a gradient; one without is left as it is. `certify` measures the weights as they are and
+    knows nothing of this handle.
 
     The weights stay plain parameters. Hooks on the optimizer retract them after its step. A square
     orthogonal weight
@@ -103,14 +115,16 @@ def constrain_(
             each of which must match. The parts of a fused weight (GPT-2's ``c_attn``,
             ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are held each by itself.
         roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
-            ``where`` matches.
+            ``where`` matches. ``"logits"`` holds the attention modules of which a query or key is
+            chosen; without ``where`` and ``roles``, all.
         to: the set.
         per: ``"head"`` holds the rows of each head of a query, key or value by themselves: a head's
             (head_dim, width) rows are orthonormal, whatever other heads do. It is the one way
             where the rows of a role lie between those of others (GPT-NeoX, Bloom, Falcon).
-        batch: what `find_roles` runs the model on, once, where its configuration does not say it.
-        bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length;
-            above 0.
+        batch: what `find_roles` runs the model on, once, where its configuration does not say it;
+            ``"logits"`` runs it once more for each attention module, to see that its logits follow.
+        bound: of ``"spectral"`` the largest singular value allowed, of ``"columns"`` the length, of
+            ``"logits"`` the largest logit; above 0. By default 1, of logits 100.
         gain: of ``"orthogonal"`` the common singular value, above 0, or ``"fit"`` for each weight's
             mean singular value to three digits, which moves it least. By default ``"fit"`` for a
             pretrained model of Hugging Face (one that knows where it was loaded from), 1 else. On
@@ -143,7 +157,9 @@ def constrain_(
             quantised, parametrised, not initialised yet (``nn.LazyLinear``), constrained already,
             float16 on a CPU, or decayed; a misspelt keyword; what is no model; a part of a
             sharded weight; a zero column or factor that has no direction; an optimizer without
-            steps; an option of another set.
+            steps; an option of another set; logits that do not follow the rows of their heads (L2,
+            cosine and capped attention, normalised queries or keys, a bias of position, adapters),
+            of a compiled or sharded model, or without a batch where one is needed.
             Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed.
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
             not finite.
@@ -152,7 +168,12 @@ def constrain_(
     to about 0.1 radians), 4 up to 0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each
     but two. One d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones; a
     spectral one 2 while it is inside and 6 where it is capped, 35 where a step takes it more than
-    an eighth above the bound; columns add a pass over the weight. Memory: one copy of each square
+    an eighth above the bound; columns add a pass over the weight; logits add norms of queries and
+    keys, and one product of them for heads in which ``|q| |k|`` allows a logit above the bound: 1 to
+    2 % of a step and 6 % where all do (width 256, 128 tokens, one core).
+    `torch.nn.MultiheadAttention` with dropout on a CPU, or returning its weights, adds its two
+    projections, 9 %.
+    Memory: one copy of each square
     orthogonal weight, a float32 copy of each half one. Attaching takes up to three SVDs for each
     weight.
 
@@ -174,37 +195,56 @@ def constrain_(
         "gain": gain not in (None, 1.0),
         "weight_decay": weight_decay != "refuse",
         "embeddings": embeddings != "refuse",
+        **({"per": per, "adapters": adapters, "batched": batched} if to == "logits" else {}),
     }
-    foreign = {"bound": bound != 1.0} if to == "orthogonal" else others
+    foreign = {"bound": bound not in (None, 1.0)} if to == "orthogonal" else others
     if any(foreign.values()):
         names = [name for name, is_given in foreign.items() if is_given]
         raise ConfigError(
             f"constrain_: to={to!r} has no {', '.join(names)}; the size of the set orthogonal is gain=, that of"
             " the others bound="
         )
-    model = unwrap_model(model, "constrain_")
+    size = _size(bound, to)
+    given, model = model, unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     tables = {
         id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
     }
+    if to == "logits":
+        _check_not_compiled(given)
+        roles, per = "query" if where is None and roles is None else roles, "head"
     found = select_weights(model, where, roles=roles, adapters=adapters, per=per, batch=batch)
-    if to == "columns":
+    if to == "columns" or isinstance(bound, str):
         found = [_oriented(place, tables) for place in found]
+    heads = head_logits(model, found, batch) if to == "logits" else []
+    if to == "logits":
+        found = [part.place for _, parts in heads for part in parts]
     places = _merge_tied(model, found)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
     owners = _check(places, _optimizers(optimizer), to, tall_tables)
     _check_directions(places, to, is_fresh_factor=adapters)
 
     weights: list[Weight] = []
-    for place, owner in zip(places, owners, strict=True):
+    for place, owner in zip(places, owners, strict=True) if not heads else ():
         if to == "orthogonal":
             is_frame = embeddings == "fit" and id(place.parameter) in tables
-            size = "fit" if is_frame else gain
-            weights.append(OrthogonalWeight(place, owner, size, is_frame=is_frame))
+            own = "fit" if is_frame else gain
+            weights.append(OrthogonalWeight(place, owner, own, is_frame=is_frame))
+        elif to == "spectral":
+            weights.append(SpectralWeight(place, owner, size * _rms_unit(place, bound)))
         else:
-            kind = SpectralWeight if to == "spectral" else ColumnWeight
-            weights.append(kind(place, owner, bound))
+            weights.append(ColumnWeight(place, owner, size))
+    if heads:
+        owner_of = {id(place.parameter): own for place, own in zip(places, owners, strict=True)}
+        logits = [
+            HeadLogits(
+                role, model.get_submodule(role.path), owner_of[id(role.query.parameter)], size
+            )
+            for role, _ in heads
+        ]
+        check_scaling(model, logits, batch)
+        weights += logits
     handle = Constraint(weights, ignore_decay=weight_decay == "ignore", batched=batched)
     handle.check_decay(owners)
     with torch.no_grad():
@@ -216,6 +256,40 @@ def constrain_(
         handle.attach()
         say_moves(logger, report.summary(to), report.moved)
     return handle
+
+
+def _size(bound: float | str | None, to: Set) -> float:
+    """Return the size that a bound gives a set, in RMS units where it is ``rms:X``."""
+    if bound is None:
+        return 100.0 if to == "logits" else 1.0
+    size = rms_radius(bound) if isinstance(bound, str) else bound
+    if not size or not fits(size, Positive) or (isinstance(bound, str) and to != "spectral"):
+        raise ConfigError(
+            f"constrain_: bound = {bound!r}, expected a finite number > 0, or of to='spectral' also"
+            " 'rms:1' and the like"
+        )
+    return size
+
+
+def _rms_unit(place: Candidate, bound: float | str | None) -> float:
+    """Return sqrt(fan_out / fan_in), the spectral norm at which the root mean square of outputs is
+    at most that of inputs; 1 where bounds are in no such unit."""
+    assert place.parameter is not None  # _check raised for it
+    rows, columns = place.seen(place.parameter).shape
+    return math.sqrt(rows / columns) if isinstance(bound, str) else 1.0
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raise `ConfigError` for a compiled model, inside of which no hook sees the logits."""
+    compiled = torch._dynamo.eval_frame.OptimizedModule
+    if any(
+        isinstance(module, compiled) or getattr(module, "_compiled_call_impl", None)
+        for module in model.modules()
+    ):
+        raise ConfigError(
+            "constrain_: to='logits' watches attention by hooks, which a compiled model does not run;"
+            " leave torch.compile out, or take to='spectral'"
+        )
 
 
 def _oriented(place: Candidate, tables: Mapping[int, nn.Embedding]) -> Candidate:
@@ -284,7 +358,7 @@ def _check(
             others.append(f"{place.label}: {problem}")
         elif problem := _problem_of_shape(place, tall_tables):
             shapes.append(f"{place.label}: {problem}")
-        elif problem := _problem_of_owner(place, held, optimizers):
+        elif problem := _problem_of_owner(place, held, optimizers, to):
             others.append(f"{place.label}: {problem}")
     if shapes or others:
         family = ConfigError if others else ShapeError
@@ -334,7 +408,7 @@ def _problem_of_shape(place: Candidate, tall_tables: Mapping[int, nn.Embedding])
 
 
 def _problem_of_owner(
-    place: Candidate, held: list[Optimizer], optimizers: list[Optimizer]
+    place: Candidate, held: list[Optimizer], optimizers: list[Optimizer], to: Set
 ) -> str | None:
     parameter = place.parameter
     assert parameter is not None
@@ -344,6 +418,8 @@ def _problem_of_owner(
             "frozen (requires_grad is False), so no step would ever be taken; unfreeze it or leave"
             f" it out{adapted if place.is_adapted else ''}"
         )
+    if to == "logits" and is_sharded(parameter):
+        return "sharded, so that no row can be scaled by itself; take to='spectral'"
     if place.rows is not None and is_sharded(parameter):
         return (
             "a part of a fused weight that is sharded; leave its module out of fully_shard, or"
@@ -365,7 +441,7 @@ def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: 
     """Refuse what has no nearest matrix in the set: zero columns, and factors that start at
     zero."""
     empty: list[str] = []
-    for place in places if to != "spectral" else ():
+    for place in places if to in ("orthogonal", "columns") else ():
         assert place.parameter is not None  # _check raised for it
         zeros = place.seen(read(place.parameter)).eq(0).all(dim=0)
         if to == "columns":

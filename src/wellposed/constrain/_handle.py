@@ -62,7 +62,7 @@ class Constraint:
         self._work = Workspace()
         self._pending: list[Weight] = []
         self._said: set[str] = set()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Any] = []
         # By the id of each optimizer that has taken no step yet.
         self._idle: dict[int, RemovableHandle] = {}
 
@@ -80,7 +80,8 @@ class Constraint:
         """Measure how far every constrained weight, as stored, is from its set, in float64.
 
         ``max |W^T W / gain^2 - I|`` of orthogonal weights; ``max(0, |W|_2 / bound - 1)`` of
-        spectral ones, by the certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns.
+        spectral ones, by the certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns;
+        ``max(0, l / bound - 1)`` of logits, l the largest of the passes before the last step.
         Of sharded weights one is gathered at a time, so every rank must call it.
         """
         return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
@@ -105,6 +106,7 @@ class Constraint:
     def attach(self) -> None:
         """Put the hooks on the optimizers and the weights (`constrain_` does this)."""
         self._watch_idle_optimizers()
+        self._hooks += [hook for weight in self.weights for hook in weight.hooks()]
         for optimizer in self._optimizers():
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -235,7 +237,14 @@ class Constraint:
         return []
 
     def _say_if_large(self, weight: Weight, taken: Retraction) -> None:
-        if taken.method in ("exponential", "svd"):
+        if taken.method == "unseen":
+            self._say(
+                "unseen",
+                f"{weight.path}: the optimizer took a step, and no forward pass with gradients was"
+                " seen in this module since the last, so its logits are not held: run the model that"
+                " was given to constrain_, not a copy or a compiled one",
+            )
+        elif taken.method in ("exponential", "svd"):
             self._say(
                 "large",
                 f"{weight.path}: one optimizer step, or an edit of the weight since the last one,"
@@ -254,7 +263,8 @@ class Constraint:
     def holds(self, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
         """Whether these rows of this parameter, or some of them, are held."""
         start, end = rows or _ALL_ROWS
-        own = [w.rows or _ALL_ROWS for w in self.weights if w.parameter is parameter]
+        held = [pair for weight in self.weights for pair in weight.held]
+        own = [rows or _ALL_ROWS for each, rows in held if each is parameter]
         return any(max(start, first) < min(end, last) for first, last in own)
 
     def _watch_idle_optimizers(self) -> None:

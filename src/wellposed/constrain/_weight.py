@@ -46,6 +46,7 @@ class Weight:
         self.path = place.label
         self.parameter: nn.Parameter = place.parameter
         self.rows = place.rows
+        self.held: Sequence[tuple[Tensor, tuple[int, int] | None]] = [(self.parameter, self.rows)]
         self.optimizer = optimizer
         self.gain = size
 
@@ -115,6 +116,10 @@ class Weight:
     def project_gradients_(cls, weights: Sequence[Any], work: Workspace, /) -> None:
         """Put the gradients of steered weights of one `batch_key`, or of one alone, into the
         coordinates the optimizer is to step in."""
+
+    def hooks(self) -> list[Any]:
+        """Put on the model what the set has to see of it; return what takes it off by ``remove``."""
+        return []
 
     def remember_(self, *, decayed: bool) -> None:
         """Keep what the retraction needs."""

@@ -288,7 +288,7 @@ def build_layers(
     layers = [block(config) for _ in range(count)]
     needs_norm = bool(layers) and layers[-1].feedforward_norm.final_norm
     if needs_norm and isinstance(layers[-1].feedforward_norm, DynamicTanh):
-        norm = NORMS.get(config.norm)(config)
+        norm = cast(nn.Module, NORMS.get(config.norm)(config))
     elif needs_norm:
         norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
     else:

@@ -43,7 +43,7 @@ def trace(model: nn.Module, batch: Any = None) -> Trace | None:
     weights = [*model.parameters(), *model.buffers()]
     if any(type(each) not in _PLAIN or each.is_meta for each in weights):
         return None
-    batch = _own_batch(inner) if batch is None else batch
+    batch = own_batch(inner) if batch is None else batch
     if batch is None:
         return None
     first = _pass(model, inner, batch, forced=False)
@@ -72,7 +72,7 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
     )
 
 
-def _own_batch(model: nn.Module) -> dict[str, Tensor] | None:
+def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
     """Return a small batch for a model of transformers, from its configuration; None for other
     models."""
     config: Any = getattr(model, "config", None)

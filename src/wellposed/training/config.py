@@ -20,7 +20,7 @@ from typing import Any, Literal
 from wellposed import options
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
-from wellposed.options import Count, Positive, Rate, Seed, Size, Strength
+from wellposed.options import Count, Positive, Rate, Seed, Size, Strength, rms_radius
 from wellposed.regular_file import read_text
 
 SCHEMA_VERSION = 1
@@ -80,10 +80,12 @@ class ConstrainOptions(options.CheckedOptions):
     """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
     embeddings: Literal["refuse", "fit"] = "refuse"
     """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
-    to: Literal["orthogonal", "spectral", "columns"] = "orthogonal"
-    """The set: orthogonal matrices, spectral norm at most bound, or columns of length bound."""
-    bound: Positive = 1.0
-    """Size of the sets spectral and columns, above 0."""
+    to: Literal["orthogonal", "spectral", "columns", "logits"] = "orthogonal"
+    """The set: orthogonal matrices, spectral norm at most bound, columns of length bound, or queries and keys whose
+    largest attention logit is at most bound."""
+    bound: Positive | str | None = None
+    """Size of the sets spectral and columns, 1 where not given, and logits, 100; rms:X of spectral: X sqrt(fan_out /
+    fan_in)."""
     gain: Literal["auto", "one", "fit"] = "auto"
     """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it
     least,
@@ -98,8 +100,10 @@ class ConstrainOptions(options.CheckedOptions):
         for name in ("embeddings", "gain"):
             if getattr(self, name) == "fit" and self.to != "orthogonal":
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
-        if self.bound != 1.0 and self.to == "orthogonal":
+        if self.bound not in (None, 1.0) and self.to == "orthogonal":
             yield f"bound = {self.bound!r} with to = orthogonal, which has none"
+        elif isinstance(self.bound, str) and not (self.to == "spectral" and rms_radius(self.bound)):
+            yield f"bound = {self.bound!r}, expected a number above 0, or of to = spectral rms:X"
 
     @property
     def patterns(self) -> list[str]:
@@ -294,6 +298,11 @@ class RunConfig:
     """Path and SHA-256 of every Python file that was imported for this run."""
 
     def __post_init__(self) -> None:
+        if self.constrain.to == "logits" and self.train.compile:
+            raise ConfigError(
+                "constrain.to = logits watches attention by hooks, which train.compile does not run;"
+                " leave one of the two out"
+            )
         if self.start.model and self.model != ModelOptions():
             chosen = options.flat_options(dataclasses.asdict(self.model))
             usual = options.flat_options(dataclasses.asdict(ModelOptions()))
@@ -364,6 +373,7 @@ def _meaning(config: RunConfig) -> dict[str, Any]:
     unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
     if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"
+    values.setdefault("constrain.bound", 1.0)
     return values
 
 

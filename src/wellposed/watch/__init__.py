@@ -8,6 +8,7 @@ from wellposed.watch._calls import AttentionCall as AttentionCall
 from wellposed.watch._calls import MultiheadCall as MultiheadCall
 from wellposed.watch._calls import ScaledDotProductCall as ScaledDotProductCall
 from wellposed.watch._calls import SoftmaxCall as SoftmaxCall
+from wellposed.watch._calls import largest_logits as largest_logits
 from wellposed.watch._run import call_model as call_model
 from wellposed.watch._run import first_tensor as first_tensor
 from wellposed.watch._run import quiet_run as quiet_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -93,7 +93,7 @@ class ScaledDotProductCall:
         if key.shape[-3] != query.shape[-3]:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
-        logits = query @ key.mT * scale
+        logits = (query * scale) @ key.mT
         if self.is_causal:
             ahead = torch.arange(key.shape[-2], device=rows.device) > rows[:, None]
             logits = logits.masked_fill(ahead, -math.inf)
@@ -214,6 +214,81 @@ class MultiheadCall:
             query, key, mask, padding = self.projected()
             logits = ScaledDotProductCall(query, key, mask, False, None).logits(at_most)
         return logits if padding is None else logits.masked_fill(padding[:, None, None], -math.inf)
+
+
+# Entries of logits that are held at once, and steps in a graph from an output to the kernel before.
+_ENTRIES, _HOPS = 2**24, 6
+
+
+@torch.no_grad()
+def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf) -> Tensor:
+    """Return the largest logit of each head over all open pairs of tokens, shape (heads,).
+
+    Exact, but for heads of which ``s max |q_i| max |k_j|`` is at most ``above``: that bound is
+    returned for those. Keys that are masked do not count; without an open key it is -inf.
+
+    Args:
+        call, output: as `AttentionWatcher` found them.
+        above: what is of interest.
+
+    Cost: a pass over queries and keys, and for heads that may be above one product of them, some
+    sequences at a time. Of `torch.nn.MultiheadAttention` that returns its weights, two projections
+    more.
+    """
+    if isinstance(call, MultiheadCall):
+        kept = _kept_in_graph(output)
+        call = kept if kept is not None else call
+    if not isinstance(call, ScaledDotProductCall):
+        return _largest(call.logits())
+    with torch.autocast(call.query.device.type, enabled=False):
+        query, key, mask = call.query.detach(), call.key.detach(), call.attn_mask
+        lengths = [
+            torch.linalg.vector_norm(_widened(each), dim=-1).amax(-1) for each in (query, key)
+        ]
+        group = query.shape[-3] // key.shape[-3]
+        scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
+        largest = (lengths[0] * lengths[1].repeat_interleave(group, -1)).amax(0) * abs(scale)
+        if mask is not None and mask.dtype != torch.bool:
+            largest = largest + mask.amax().clamp_min(0)
+        heads = (~(largest <= above)).nonzero().flatten()
+        if not len(heads):
+            return largest
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, heads]
+        if len(heads) < len(largest) or group > 1:
+            query, key = query[:, heads], key[:, heads // group]
+        size = max(1, _ENTRIES // (len(heads) * query.shape[-2] * key.shape[-2]))
+        found = []
+        for start in range(0, len(query), size):
+            part = slice(start, start + size)
+            own = mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[part]
+            found.append(
+                _largest(replace(call, query=query[part], key=key[part], attn_mask=own).logits())
+            )
+        largest[heads] = torch.stack(found).amax(0)
+        return largest
+
+
+def _largest(logits: Tensor) -> Tensor:
+    largest = logits.flatten(2).amax(-1).amax(0)
+    return largest.where(~(largest < torch.finfo(torch.float32).min / 4), -math.inf)
+
+
+def _kept_in_graph(output: Tensor) -> ScaledDotProductCall | None:
+    """Return query and key as a fused kernel keeps them for the backward pass; None without one, and
+    where a hook (recomputation, offloading) keeps something else."""
+    node: Any = output.grad_fn
+    for _ in range(_HOPS):
+        if node is None or hasattr(node, "_raw_saved_query"):
+            break
+        above = (each for each, _ in node.next_functions)
+        node = next((each for each in above if each and not hasattr(each, "variable")), None)
+    kept = getattr(node, "_raw_saved_query", None)
+    if node is None or kept is None or getattr(kept, "unpack_hook", kept) is not None:
+        return None
+    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
+    given = (node._saved_query, node._saved_key, mask, node._saved_is_causal)
+    return ScaledDotProductCall(*given, node._saved_scale)
 
 
 def _widened(values: Tensor) -> Tensor:

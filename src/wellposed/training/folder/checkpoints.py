@@ -232,7 +232,7 @@ def weight_history(config: RunConfig, run_folder: Path) -> WeightHistory | None:
         raise ConfigError(
             f"train.average_checkpoints = {count} with constrain.where ="
             f" {config.constrain.where!r}: the mean of orthogonal matrices is not orthogonal, nor"
-            " has that of unit columns unit columns; leave one of them at its default"
+            " has that of unit columns unit columns, and its logits were never seen; leave one of them at its default"
         )
     return WeightHistory(run_folder, count) if count else None
 

@@ -1,0 +1,210 @@
+"""QK-clip: after a step no head's logits of the batch exceed the bound, in attention of every kind."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.support.many_families import FAMILIES, GROUPED, batch_of, model
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from wellposed.constrain import ConstraintWarning, constrain_
+from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
+from wellposed.models import build_model
+from wellposed.watch import ScaledDotProductCall, largest_logits
+
+KINDS = {
+    "llama": model("LlamaModel", "LlamaConfig", **GROUPED),
+    "gpt2": model("GPT2Model", "GPT2Config", vocab_size=40, n_embd=32, n_layer=2, n_head=4),
+    "torch": lambda: nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True),
+    **{name: FAMILIES[name] for name in ("xlm-roberta", "albert", "deepseek-v3", "gpt-neox")},
+}
+
+
+class Logits(TorchFunctionMode):
+    """The largest logit of each head in the first attention that runs, in float64 by definition."""
+
+    largest: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self.largest is None:
+            query, key = (each.detach().double() for each in args[:2])
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+            scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+            logits = torch.einsum("bhid,bhjd->bhij", query, key) * scale
+            mask = kwargs.get("attn_mask")
+            if kwargs.get("is_causal"):
+                mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+            if mask is not None:
+                is_open = mask if mask.dtype == torch.bool else mask > -1e30
+                logits = logits.masked_fill(~is_open, -math.inf)
+            self.largest = logits.amax((0, 2, 3))
+        elif func is F.multi_head_attention_forward and self.largest is None:
+            x, weight, bias = args[0].detach().double(), args[5].double(), args[6].double()
+            query, key = (
+                (x @ weight[part].T + bias[part]).unflatten(-1, (4, 8)).transpose(0, 2)
+                for part in (slice(32), slice(32, 64))
+            )
+            self.largest = (query @ key.mT / 8**0.5).amax((1, 2, 3))
+        return func(*args, **kwargs)
+
+
+def batch_for(name: str, built: nn.Module) -> Any:
+    return {"src": torch.randn(2, 5, 32)} if name == "torch" else batch_of(name, built)
+
+
+def seen(built: nn.Module, batch: Any) -> Tensor:
+    with torch.no_grad(), Logits() as logits:
+        built.train()(**batch)
+    assert logits.largest is not None
+    return logits.largest
+
+
+def backward(built: nn.Module, batch: Any) -> None:
+    output = built(**batch)
+    (output[0] if not isinstance(output, Tensor) else output).square().mean().backward()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name: str) -> None:
+    """The step itself is of rate 0, so that scaling is all that moves; of the first layer, since the
+    next ones read what it changes."""
+    built = KINDS[name]()
+    for module in built.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for parameter in built.parameters():  # biases too
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    batch = batch_for(name, built)
+    before, start = seen(built, batch), copy.deepcopy(built.state_dict())
+    bound = float(before.median())
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
+    handle = constrain_(built, optimizer, to="logits", bound=bound, batch=batch)
+    assert all(torch.equal(value, start[key]) for key, value in built.state_dict().items())
+    for _ in range(1 if name == "albert" else 2):  # its one layer reads what it changed
+        backward(built.train(), batch)
+        optimizer.step()
+    expected = before.clamp_max(bound)
+    if name == "albert":
+        assert (seen(built, batch) <= bound * (1 + 1e-4)).all()
+    else:
+        torch.testing.assert_close(seen(built, batch), expected, rtol=1e-4, atol=1e-5)
+    assert handle.error().worst >= 0.0
+    handle.remove()
+    assert not any(module._forward_hooks for module in built.modules())
+
+
+def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too() -> None:
+    for name, kept in (("llama", ("k_proj",)), ("deepseek-v3", ("kv_a_proj_with_mqa", "q_a_proj"))):
+        built = KINDS[name]()
+        batch = batch_of(name, built)
+        start = copy.deepcopy(built.state_dict())
+        bound = 1.001 * float(seen(built, batch).median())
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
+        constrain_(built, optimizer, "*layers.0.*", to="logits", bound=bound)
+        low = (seen(built, batch) <= bound).tolist()
+        backward(built, batch)
+        optimizer.step()
+        query = f"layers.0.self_attn.q_{'b_' if name == 'deepseek-v3' else ''}proj.weight"
+        same = (built.state_dict()[query] == start[query]).unflatten(0, (4, -1)).flatten(1).all(1)
+        assert same.tolist() == low
+        changed = [
+            key for key, value in start.items() if not torch.equal(value, built.state_dict()[key])
+        ]
+        assert query in changed
+        assert not any(part in key for part in kept for key in changed)
+
+
+@pytest.mark.parametrize("masked", ["none", "causal", "bool", "float"])
+@pytest.mark.parametrize("above", [-math.inf, 1.0, 1e6])
+def test_the_largest_logit_is_exact_above_what_is_asked_and_bounded_below(
+    masked: str, above: float
+) -> None:
+    torch.manual_seed(0)
+    query, key = (
+        torch.randn(3, 4, 7, 8) * torch.tensor([0.1, 1, 3, 5])[:, None, None],
+        torch.randn(3, 2, 7, 8),
+    )
+    keep = torch.rand(3, 1, 7, 7) > 0.4
+    mask = {"bool": keep, "float": torch.zeros(3, 1, 7, 7).masked_fill(~keep, -torch.inf)}.get(
+        masked
+    )
+    call = ScaledDotProductCall(query, key, mask, masked == "causal", None)
+    logits = (
+        torch.einsum("bhid,bhjd->bhij", query.double(), key.double().repeat_interleave(2, 1))
+        / 8**0.5
+    )
+    is_open = {"none": torch.ones(7, 7), "causal": torch.ones(7, 7).tril()}.get(masked, keep).bool()
+    exact = logits.masked_fill(~is_open, -math.inf).amax((0, 2, 3))
+    found = largest_logits(call, query, above=above).double()
+    assert ((found - exact).abs() <= 1e-5 * exact.abs())[found > above].all()
+    assert (found >= exact * (1 - 1e-6)).all()
+
+
+def test_what_was_not_seen_or_not_finite_is_said() -> None:
+    layer = KINDS["torch"]()
+    batch = batch_for("torch", layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    handle = constrain_(layer, optimizer, to="logits", batch=batch)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.warns(ConstraintWarning, match="no forward pass with gradients"):
+        optimizer.step()
+    backward(layer, {"src": torch.full((2, 5, 32), math.inf)})
+    with pytest.raises(ConvergenceError, match="largest logit"):
+        optimizer.step()
+    handle.remove()
+
+
+def ours(**parts: Any) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11}
+    return build_model("wellposed", "causal_lm", **sizes, **parts)
+
+
+def compiled() -> nn.Module:
+    layer = ours()
+    layer.compile()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "error", "says"),
+    [
+        *(
+            (lambda part=part: ours(**part), {}, ConfigError, "does not scale its logits")
+            for part in ({"attention": "l2"}, {"attention": "l2_tied"}, {"attention": "cosine"}, {"qk_norm": True})
+        ),
+        (FAMILIES["t5"], {}, ConfigError, "does not scale its logits"),
+        (KINDS["torch"], {}, ConfigError, "give batch="),
+        (lambda: torch.compile(ours()), {}, ConfigError, "leave torch.compile out"),
+        (compiled, {}, ConfigError, "leave torch.compile out"),
+        (ours, {"where": "*.up_proj"}, RoleNotFoundError, "none of these weights is a query or key"),
+        (ours, {"gain": 2.0, "per": "head"}, ConfigError, "has no gain, per"),
+        (ours, {"bound": "rms:1"}, ConfigError, "expected a finite number > 0"),
+        (ours, {"bound": 0.0}, ConfigError, "bound = 0.0, expected a finite number > 0"),
+        (lambda: ours().requires_grad_(False), {}, ConfigError, "frozen"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused(build: Any, options: Any, error: Any, says: str) -> None:
+    built = build()
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    with pytest.raises(error, match=says):
+        constrain_(built, optimizer, to="logits", **options)
+
+
+def test_a_head_is_held_once() -> None:
+    built = ours()
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    handle = constrain_(built, optimizer, to="logits")
+    for options in ({"to": "logits"}, {"where": "*.k_proj", "to": "spectral"}):
+        with pytest.raises(ConfigError, match="constrained already"):
+            constrain_(built, optimizer, **options)
+    handle.remove()
