@@ -20,11 +20,12 @@ from wellposed.roles._roles import (
     FeedForwardRole,
     Roles,
     RoleWeight,
+    Stack,
 )
 from wellposed.roles._views import WeightView, is_linear, shown_spans, spans_of
 from wellposed.roles.adapters import has_lora
 from wellposed.roles.families import FAMILIES, Role
-from wellposed.roles.layer_paths import layer_index, shared_segments
+from wellposed.roles.layer_paths import layer_index
 
 _NOT_TOKENS = ("type", "segment", "relative", "class", "label")
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
@@ -107,7 +108,7 @@ def find_roles(
         raise problem
     roles = replace(
         roles,
-        feedforward=tuple(_beside(role, roles.attention) for role in roles.feedforward),
+        feedforward=tuple(_in_stacks(roles.feedforward, roles.attention)),
         embeddings=_embedding_roles(model),
         loose=(*roles.loose, *_adapter_factors(model)),
         notes=(*roles.notes, *notes),
@@ -123,14 +124,23 @@ def _by_name(model: nn.Module) -> Roles:
     modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
     families = [FAMILIES.get(name) for name in FAMILIES]
     attention: list[AttentionRole] = []
+    owners: set[str] = set()
     for place in modules:
-        if not any(place.path.startswith(f"{role.path}.") for role in attention):
-            attention += _first(family.attention(place) for family in families)
+        if owners.isdisjoint(_prefixes(place.path)):
+            found = _first(family.attention(place) for family in families)
+            attention += found
+            owners.update(role.path for role in found)
     feedforward: list[FeedForwardRole] = []
     for place in modules:
-        if not any(f"{place.path}.".startswith(f"{role.path}.") for role in attention):
+        if owners.isdisjoint(_prefixes(place.path)):
             feedforward += _first(family.feedforward(place) for family in families)
     return Roles(tuple(attention), tuple(feedforward))
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the path and those of what holds it, the longest first, without the whole model."""
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) -> Roles:
@@ -140,14 +150,19 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
     clashes: list[str] = []
 
     def both(said: Sequence[Role], seen: Sequence[Role]) -> tuple[Role, ...]:
-        kept: list[Role] = list(seen)
+        kept: dict[int, Role] = {id(role): role for role in seen}
+        holders: dict[object, Role] = {}
+        for each in seen:
+            for view in _views(each).values():
+                holders.setdefault(_weight_of(view), each)
         for role in said:
             views = _views(role)
-            rival = next((each for each in seen if _overlap(views, _views(each))), None)
+            rival = next(filter(None, map(holders.get, map(_weight_of, views.values()))), None)
+            kept.pop(id(rival), None)
             # a weight that enters in a form computed from several is known by name alone
             known = {view.parameter_name for view in views.values()} <= traced.products
             if rival is None or not known:
-                kept = [each for each in kept if each is not rival] + [role]
+                kept[id(role)] = role
                 if not any(traced.reached(view.parameter) for view in views.values()):
                     unseen.append(role.path)
                 continue
@@ -158,10 +173,9 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
                 if name in others and view.key != others[name].key
             )
             # a module that sits in two places has the name that a reader would give it
-            kept = [each for each in kept if each is not rival]
-            kept.append(replace(rival, path=role.path, **views))
+            kept[id(role)] = replace(rival, path=role.path, **views)
         order = {path: index for index, (path, _) in enumerate(model.named_modules())}
-        return tuple(sorted(kept, key=lambda role: order[role.path]))
+        return tuple(sorted(kept.values(), key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)
     feedforward = both(named.feedforward, traced.roles.feedforward)
@@ -190,10 +204,8 @@ def _views(role: AttentionRole | FeedForwardRole) -> dict[str, WeightView]:
     return {name: view for name, view in vars(role).items() if isinstance(view, WeightView)}
 
 
-def _overlap(first: Mapping[str, WeightView], second: Mapping[str, WeightView]) -> bool:
-    """Tell whether two roles have a weight in common."""
-    keys = {(id(view.owner), view.attribute, view.entry) for view in first.values()}
-    return any((id(view.owner), view.attribute, view.entry) in keys for view in second.values())
+def _weight_of(view: WeightView) -> object:
+    return id(view.owner), view.attribute, view.entry
 
 
 def _adapter_factors(model: nn.Module) -> Iterator[RoleWeight]:
@@ -238,13 +250,19 @@ def _first(found: Iterable[Role | None]) -> list[Role]:
     return [] if role is None else [role]
 
 
-def _beside(role: FeedForwardRole, attention: Sequence[AttentionRole]) -> FeedForwardRole:
-    """Take the stack from the attention that shares the longest path: a feed-forward module does
+def _in_stacks(
+    feedforward: Iterable[FeedForwardRole], attention: Sequence[AttentionRole]
+) -> Iterator[FeedForwardRole]:
+    """Take each stack from the attention that shares the longest path: a feed-forward module does
     not know it."""
-    if not attention:
-        return role
-    nearest = max(attention, key=lambda other: len(shared_segments(other.path, role.path)))
-    return replace(role, stack=nearest.stack)
+    stacks: dict[str, Stack] = {}
+    for other in attention:
+        for prefix in _prefixes(other.path):
+            stacks.setdefault(prefix, other.stack)
+    for role in feedforward:
+        known = (stacks[prefix] for prefix in _prefixes(role.path) if prefix in stacks)
+        first = attention[0].stack if attention else role.stack
+        yield replace(role, stack=next(known, first))
 
 
 def _embedding_roles(model: nn.Module) -> tuple[EmbeddingRole, ...]:

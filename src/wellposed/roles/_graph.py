@@ -3,6 +3,7 @@ attention call, and which products make a feed-forward network."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,12 @@ class _Reader:
         self.used: set[int] = set()
         """Products that play a role in attention."""
         self.incomplete: list[Incomplete] = []
+        self.readers: dict[int, list[tuple[Product, list[Cut]]]] = defaultdict(list)
+        """Identity of a cut -> products that read it and at most four others, and these."""
+        for product in record.products:
+            above = record.above(product.source, limit=4)
+            for cut in above:
+                self.readers[id(cut)].append((product, above))
 
     def attention(self, call: Attention) -> list[AttentionRole]:
         """Return the role of one call; none where a part of it is no product with a parameter."""
@@ -218,9 +225,8 @@ class _Reader:
         projections."""
         readers = [
             product
-            for product in self.record.products
+            for product, above in self.readers[id(call)]
             if product.order > call.order
-            and call in (above := self.record.above(product.source, limit=4))
             and all(isinstance(each, Attention) or each in own for each in above)
         ]
         same = [product for product in readers if _same(product.source, readers[0].source)]

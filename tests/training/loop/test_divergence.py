@@ -172,6 +172,18 @@ def test_a_bad_validation_loss_stops_the_run_too(tmp_path: Any) -> None:
     assert "valid" in result.result["failure"]["what"]
 
 
+def test_a_margin_that_overflows_is_the_loss_that_is_blamed(tmp_path: Path) -> None:
+    def make(config: Any, task: Any) -> nn.Module:
+        model = stub.make_model(config, task)
+        model.lm_head = model.head
+        return model
+
+    config = stub.make_config(margin_radius=3e38)
+    failure = stub.run(config, tmp_path / "run", model=make).result["failure"]
+    assert failure["layer"] == "(the loss)"
+    assert "every activation is finite" in failure["reason"]
+
+
 def test_logits_may_be_a_plain_tensor() -> None:
     from wellposed.training.loop.batches import forward
 

@@ -28,7 +28,14 @@ from wellposed.training.loop.processes import Cancelled, StopRequest
 from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.training.loop.state import Evaluation, TrainerState, Window
-from wellposed.training.loop.step import Penalty, StepNumbers, autocast, compute_gradients, scaled
+from wellposed.training.loop.step import (
+    Penalty,
+    StepNumbers,
+    autocast,
+    compute_gradients,
+    scaled,
+    training_loss,
+)
 from wellposed.training.loop.tracking import Trackers
 
 if TYPE_CHECKING:
@@ -462,10 +469,9 @@ def _blame(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
 def _losses(run: Run, model: nn.Module, penalty: Penalty | None, batch: Batch) -> dict[str, Any]:
     """Return every term of the loss of ``batch`` by the name that a message gives it."""
     batch = batches.to_device(batch, run.accelerator.device)
-    with autocast(run.accelerator.device, run.options):
-        logits, auxiliary = batches.forward_with_auxiliary(model, batch)
-        logits = scaled(logits, run.options)
-        loss, _ = run.task.loss_sum(logits, batch, label_smoothing=run.options.label_smoothing)
+    progress = (run.state.step + 1) / run.options.steps
+    given = (model, model, run.task, batch, run.options)
+    loss, _, auxiliary = training_loss(*given, progress=progress)
     extra = None if penalty is None else penalty()
     found = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
     return {name: value for name, value in found.items() if value is not None}

@@ -152,6 +152,37 @@ def autocast(device: torch.device, options: TrainOptions) -> AbstractContextMana
     return torch.autocast(device.type, dtype=dtype)
 
 
+def training_loss(
+    model: nn.Module,
+    whole: nn.Module,
+    task: Task,
+    batch: Batch,
+    options: TrainOptions,
+    *,
+    progress: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the sum of the losses of a batch, how many targets it is over, and the model's own
+    loss where it has one.
+
+    Args:
+        model: what runs forward. whole: the model without what wraps it, whose head margins read.
+        progress: the share of the steps that are done, by which a loss of words grows.
+    """
+    words = words_of(options.margin_loss) * min(1.0, 2 * progress)
+    rows = None
+    with autocast(next(iter(batch.values())).device, options):
+        logits, auxiliary = batches.forward_with_auxiliary(model, batch)
+        logits = word_logits(logits, batch, whole, words)
+        if options.margin_radius:
+            rows = rows_of(task.kind, batch["labels"])
+            logits = certified_logits(logits, rows, whole, options.margin_radius)
+        logits = scaled(logits, options)
+        if rows is not None and options.margin_loss == "hinge":
+            return *hinge_sum(logits, rows), auxiliary
+        smoothing = options.label_smoothing
+        return *task.loss_sum(logits, batch, label_smoothing=smoothing), auxiliary
+
+
 def compute_gradients(
     accelerator: Accelerator,
     model: nn.Module,
@@ -172,9 +203,9 @@ def compute_gradients(
     are spread. The penalty of a micro-batch, and the loss a model has of its own
     (``output.auxiliary_loss``), weigh as its share of the sequences. Gradients are computed of
     ``loss_scale`` times the loss, a power of two, and divided by it: fp16 holds smaller ones. The
-    global norm is clipped to ``max_grad_norm``. ``progress``, the share of the steps that are done,
-    tells how many words a loss of words counts. Losses, penalty and norm come to the host in a
-    single transfer, which the guard before the optimizer needs.
+    global norm is clipped to ``max_grad_norm``. ``progress`` is that of `training_loss`. Losses,
+    penalty and norm come to the host in a single transfer, which the guard before the optimizer
+    needs.
 
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
     integers when there are several processes.
@@ -187,7 +218,6 @@ def compute_gradients(
     device = accelerator.device
     sums = torch.zeros(3, device=device)  # of losses, penalties and the model's own losses
     has_auxiliary, counted = False, 0.0
-    words = words_of(options.margin_loss) * min(1.0, 2 * progress)
     for number, batch in enumerate(micro_batches):
         share = batches.sequence_count(batch) / sequences
         batch = batches.to_device(batch, device)
@@ -195,19 +225,8 @@ def compute_gradients(
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
         # the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
-            with autocast(device, options):
-                logits, auxiliary = batches.forward_with_auxiliary(model, batch)
-                rows, whole = None, accelerator.unwrap_model(model)
-                logits = word_logits(logits, batch, whole, words)
-                if options.margin_radius:
-                    rows = rows_of(task.kind, batch["labels"])
-                    logits = certified_logits(logits, rows, whole, options.margin_radius)
-                logits = scaled(logits, options)
-                if rows is not None and options.margin_loss == "hinge":
-                    batch_sum, count = hinge_sum(logits, rows)
-                else:
-                    smoothing = options.label_smoothing
-                    batch_sum, count = task.loss_sum(logits, batch, label_smoothing=smoothing)
+            given = (model, accelerator.unwrap_model(model), task, batch, options)
+            batch_sum, count, auxiliary = training_loss(*given, progress=progress)
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share
