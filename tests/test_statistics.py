@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
+import numpy as np
 import pytest
 import scipy.stats
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from wellposed.statistics import (
     holm_correction,
     mean_and_standard_error,
     paired_comparison,
+    worth_it,
 )
 
 
@@ -207,3 +210,47 @@ def test_what_failed_is_counted_and_named_once() -> None:
     base = SeedResults("base", {}, {0: stopped})
     said = compare_seeds(SeedResults("a", {0: 1.0}), base).verdict
     assert said == "cannot be said: the baseline base did not finish on all seeds"
+
+
+@pytest.mark.parametrize(
+    ("differences", "least", "says"),
+    [
+        ([0.02, 0.021, 0.022], 0.01, "worth it: better by 0.021, at least 0.01 was asked (p = 0.0"),
+        ([0.002, 0.003, 0.002], 0.01, "not worth it: the gain is 0.002333 and at most 0.003768, l"),
+        ([-0.02, -0.021, -0.022], 0.01, "not worth it: the gain is -0.021 and at most -0.01852"),
+        ([0.0, 0.0, 0.0], 0.01, "not worth it: equal on all 3 seeds"),
+        (
+            [0.02, 0.0, 0.01],
+            0.01,
+            "cannot be told with 3 seeds: the gain is 0.01, between -0.01484",
+        ),
+        ([0.02, 0.02, 0.02], 0.01, "cannot be told with 3 seeds: no test: the difference is +0.02"),
+        ([0.002, 0.0021, 0.012], 0.001, "cannot be told with 3 seeds: the gain is 0.005367, betw"),
+        ([0.02], 0.01, "cannot be told: one seed has no test, so give --seeds 3 or more"),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_three_seeds_can_say_yes_no_and_neither(
+    differences: list[float], least: float, says: str, sign: int
+) -> None:
+    values = [sign * each for each in differences]
+    found = paired_comparison(values, [0.0] * len(values), higher_is_better=sign > 0)
+    assert worth_it(found, least).startswith(says if sign > 0 else says.replace("+0.02", "-0.02"))
+
+
+def test_the_seeds_that_are_named_would_see_the_gain() -> None:
+    found = paired_comparison([0.02, 0.0, 0.01], [0.0, 0.0, 0.0])
+    needed = int(re.findall(r"about (\d+) seeds", worth_it(found, 0.01))[0])
+    # standard deviation 0.01: the least count whose t-test sees one deviation with a chance of 0.8
+    assert needed == 10
+    assert "100 or more seeds" in worth_it(found, 0.001)
+
+
+def test_an_answer_is_wrong_as_rarely_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,000 draws of three seeds: at most 0.025 and three standard errors of that share."""
+    monkeypatch.setattr("wellposed.statistics.detectable_difference", lambda *_, **__: 0.0)
+    draws = np.random.default_rng(0).normal(size=(4000, 3))
+    for shift, wrong in ((0.0, "worth it"), (1.0, "not worth it")):
+        rows = (draws + shift).tolist()
+        said = [worth_it(paired_comparison(row, [0.0] * 3), 1.0).startswith(wrong) for row in rows]
+        assert 0 < np.mean(said) <= 0.025 + 3 * math.sqrt(0.025 / 4000)

@@ -4,14 +4,17 @@ seeds."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from wellposed.errors import DataError, missing_extra
 
 SIGNIFICANCE = 0.05
 _QUANTILES = 20_000
+_MOST_SEEDS = 100
 # Differences of equal pairs computed in floating point may differ in the last bits; below this
 # share of the values' own size their spread is rounding and no estimate of a variance.
 ROUNDING = 1e-12
@@ -288,6 +291,58 @@ def detectable_difference(
         middle = (low + high) / 2
         low, high = (middle, high) if chance(middle) < power else (low, middle)
     return high * deviation / math.sqrt(pairs)
+
+
+def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
+    """Return whether a gain of ``least`` or more is there: "worth it", "not worth it" or "cannot be
+    told", and why.
+
+    Worth it: the paired test says better (p < 0.05 after Holm) and the mean gain is ``least`` or
+    more. Not worth it: the interval of the gain, ``mean +- t s / sqrt(n)`` at 1 - 0.05 / ``tests``,
+    ends below ``least``. Cannot be told: anything else; then also how many seeds would see ``least``
+    with a chance of 0.8, if differences keep their spread.
+
+    Status: exact under normally distributed differences: the chance of "worth it" where the true
+    gain is 0 or less, and of "not worth it" where it is ``least`` or more, is at most 0.025 each.
+
+    Args:
+        c: the comparison, after `holm_correction` where there are several.
+        least: smallest gain that counts, in the unit of the metric, above 0.
+        tests: variants compared with the same first one.
+
+    Raises:
+        ConfigError: scipy is not installed.
+
+    >>> worth_it(paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 0.5)
+    'worth it: better by 2.333, at least 0.5 was asked (p = 0.0198, 3 seeds)'
+    >>> worth_it(paired_comparison([1.0, 2.0, 3.1], [1.0, 2.0, 3.0]), 0.5)
+    'not worth it: the gain is 0.03333 and at most 0.1768, less than 0.5 (95 %, 3 seeds)'
+    """
+    if c.obstacle or c.mean_difference is None or c.standard_error is None:
+        reason = c.obstacle or "one seed has no test, so give --seeds 3 or more"
+        return f"cannot be told: {reason}"
+    gain = c.mean_difference if c.higher_is_better else -c.mean_difference
+    seeds, level = f"{c.pairs} seeds", SIGNIFICANCE / tests
+    if c.t_statistic is None:
+        if gain == 0:
+            return f"not worth it: equal on all {seeds}"
+        return f"cannot be told with {seeds}: {c.verdict}"
+    if c.significant and gain >= least:
+        p = f"p = {c.p_holm:.3g}, {seeds}"
+        return f"worth it: better by {gain:.4g}, at least {least:.3g} was asked ({p})"
+    reach = -float(_scipy_special().stdtrit(c.pairs - 1, level / 2)) * c.standard_error
+    sure = f"{100 * (1 - level):.3g} %"
+    if gain + reach < least:
+        most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {least:.3g}"
+        return f"not worth it: {most} ({sure}, {seeds})"
+    between = f"between {gain - reach:.4g} and {gain + reach:.4g} ({sure})"
+    deviation = c.standard_error * math.sqrt(c.pairs)
+    counts = range(c.pairs + 1, _MOST_SEEDS)
+    of = partial(detectable_difference, deviation, level=level)
+    place = bisect_left(counts, True, key=lambda count: of(count) <= least)
+    needed = f"about {counts[place]}" if counts[place:] else f"{_MOST_SEEDS} or more"
+    more = f"{needed} seeds would see {least:.3g}"
+    return f"cannot be told with {seeds}: the gain is {gain:.4g}, {between}; {more}"
 
 
 def _worded(c: PairedComparison) -> PairedComparison:

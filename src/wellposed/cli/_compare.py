@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wellposed.cli._arguments import (
     TrackerNames,
@@ -21,8 +22,12 @@ from wellposed.cli._arguments import (
 from wellposed.cli._certify_words import counts_of
 from wellposed.cli.first_look import first_look
 from wellposed.compare.variants import VARIANTS, summary
-from wellposed.options import CheckedOptions, Count, Size
+from wellposed.options import CheckedOptions, Count, Positive, Size
+from wellposed.statistics import worth_it
 from wellposed.training.loop.processes import is_first
+
+if TYPE_CHECKING:
+    from wellposed.report import Comparison
 
 VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
@@ -42,6 +47,9 @@ class CompareArguments(CheckedOptions):
     """Runs that train at the same time, each in a process of its own."""
     resume: str = "never"
     """never | auto: keep finished runs of --out, go on with unfinished ones."""
+    worth: Positive | None = None
+    """Smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
+    variant's mean where not given."""
     certify: Count = 0
     """Certified and attacked accuracy on so many test examples."""
     certify_words: str | None = None
@@ -97,6 +105,7 @@ def run(words: Sequence[str]) -> int:
         return 130 if cancelled else int(bool(runs.failed))
     found = aggregate(runs.folders)
     print(found.table())
+    print("\n".join(_worth_lines(found, options.worth)))
     print(f"report: {build_report(runs.folders, options.out / 'report.html')}")
     if options.track:
         # One more record in each tracker: the means of every variant, the figures on all runs.
@@ -108,3 +117,22 @@ def run(words: Sequence[str]) -> int:
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0
+
+
+def _worth_lines(found: Comparison, least: float | None) -> list[str]:
+    """Return the answer for each variant, below the rule that decided it."""
+    lines = []
+    for task in found.tasks:
+        first, *others = task.variants
+        if not others or task.metric not in first.metrics:
+            continue
+        asked = least or abs(first.metrics[task.metric].mean) / 100
+        lines.append(
+            f"worth it? better in {task.metric} by {asked:.3g} or more (--worth), at p < 0.05; not,"
+            " where the interval of the gain ends below that"
+        )
+        for each in others:
+            if each.comparison is not None:
+                answer = worth_it(each.comparison, asked, tests=len(others))
+                lines.append(f"{each.variant}: {answer}")
+    return lines
