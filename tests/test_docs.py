@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import doctest
+import gzip
+import io
 import multiprocessing
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -69,7 +73,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
 
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-TYPED = re.compile(r"^```(console|pycon)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+TYPED = re.compile(r"^```(console|pycon|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
 
@@ -92,32 +96,96 @@ def test_the_checker_tells_numbers_apart(want: str, got: str, same: bool) -> Non
     assert NearlyTheSame().check_output(want, got, 0) is same
 
 
-def test_the_page_prints_what_it_shows(
+def shares(text: str) -> list[tuple[str, float]]:
+    """Return the accuracies of the tables of the page, with the first word of their rows."""
+    rows = re.findall(r"^(plain|key|orthogonal)\S* +\d+ +(0\.\d+)", text, re.MULTILINE)
+    held = re.findall(r"^(?:none|words) +\d +(0\.\d+) +(0\.\d+)", text, re.MULTILINE)
+    return [
+        (name, float(share)) for name, share in [*rows, *(("held", s) for r in held for s in r)]
+    ]
+
+
+@pytest.fixture
+def typist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> Callable[[int, int], str]:
+    """Return what types blocks of the tutorial in, those from one number to another, and returns
+    what the commands print; numbers of the page that are in no ``text`` block are checked."""
     monkeypatch.chdir(tmp_path)
     parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(NearlyTheSame()), {}
-    blocks = TYPED.findall(TUTORIAL.read_text("utf-8"))
-    assert {kind for kind, _ in blocks} == {"console", "pycon"}
-    for kind, text in blocks:
-        if kind == "console":
-            for line in text.splitlines():
-                assert main(shlex.split(line.removeprefix("$ wellposed "))) == 0, line
-        else:
-            test = parser.get_doctest(text, names, TUTORIAL.name, str(TUTORIAL), 0)
-            runner.run(test, clear_globs=False)
-            names.update(test.globs)
-    printed = capsys.readouterr().out
-    assert runner.summarize(verbose=False).failed == 0, printed
-    shown = re.findall(
-        r"^```text\n(.*?)^```", TUTORIAL.read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )[0]
-    assert [line.split()[0] for line in shown.splitlines()] == [
-        line.split()[0] for line in printed.splitlines()[:6]
-    ]
-    assert "t_fixup against post_ln: better" in shown
-    assert (tmp_path / "runs" / "first" / "report.html").is_file()
+    blocks = [block for block in TYPED.findall(TUTORIAL.read_text("utf-8")) if block[0] != "text"]
+
+    def type_in(first: int, last: int) -> str:
+        said = ""
+        for kind, text in blocks[first:last]:
+            if kind == "console":
+                for line in text.splitlines():
+                    assert main(shlex.split(line.removeprefix("$ wellposed "))) == 0, line
+                said += capsys.readouterr().out
+            else:
+                test = parser.get_doctest(text, names, TUTORIAL.name, str(TUTORIAL), 0)
+                runner.run(test, clear_globs=False)
+                names.update(test.globs)
+                assert not runner.failures, capsys.readouterr().out
+        return said
+
+    return type_in
+
+
+@pytest.mark.slow
+def test_the_page_prints_what_it_shows(typist: Callable[..., str], tmp_path: Path) -> None:
+    printed = typist(0, 99)
+    shown = "".join(
+        text for kind, text in TYPED.findall(TUTORIAL.read_text("utf-8")) if kind == "text"
+    )
+    assert [name for name, _ in shares(shown)] == ["plain", "key", "orthogonal", *["held"] * 8]
+    for (name, here), (_, there) in zip(shares(shown), shares(printed), strict=True):
+        assert abs(here - there) <= 0.1, name
+    heads, found = (set(re.findall(r"^\S+", of, re.MULTILINE)) for of in (shown, printed))
+    assert heads <= found
+    for variant in ("key:1e-2", "orthogonal"):
+        assert re.search(
+            f"^{variant}: cannot be told with 3 seeds: the gain", printed, re.MULTILINE
+        )
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
     assert any((tmp_path / "measured").iterdir())
+
+
+def quoted(rows: Sequence[Sequence[str]], mark: str, ends: str = "\n") -> bytes:
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=mark, lineterminator=ends).writerows(rows)
+    return file.getvalue().encode("utf-8-sig" if ends == "\r\n" else "utf-8")
+
+
+TEXTS = [
+    (f"the {a}, it sends; a {b} and\nwaits", b) for a in "abcdefghij" for b in ("mail", "code")
+]
+LAYOUTS = {
+    "semicolons, a mark, carriage returns, four columns": quoted(
+        [
+            ("id", "topic", "headline", "body"),
+            *((str(i), b, b, a) for i, (a, b) in enumerate(6 * TEXTS)),
+        ],
+        ";",
+        "\r\n",
+    ),
+    "no header, labels as words": quoted([(b, f'he said "{a}"') for a, b in 6 * TEXTS], ","),
+    "text first, bars, gzipped": gzip.compress(
+        quoted([("review", "sentiment"), *((a, b) for a, b in 6 * TEXTS)], "|"), mtime=0
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unusual_files_go_through_the_commands_unchanged(
+    layout: str, typist: Callable[..., str], tmp_path: Path
+) -> None:
+    typist(0, 1)
+    (tmp_path / "mine.csv").write_bytes(LAYOUTS[layout])
+    said = typist(1, 4)
+    assert re.search("^orthogonal: (not worth it|worth it|cannot be told)", said, re.MULTILINE)
+    assert re.search(r"^(mail|code)\t0\.\d+\t\d+$", said, re.MULTILINE)
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")

@@ -267,17 +267,20 @@ def read_table(
             " without .gz"
         )
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
-    delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text.split("\n", 2)[:2])
+    delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text)
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
     rows = _quoted_rows(file, delimiter) if quoted else plain
     return _fields(path, rows, has_header), file.described
 
 
-def _delimiter(first_lines: Sequence[str]) -> str:
-    """Return the comma where the first line has it; else a tab, ; or | that both lines have."""
-    if "," in first_lines[0]:
+def _delimiter(text: str) -> str:
+    """Return the comma where the first line has it; else a tab, ; or | that both of the first two
+    lines have, each with the line ends that it quotes."""
+    found = re.finditer(r'(?:"[^"]*"|[^\n])*\n?', text)
+    rows = [row[0] for row in itertools.islice(found, 2) if row[0]] or [""]
+    if "," in rows[0]:
         return ","
-    return next((mark for mark in "\t;|" if all(mark in line for line in first_lines)), ",")
+    return next((mark for mark in "\t;|" if all(mark in row for row in rows)), ",")
 
 
 def _quoted_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
