@@ -10,5 +10,7 @@ from wellposed.attack._inputs import reads_pairs as reads_pairs
 from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound
+from wellposed.attack._words import Propose as Propose
+from wellposed.attack._words import WindowSwaps as WindowSwaps
 from wellposed.attack._words import WordAttack as WordAttack
 from wellposed.attack._words import WordSwaps as WordSwaps

@@ -78,16 +78,18 @@ class WordAttack:
 @dataclass(frozen=True)
 class WordSwaps:
     """Proposes, of every replacement of one word by any of the vocabulary, those that a gradient
-    ranks first.
+    ranks first; with ``edits_within``, deleted and inserted words too.
 
     The gain of word w at position i is ``g_i . (e_w - e_i)``, g the gradient of the difference of
     two logits (HotFlip, Ebrahimi et al. 2018): exact where logits are linear in the words, so that
-    the attack is exact too. A position is changed once.
+    the attack is exact too. A position is changed once. Deleted are the words that help least, at
+    both ends and in the middle inserted the word that helps most.
 
     Args:
         model: takes ``inputs_embeds``.
         vectors: (vocabulary, width), the ``inputs_embeds`` of every word.
         original, label: the text that is attacked, and its class.
+        edits_within: propose insertions and deletions too, in texts of at most so many words.
         tries: positions that are proposed.
     """
 
@@ -95,6 +97,7 @@ class WordSwaps:
     vectors: Tensor
     original: Tensor
     label: int
+    edits_within: int | None = None
     tries: int = 8
     _table: Tensor = field(init=False, repr=False)
 
@@ -102,16 +105,64 @@ class WordSwaps:
         object.__setattr__(self, "_table", self.vectors.float())
 
     def __call__(self, ids: Tensor, target: int) -> Sequence[Tensor]:
-        """Return the texts with one more word replaced."""
+        """Return the texts with one more word changed."""
         with torch.enable_grad():
             x = self.vectors[ids][None].requires_grad_()
             mask = torch.ones_like(ids)[None]
             logits = self.model(inputs_embeds=x, attention_mask=mask).logits[0]
             (gradient,) = torch.autograd.grad(logits[target] - logits[self.label], x)
-        gains = gradient[0].float() @ self._table.mT
-        gains, words = (gains - gains.gather(1, ids[:, None])).max(1)
-        gains[ids != self.original] = -torch.inf
+        along = gradient[0].float() @ self._table.mT
+        own = along.gather(1, ids[:, None])
+        gains, words = (along - own).max(1)
+        if self.edits_within is None:
+            gains[ids != self.original] = -torch.inf
         places = gains.topk(min(self.tries, len(ids))).indices
         swapped = ids.repeat(len(places), 1)
         swapped[torch.arange(len(places)), places] = words[places]
-        return list(swapped[gains[places].isfinite()])
+        found = list(swapped[gains[places].isfinite()])
+        if self.edits_within is not None:
+            best = along.mean(0).argmax()[None]
+            for place in sorted({0, len(ids) // 2, len(ids)}):
+                text = torch.cat([ids[:place], best, ids[place:]])
+                found.append(text[: self.edits_within])
+            least = own[:, 0].topk(min(self.tries, len(ids) - 1), largest=False).indices.tolist()
+            found += [torch.cat([ids[:place], ids[place + 1 :]]) for place in least]
+        return found
+
+
+@dataclass(frozen=True)
+class WindowSwaps:
+    """Proposes, for a text whose windows vote, replacements of one word in the windows that have
+    most to lose.
+
+    A window is changed once. Of every proposal the votes are known apart, so that with all windows
+    and replacements tried the attack of one word a window is exact.
+
+    Args:
+        votes: windows (windows, tokens) to their votes, (windows, classes).
+        swaps: a window and the class to reach, to windows with one word of it replaced.
+        original, label: the text that is attacked, and its class.
+        tries: windows that are proposed.
+    """
+
+    votes: Callable[[Tensor], Tensor]
+    swaps: Callable[[Tensor, int], Tensor]
+    original: Tensor
+    label: int
+    tries: int = 4
+
+    def __call__(self, ids: Tensor, target: int) -> Sequence[Tensor]:
+        """Return the texts with a word of one more window replaced."""
+        windows, found = ids.view_as(self.original), []
+        votes = self.votes(windows)
+        ahead = votes[:, target] - votes[:, self.label]
+        ahead[(windows != self.original).any(1)] = torch.inf
+        for place in ahead.topk(min(self.tries, len(ahead)), largest=False).indices.tolist():
+            others = self.swaps(windows[place], target)
+            if not len(others) or ahead[place].isinf():
+                continue
+            reached = self.votes(others)
+            text = windows.clone()
+            text[place] = others[(reached[:, target] - reached[:, self.label]).argmax()]
+            found.append(text.flatten())
+        return found

@@ -220,7 +220,8 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     if why:
         return None
     config = read_config(folder)
-    remote = [v for v in config.task_options.values() if isinstance(v, str) and v[:3] == "hf:"]
+    named = [v for v in config.task_options.values() if isinstance(v, str) and v[:3] == "hf:"]
+    remote = [name for name in named if not Path(name[3:]).is_dir()]
     if remote and options.data is None:
         print(
             f"certified accuracy left out: the run read {', '.join(remote)}, and nothing is"

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from wellposed.tasks import Task
     from wellposed.tasks.data.splits import Split
-    from wellposed.training.certified.words import EditKind, WordBounds
+    from wellposed.training.certified.windows import TextReader
+    from wellposed.training.certified.words import EditKind
 
 _SHOWN = 8
 _MOST = 1000
@@ -66,10 +67,10 @@ def word_counter(
     Raises:
         NotLipschitzError, ConfigError: there is no certificate in words; the reason is named.
     """
-    from wellposed.training.certified.characters import CharacterEdits
+    from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
 
-    bounds = CharacterEdits.of(model, tokenizer, limit).bounds
+    bounds = read_texts(model, tokenizer, limit).bounds
 
     def count(batch: Mapping[str, Any]) -> list[int]:
         return [
@@ -84,44 +85,43 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
     """Print what of one text can change with its answer held, and which words carry it."""
     import torch
 
-    from wellposed.training.certified.characters import CharacterEdits
     from wellposed.training.certified.run import text_limit
+    from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
 
-    limit = text_limit(model, tokenizer)
-    characters = CharacterEdits.of(model, tokenizer, limit, required=False)
-    bounds = characters.bounds
-    ids = torch.tensor(tokenizer(text)["input_ids"][:limit], dtype=torch.long)
+    reader = read_texts(model, tokenizer, text_limit(model, tokenizer), required=False)
+    bounds, ids = reader.bounds, reader.encode(text)
     if not len(ids):
         raise ConfigError(
             "--text: no word in it, so there is none to change; give a text of 1 word"
         )
     batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
     with torch.no_grad():
-        logits = bounds.model(**batch).logits[0]
+        logits, (parts,) = bounds.read(**batch)
+    logits = logits[0]
     label = int(logits.argmax())
-    attack = _attack(bounds, tokenizer, ids, label)
-    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(ids)} words")
+    attack = _attack(reader, ids, label)
+    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(text.split())} words")
     if bounds.reason:
         print(f"no certificate: {bounds.reason}; {attack}")
         return
     most: dict[EditKind, int] = {"words": _MOST, "edits": 3, "characters": 3}
-    (held,) = hold_texts(bounds, [batch], most, characters)
-    if held.held["words"] >= len(ids):
+    (held,) = hold_texts(bounds, [batch], most, reader)
+    if held.held["words"] >= len(parts):
         print("no words of this vocabulary change it, however many are replaced")
     else:
         print(f"no {held.held['words']} replaced words change it; {attack}")
-    if bounds.free_rest < float("inf"):
+    if not bounds.unread:
         print(
             f"nor do {held.held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
             f" {held.held['characters']} characters (up to 3 tried)"
         )
-    gains = bounds.gains(label, ids) / len(ids)
+    gains = reader.gains(parts, label) / len(parts)
     ahead = logits[label] - logits
     left = ahead - gains.sum(0)
     left[label] = float("inf")
     near = int(left.argmin())
-    shares, words = gains[:, near] / ahead[near], _words(tokenizer, ids)
+    shares, words = gains[:, near] / ahead[near], list(map(printable, reader.names(ids)))
     order = shares.argsort(descending=True)[:_SHOWN].tolist()
     rows = [(words[i], f"{float(shares[i]):.3f}") for i in order]
     print(
@@ -131,23 +131,17 @@ def print_text(model: Any, tokenizer: Any, text: str) -> None:
     print(aligned([("word", "share"), *rows], "l"))
 
 
-def _attack(bounds: WordBounds, tokenizer: Any, ids: Tensor, label: int) -> str:
+def _attack(reader: TextReader, ids: Tensor, label: int) -> str:
     """Say which words an attack puts in place of which."""
-    from wellposed.attack import WordAttack, WordSwaps
+    from wellposed.attack import WordAttack
 
-    swaps = WordSwaps(bounds.model, bounds.vectors, ids, label)
-    needed, turned = WordAttack(bounds.model, swaps).fewest_edits(ids, label, len(ids))
+    propose = reader.propose("words", ids, label)
+    needed, turned = WordAttack(reader.bounds.model, propose).fewest_edits(ids, label, len(ids))
     if needed > len(ids):
         return "the attack finds none"
-    pairs = zip(_words(tokenizer, ids), _words(tokenizer, turned), strict=True)
-    swapped = ", ".join(f"{old} -> {new}" for old, new in pairs if old != new)
+    pairs = zip(reader.names(ids), reader.names(turned), strict=True)
+    swapped = ", ".join(printable(f"{old} -> {new}") for old, new in pairs if old != new)
     return f"the attack needs {needed}: {swapped}"
-
-
-def _words(tokenizer: Any, ids: Tensor) -> list[str]:
-    """Return words as they can be printed; a row of the table without a word by its number."""
-    words = zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids.tolist(), strict=True)
-    return [f"row {number}" if word is None else printable(word) for word, number in words]
 
 
 def _class_name(model: Any, label: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from wellposed.errors import DataError
-from wellposed.options import Size
+from wellposed.options import Count, Size
 from wellposed.tasks.data import labelled, splits
 from wellposed.tasks.data.prose import labelled_docstrings
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
@@ -29,6 +29,9 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the unknown token."""
     max_length: Size = 256
     """Most tokens of a text."""
+    certified_windows: Count = 0
+    """Read windows of so many words one by one and answer by their mean vote, which certifies words whatever the
+    model is (`certify RUN --words`); max_length then counts words. 0: read texts whole."""
     overflow: Literal["truncate", "error"] = "truncate"
     """A longer text keeps its first max_length tokens (counted in the report), or is an error."""
 
@@ -76,7 +79,7 @@ def _read(
     options: TextClassificationOptions,
 ) -> tuple[dict[Split, labelled.LabelledTexts], Described]:
     if options.data != "builtin":
-        pairs = options.tokenizer.startswith("hf:")
+        pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
         return labelled.load_labelled(options, options, pairs=pairs)
     sentences, described = labelled_docstrings()
     tables, cut = splits.cut_missing({"train": sentences}, "builtin", share=0.15)

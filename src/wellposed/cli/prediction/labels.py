@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from wellposed.cli._certify_words import word_counter
 from wellposed.cli.prediction.lines import LineSource, say_long
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
+from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed.tasks.data.pixel_values import pixel_values, stack_values
+from wellposed.tasks.text.windows import cut_windows, encode_windows
 from wellposed.text_table import printable
 
 if TYPE_CHECKING:
@@ -74,6 +76,8 @@ def label_lines(
 
     def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
         given = [list(side) for side in sides]
+        if hasattr(model, "votes"):
+            return read_windows(start, given[0])
         lengths = [len(ids) for ids in tokenizer(*given, verbose=False)["input_ids"]]
         cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
         if 0 in lengths:
@@ -90,6 +94,16 @@ def label_lines(
         found = tokenizer(*given, **how)
         read = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
         return model_inputs(model, {name: found[name] for name in read if name in found})
+
+    def read_windows(start: int, texts: list[str]) -> dict[str, Tensor]:
+        words = [len(text.split()) for text in texts]
+        cut.update(start + place for place, count in enumerate(words, 1) if count > limit)
+        if 0 in words:
+            raise ShapeError(f"line {start + words.index(0) + 1}: no word, expected 1 or more")
+        config: Any = model.config
+        windows = [cut_windows(text, config.window_words, limit) for text in texts]
+        rows = encode_windows(tokenizer, windows, config.window_tokens)
+        return pad_examples([{"input_ids": row} for row in rows], pad_id=tokenizer.pad_token_id)
 
     for start in range(0, len(lines), batch_size):
         sides: list[Sequence[str]] = [lines[start : start + batch_size]]

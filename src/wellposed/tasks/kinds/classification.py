@@ -17,6 +17,7 @@ from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
+from wellposed.tasks.text.windows import WindowEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +118,14 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
         self.labels = tuple(labels)
 
     def model_kwargs(self) -> dict[str, Any]:
-        return {**TokenTask.model_kwargs(self), **LabelTask.model_kwargs(self)}
+        read = {"max_position_embeddings": self.windows[1]} if self.windows else {}
+        return {**TokenTask.model_kwargs(self), **LabelTask.model_kwargs(self), **read}
+
+    @property
+    def windows(self) -> tuple[int, int] | None:
+        """Words and tokens of the windows that vote; None where a text is read whole."""
+        encoder = self._encoder
+        return (encoder.words, encoder.tokens) if isinstance(encoder, WindowEncoder) else None
 
     def split_labels(self, split: Split) -> NDArray[np.integer]:
         return self._examples[split].labels
@@ -150,6 +158,8 @@ def encode_labelled(
     ``max_length`` or refused as ``overflow`` says, and what was cut, unknown or repeated."""
     train = tables["train"].texts
     encoder = build_encoder(options.tokenizer, train, max_words=options.max_words)
+    if words := getattr(options, "certified_windows", 0):
+        encoder = WindowEncoder(encoder, words, train, options.max_length)
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
         ids[split] = encoder.encode(table.texts, max_length=options.max_length, pairs=table.pairs)

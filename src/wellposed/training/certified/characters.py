@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wellposed.attack import Propose, WordSwaps
 from wellposed.errors import ConfigError
-from wellposed.training.certified.words import Menu, WordBounds, bound_words
+from wellposed.training.certified.words import EditKind, Menu, WordBounds, bound_words
 
+_TRIES = 32
+"""Texts with one more character changed that an attack tries in each round."""
 Shape = tuple[int, int]
 """How many words an edit removes, and how many it adds."""
 
@@ -35,6 +39,7 @@ class CharacterEdits:
         self, bounds: WordBounds, vocabulary: Mapping[str, int], unknown: int, limit: int
     ) -> None:
         self.bounds, self.vocabulary = bounds, vocabulary
+        self.tokenizer: Any = None
         self.unknown, self.limit = unknown, limit
         self.words = {number: word for word, number in vocabulary.items()}
         self._gaps: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -69,7 +74,9 @@ class CharacterEdits:
         bounds = bound_words(model, seq_len=limit, required=required)
         special = set(tokenizer.all_special_tokens)
         words = {word: n for word, n in tokenizer.get_vocab().items() if word not in special}
-        return cls(bounds, words, tokenizer.unk_token_id, limit)
+        found = cls(bounds, words, tokenizer.unk_token_id, limit)
+        found.tokenizer = tokenizer
+        return found
 
     def menu(self, ids: Tensor, label: int, count: int) -> Menu:
         """Return the most that ``count`` edits can gain, for each number of words they remove and
@@ -166,6 +173,27 @@ class CharacterEdits:
                     made |= {(n,) for n in self._gaps.get((place, left + right[1:]), ())}
             self._edits[words] = sorted(made - {words})
         return self._edits[words]
+
+    def propose(self, kind: EditKind, ids: Tensor, label: int) -> Propose:
+        """Return what an attack tries on a text: one more edit of this kind."""
+        if kind == "characters":
+            return partial(self.proposals, label=label, tries=_TRIES)
+        model, vectors = self.bounds.model, self.bounds.vectors
+        limit = self.limit if kind == "edits" else None
+        return WordSwaps(model, vectors, ids, label, edits_within=limit)
+
+    def gains(self, ids: Tensor, label: int) -> Tensor:
+        """Return the most that replacing each word adds to another class, (words, classes)."""
+        return self.bounds.gains(label, ids)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the ids of a text, cut as the model reads it."""
+        return torch.tensor(self.tokenizer(text)["input_ids"][: self.limit], dtype=torch.long)
+
+    def names(self, ids: Tensor) -> list[str]:
+        """Return words as text; a row of the table without a word by its number."""
+        words = zip(self.tokenizer.convert_ids_to_tokens(ids.tolist()), ids.tolist(), strict=True)
+        return [f"row {number}" if word is None else word for word, number in words]
 
     def proposals(
         self, ids: Tensor, target: int, *, label: int, tries: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,13 +109,13 @@ class WordBounds:
     def held_words(self, logits: Tensor, ids: Tensor, label: int) -> int:
         """Return the largest k such that no k replaced words make another class than ``label``
         win; -1 where one wins already."""
-        ahead = _ahead(logits, label)
+        ahead = ahead_of(logits, label)
         if not bool((ahead > 0).all()):
             return -1
         if self.reason:
             return 0
         moved = self.gains(label, ids).sort(0, descending=True).values.cumsum(0) / len(ids)
-        holds = (_above(moved) < ahead).all(1)
+        holds = (above(moved) < ahead).all(1)
         return int(holds.long().cumprod(0).sum())
 
     def words_held(self, logits: Tensor, ids: Tensor, label: int, most: int) -> int:
@@ -130,7 +130,7 @@ class WordBounds:
         is left moves by its constant times the share of words that are not the same (a distance of
         two distributions of words, B14).
         """
-        ahead, n = _ahead(logits, label), len(ids)
+        ahead, n = ahead_of(logits, label), len(ids)
         if not bool((ahead > 0).all()) or math.isinf(self.free_rest):
             return False
         linear = (self.vectors[ids] @ self.directions(label).mT).sum(0)
@@ -141,9 +141,62 @@ class WordBounds:
                 return False
             share = max(removed, added) / max(n, left)
             moved = (linear + gain) / left - linear / n + widen * share
-            if not bool((_above(moved) < ahead).all()):
+            if not bool((above(moved) < ahead).all()):
                 return False
         return True
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits of a batch, and the real tokens of each text.
+
+        Raises:
+            ShapeError: a text is longer than the bounds cover.
+        """
+        real = attention_mask.bool()
+        if int(real.sum(1).max()) > self.tokens:
+            raise ShapeError(
+                f"words: a text of {int(real.sum(1).max())} tokens, and the bounds are for at most"
+                f" {self.tokens}; ask for a larger seq_len"
+            )
+        logits = self.model(input_ids=input_ids, attention_mask=real.long()).logits.double()
+        return logits, [text[kept] for text, kept in zip(input_ids, real, strict=True)]
+
+    def held_edits(
+        self, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
+    ) -> int:
+        """Return how many edits of a kind, up to ``most``, hold for a text (logits, ids, label)."""
+        logits, ids, label = text
+        if kind == "words":
+            return self.words_held(logits, ids, label, most)
+        if not bool((ahead_of(logits, label) > 0).all()):
+            return -1
+
+        def holds(k: int) -> bool:
+            if kind == "edits":
+                return self.held_menu(
+                    logits, ids, label, self.any_words(ids, label, [(k, k, 2 * k)])
+                )
+            return self.held_menu(logits, ids, label, characters.menu(ids, label, k))
+
+        return most_held(holds, most)
+
+    @property
+    def how(self) -> str:
+        """What the certificate is, or why there is none."""
+        if self.reason:
+            return f"no certificate: {self.reason}"
+        if self.exact:
+            return "replaced words exactly"
+        return (
+            f"norm sum, {self.skip:.3g} of a state is its own token, the rest has bound"
+            f" {self.rest:.3g}"
+        )
+
+    @property
+    def unread(self) -> str:
+        """Why edits and characters have no certificate, where they have none."""
+        if self.reason or math.isfinite(self.free_rest):
+            return ""
+        return "where the order of words is read: train with --model.position none"
 
     def any_words(self, ids: Tensor, label: int, most: Sequence[tuple[int, int, int]]) -> Menu:
         """Return the menu of removing the d least helpful words and adding b of the best, for every
@@ -160,14 +213,15 @@ class WordBounds:
         }
 
 
-def _ahead(logits: Tensor, label: int) -> Tensor:
-    """How far the label is ahead of every class; of itself infinitely far."""
+def ahead_of(logits: Tensor, label: int) -> Tensor:
+    """Return how far the label is ahead of every class; of itself infinitely far."""
     ahead = logits[label] - logits
     ahead[label] = math.inf
     return ahead
 
 
-def _above(moved: Tensor) -> Tensor:
+def above(moved: Tensor) -> Tensor:
+    """Return what lies above a sum and its rounding in float64."""
     return moved + _ROUNDING * (1 + moved.abs())
 
 
@@ -259,14 +313,14 @@ class TextHeld:
     label: int
     predicted: int
     words: int
-    """Words of the text."""
+    """Words of the text, or windows of words."""
     held: dict[EditKind, int]
     """For each kind, the largest number of edits, of those asked for, that is certified; -1 where
     the answer is not the label."""
 
 
 def hold_texts(
-    bounds: WordBounds,
+    bounds: Any,
     batches: Iterable[Mapping[str, Tensor]],
     asked: Mapping[EditKind, int],
     characters: Any = None,
@@ -274,7 +328,7 @@ def hold_texts(
     """Return how many edits of each kind hold for every text, up to those ``asked`` for.
 
     Args:
-        bounds: of the model.
+        bounds: of the model, `WordBounds` or `wellposed.training.certified.windows.WindowBounds`.
         batches: with ``input_ids``, ``attention_mask`` and, where the answer is judged, ``labels``.
         asked: the largest number for each kind.
         characters: what one character can do, `wellposed.training.certified.characters`; needed
@@ -287,41 +341,20 @@ def hold_texts(
     """
     found = []
     for batch in batches:
-        inputs, mask = batch["input_ids"], batch["attention_mask"].bool()
-        if int(mask.sum(1).max()) > bounds.tokens:
-            raise ShapeError(
-                f"words: a text of {int(mask.sum(1).max())} tokens, and the bounds are for at most"
-                f" {bounds.tokens}; ask for a larger seq_len"
-            )
         with torch.no_grad():
-            logits = bounds.model(input_ids=inputs, attention_mask=mask.long()).logits.double()
+            logits, texts = bounds.read(batch["input_ids"], batch["attention_mask"])
         predicted = logits.argmax(-1)
         labels = batch.get("labels", predicted)
-        rows = zip(logits, inputs, mask, labels.tolist(), predicted.tolist(), strict=True)
-        for scores, tokens, real, label, answer in rows:
-            ids = tokens[real]
+        rows = zip(logits, texts, labels.tolist(), predicted.tolist(), strict=True)
+        for scores, text, label, answer in rows:
             held: dict[EditKind, int] = {
-                kind: _held_edits(bounds, (scores, ids, label), kind, most, characters)
+                kind: bounds.held_edits((scores, text, label), kind, most, characters)
                 for kind, most in asked.items()
             }
-            found.append(TextHeld(label, answer, len(ids), held))
+            found.append(TextHeld(label, answer, len(text), held))
     return found
 
 
-def _held_edits(
-    bounds: WordBounds, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
-) -> int:
-    logits, ids, label = text
-    if kind == "words":
-        return bounds.words_held(logits, ids, label, most)
-    held = 0 if bool((_ahead(logits, label) > 0).all()) else -1
-    while 0 <= held < most:
-        k = held + 1
-        if kind == "edits":
-            menu = bounds.any_words(ids, label, [(k, k, 2 * k)])
-        else:
-            menu = characters.menu(ids, label, k)
-        if not bounds.held_menu(logits, ids, label, menu):
-            break
-        held = k
-    return held
+def most_held(holds: Callable[[int], bool], most: int) -> int:
+    """Return the largest k up to ``most`` such that ``holds`` of every number up to k."""
+    return next((k - 1 for k in range(1, most + 1) if not holds(k)), most)

@@ -204,13 +204,13 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
     return forward_with_auxiliary(model, batch)[0]
 
 
-def forward_with_auxiliary(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of ``model``, and a loss of its own where it has one: a mean over the
-    sequences of ``batch``.
+def forward_with_auxiliary(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
+    """Return the logits of ``model``, a loss of its own where it has one, a mean over the sequences
+    of ``batch``, and all that it gave.
 
-    It is read from ``output.auxiliary_loss``.
+    The loss is read from ``output.auxiliary_loss``.
     """
     output: Any = model(**model_inputs(model, batch))
     if isinstance(output, Tensor):
-        return output, None
-    return output.logits, getattr(output, "auxiliary_loss", None)
+        return output, None, output
+    return output.logits, getattr(output, "auxiliary_loss", None), output

@@ -120,6 +120,19 @@ def build_start(config: RunConfig, task: Task) -> Start:
         CheckpointError: it cannot be loaded.
         RoleNotFoundError: T-Fixup has no rule for one of its weights.
     """
+    windows = getattr(task, "windows", None)
+    start = _build_whole(config, task, reads_windows=windows is not None)
+    if windows is None:
+        return start
+    from wellposed.models import Start, WindowsForSequenceClassification
+
+    words, tokens = windows
+    pad = task.model_kwargs()["pad_token_id"]
+    model = WindowsForSequenceClassification.around(start.model, words, tokens, pad)
+    return Start(model, tuple(f"model.{name}" for name in start.new_weights), start.left_out)
+
+
+def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start:
     from wellposed.models import Start, build_model, model_keywords, start_model
 
     options = config.start
@@ -130,6 +143,14 @@ def build_start(config: RunConfig, task: Task) -> Start:
         _refuse_other_tokens(options.model, task)
     how = {"from_scratch": options.from_scratch, "new_head": options.new_head}
     start = start_model(options.model, task.kind, task.model_kwargs(), **how)
+    voting = "votes" if hasattr(start.model, "votes") else ""
+    if voting or (reads_windows and (options.init, options.attention) != ("own", "own")):
+        given = voting or f"{options.attention} attention, {options.init} weights"
+        raise ConfigError(
+            f"{options.model}: windows of words are read by a classifier with its own attention and"
+            f" norms, received {given}; give --from the model as it was before its windows, no"
+            " --start.attention, and another variant than t_fixup"
+        )
     if task.kind == "image_classification":
         _try_image(start.model, task, options.model)
     if options.init == "t_fixup":

@@ -171,8 +171,8 @@ def training_loss(
     words = words_of(options.margin_loss) * min(1.0, 2 * progress)
     rows = None
     with autocast(next(iter(batch.values())).device, options):
-        logits, auxiliary = batches.forward_with_auxiliary(model, batch)
-        logits = word_logits(logits, batch, whole, words)
+        logits, auxiliary, output = batches.forward_with_auxiliary(model, batch)
+        logits = word_logits(logits, batch, whole, words, getattr(output, "votes", None))
         if options.margin_radius:
             rows = rows_of(task.kind, batch["labels"])
             logits = certified_logits(logits, rows, whole, options.margin_radius)

@@ -13,20 +13,29 @@ from wellposed.errors import ConfigError
 from wellposed.nn import BallAttention, BudgetResidual, ConvexResidual, MaxMinFeedForward
 
 
-def word_logits(logits: Tensor, batch: Mapping[str, Tensor], model: Any, words: float) -> Tensor:
+def word_logits(
+    logits: Tensor,
+    batch: Mapping[str, Tensor],
+    model: Any,
+    words: float,
+    votes: Tensor | None = None,
+) -> Tensor:
     r"""Return ``z_c + g_c / n``, g_c the sum of the ``words`` largest gains that replacing a word of
     the text has for class c against the label.
 
     Status: an upper bound of what replaced words reach where weights have norm 1 at most, exact
     without blocks; with gradient, so that embeddings, temperatures and shares of branches pay for
     what they allow. The gain of a word v is ``max_w s (w_c - w_y) . (e_w - e_v)`` plus ``rest |w_c -
-    w_y| (|e_v| + max |e_w|)``; of a part of a word the next gain counts by that part.
+    w_y| (|e_v| + max |e_w|)``; of a part of a word the next gain counts by that part. Where windows
+    vote, mean votes are raised in place of logits, a window by ``1 + v_y - v_c`` at most (B15).
 
     Args:
         logits: (batch, classes), before any temperature.
         batch: ``input_ids``, ``attention_mask`` and ``labels``.
         model: a classifier of the variant lipschitz.
         words: k >= 0.
+        votes: (batch, windows, classes) of a model of windows, 0 behind the end of a text; its
+            logits are logarithms of mean votes.
 
     Raises:
         ConfigError: another model.
@@ -35,6 +44,11 @@ def word_logits(logits: Tensor, batch: Mapping[str, Tensor], model: Any, words: 
     """
     if words <= 0:
         return logits
+    labels = batch["labels"]
+    if votes is not None:
+        gains = 1 + votes.gather(2, labels[:, None, None].expand(*votes.shape[:2], 1)) - votes
+        moved = _most_moved(gains, votes.sum(2) > 0, words, labels)
+        return (logits.exp() + moved).log()
     classifier, body = getattr(model, "classifier", None), getattr(model, "model", None)
     layers = getattr(body, "layers", None)
     mean = getattr(getattr(model, "config", None), "pooling", None) == "mean"
@@ -44,7 +58,7 @@ def word_logits(logits: Tensor, batch: Mapping[str, Tensor], model: Any, words: 
             f" the mean; received a {type(model).__name__}"
         )
     assert body is not None
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids = batch["input_ids"]
     mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(ids) > 0
     table = model.get_input_embeddings()
     vectors = table(torch.arange(table.num_embeddings, device=ids.device))
@@ -59,12 +73,17 @@ def word_logits(logits: Tensor, batch: Mapping[str, Tensor], model: Any, words: 
     lengths = vectors.norm(dim=-1)
     reach = nn.functional.embedding(ids, lengths[:, None]) + lengths.amax()
     gains = best[labels][:, None] - own + (total - skip) * sizes[:, None] * reach
+    return logits + _most_moved(gains, mask, words, labels).to(logits.dtype)
+
+
+def _most_moved(gains: Tensor, mask: Tensor, words: float, labels: Tensor) -> Tensor:
+    """Return the mean over the real places of a text of its ``words`` largest gains, (batch,
+    classes), 0 for the label."""
     gains = gains.masked_fill(~mask[..., None], 0.0)
-    most = min(math.ceil(words), ids.shape[1])
-    shares = (words - torch.arange(most, device=ids.device)).clamp(0, 1)
+    most = min(math.ceil(words), gains.shape[1])
+    shares = (words - torch.arange(most, device=gains.device)).clamp(0, 1)
     moved = (gains.topk(most, dim=1).values * shares[:, None]).sum(1) / mask.sum(1)[:, None]
-    reached = torch.ones_like(moved).scatter(1, labels[:, None], 0.0)
-    return logits + (moved * reached).to(logits.dtype)
+    return moved * torch.ones_like(moved).scatter(1, labels[:, None], 0.0)
 
 
 def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor | float]:
