@@ -17,6 +17,7 @@ from wellposed.linalg import (
     lanczos_singular_value,
     largest_singular_value,
     singular_values,
+    spectrum,
     stable_rank,
 )
 
@@ -236,3 +237,22 @@ def test_one_and_two_values_end_after_as_many_steps() -> None:
     row = torch.randn(1, 9)
     assert lanczos_singular_value(row).value == pytest.approx(float(row.norm()), rel=1e-6)
     assert lanczos_singular_value(row.T).value == pytest.approx(float(row.norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (40, 90), (200, 150)])
+@pytest.mark.parametrize("scale", [1e-160, 1.0, 1e160])
+@pytest.mark.parametrize("kind", ["gaussian", "decaying", "lower rank"])
+def test_every_value_of_a_spectrum_is_within_its_error(
+    kind: str, scale: float, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    if kind != "gaussian":
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        places = torch.arange(len(values), dtype=torch.float64)
+        values = 10.0 ** (-0.3 * places) if kind == "decaying" else (places < 3).double()
+        matrix = (left * values) @ right
+    found, true = spectrum(matrix * scale), torch.linalg.svdvals(matrix) * scale
+    rounding = len(true) * 2.0**-52 * true[0]
+    assert bool(((found.values - true).abs() <= found.errors + rounding).all())
+    assert float(found.errors.max()) <= 1e-6 * float(true[0])

@@ -45,9 +45,11 @@ from wellposed.linalg._retraction import rotate as rotate
 from wellposed.linalg._retraction import skew_gradient_ as skew_gradient_
 from wellposed.linalg._retraction import tangent_gradient_ as tangent_gradient_
 from wellposed.linalg._singular import LanczosEstimate as LanczosEstimate
+from wellposed.linalg._singular import Spectrum as Spectrum
 from wellposed.linalg._singular import condition_number as condition_number
 from wellposed.linalg._singular import condition_of as condition_of
 from wellposed.linalg._singular import lanczos_singular_value as lanczos_singular_value
 from wellposed.linalg._singular import largest_singular_value as largest_singular_value
 from wellposed.linalg._singular import singular_values as singular_values
+from wellposed.linalg._singular import spectrum as spectrum
 from wellposed.linalg._singular import stable_rank as stable_rank

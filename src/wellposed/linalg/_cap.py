@@ -283,7 +283,7 @@ def _bend_(point: Tensor, grams: _Grams, lengths: list[float], goal: float) -> l
     bend = symmetric_product(square, square) * _each(ninth, point)
     if any(fifth):
         bend += square * _each(fifth, point)
-    add_product_(point, point.clone(), -bend)
+    add_product_(point, point.clone(), bend, alpha=-1.0)
     again = [place for place, length in enumerate(reached) if goal < length <= 0.9 * lengths[place]]
     if again:
         part = point[again]

@@ -173,7 +173,7 @@ def _svd_norm(weight: Tensor) -> Tensor:
     matrix = wide_enough(weight, dtype=torch.float64)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
-    gram, outer = _scaled_gram(matrix)
+    gram, outer = scaled_gram(matrix)
     # Squaring halves the digits of small singular values only; the largest keeps its relative
     # accuracy.
     return _rescaled(
@@ -186,7 +186,7 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
     if matrix.numel() == 0 or min(matrix.shape[-2:]) < _CHOLESKY_FROM:
         return _svd_norm(weight.detach())
     flat = matrix.reshape(-1, *matrix.shape[-2:])
-    grams, outers = _scaled_gram(flat, by_panels=True)
+    grams, outers = scaled_gram(flat, by_panels=True)
     # The factor proves a bound whatever was guessed; the guess is guarded so that the bound is the
     # same every time.
     with full_precision(matrix.device.type):
@@ -261,7 +261,7 @@ def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
     return basis.mT @ torch.linalg.eigh(projected).eigenvectors
 
 
-def _scaled_gram(matrix: Tensor, *, by_panels: bool = False) -> tuple[Tensor, Tensor]:
+def scaled_gram(matrix: Tensor, *, by_panels: bool = False) -> tuple[Tensor, Tensor]:
     """Return the smaller Gram matrix of ``W / m`` and ``m``, a magnitude chosen so that squares
     keep their digits."""
     gram = _gram(matrix, by_panels=by_panels)

@@ -34,6 +34,7 @@ WEIGHT_COLUMNS = (
     "condition_number",
     "stable_rank",
     "sigma_max_status",
+    "singular_value_error",
 )
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
@@ -62,8 +63,9 @@ class Measurement:
 
     ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter,
     rows, cols, scale_free_orthogonality_error, orthogonality_error, gram, sigma_max, sigma_min,
-    condition_number, stable_rank, sigma_max_status`` (``"exact"``: float64 SVD; ``"empirical"``:
-    Lanczos, a lower estimate) and, where spectra were asked for, ``singular_values``. With G the
+    condition_number, stable_rank, sigma_max_status`` (``"exact"``, or ``"empirical"``: Lanczos, a
+    lower estimate) and, where spectra were asked for, ``singular_values`` and the
+    ``singular_value_error`` that none of them exceeds (absent from files of version 0.2). With G the
     smaller of ``W W^T`` (``gram`` is ``"rows"``) and ``W^T W`` (``"columns"``), n x n:
     ``scale_free_orthogonality_error`` is ``min_s |G / s - I|_F / sqrt(n)``, between 0 and 1 (absent
     from files of version 0.1); ``orthogonality_error`` is ``max_{i != j} |G_ij|``. ``activations``

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.measurement._measure import check_measurable, weight_row
+from wellposed.measurement._measure import check_measurable, weight_rows
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
@@ -176,7 +176,7 @@ class Monitor:
         if not self.weights:
             return vitals
         check_measurable(self._weights)
-        rows = [weight_row(weight, spectra=self.spectra) for weight in self._weights]
+        rows = weight_rows(self._weights, spectra=self.spectra)
         return {
             f"cond/{name}/{number}": row[number]
             for name, row in zip(row_names(rows), rows, strict=True)
