@@ -55,6 +55,9 @@ class CompareArguments(CheckedOptions):
     certify_words: str | None = None
     """Comma-separated numbers of words: accuracy certified against so many replaced words, and attacked, on
     --certify (256 where not given) test texts."""
+    round: str | None = None
+    """Comma-separated formats, of int8 and int4: the metric on test with weights rounded to them for each output
+    channel and activations for each token, and the kurtosis of activations."""
     track: TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
@@ -79,7 +82,10 @@ def run(words: Sequence[str]) -> int:
     reported = tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names, formats = (
+        [name.strip() for name in each.split(",") if name.strip()]
+        for each in (given, options.round or "")
+    )
     try:
         runs = compare(
             config,
@@ -93,6 +99,7 @@ def run(words: Sequence[str]) -> int:
             announce=None if options.quiet or not is_first() else partial(print, flush=True),
             certify=options.certify,
             certify_words=counts_of("certify-words", options.certify_words),
+            round_to=formats,
             tracking=reported,
         )
         cancelled = runs.cancelled

@@ -12,10 +12,10 @@ from wellposed.call_checks import checked_arguments
 from wellposed.compare.runs import PlannedRun, say_nothing, train_planned
 from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.compare.workers import check_jobs
-from wellposed.errors import ConfigError, shortened
+from wellposed.errors import ConfigError, shortened, unknown_name
 from wellposed.finite_json import to_json
 from wellposed.options import Count, Size
-from wellposed.training.certified.record import CERTIFIED_KINDS
+from wellposed.training.certified.record import CERTIFIED_KINDS, FORMATS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.durable_files import replace_file
 from wellposed.training.folder.run_folder import check_name
@@ -66,6 +66,7 @@ def compare(
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
     certify_words: Sequence[int] = (),
+    round_to: Sequence[str] = (),
     tracking: Tracking = NOT_TRACKED,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
@@ -92,6 +93,8 @@ def compare(
             folder.
         certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
             of *test* whose answer no so many words turn, and those an attack left right.
+        round_to: formats, ``int8`` and ``int4``; leave the headline metric on *test* with weights
+            rounded for each output channel and activations for each token in every run folder.
         tracking: trackers that follow each run, as in `wellposed.training.train`.
 
     Returns:
@@ -128,6 +131,9 @@ def compare(
             f"certify_words = {list(certify_words)} on {base.task}: words are counted for a task that"
             " classifies texts; leave it out"
         )
+    for name in round_to:
+        if name not in FORMATS:
+            raise unknown_name("format to round to", name, FORMATS)
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
@@ -143,7 +149,8 @@ def compare(
     say = announce or say_nothing
     how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
     runs = ComparisonRuns(tuple(train_planned(planned, announce=say, task=task, jobs=jobs, **how)))
-    if (certify or certify_words) and is_first() and not runs.cancelled:
+    if (certify or certify_words or round_to) and is_first() and not runs.cancelled:
+        from wellposed.compare.rounding import round_runs
         from wellposed.training.certified.run import certify_runs, certify_words_of_runs
 
         finished = [result.out for result in runs.results if result.status == "success"]
@@ -152,6 +159,8 @@ def compare(
         if certify_words:
             how = {"examples": certify or 256, "announce": say}
             certify_words_of_runs(finished, task, certify_words, **how)
+        if round_to:
+            round_runs(finished, task, round_to, say)
     return runs
 
 

@@ -22,6 +22,7 @@ from wellposed.watch import (
     ObservingHook,
     ScaledDotProductCall,
     first_tensor,
+    kurtosis,
 )
 
 QUERIES = 64
@@ -131,12 +132,10 @@ class VitalSigns:
         self._finite[path] = self._finite.get(path, fine) & fine
         name = self._layers.get(path)
         if name is not None:
-            centred = values - values.mean()
-            square = centred.square()
             for number, value in (
                 ("activation_max", values.abs().max()),
                 ("activation_rms", values.square().mean().sqrt()),
-                ("kurtosis", square.square().mean() / square.mean().square().clamp_min(1e-30)),
+                ("kurtosis", kurtosis(values)),
             ):
                 self._numbers[f"vital/{name}/{number}"] = value
 

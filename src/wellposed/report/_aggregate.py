@@ -22,11 +22,13 @@ from wellposed.statistics import (
     mean_and_standard_error,
 )
 from wellposed.text_table import MISSING, format_number, text_table
+from wellposed.training.certified.record import FORMATS
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
 FEW = 3
 """Variants that a sentence names one by one."""
 _METRIC_WORDS = {
+    "lost": "loss of the metric",
     "bleu": "BLEU",
     "f1": "F1",
     "loss": "loss (nats)",
@@ -226,7 +228,8 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     ]
     tests: dict[str, list[PairedComparison | None]] = {}
     for each in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
-        better = bool(directions.get(each.partition(",")[0], True))
+        kind = each.partition(",")[0].partition("@")[0]
+        better = bool(directions.get(kind, kind not in ("kurtosis", "lost")))
         tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
     results, notes, labels = [], [], list(groups)
     for place, (mine, group) in enumerate(zip(finished, groups.values(), strict=True)):
@@ -410,4 +413,6 @@ def metric_words(metric: str) -> str:
         words = f"accuracy certified at radius {radius}"
     if kind == "words" and radius:
         words = f"accuracy certified against any {radius} words"
+    if radius in FORMATS:
+        words = f"{_METRIC_WORDS.get(kind, kind.replace('_', ' '))} in {radius}"
     return f"{SPLITS.get(split, split)} {words}" if split else words

@@ -21,7 +21,9 @@ from wellposed.training import verify_run_file
 from wellposed.training.certified.record import (
     CertifiedRun,
     CertifiedWords,
+    RoundedRun,
     read_certified,
+    read_rounded,
     read_words,
 )
 
@@ -51,6 +53,8 @@ class Run:
     """What its model was certified for, where that was asked."""
     words: CertifiedWords | None = None
     """The same of replaced words."""
+    rounded: RoundedRun | None = None
+    """What it is worth in other formats."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
     final: Measurement | None = None
@@ -84,7 +88,7 @@ class Run:
             for name, value in self.result["results"][self.task].items()
             if is_finite(value)
         }
-        for found in (self.certified, self.words):
+        for found in (self.certified, self.words, self.rounded):
             scores |= {} if found is None else found.metrics()
         return scores
 
@@ -364,7 +368,8 @@ def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
             date = str(result["date"])
             certified = read_certified(folder, run_date=date)
             words = read_words(folder, run_date=date)
-            return Run(folder, result, certified=certified, words=words), None
+            rounded = read_rounded(folder, run_date=date)
+            return Run(folder, result, certified=certified, words=words, rounded=rounded), None
         reason = f"the headline metric is not a finite number: {', '.join(bad)}"
         return _without_number(folder, result, "failed", reason)
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")

@@ -11,5 +11,6 @@ from wellposed.watch._calls import SoftmaxCall as SoftmaxCall
 from wellposed.watch._calls import largest_logits as largest_logits
 from wellposed.watch._run import call_model as call_model
 from wellposed.watch._run import first_tensor as first_tensor
+from wellposed.watch._run import kurtosis as kurtosis
 from wellposed.watch._run import quiet_run as quiet_run
 from wellposed.watch._run import real_tokens as real_tokens

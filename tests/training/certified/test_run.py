@@ -167,7 +167,7 @@ def test_an_outdated_or_damaged_certificate_is_named(compared: Path, tmp_path: P
     values = found(compared / "lipschitz" / "seed-0")
     shares = values["shares"]
     spoilt = {
-        "certifies the model of 2001": {"run_date": "2001"},
+        "is of the model of 2001": {"run_date": "2001"},
         "same length": {"certified": [1.0]},
         "increasing": {"shares": shares[::-1]},
         "above the attacked one at [0.0": {"certified": [2.0] * len(shares)},
