@@ -7,9 +7,16 @@ import pytest
 import torch
 from tests.support.initialized import bart, batch_for, bert
 from torch import nn
+from transformers import LlamaConfig, LlamaModel
 
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.initialize import remove_norms_, signal_propagation, step_change, t_fixup_
+from wellposed.initialize import (
+    remove_norms_,
+    signal_propagation,
+    step_change,
+    t_fixup_,
+    t_fixup_gated_factor,
+)
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
 
 
@@ -172,3 +179,51 @@ def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u() -> None:
     assert step_change(nn.Linear(3, 2).double(), torch.zeros_like(x), lr=None) == 0.0
     with pytest.raises(ConfigError, match="needs float64"):
         step_change(model.float(), x.float(), lr=None)
+
+
+def gated(layers: int) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        vocab_size=50, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaModel(config).double().eval()
+
+
+def test_one_step_moves_the_output_of_gated_networks_alike_at_every_depth() -> None:
+    """Llama: with the rule within a fifth from 2 to 32 layers."""
+    ids = torch.randint(1, 50, (4, 8))
+    moves: dict[bool, list[float]] = {True: [], False: []}
+    for layers in (2, 32):
+        for fixup, found in moves.items():
+            torch.manual_seed(0)
+            model = gated(layers)
+            report = t_fixup_(model, dry_run=not fixup)
+            assert {r.factor for r in report.rows if r.role == "feedforward_gate"} == {1.0}
+            assert report.factors["gated feed-forward"] == 1.0
+            if not fixup:
+                remove_norms_(model)
+                plain_xavier_(model)
+            found.append(step_change(model, {"input_ids": ids}, lr=None))
+    assert moves[True][1] == pytest.approx(moves[True][0], rel=0.2)
+    assert not moves[False][1] < 100 * moves[False][0]  # without it, no step is small enough
+
+
+@pytest.mark.parametrize(("phi", "slope"), [("silu", 0.5), ("gelu", 0.5), ("relu", 0.5**0.5)])
+def test_the_factor_of_a_gated_network_gives_it_its_share_of_the_step(
+    phi: str, slope: float
+) -> None:
+    """The squared gradient of a network of width 8, over draws, against the equation: a share of 1 / K."""
+    blocks, width, hidden, scale, draws = 1000, 8, 8, 1.0, 2000
+    v = t_fixup_gated_factor(blocks, width, hidden, scale, slope)
+    assert v < 1
+    bound = v * (6 / (width + hidden)) ** 0.5
+    weights = [torch.empty(draws, 8, 8).double().uniform_(-bound, bound) for _ in range(3)]
+    x = nn.functional.normalize(torch.randn(draws, 8, 1).double(), dim=1)
+    direction = nn.functional.normalize(torch.randn(draws, 8, 1).double(), dim=1)
+    small = 1e-3  # so that phi is its slope: the network is of degree 2 in its input
+    given = [each.requires_grad_() for each in (*weights, x)]
+    up, gate, down = given[:3]
+    inner = (up @ (small * x)) * getattr(nn.functional, phi)(gate @ (small * x))
+    gradients = torch.autograd.grad((direction * (down @ inner)).sum() / small**2, given)
+    share = sum(each.square().sum() for each in gradients) / draws
+    assert share.item() == pytest.approx(1 / blocks, rel=0.15)

@@ -23,6 +23,7 @@ from tests.support.initialized import (
     ours,
     seq2seq,
 )
+from tests.support.many_families import FAMILIES
 from tests.support.zoo import ZOO
 from torch import nn
 from transformers import BertModel
@@ -289,6 +290,24 @@ def shallow() -> nn.Module:
     return model
 
 
+def with_bias(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "gate_proj"):
+            module.gate_proj.bias = nn.Parameter(torch.ones(len(module.gate_proj.weight)))
+    return model
+
+
+class Bare(nn.Module):
+    """Attention without a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x, x, x)[0]
+
+
 LIST = "*.attention.self.qury.weight"
 REFUSED = [
     (Extra, RoleNotFoundError, r"layers\.1\.mystery \(3, 4\)", {}),
@@ -306,7 +325,10 @@ REFUSED = [
     (parametrized, ConfigError, "parametrized", {}),
     (shallow, ConfigError, "num_hidden_layers=12", {}),
     (lambda: nn.ModuleDict({"a": bert(), "b": bert(3)}), ConfigError, "found 2 stacks", {}),
-    (ZOO["llama"].build, ConfigError, "gated", {}),
+    (lambda: FAMILIES["glm4"]().requires_grad_(False), ConfigError, "frozen", {}),
+    (lambda: FAMILIES["mixtral"](), ConfigError, r"expert[\s\S]*layers\.0\.mlp\.experts", {}),
+    (lambda: with_bias(ZOO["llama"].build()), ConfigError, r"phi\(0\) = 0[\s\S]*mlp", {}),
+    (Bare, ConfigError, "added to nothing", {"batch": torch.randn(2, 5, 8), "leave": "up.*"}),
 ]
 
 
@@ -349,6 +371,8 @@ class Rescale(nn.Module):
 def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps: bool) -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model.norm1 = Rescale(eps)
+    seen = t_fixup_(copy.deepcopy(model), batch=torch.randn(2, 3, 8))
+    assert seen.norms_removed == ("norm1", "norm2")  # by what it computes
     if eps:
         refused(model, ConfigError, r"norm1 \(Rescale\)")
         report = t_fixup_(model, keep="norm1")

@@ -207,6 +207,104 @@ def test_nothing_of_the_model_changes(name: str, change: str) -> None:
     assert [w.view.label for w in roles.weights()] == [w.view.label for w in whole.weights()]
 
 
+def in_layers(*names: str, layers: str = "layers", count: int = 2) -> set[str]:
+    return {f"{layers}.{layer}.{name}" for layer in range(count) for name in names}
+
+
+BERTS = {"attention.output.LayerNorm", "output.LayerNorm"}
+LLAMAS = {"input_layernorm", "post_attention_layernorm"}
+# Norms and tables of positions, as the code of each family says; ALBERT's layer is used twice.
+NORMS: dict[str, tuple[set[str], set[str]]] = {
+    "xlm-roberta": (
+        {"embeddings.LayerNorm", *in_layers(*BERTS, layers="encoder.layer")},
+        {"embeddings.position_embeddings.weight"},
+    ),
+    "albert": (
+        {"embeddings.LayerNorm"}
+        | {
+            f"encoder.albert_layer_groups.0.albert_layers.0.{name}"
+            for name in ("full_layer_layer_norm", "attention.LayerNorm")
+        },
+        {"embeddings.position_embeddings.weight"},
+    ),
+    "qwen3": (
+        {"norm", *in_layers(*LLAMAS, "self_attn.q_norm", "self_attn.k_norm")}, set(),
+    ),
+    "nemotron": ({"norm", *in_layers(*LLAMAS)}, set()),
+    "gpt-neo": (
+        {"ln_f", *in_layers("ln_1", "ln_2", layers="h")}, {"wpe.weight"},
+    ),
+    "opt": (
+        {"decoder.final_layer_norm"}
+        | in_layers("self_attn_layer_norm", "final_layer_norm", layers="decoder.layers"),
+        {"decoder.embed_positions.weight"},
+    ),
+    "dinov2": (
+        {"layernorm", *in_layers("norm1", "norm2", layers="encoder.layer")},
+        {"embeddings.position_embeddings"},
+    ),
+    "t5": (
+        {f"{stack}.final_layer_norm" for stack in ("encoder", "decoder")}
+        | {
+            f"{stack}.block.{block}.layer.{part}.layer_norm"
+            for stack, parts in (("encoder", 2), ("decoder", 3))
+            for block in range(2)
+            for part in range(parts)
+        },
+        set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_and_tables_of_positions_are_those_of_the_code(name: str) -> None:
+    _, roles = roles_of(name)
+    norms, positions = NORMS[name]
+    assert set(roles.norms) == norms
+    assert {table.weight.parameter_name for table in roles.positions} == positions
+    assert not roles.not_added
+    assert not roles.inline_norms
+
+
+class Scaled(nn.Module):
+    """A norm by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+class Placed(nn.Module):
+    """Tables, norms and a block that no name tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = nn.Parameter(torch.randn(9, 16))
+        self.words, self.kinds = nn.Embedding(11, 16), nn.Embedding(2, 16)
+        self.order = nn.Embedding(9, 16)
+        self.first, self.squash, self.inner = Scaled(), nn.Tanh(), nn.Sequential(nn.LayerNorm(16))
+        self.block = Custom()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.order(torch.arange(ids.shape[1])) + self.kinds(ids * 0)
+        x = self.first(x + self.where[: ids.shape[1]])
+        return self.block(self.inner(self.squash(x)))
+
+
+def test_norms_and_positions_of_nobodys_names() -> None:
+    roles = find_roles(Placed(), torch.arange(8)[None])
+    assert roles.norms == ("first", "inner.0")
+    assert roles.inline_norms == ("block",)
+    assert [(table.kind, table.weight.parameter_name) for table in roles.embeddings] == [
+        ("position", "where"), ("token", "words.weight"), ("token", "kinds.weight"),
+        ("position", "order.weight"),
+    ]  # fmt: skip
+    assert not roles.not_added
+
+
 class Custom(nn.Module):
     """A Transformer with names of its own, an in-place edit, and a weight that is not used."""
 

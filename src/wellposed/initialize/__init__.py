@@ -5,6 +5,7 @@ from wellposed.initialize._factors import dt_fixup_factor as dt_fixup_factor
 from wellposed.initialize._factors import t_fixup_decoder_factor as t_fixup_decoder_factor
 from wellposed.initialize._factors import t_fixup_encoder_factor as t_fixup_encoder_factor
 from wellposed.initialize._factors import t_fixup_factor as t_fixup_factor
+from wellposed.initialize._factors import t_fixup_gated_factor as t_fixup_gated_factor
 from wellposed.initialize._fixup import dt_fixup_ as dt_fixup_
 from wellposed.initialize._fixup import t_fixup_ as t_fixup_
 from wellposed.initialize._norms import RemovedNorm as RemovedNorm

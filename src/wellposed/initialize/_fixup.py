@@ -21,13 +21,15 @@ from wellposed.initialize._factors import (
     t_fixup_decoder_factor,
     t_fixup_encoder_factor,
     t_fixup_factor,
+    t_fixup_gated_factor,
 )
-from wellposed.initialize._norms import check_norms, matches, norms_of, take_out
+from wellposed.initialize._norms import check_norms, take_out
 from wellposed.initialize._plan import (
     SCALED_ROLES,
     LayerStack,
     Step,
     carry_out,
+    check_blocks,
     find_layer_stacks,
     largest_bias,
     plan,
@@ -36,8 +38,8 @@ from wellposed.initialize._plan import (
 from wellposed.initialize._report import DTFixupReport, InitializationReport, InitializedWeight
 from wellposed.initialize._signal import Meter, reading
 from wellposed.options import Ge, Gt, Le, Size
-from wellposed.roles import Roles, find_roles, patterns_of
-from wellposed.watch import call_model, quiet_run, real_tokens
+from wellposed.roles import FeedForwardRole, Roles, find_roles, patterns_of
+from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
 
 @checked_arguments
@@ -67,7 +69,8 @@ def t_fixup_(
 
     | weights | draw | factor, encoder-decoder | factor, one stack |
     |---|---|---|---|
-    | value, output, feed-forward of the encoder | Xavier uniform | 0.67 N^(-1/4) | v |
+    | the three weights of a gated feed-forward network | Xavier uniform | `t_fixup_gated_factor` | the same |
+    | value, output, other feed-forward of the encoder | Xavier uniform | 0.67 N^(-1/4) | v |
     | the same of the decoder, cross-attention too | Xavier uniform | (9 N)^(-1/4) | v |
     | source and shared embeddings, tables of positions | N(0, 1/d) | (9 N_encoder)^(-1/4), once | x |
     | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
@@ -123,9 +126,11 @@ def t_fixup_(
     Raises:
         RoleNotFoundError: no role found, or weights without one, all listed, such as the gain of a
             norm that has another name; nothing is changed.
-        ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays,
-            gated feed-forward networks, parametrized or frozen weights, weights shared between
-            layers, stacks that are neither one nor an encoder with its decoder; nothing is changed.
+        ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays
+            or is called inside another module, experts, parts that are no residual blocks (as far
+            as a pass shows them), a gate that is not 0 at 0, parametrized or frozen weights,
+            weights shared between layers, stacks that are neither one nor an encoder with its
+            decoder; nothing is changed.
         ConvergenceError: the signal of ``batch`` overflows; the module is named.
 
     Cost: one draw of every weight; a dry run works on a copy of the model. When not to use:
@@ -142,15 +147,19 @@ def t_fixup_(
     with torch.random.fork_rng(devices=list(devices), enabled=dry_run):
         target = copy.deepcopy(model) if dry_run else model
         roles = find_roles(target, batch, patterns=patterns)
+        check_blocks(target, roles)
         layer_stacks = find_layer_stacks(roles)
         factors, by_path = _factors(target, layer_stacks, input_scale)
+        gated = _gated_factors(target, layer_stacks, factors)
+        by_path |= gated
+        if gated:
+            factors["gated feed-forward"] = min(gated.values())
         tables = {"encoder": factors["embeddings"]}
         if "decoder's embeddings" in factors:
             tables["decoder"] = factors["decoder's embeddings"]
         left = patterns_of("leave", leave)
         steps = plan(target, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
-        check_norms(target, keep, remove=remove_norms)
-        removed = take_out(target, keep) if remove_norms else ()
+        removed = take_out(target, check_norms(target, keep, roles.norms, remove=remove_norms))
         rows, entering = carry_out(steps, zero_biases=zero_biases), {}
         if batch is not None:
             rows, entering = _measured_inputs(target, steps, rows, layer_stacks, batch, roles=roles)
@@ -208,6 +217,52 @@ def _factors(
         for part in stack.parts
     }
     return factors, by_path
+
+
+def _gated_factors(
+    model: nn.Module, layer_stacks: Sequence[LayerStack], factors: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the factor of each gated network by its path."""
+    found: dict[str, float] = {}
+    crooked: list[str] = []
+    for stack in layer_stacks:
+        name = "decoder's embeddings" if stack.has_cross_attention else "embeddings"
+        scale = factors.get(name, factors["embeddings"])
+        for part in stack.parts:
+            if isinstance(part, FeedForwardRole) and part.gate is not None:
+                slope = _slope(model, part, part.gate.tensor().detach())
+                if slope is None or not scale:
+                    crooked.append(part.path)
+                    continue
+                width, hidden = part.down.shape
+                found[part.path] = t_fixup_gated_factor(
+                    len(stack.parts), width, hidden, scale, slope
+                )
+    if crooked:
+        raise ConfigError(
+            "a gated feed-forward network has a factor where it is D (U x * phi(G x)), without"
+            " biases and with phi(0) = 0; for tokens near 0 these are not; use a plain network, or a"
+            " model with norms:\n" + listed(crooked)
+        )
+    return found
+
+
+def _slope(model: nn.Module, network: FeedForwardRole, gate: Tensor) -> float | None:
+    """Return `|network(x)| / |D (U x * G x)|` of small x; None where twice x does not give four
+    times as much."""
+    up, down = network.up.tensor().detach(), network.down.tensor().detach()
+    x = torch.randn(1, 64, gate.shape[1], dtype=gate.dtype, device=gate.device)
+    x *= 0.05 / (x @ gate.mT).square().mean().sqrt().clamp_min(1e-30)
+    plain = ((x @ up.mT) * (x @ gate.mT) @ down.mT).norm()
+    with quiet_run(model):
+        once, twice = (
+            first_tensor(call_model(model.get_submodule(network.path), scale * x))
+            for scale in (1, 2)
+        )
+    if once is None or twice is None or not plain > 0:
+        return None
+    straight = 0.95 < twice.norm() / (4 * once.norm()) < 1.05
+    return float(once.norm() / plain) if straight else None
 
 
 def _measured_inputs(
@@ -344,14 +399,17 @@ def dt_fixup_(
         leave=patterns_of("leave", leave),
         where=layers or "",
     )
-    check_norms(target, keep)
+    gated = [network.path for network in roles.feedforward if network.gate is not None]
+    if gated:
+        raise ConfigError(
+            "a gated feed-forward network is a product of three weights, which DT-Fixup's paper does"
+            " not treat; its factor would need the norm of every hidden token; use a plain one, or"
+            " a model with norms:\n" + listed(gated)
+        )
+    check_blocks(target, roles)
+    gone = check_norms(target, keep, roles.norms)
     first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
-    kept = patterns_of("keep", keep)
-    skipped = [
-        norm
-        for path, norm in norms_of(new)
-        if not path.startswith(inside) and not matches(path, kept)
-    ]
+    skipped = [new.get_submodule(path) for path in gone if not path.startswith(inside)]
     batches = islice(loader, max_batches)
     norms = _entering_norms(model, new.get_submodule(first), batches, skipped)
     middle = norms.kthvalue(max(1, math.ceil(quantile * norms.numel()))).values.item()
@@ -363,7 +421,7 @@ def dt_fixup_(
     ]
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
     rows = carry_out(steps, generator, zero_biases=zero_biases)
-    removed = take_out(target, keep)
+    removed = take_out(target, gone)
     prefix = f"{layers}." if layers else ""
     report = DTFixupReport(
         title=f"DT-Fixup of {layers or type(model).__name__}",

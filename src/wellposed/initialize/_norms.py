@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +13,7 @@ from wellposed.call_checks import known_keywords, require_module
 from wellposed.config_record import record, recorded
 from wellposed.errors import ConfigError, listed
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm
-from wellposed.roles import patterns_of
+from wellposed.roles import find_roles, patterns_of
 
 logger = logging.getLogger("wellposed.initialize")
 
@@ -39,13 +39,16 @@ class RemovedNorm(nn.Identity):
 
 
 @known_keywords
-def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[str, ...]:
+def remove_norms_(
+    model: nn.Module, *, keep: str | Sequence[str] = (), batch: Any = None
+) -> tuple[str, ...]:
     """Replace every LayerNorm and RMSNorm by `x -> x`, in place; their parameters are gone from the
     model.
 
     Exact. Found by class (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, subclasses, and classes of
     other libraries called ...LayerNorm or ...RMSNorm), wherever they are, norms of queries and keys
-    and of heads included. Calling it again changes nothing.
+    and of heads included; with a ``batch`` also those of any name whose output ignores the scale of
+    their input (`wellposed.find_roles`, ``norms``). Calling it again changes nothing.
 
     The configuration of a Hugging Face model notes which are gone. A wellposed model loads again as
     it was saved, and `wellposed.models.load_saved_model` loads any other so. ``from_pretrained``
@@ -57,6 +60,7 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
         model: any module.
         keep: shell-style pattern(s) on dotted module paths of norms that stay, such as
             ``"*.q_norm"``.
+        batch: as in `find_roles`; None finds norms by class alone.
 
     Returns:
         Dotted paths of the norms that were replaced, in model order.
@@ -73,16 +77,10 @@ def remove_norms_(model: nn.Module, *, keep: str | Sequence[str] = ()) -> tuple[
     ('norm1', 'norm2')
     """
     require_module("remove_norms_", model)
-    check_norms(model, keep)
-    removed = take_out(model, keep)
+    seen = () if batch is None else find_roles(model, batch).norms
+    removed = take_out(model, check_norms(model, keep, seen))
     logger.info("remove_norms_: %d norms of %s are x -> x now", len(removed), type(model).__name__)
     return removed
-
-
-def take_out(model: nn.Module, keep: str | Sequence[str]) -> tuple[str, ...]:
-    """Replace the norms that `check_norms` found replaceable; return their paths."""
-    patterns = patterns_of("keep", keep)
-    return _take_out(model, lambda path: not matches(path, patterns))
 
 
 def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
@@ -114,25 +112,34 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
     names = recorded(getattr(model, "config", None)).get("removed_norms", [])
     body = f"{getattr(model, 'base_model_prefix', '')}."
     wanted = {form for name in names for form in (name, name.removeprefix(body), body + name)}
-    return _take_out(model, lambda path: path in wanted)
+    return take_out(model, [path for path in norms_of(model, wanted) if path in wanted])
 
 
-def _take_out(model: nn.Module, chosen: Callable[[str], bool]) -> tuple[str, ...]:
-    found = {path: norm for path, norm in norms_of(model) if is_layer_norm(norm) and chosen(path)}
-    for path, norm in found.items():
-        gone = NoNorm() if isinstance(norm, (PreNorm, PostNorm)) else RemovedNorm()
+def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
+    """Replace norms by `x -> x`; return their paths."""
+    for path in paths:
+        own = isinstance(model.get_submodule(path), (PreNorm, PostNorm))
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, gone)
-    if found:
-        _tell(model, list(found))
-    return tuple(found)
+        setattr(model.get_submodule(parent), name, NoNorm() if own else RemovedNorm())
+    if paths:
+        _tell(model, paths)
+    return tuple(paths)
 
 
-def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: bool = True) -> None:
-    """Raise `ConfigError` where a norm would stay that ``keep`` does not name, or ``keep`` names
-    nothing."""
+def check_norms(
+    model: nn.Module,
+    keep: str | Sequence[str] = (),
+    seen: Collection[str] = (),
+    *,
+    remove: bool = True,
+) -> list[str]:
+    """Return the paths of the norms to take out; ``seen`` are those that a pass shows.
+
+    Raises:
+        ConfigError: a norm would stay that ``keep`` does not name, or ``keep`` names nothing.
+    """
     patterns = patterns_of("keep", keep)
-    norms = dict(norms_of(model))
+    norms = norms_of(model, seen)
     unused = [repr(each) for each in patterns if not any(matches(path, [each]) for path in norms)]
     if unused:
         raise ConfigError(
@@ -142,10 +149,13 @@ def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: boo
     if is_layer_norm(model):
         norms["the model itself"] = model
         remove = False
+    free = {path: norm for path, norm in norms.items() if not matches(path, patterns)}
+    goes = {path for path, norm in free.items() if is_layer_norm(norm) or path in seen}
+    goes -= {path for path in goes if isinstance(norms[path], _OTHERS)}
     stay = [
         f"{path} ({type(norm).__name__})"
-        for path, norm in norms.items()
-        if not matches(path, patterns) and not (remove and is_layer_norm(norm))
+        for path, norm in free.items()
+        if not (remove and path in goes)
     ]
     if stay:
         advice = (
@@ -159,6 +169,7 @@ def check_norms(model: nn.Module, keep: str | Sequence[str] = (), *, remove: boo
             f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these"
             f" initial weights are meant for; {advice}:\n{listed(stay)}"
         )
+    return [path for path in free if path in goes]
 
 
 def is_layer_norm(module: nn.Module) -> bool:
@@ -173,16 +184,21 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def norms_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and norm of every place in which a norm sits, shared ones once a place."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path and (is_layer_norm(module) or _is_other_norm(module)):
-            yield path, module
+def norms_of(model: nn.Module, seen: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Return the norm of every place in which one sits, shared ones once a place; ``seen`` are norms
+    by what a pass shows."""
+    return {
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path
+        and not isinstance(module, (NoNorm, RemovedNorm))
+        and (path in seen or is_layer_norm(module) or _is_other_norm(module))
+    }
 
 
 def _is_other_norm(module: nn.Module) -> bool:
     """Tell whether a module is another norm: by its class, or by what it holds under any name."""
-    if isinstance(module, (NoNorm, RemovedNorm, nn.modules.loss._Loss)) or list(module.children()):
+    if isinstance(module, nn.modules.loss._Loss) or list(module.children()):
         return False
     named = isinstance(module, _OTHERS) or type(module).__name__.endswith("Norm")
     return named or any(hasattr(module, number) for number in _NUMBERS_OF_NORMS)

@@ -64,6 +64,34 @@ def find_layer_stacks(roles: Roles) -> list[LayerStack]:
     return list(found.values())
 
 
+def check_blocks(model: nn.Module, roles: Roles) -> None:
+    """Refuse what is no stack of residual blocks without norms, as far as a pass showed it.
+
+    Raises:
+        ConfigError: experts, parts that are added to nothing, norms that cannot be taken out.
+    """
+    problems = {
+        "only some tokens go through an expert, so that no size of a step follows; use a model"
+        " without experts": [network.path for network in roles.feedforward if _is_expert(network)],
+        "these parts are added to nothing, so they are no residual blocks, for which the rule is": list(
+            roles.not_added
+        ),
+        "these modules call a norm of torch in their own code, where it cannot be taken out": list(
+            roles.inline_norms
+        ),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ConfigError(f"{type(model).__name__}: {problem}:\n{listed(found)}")
+
+
+def _is_expert(network: FeedForwardRole) -> bool:
+    parent, _, number = network.path.rpartition(".")
+    layer = split_path(network.path)[1]
+    listed_inside = number.isdigit() and parent.startswith(f"{layer}.")
+    return network.down.entry is not None or listed_inside
+
+
 def layer_paths(roles: Roles) -> list[str]:
     """Return the dotted paths of all layers."""
     return [path for layer_stack in find_layer_stacks(roles) for path in layer_stack.layer_paths]
@@ -74,7 +102,7 @@ logger = logging.getLogger("wellposed.initialize")
 Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
 Report = TypeVar("Report", bound=InitializationReport)
 UNSCALED_ROLES = ("query", "key")
-SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
+SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_gate", "feedforward_out")
 
 
 @dataclass(frozen=True)
@@ -113,7 +141,7 @@ def plan(
 
     Raises:
         RoleNotFoundError: weights that match no role, all of them listed.
-        ConfigError: gated networks, a weight of two factors, a name in ``leave`` that means
+        ConfigError: a weight of two factors, a name in ``leave`` that means
             nothing, weights that cannot be written.
     """
     steps = _layer_steps(roles, factors, draw)
@@ -139,12 +167,6 @@ def plan(
 
 
 def _layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[Step]:
-    gated = [network.path for network in roles.feedforward if network.gate is not None]
-    if gated:
-        raise ConfigError(
-            "a gated feed-forward network is a product of three weights, for which neither paper"
-            " has a factor; use a plain one, or a model with norms:\n" + listed(gated)
-        )
     steps: dict[object, Step] = {}
     clashes: list[str] = []
     for weight in roles.weights():
@@ -261,7 +283,7 @@ def _check_writable(steps: Sequence[Step]) -> None:
 def _weights(model: nn.Module, roles: Roles) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the weights that must have a role: all but norms, biases, single numbers, and numbers of
     each head, which lie on the attention itself."""
-    norms = tuple(f"{path}." for path, _ in norms_of(model))
+    norms = tuple(f"{path}." for path in norms_of(model, roles.norms))
     attention = {role.path for role in roles.attention}
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
@@ -318,8 +340,11 @@ def largest_bias(steps: Sequence[Step]) -> float:
 
 
 def _biases(steps: Sequence[Step]) -> list[Tensor]:
-    roles = ("output", "feedforward_in", "feedforward_out")
-    biases = [getattr(step.view.owner, "bias", None) for step in steps if step.role in roles]
+    biases = [
+        getattr(step.view.owner, "bias", None)
+        for step in steps
+        if step.role in SCALED_ROLES and step.role != "value"
+    ]
     return [bias.detach() for bias in biases if isinstance(bias, Tensor)]
 
 

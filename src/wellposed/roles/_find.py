@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +27,7 @@ from wellposed.roles.adapters import has_lora
 from wellposed.roles.families import FAMILIES, Role
 from wellposed.roles.layer_paths import layer_index
 
-_NOT_TOKENS = ("type", "segment", "relative", "class", "label")
+_NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
@@ -109,7 +109,7 @@ def find_roles(
     roles = replace(
         roles,
         feedforward=tuple(_in_stacks(roles.feedforward, roles.attention)),
-        embeddings=_embedding_roles(model),
+        embeddings=_embedding_roles(model, roles.embeddings),
         loose=(*roles.loose, *_adapter_factors(model)),
         notes=(*roles.notes, *notes),
     )
@@ -186,7 +186,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
             " or build the model anew if its modules were edited"
         )
     notes = [f"not reached by this batch, found by name: {', '.join(unseen)}"] if unseen else []
-    whole = Roles(attention, feedforward)
+    whole = replace(traced.roles, attention=attention, feedforward=feedforward)
     known = {(id(weight.view.owner), weight.view.attribute) for weight in whole.weights()}
     open_calls = {
         str(each): each.found
@@ -265,29 +265,32 @@ def _in_stacks(
         yield replace(role, stack=next(known, first))
 
 
-def _embedding_roles(model: nn.Module) -> tuple[EmbeddingRole, ...]:
-    found: list[EmbeddingRole] = []
-    seen: set[int] = set()
+def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[EmbeddingRole, ...]:
+    """Return the tables that the pass shows, and those that have a name of one; what is looked up by
+    given numbers may be of segments, which only a name tells."""
+    kinds = {id(table.weight.parameter): table.kind for table in seen}
+    found: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
-        place = LocatedModule(path, module, model)
-        for view, kind in _tables(place):
-            if id(view.parameter) not in seen:
-                seen.add(id(view.parameter))
-                found.append(EmbeddingRole(place.path, kind, view))
-    return tuple(found)
+        is_table = isinstance(module, nn.Embedding)
+        for name in (
+            ["weight"] if is_table else [n for n, _ in module.named_parameters(recurse=False)]
+        ):
+            view = WeightView(path, module, name)
+            kind, known = kinds.get(id(view.parameter)), _named_kind(path, name, is_table=is_table)
+            kind = known if known and kind != "position" else kind
+            if kind in {"token", "position"}:
+                found.setdefault(id(view.parameter), EmbeddingRole(path, kind, view))
+    return tuple(found.values())
 
 
-def _tables(place: LocatedModule) -> Iterable[tuple[WeightView, Literal["token", "position"]]]:
-    name = place.name.lower()
-    if isinstance(place.module, nn.Embedding):
-        if not any(word in name for word in _NOT_TOKENS):
-            kind = "position" if "pos" in name or name == "wpe" else "token"
-            yield WeightView(place.path, place.module, "weight"), kind
-        return
-    for attribute, table in place.module.named_parameters(recurse=False):
-        matrix = table.ndim == 2 or (table.ndim == 3 and table.shape[0] == 1)
-        if matrix and _POSITION_TABLE.fullmatch(attribute):
-            yield WeightView(place.path, place.module, attribute), "position"
+def _named_kind(path: str, name: str, *, is_table: bool) -> str | None:
+    """Return what a name says that a parameter is: "token", "position", "none", or nothing."""
+    if not is_table:
+        return "position" if _POSITION_TABLE.fullmatch(name) else None
+    name = path.rpartition(".")[2].lower()
+    if any(word in name for word in _NOT_TOKENS):
+        return "none"
+    return "position" if "pos" in name or name == "wpe" else "token"
 
 
 def _nothing_found(model: nn.Module, notes: Sequence[str]) -> RoleNotFoundError:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.roles._located_module import LocatedModule
-from wellposed.roles._roles import AttentionRole, FeedForwardRole, Roles, RoleWeight
+from wellposed.roles._roles import (
+    AttentionRole,
+    EmbeddingRole,
+    FeedForwardRole,
+    Roles,
+    RoleWeight,
+)
 from wellposed.roles._trace import Attention, Cut, Product, Record, ancestors
 from wellposed.roles._views import WeightView, spans_of
 from wellposed.roles.layer_paths import shared_segments
@@ -60,7 +66,21 @@ def roles_of(
     with torch.enable_grad():
         attention = [role for call in record.attention for role in reader.attention(call)]
         feedforward = [role for down in record.products for role in reader.feedforward(down)]
-    return Roles(tuple(_once(attention)), tuple(_once(feedforward))), reader.incomplete
+    widths = {role.query.shape[1] for role in attention} | {
+        role.up.shape[1] for role in feedforward
+    }
+    tables = [
+        EmbeddingRole(view.owner_path, kind, view)
+        for view, kind in record.tables.values()
+        if kind == "token" or view.shape[1] in widths
+    ]
+    roles = Roles(
+        tuple(_once(attention)),
+        tuple(_once(feedforward)),
+        tuple(tables),
+        not_added=tuple(dict.fromkeys(reader.not_added)),
+    )
+    return roles, reader.incomplete
 
 
 class _Reader:
@@ -77,6 +97,12 @@ class _Reader:
             above = record.above(product.source, limit=4)
             for cut in above:
                 self.readers[id(cut)].append((product, above))
+        self.not_added: list[str] = []
+        """Paths of parts whose result is added to nothing."""
+
+    def _note_sum(self, path: str, last: Product) -> None:
+        if id(last) not in self.record.summed:
+            self.not_added.append(path)
 
     def attention(self, call: Attention) -> list[AttentionRole]:
         """Return the role of one call; none where a part of it is no product with a parameter."""
@@ -105,6 +131,7 @@ class _Reader:
         cross = self._is_cross(whole["query"].products[0], whole["key"].products[0])
         path = _common_path(self.model, [view.owner_path for view in views.values()])
         place = LocatedModule(path, self.model.get_submodule(path), self.model)
+        self._note_sum(path, outputs[0])
         return [
             AttentionRole(
                 path=path,
@@ -144,6 +171,7 @@ class _Reader:
                 views["gate"] = gate[0].view_of(gate[1], entry)
             path = _common_path(self.model, [view.owner_path for view in views.values()])
             place = LocatedModule(path, self.model.get_submodule(path), self.model)
+            self._note_sum(path, down)
             roles.append(FeedForwardRole(path, place.stack, place.layer, **views))
         return roles
 

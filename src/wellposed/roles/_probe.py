@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wellposed.roles._graph import Incomplete, roles_of
@@ -56,13 +60,29 @@ def trace(model: nn.Module, batch: Any = None) -> Trace | None:
 
 def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
     tracer = Tracer(model, forced=forced)
+    record = tracer.record
     eager = torch.compiler.set_stance("force_eager")
     with observing_paused(), quiet_run(model), torch.enable_grad(), eager:
-        with tracer:
+        with (
+            register_module_forward_pre_hook(tracer.entered),
+            register_module_forward_hook(tracer.left),
+            tracer,
+        ):
             output = call_model(inner, tree_map_only(Tensor, tracer.given, batch))
         tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        roles, incomplete = roles_of(model, tracer.record, tensors)
-    record = tracer.record
+        roles, incomplete = roles_of(model, record, tensors)
+        norms = [
+            path
+            for path, module in model.named_modules(remove_duplicate=False)
+            if module in record.alike and _ignores_scale(module, record.alike[module])
+        ]
+    norms = [path for path in norms if not any(n.startswith(f"{path}.") for n in norms)]
+    inline = [
+        path
+        for path, module in model.named_modules()
+        if path not in norms and module in record.inline_norms
+    ]
+    roles = replace(roles, norms=tuple(norms), inline_norms=tuple(inline))
     return Trace(
         roles,
         tuple(incomplete),
@@ -70,6 +90,17 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         frozenset(record.used),
         record.switched,
     )
+
+
+@torch.no_grad()
+def _ignores_scale(module: nn.Module, like: Tensor) -> bool:
+    """Tell whether a module gives the same for large numbers, beside which no eps counts, and for
+    twice these, and not for their negatives; every second is small, where activations bend."""
+    given = 30 * torch.randn_like(like)
+    given[..., ::2] *= 0.01
+    once, twice, turned = (module(scale * given) for scale in (1, 2, -1))
+    limit = 0.01 * once.abs().max()
+    return bool((once - twice).abs().max() <= limit < (once - turned).abs().max())
 
 
 def own_batch(model: nn.Module) -> dict[str, Tensor] | None:

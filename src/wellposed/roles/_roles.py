@@ -96,8 +96,10 @@ class Roles:
 
     ``loose`` holds weights that do not make up a whole attention or feed-forward part. ``unnamed``
     holds the names of all parameters with two dimensions or more that play no role, and ``notes``
-    what else there is to say. ``norms`` are the paths of modules that rescale their input, where a
-    batch was seen.
+    what else there is to say. What only a pass tells: ``norms`` are the paths of modules whose output
+    ignores the scale of their input, ``inline_norms`` those of modules that call a norm of torch in
+    their own code, ``not_added`` those of parts whose result is added to nothing, as in a residual
+    block it is.
     """
 
     attention: tuple[AttentionRole, ...] = ()
@@ -107,6 +109,13 @@ class Roles:
     unnamed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    inline_norms: tuple[str, ...] = ()
+    not_added: tuple[str, ...] = ()
+
+    @property
+    def positions(self) -> tuple[EmbeddingRole, ...]:
+        """The tables whose rows are added to tokens by their place."""
+        return tuple(table for table in self.embeddings if table.kind == "position")
 
     def weights(self) -> Iterator[RoleWeight]:
         """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -85,12 +85,20 @@ class Record:
     """Identity of a leaf -> where it came from."""
     used: set[int] = field(default_factory=set)
     """Storages that any function read."""
+    summed: set[int] = field(default_factory=set)
+    """Identity of a product whose result is added to another activation."""
+    tables: dict[int, tuple[WeightView, Literal["token", "position"]]] = field(default_factory=dict)
+    """Identity of a parameter -> its view, and whether it gives tokens or positions."""
+    inline_norms: list[nn.Module] = field(default_factory=list)
+    """Modules that call a norm of torch in their own code."""
+    alike: dict[nn.Module, Tensor] = field(default_factory=dict)
+    """Modules that may be norms, with a tensor like what enters them."""
     switched: bool = False
     """Whether the model switched gradients on or off."""
 
-    def above(self, *tensors: Tensor, limit: float = math.inf) -> list[Cut]:
-        """Return the nearest cuts that the tensors were computed from, no more than ``limit`` + 1
-        of them."""
+    def above(self, *tensors: Any, limit: float = math.inf) -> list[Cut]:
+        """Return the nearest cuts that tensors, or nodes of autograd, were computed from, no more
+        than ``limit`` + 1 of them."""
         found: dict[int, Cut] = {}
         for node in ancestors(tensors):
             cut = self.cuts.get(id(getattr(node, "variable", None)))
@@ -101,9 +109,9 @@ class Record:
         return list(found.values())
 
 
-def ancestors(tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield the autograd nodes above the tensors, the nearest first."""
-    level: list[Any] = [tensor.grad_fn for tensor in tensors]
+def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
+    """Yield the autograd nodes above tensors or nodes, the nearest first."""
+    level: list[Any] = [getattr(each, "grad_fn", each) for each in tensors]
     seen: set[Any] = set()
     while level:
         above: list[Any] = []
@@ -148,11 +156,23 @@ class Tracer(TorchFunctionMode):
         self._neutral: dict[int, frozenset[str]] = {}
         """Storages that no activation had a part in -> parameters that had one."""
         self._parametrized: dict[str, WeightView] = {}
+        self._rows: dict[str, WeightView] = {}
+        """Parameters whose rows may be positions, by name."""
+        self._looked_up: dict[int, WeightView] = {}
+        self._sums: dict[Any, dict[int, Cut | None]] = {}
+        """Node of a sum -> what `_unsummed` finds there."""
+        self._given: set[int] = set()
+        self._running: list[nn.Module] = []
         modules = dict(model.named_modules())
         for path, module in modules.items():
             for name, weight in module._parameters.items():
                 if weight is not None and weight.numel():
-                    self._know(weight, self._of_parameter(modules, path, name))
+                    view = self._of_parameter(modules, path, name)
+                    self._know(weight, view)
+                    if weight.ndim == 2 or (
+                        weight.ndim == 3 and len(weight) == 1 != weight.shape[1]
+                    ):
+                        self._rows[_name(view)] = view
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.numel():
                     self._neutral.setdefault(_address(buffer), frozenset())
@@ -188,6 +208,24 @@ class Tracer(TorchFunctionMode):
                 self._follow(name, args, given, each)
         return output
 
+    def entered(self, module: nn.Module, _: Any) -> None:
+        """Note that a module runs."""
+        self._running.append(module)
+
+    def left(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        """Note that a module is done, and whether it may be a norm: few vectors of weights, one
+        tensor in, one of its shape out."""
+        if module in self._running:
+            del self._running[self._running.index(module) :]
+        pair = (*given, output)
+        if (
+            len(pair) == 2
+            and all(isinstance(each, Tensor) and each.is_floating_point() for each in pair)
+            and pair[0].shape == pair[1].shape
+            and [p.ndim for p in module.parameters()] in ([], [1], [1, 1])
+        ):
+            self.record.alike.setdefault(module, pair[0])
+
     def _seen(self, call: _Call) -> Tensor:
         """Note what a function did; return its output, cut off where it is a product."""
         read = _READERS.get(call.name)
@@ -197,13 +235,83 @@ class Tracer(TorchFunctionMode):
 
     def _norm(self, call: _Call) -> Tensor:
         source, output = call.given[0], call.output
+        if self._running:
+            self.record.inline_norms.append(self._running[-1])
         if (output.shape, output.dtype) != (source.shape, source.dtype):
             return output
         return output.detach() + (source - source.detach())
 
     def _embedding(self, call: _Call) -> Tensor:
+        """See rows of a table: of tokens where the model was given their numbers, else perhaps of
+        positions."""
+        ids, table = call.given[:2]
         known = all(_address(each) in self._neutral for each in call.given)
-        return call.output if known else self._cut(call.output)
+        output = call.output if known else self._cut(call.output)
+        place = self._at(table)
+        if place is None:
+            return output
+        view = place[0]
+        if _address(ids) in self._given or len(ids.unique()) == 1:
+            self._rows.pop(_name(view), None)
+            if _address(ids) in self._given:
+                self.record.tables[id(view.parameter)] = view, "token"
+        else:
+            self._looked_up[_address(output)] = view
+            self._kept.append(output)
+        return output
+
+    def _sum(self, call: _Call) -> Tensor:
+        """See a product that is added to a stream, and rows of positions that are added to
+        tokens."""
+        node = call.output.grad_fn
+        parents = [parent for parent, _ in getattr(node, "next_functions", ())]
+        if len(call.given) != 2 or len(parents) != 2:
+            return call.output
+        sides = [
+            self._unsummed(parent) for parent in parents
+        ]  # in place, a factor is its node alone
+        orders = [max(side, default=0) for side in sides]
+        for number, other in enumerate(orders[::-1]):
+            if other or call.given[1 - number].shape == call.output.shape:
+                # What is newer than all of the other side was computed from it, and is added to it.
+                later = [order for order in sides[number] if order > other]
+                self.record.summed |= {id(sides[number].pop(order)) for order in later}
+            for view in self._positions(call.given[1 - number]):
+                width = call.given[number].shape[-1]
+                if width == view.shape[1] and self._is_early(self.record.above(parents[number])):
+                    self.record.tables[id(view.parameter)] = view, "position"
+        self._sums[node] = {max(orders): None, **sides[0], **sides[1]}
+        return call.output
+
+    def _unsummed(self, node: Any) -> dict[int, Cut | None]:
+        """Return by order the cuts above a node that no sum has added to a stream, and None for the
+        newest of all others."""
+        found: dict[int, Cut | None] = {}
+        level, seen = [node], set[Any]()
+        while level:
+            node = level.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            cut = self.record.cuts.get(id(getattr(node, "variable", None)))
+            if node in self._sums:
+                found |= self._sums[node]
+            elif cut is not None:
+                found[cut.order] = cut
+            else:
+                level += [parent for parent, _ in node.next_functions]
+        return found
+
+    def _positions(self, added: Tensor) -> list[WeightView]:
+        found = self._looked_up.get(_address(added))
+        names = self._neutral.get(_address(added), ()) if added.ndim > 1 else ()
+        return [found] if found else [self._rows[name] for name in names if name in self._rows]
+
+    def _is_early(self, above: Sequence[Cut]) -> bool:
+        """Tell whether what comes from these cuts is of tables and inputs, or one product behind."""
+        sources = [each.source for each in above if isinstance(each, Product)]
+        plain = [each for each in above if not isinstance(each, Product)]
+        return all(type(each) is Cut for each in (*plain, *self.record.above(*sources)))
 
     def _scaled_dot_product(self, call: _Call) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -314,6 +422,7 @@ class Tracer(TorchFunctionMode):
 
     def given(self, value: Tensor) -> Tensor:
         """Return an input of the model as a place where the way up ends."""
+        self._given.add(_address(value))
         return self._cut(value) if value.is_floating_point() else value
 
     def _cut(self, output: Tensor, origin: Tensor | None = None) -> Tensor:
@@ -332,6 +441,9 @@ class Tracer(TorchFunctionMode):
         for each in given:
             self.record.used.add(_address(each))
         address = _address(output)
+        if given and name in _COPIES and _address(given[0]) in self._given:
+            self._given.add(address)
+            self._kept.append(output)
         if address in self._neutral:
             return
         view, whole = (self._at(given[0]) if given else None) or (None, None)
@@ -394,6 +506,7 @@ _READERS: dict[str, Callable[[Tracer, _Call], Tensor]] = {
         lambda tracer, call: tracer._product(call.given[0], call.given[1].mT, call.output),
     ),
     "linear": lambda tracer, call: tracer._product(call.given[0], call.given[1], call.output),
+    **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), Tracer._sum),
     "embedding": Tracer._embedding,
     "scaled_dot_product_attention": Tracer._scaled_dot_product,
     "softmax": Tracer._softmax,
