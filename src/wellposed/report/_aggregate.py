@@ -372,7 +372,7 @@ def verdict(task: TaskComparison) -> str:
     sides: dict[str, list[str]] = {}
     for result in others:
         test = result.comparison
-        side = "no significant difference from it"
+        side = f"no significant difference from {first.variant}"
         if test is None or test.obstacle or test.mean_difference is None:
             side = "it cannot be said"
         elif test.significant:

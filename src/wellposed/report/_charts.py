@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from wellposed.charts import Panel, Series
 from wellposed.measurement.figures import HeatMap, short_number, short_role
@@ -19,44 +19,20 @@ from wellposed.text_table import format_number
 SIDE = 1000
 POINTS = 400
 """Points of a curve that are drawn and spoken."""
-TICKS = 5
 LABEL = 6.0
 """Height of the name at the end of a curve, in percent of the plot."""
 SQUASHED = 3.0
 """How many times the room of the others a series must take for the axis to be cut off below it."""
 LOGARITHMIC = 20.0
 """Largest over smallest value from which an axis is logarithmic."""
+WIDEST = 3.0
+"""Longest interval that is drawn whole, as a multiple of the median."""
 LEVELS = 9
 """Colours of a map; the page's style names them h0, h1, ..."""
 CLOSE = 1.05
 """Ratio of two values that share a colour."""
 DECADES = 1e-4
 """Smallest value of a logarithmic axis, as a share of the largest."""
-
-
-class Mark(NamedTuple):
-    """One curve: its colour, ``before`` or ``after``, how much of its ink it has, and its places."""
-
-    number: int
-    style: str
-    shade: float
-    points: str
-    band: str
-
-
-class Chart(NamedTuple):
-    """What the template draws of a panel."""
-
-    title: str
-    names: str
-    x_label: str
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    marks: list[Mark]
-    ends: list[tuple[float, int, str]]
-    level: tuple[float, str] | None
-    note: str
-    hover: str
 
 
 class Axis:
@@ -77,21 +53,19 @@ class Axis:
         share = (self._of(value) - self.low) / ((self.high - self.low) or 1.0)
         return max(-1.0, min(2.0, share))
 
-    def ticks(self) -> list[tuple[float, str]]:
+    def ticks(self, most: int = 5) -> list[tuple[float, str]]:
         """Return the places of some round numbers in percent, and the numbers."""
         from matplotlib.ticker import LogLocator, MaxNLocator
 
         low, high = self.ends
-        values: Sequence[float] = MaxNLocator(TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(
-            low, high
-        )
+        values: Sequence[float] = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         if self.scale != "linear" and low < high:
             start = self.threshold if self.scale == "symlog" else low
             few = (1, 2, 5) if high < 50 * start else (1,)
-            values = LogLocator(subs=few, numticks=TICKS).tick_values(start, high)
+            values = LogLocator(subs=few, numticks=most).tick_values(start, high)
             values = [0.0, *values] if self.scale == "symlog" else values
         if self.scale == "log" and high < LOGARITHMIC / 10 * low:
-            values = MaxNLocator(TICKS).tick_values(low, high)
+            values = MaxNLocator(most).tick_values(low, high)
         inside = [v for v in values if -1e-9 <= self.place(v) <= 1 + 1e-9]
         return [(round(100 * self.place(v), 2), f"{float(v):.6g}") for v in inside]
 
@@ -157,7 +131,7 @@ def _room(ends: Iterable[tuple[float, float]]) -> float:
     return max(highs) - min(lows)
 
 
-def chart(panel: Panel, note: str = "", *, quiet: bool = False) -> Chart:
+def chart(panel: Panel, note: str = "", *, quiet: bool = False) -> dict[str, Any]:
     """Return a panel as the template draws it; a series' colour is the number of its variant.
 
     ``quiet`` leaves out the names at the ends of curves, and the values under the pointer.
@@ -170,39 +144,33 @@ def chart(panel: Panel, note: str = "", *, quiet: bool = False) -> Chart:
     y_axis = Axis(panel.y_scale, *limits)
     up = lambda value: 1 - y_axis.place(value)  # noqa: E731
     marks, ends = [], []
+    after = sum(each.style != "dashed" for each in panel.series)
     for index, each in enumerate(panel.series):
-        number = each.colour or 0
-        picks = _picks(each.y)
-        shown = [(x_axis.place(each.x[k]), up(each.y[k])) for k in picks]
-        band = [
-            (x_axis.place(each.x[k]), up(side[k]))
-            for side, order in zip(each.band, (picks, picks[::-1]), strict=False)
-            for k in order
-        ]
+        picks, sides = _picks(each.y), zip(each.band, (1, -1), strict=False)
+        line = [(each.x[k], each.y[k]) for k in picks]
+        band = [(each.x[k], side[k]) for side, way in sides for k in picks[::way]]
         style = "before" if each.style == "dashed" else "after"
-        pale = quiet and style == "after"
-        shade = (
-            0.25 + 0.75 * index / (len(panel.series) - 1) if pale and len(panel.series) > 1 else 1.0
-        )
-        marks.append(Mark(number, style, shade, _points(shown), _points(band)))
-        if not quiet and shown:
-            ends.append((100 * shown[-1][1], number, each.label))
-    level = (round(100 * up(panel.level[1]), 2), panel.level[0]) if panel.level else None
-    hover = "" if quiet else json.dumps(_hover(panel, places, x_axis), separators=(",", ":"))
-    names = "; ".join(series.label for series in panel.series)
-    y_ticks = [(round(100 - place, 2), text) for place, text in y_axis.ticks()]
-    return Chart(
-        panel.title,
-        names,
-        panel.x_label,
-        x_axis.ticks(),
-        y_ticks,
-        marks,
-        _apart(ends),
-        level,
-        note,
-        hover,
-    )
+        pale = quiet and style == "after" and after > 1
+        shade = 0.25 + 0.75 * index / (after - 1) if pale else 1.0
+        drawn = [
+            " ".join(f"{SIDE * x_axis.place(x):.0f},{SIDE * up(y):.0f}" for x, y in points)
+            for points in (line, band)
+        ]
+        marks.append((each.colour or 0, style, shade, *drawn))
+        if not quiet and line:
+            ends.append((100 * up(line[-1][1]), each.colour or 0, each.label))
+    return {
+        "title": panel.title,
+        "names": "; ".join(series.label for series in panel.series),
+        "x_label": panel.x_label,
+        "x_ticks": x_axis.ticks(),
+        "y_ticks": [(round(100 - place, 2), text) for place, text in y_axis.ticks()],
+        "marks": marks,
+        "ends": _apart(ends),
+        "level": panel.level and (panel.level[0], round(100 * up(panel.level[1]), 2)),
+        "note": note,
+        "hover": "" if quiet else json.dumps(_hover(panel, places, x_axis), separators=(",", ":")),
+    }
 
 
 def _picks(values: Sequence[float]) -> Sequence[int]:
@@ -215,10 +183,6 @@ def _picks(values: Sequence[float]) -> Sequence[int]:
         stretch = range(start, min(start + step, len(values)))
         found |= {of(stretch, key=lambda k: values[k]) for of in (min, max)}
     return sorted(found)
-
-
-def _points(shares: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{SIDE * x:.0f},{SIDE * y:.0f}" for x, y in shares)
 
 
 def _apart(ends: Sequence[tuple[float, int, str]]) -> list[tuple[float, int, str]]:
@@ -257,29 +221,9 @@ def _said(series: Series) -> dict[float, str]:
     return dict(zip(series.x, values, strict=True))
 
 
-class Bar(NamedTuple):
-    """One variant of a forest plot: mean and ends of its interval in percent, and what is said of it."""
-
-    variant: str
-    number: int
-    mean: str
-    ends: tuple[float, float, float] | None
-    sure: bool
-    said: str
-    bad: bool
-
-
-class Forest(NamedTuple):
-    """Differences of variants from the first, with intervals, on one axis."""
-
-    title: str
-    better: str
-    zero: float
-    ticks: list[tuple[float, str]]
-    bars: list[Bar]
-
-
-def forest(title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]) -> Forest | None:
+def forest(
+    title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]
+) -> dict[str, Any] | None:
     """Return the plot of ``rows``, (variant, number, mean, sentence, bad), with the test of each;
     None where no difference is known."""
     middles = [test.mean_difference for test in tests if test and test.mean_difference is not None]
@@ -287,31 +231,27 @@ def forest(title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]) ->
     if not middles:
         return None
     # Two seeds have intervals of twelve standard errors: one of them would squash all others.
-    reach = 3 * max(map(abs, middles)) or max(
-        (abs(end) for ends in intervals for end in ends), default=1
-    )
+    ends = sorted(max(map(abs, pair)) for pair in intervals) or [math.inf]
+    reach = max(WIDEST * ends[len(ends) // 2], *map(abs, middles))
     known = [0.0, *middles, *(max(-reach, min(reach, end)) for ends in intervals for end in ends)]
     margin = 0.05 * (max(known) - min(known)) or 1.0
     axis = Axis("linear", min(known) - margin, max(known) + margin)
     place = lambda value: round(100 * min(1.0, max(0.0, axis.place(value))), 2)  # noqa: E731
     bars = []
-    for (variant, number, mean, said, bad), test in zip(rows, tests, strict=True):
+    for row, test in zip(rows, tests, strict=True):
         ends = None
         if test and test.mean_difference is not None:
             low, high = test.interval or (test.mean_difference,) * 2
             ends = place(low), place(test.mean_difference), place(high)
-        bars.append(Bar(variant, number, mean, ends, bool(test and test.significant), said, bad))
+        bars.append((*row, ends, bool(test and test.significant)))
     better = "right" if any(test and test.higher_is_better for test in tests) else "left"
-    return Forest(title, better, place(0.0), axis.ticks(), bars)
-
-
-class Map(NamedTuple):
-    """A map of roles (rows) and layers (columns): style and text of each cell."""
-
-    name: str
-    layers: int
-    roles: list[str]
-    cells: list[list[tuple[str, str] | None]]
+    return {
+        "title": title,
+        "better": better,
+        "zero": place(0.0),
+        "ticks": axis.ticks(),
+        "bars": bars,
+    }
 
 
 def level_bounds(values: Iterable[float]) -> list[float]:
@@ -338,15 +278,11 @@ def level_style(value: float, bounds: Sequence[float]) -> str:
     return f"h{round(place * (LEVELS - 1) / max(1, len(bounds) - 1))}"
 
 
-def role_map(name: str, heat: HeatMap, bounds: Sequence[float]) -> Map:
-    """Return a heat map with a row for each role."""
-    columns = list(zip(*heat.values, strict=True))
-    cells = [
-        [
-            None if value is None
-            else (level_style(value, bounds), f"{layer} {role}: {short_number(value)}")
-            for layer, value in zip(heat.layers, column, strict=True)
-        ]
-        for role, column in zip(heat.roles, columns, strict=True)
-    ]  # fmt: skip
-    return Map(name, len(heat.layers), [short_role(role) for role in heat.roles], cells)
+def role_map(name: str, heat: HeatMap, bounds: Sequence[float]) -> dict[str, Any]:
+    """Return a heat map with a row for each role: the style and the text of each cell."""
+    rows = []
+    for role, column in zip(heat.roles, zip(*heat.values, strict=True), strict=True):
+        known = [(k, v) for k, v in enumerate(column) if v is not None]
+        said = [(k, v, f"{heat.layers[k]} {role}: {short_number(v)}") for k, v in known]
+        rows.append((short_role(role), [(k, level_style(v, bounds), text) for k, v, text in said]))
+    return {"name": name, "layers": len(heat.layers), "rows": rows}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from wellposed.charts import Panel, Series, lines, note_panels, where
 from wellposed.measurement.figures import (
@@ -20,8 +20,6 @@ from wellposed.measurement.figures import (
 )
 from wellposed.report._aggregate import SPLITS, TaskComparison, metric_words
 from wellposed.report._charts import (
-    Chart,
-    Map,
     chart,
     fitted,
     level_bounds,
@@ -39,6 +37,8 @@ Rows = Sequence[Mapping[str, Any]]
 Weights = Sequence[tuple[str, Rows, Rows]]
 VITALS = ("logit_max", "entropy", "update", "kurtosis")
 """What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
+Figure = dict[str, Any]
+"""What the template draws: charts in rows, the sentence under them and their data."""
 MOST_LINES = 32
 """Spectra of a chart."""
 CURVES = {"curves": ("Training and validation", "wide"), "vitals": ("Vital signs", "beside")}
@@ -48,18 +48,6 @@ CERTIFIED: Mapping[str, Any] = {
 }
 
 
-class Figure(NamedTuple):
-    """Charts in one or more rows, the sentence under them and their data."""
-
-    title: str
-    kind: str
-    """``wide``: each chart over the whole page; ``beside``: two in a row; ``small``: many in a row."""
-    rows: Sequence[tuple[str, int | None, Sequence[Chart]]]
-    """Name and number of the variant that a row is of, where it is of one, and its charts."""
-    caption: str
-    data: CsvLink
-
-
 def _figure(
     title: str,
     kind: str,
@@ -67,19 +55,19 @@ def _figure(
     said: tuple[str, CsvLink],
     numbers: Numbers = MappingProxyType({}),
 ) -> Figure:
-    """Return the figure of panels, by the variant that they are of where they are of one."""
+    """Return the figure of panels, by the variant that they are of where they are of one; of a kind:
+    ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``, many in a row."""
     fits = iter(fitted([panel for panels in rows.values() for panel in panels]))
     charts = {of: [chart(*next(fits), quiet=kind == "small") for _ in rows[of]] for of in rows}
     note_panels(said[1].file.removesuffix(".csv"), [each for row in rows.values() for each in row])
     drawn = [(of, numbers.get(of), row) for of, row in charts.items()]
-    return Figure(title, kind, drawn, *said)
+    return {"title": title, "kind": kind, "rows": drawn, "caption": said[0], "data": said[1]}
 
 
 def curve_figures(
     name: str, task: TaskComparison, groups: Groups, numbers: Numbers
 ) -> list[Figure]:
-    """Draw training loss, validation loss and the validation headline over steps, those in nats on
-    one axis; then vital signs.
+    """Draw training loss, validation loss and the validation headline over steps, then vital signs.
 
     Steps that some seed of a variant has not reached are left out, so a mean is always over all its
     seeds.
@@ -204,16 +192,7 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
     return _figure("Singular values", "small", drawn, said, numbers) if drawn else None
 
 
-class Maps(NamedTuple):
-    """Orthogonality error of every variant by layer and role, before and after training."""
-
-    formula: str
-    scale: list[tuple[str, str]]
-    rows: list[tuple[str, int, list[Map]]]
-    largest: Table
-
-
-def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Maps | None:
+def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
     """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
     error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
     found = [
@@ -227,24 +206,23 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Maps | 
     bounds = level_bounds(value for value in values if math.isfinite(value))
     if not bounds:
         return None
-    maps: dict[str, list[Map]] = {}
+    maps: dict[str, list[Any]] = {}
     largest = []
     for variant, when, heat in found:
         columns = zip(heat.roles, zip(*heat.values, strict=True), strict=True)
         worst = {role: max(v for v in column if v is not None) for role, column in columns}
         maps.setdefault(variant, []).append(role_map(when, heat, bounds))
         largest.append({"variant": variant, "when": when, **worst})
-    roles = dict.fromkeys(role for row in largest for role in row)
-    columns = [
-        Column(role, short_role(role), "text" if role in ("variant", "when") else "number", 2)
-        for role in roles
-    ]
-    return Maps(
-        error.formula,
-        [(level_style(bound, bounds), short_number(bound)) for bound in (*bounds, max(values))],
-        [(variant, numbers[variant], pair) for variant, pair in maps.items()],
-        Table(f"{name}-largest", "Largest error over layers", columns, largest),
-    )
+    roles = list(dict.fromkeys(role for row in largest for role in row))
+    columns = [Column(role, role, "text") for role in roles[:2]]
+    columns += [Column(role, short_role(role), digits=2) for role in roles[2:]]
+    ends = [*bounds, max(values)]
+    return {
+        "formula": error.formula,
+        "scale": [(level_style(bound, bounds), short_number(bound)) for bound in ends],
+        "rows": [(variant, numbers[variant], pair) for variant, pair in maps.items()],
+        "largest": Table(f"{name}-largest", "Largest error over layers", columns, largest),
+    }
 
 
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
@@ -320,8 +298,7 @@ def _curve_panel(
         series.append(replace(line, band=band if mine[0]["seeds"] > 1 else ()))
     level = ("reference", reference[metric]) if split == "valid" and metric in reference else None
     words = metric_words(f"{metric},{split}")
-    axis = "nats" if "nats" in words else words.partition(" ")[2]
-    return Panel(words, "step", axis, series, level=level)
+    return Panel(words, "step", words, series, level=level)
 
 
 def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[dict[str, Any]]:

@@ -61,9 +61,10 @@ class Table:
     def same(self) -> list[tuple[str, str]]:
         """Heading and text of the columns that say one thing in every row, and so are said once."""
         found = []
-        for column in self.columns[1:]:
-            texts = {_shown(row.get(column.name), column).text for row in self.rows}
-            if len(self.rows) > 1 and len(texts) == 1 and column.kind != "hidden":
+        for column in self.columns[1:] if len(self.rows) > 1 else ():
+            cells = {_shown(row.get(column.name), column) for row in self.rows}
+            texts = {cell.text for cell in cells}
+            if len(texts) == 1 and column.kind != "hidden" and "heat" not in min(cells).style:
                 found.append((column.heading, *texts))
         return [pair for pair in found if pair[1] != MISSING]
 

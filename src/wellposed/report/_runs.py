@@ -59,6 +59,8 @@ class Run:
     initial: Measurement | None = None
     final: Measurement | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    """What its model answers to, or makes of, texts of *test*; empty in runs of 0.2."""
 
     @property
     def task(self) -> str:
@@ -170,6 +172,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
             initial=problems.tried(_read_measurement, run.folder, INITIAL),
             final=problems.tried(_read_measurement, run.folder, FINAL),
             environment=problems.tried(_read_environment, run.folder / "env.json") or {},
+            examples=problems.tried(_read_examples, run.folder / "examples.json") or {},
         )
         for run in runs
     ]
@@ -228,6 +231,22 @@ def _read_environment(file: Path) -> dict[str, Any]:
             f"{file}: starts is a {type(starts).__name__}, expected list; the file is damaged"
         )
     return values
+
+
+def _read_examples(file: Path) -> dict[str, list[Any]]:
+    """Return names and counts of labels, (text, label, answer) and (begin, rest) of texts."""
+    values = _read_json(file) if file.exists() else {}
+    try:
+        names = [str(name) for name in values.get("labels", ())]
+        counts = [[int(count) for count in row] for row in values.get("counts", ())]
+        texts = [
+            (str(each["text"]), names[each["label"]], names[each["answer"]])
+            for each in values.get("texts", ())
+        ]
+        samples = [(str(each["prompt"]), str(each["text"])) for each in values.get("samples", ())]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{file}: {error!r}; the file is damaged, remove it") from None
+    return {"labels": names, "counts": counts, "texts": texts, "samples": samples}
 
 
 def _read_measurement(folder: Path, name: str) -> Measurement | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, Series, where
+from wellposed.charts import Panel, lines, where
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.regular_file import read_bytes
@@ -19,7 +20,7 @@ from wellposed.report._aggregate import (
     metric_words,
     verdict,
 )
-from wellposed.report._charts import chart, fitted, forest
+from wellposed.report._charts import LEVELS, chart, fitted, forest
 from wellposed.report._figures import (
     Groups,
     Numbers,
@@ -37,6 +38,8 @@ from wellposed.text_table import MISSING, format_number
 
 SEED_COLUMNS = 8
 """Seeds up to which each has its own column."""
+LABELS, TEXTS = 20, 6
+"""Labels up to which answers are counted in a table, and texts of a kind that are shown."""
 VARIANT = Column("variant", "variant", "text")
 TRAINING = {
     "parameters": "parameters", "steps": "steps", "best_step": "best step", "tokens": "tokens",
@@ -74,6 +77,8 @@ def task_section(
         "results": _results(f"{name}-results", task),
         "figures": [*figures, *([spectra] if spectra else [])],
         "maps": orthogonality_maps(f"{name}-orthogonality", weights, numbers),
+        "confusions": _confusions(f"{name}-answers", groups),
+        "texts": _texts(f"{name}-texts", groups),
         "training": _training(f"{name}-training", groups),
         "settings": _settings(f"{name}-settings", groups),
         "weights": _weight_table(f"{name}-weights", weights) if weights else None,
@@ -186,6 +191,58 @@ def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
     return row
 
 
+def _confusions(name: str, groups: Groups) -> list[Table]:
+    """Return, for each classifier, how many examples of each label got each answer, over seeds."""
+    tables = []
+    for variant, runs in groups.items():
+        found = [run.examples for run in runs if run.examples.get("counts")]
+        labels = found[0]["labels"] if found else []
+        if not 0 < len(labels) <= LABELS:
+            continue
+        rows = []
+        for place, label in enumerate(labels):
+            line = [sum(each["counts"][place][k] for each in found) for k in range(len(labels))]
+            shade = [f"heat h{round((LEVELS - 1) * n / (sum(line) or 1))}" for n in line]
+            cells = [Cell(n, str(n), of) for n, of in zip(line, shade, strict=True)]
+            rows.append({"label": label, **dict(zip(labels, cells, strict=True))})
+        columns = [Column("label", "label \\ answer", "text"), *(Column(of, of) for of in labels)]
+        tables.append(Table(f"{name}-{len(tables) + 1}", variant, columns, rows))
+    return tables
+
+
+def _texts(name: str, groups: Groups) -> Table | None:
+    """Return texts of *test* with what each classifier answers, those on which they differ first, or
+    what each language model makes of the first texts."""
+    firsts = {of: runs[0] for of, runs in groups.items() if runs[0].examples.get("texts")}
+    columns = [Column(of, of, "wrap") for of in firsts]
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for place, each in enumerate(
+        zip(*(run.examples["texts"] for run in firsts.values()), strict=False)
+    ):
+        row: dict[str, Any] = {"text": each[0][0], "label": each[0][1]}
+        for (variant, run), (_, label, answer) in zip(firsts.items(), each, strict=True):
+            held = run.words.shown[place : place + 1] if run.words else []
+            said = "; ".join([answer, *filter(None, map(str, held))])
+            row[variant] = Cell(said, said, "good" if answer == label else "bad")
+        kinds.setdefault(tuple(row[of].style for of in firsts), []).append(row)
+    rows = [
+        row
+        for kind in sorted(kinds, key=lambda kind: -len(set(kind)))
+        for row in kinds[kind][:TEXTS]
+    ]
+    fixed = [Column("text", "text", "wrap"), Column("label", "label", "text")]
+    written = [
+        {"variant": of, "text": begin, "goes on": rest}
+        for of, runs in groups.items()
+        for begin, rest in runs[0].examples.get("samples", ())
+    ]
+    if written and not rows:
+        told = [VARIANT, fixed[0], Column("goes on", "goes on", "wrap")]
+        return Table(name, "What the models make of texts of test, first seed", told, written)
+    caption = "Texts of test and answers, first seed: those on which the variants differ come first"
+    return Table(name, caption, [*fixed, *columns], rows[: 2 * TEXTS]) if rows else None
+
+
 def _training(name: str, groups: Groups) -> Table:
     rows = []
     for variant, runs in groups.items():
@@ -256,37 +313,32 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
     """Return how far unfinished runs are and their losses so far; None where there is no such run."""
     if not runs:
         return None
-    logged = [(run, rows_so_far(run.folder / "metrics.jsonl")) for run in runs]
+    table, colours = [], {}
+    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        rows = rows_so_far(run.folder / "metrics.jsonl")
+        steps = flat_options(run.result["config"]).get("train.steps")
+        row = {"run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed}
+        row |= {"step": max((each["step"] for each in rows), default=0)}
+        table.append(row | {"steps": steps if _is_number(steps) else None})
+        label = f"{run.variant}, seed {run.seed}"
+        colours[label] = numbers[run.variant]
+        for split in ("train", "valid"):
+            mine = [each for each in where(rows, split=split) if _is_number(each.get("loss"))]
+            curves.setdefault((run.task, split), []).extend({**each, "of": label} for each in mine)
+            table[-1] |= {split: mine[-1]["loss"]} if mine else {}
+    charts = []
+    for (task, split), rows in curves.items():
+        series = [replace(s, colour=colours[s.label]) for s in lines(rows, "step", "loss", by="of")]
+        panel = Panel(f"{task}: {metric_words(f'loss,{split}')}", "step", "loss (nats)", series)
+        charts += [chart(*fitted([panel])[0])] if series else []
     columns = [
         Column("run", "run", "text"), Column("task", "task", "text"), VARIANT,
         Column("seed", "seed"), Column("step", "step", "count"), Column("steps", "of steps", "count"),
         Column("train", "training loss (nats)"), Column("valid", "validation loss (nats)"),
     ]  # fmt: skip
-    series: dict[str, list[Series]] = {}
-    table = []
-    for run, rows in logged:
-        steps = flat_options(run.result["config"]).get("train.steps")
-        row = {
-            "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
-            "step": max((each["step"] for each in rows), default=0), "steps": steps if _is_number(steps) else None,
-        }  # fmt: skip
-        for split, words in (("train", "training"), ("valid", "validation")):
-            mine = [each for each in where(rows, split=split) if _is_number(each.get("loss"))]
-            drawn = series.setdefault(f"{run.task}: {words} loss (nats)", [])
-            if mine:
-                x, y = ([each[name] for each in mine] for name in ("step", "loss"))
-                label, row[split] = f"{run.variant}, seed {run.seed}", y[-1]
-                drawn.append(Series(label, x, y, colour=numbers[run.variant]))
-        table.append(row)
-    panels = [
-        Panel(title, "step", "loss (nats)", drawn, legend=False)
-        for title, drawn in series.items()
-        if drawn
-    ]
-    return {
-        "table": Table("running", "Still running, or killed: last values logged", columns, table),
-        "charts": [chart(*fitted([panel])[0]) for panel in panels],
-    }
+    words = "Still running, or killed: last values logged"
+    return {"table": Table("running", words, columns, table), "charts": charts}
 
 
 def rows_so_far(file: Path) -> list[Mapping[str, Any]]:

@@ -71,6 +71,8 @@ class CertifiedWords:
     """k, increasing from 0, where both shares are the clean accuracy."""
     certified: list[float]
     attacked: list[float]
+    shown: list[str] = field(default_factory=list)
+    """`WordAccuracy.shown`; empty in files of 0.2."""
 
     def metrics(self) -> dict[str, float]:
         """Return the certified shares as metrics of a run."""

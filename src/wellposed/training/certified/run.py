@@ -204,7 +204,8 @@ def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
         certified[1:] = [0.0] * (len(certified) - 1)
     if len(counts) > 1:
         texts = found.texts
-        run = record.CertifiedWords(_date(folder), split, texts, counts, certified, attacked)
+        shares = (counts, certified, attacked)
+        run = record.CertifiedWords(_date(folder), split, texts, *shares, found.shown)
         data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
         durable_files.replace_file(folder / record.WORDS_NAME, data)
 

@@ -14,6 +14,9 @@ from wellposed.text_table import aligned
 from wellposed.training.certified.windows import TextReader, read_texts
 from wellposed.training.certified.words import EditKind, TextHeld, hold_texts
 
+_SHOWN = 48
+"""Texts whose changed words are kept."""
+
 
 @dataclass(frozen=True)
 class WordAccuracy:
@@ -33,6 +36,8 @@ class WordAccuracy:
     """Why nothing is certified, where nothing is."""
     unread: str
     """Why edits and characters have no certificate, where they have none."""
+    shown: list[str]
+    """Of the first texts: how many replaced words cannot turn it, how many do, and which."""
 
     def table(self) -> str:
         """Return the numbers as plain text."""
@@ -81,10 +86,16 @@ def word_accuracy(
     bounds = reader.bounds
     most = {kind: max(some) for kind, some in counts.items() if some}
     held = hold_texts(bounds, batches, most, reader)
-    fallen = [
-        _attacked(reader, most, text, ids, beam)
-        for text, ids in zip(held, _texts(batches), strict=True)
-    ]
+    fallen, shown = [], []
+    for text, ids in zip(held, _texts(batches), strict=True):
+        needed, turned = _attacked(reader, most, text, ids, beam)
+        fallen.append(needed)
+        if "words" in most and len(shown) < _SHOWN:
+            old, new = (tokenizer.convert_ids_to_tokens(each.tolist()) for each in (ids, turned))
+            words = ", ".join(f"{a} → {b}" for a, b in zip(old, new, strict=False) if a != b)
+            sure = f"certified for k = {text.held['words']}" if text.held["words"] > 0 else ""
+            fell = f"turned by {needed['words']}: {words}" if words else ""
+            shown.append("; ".join(filter(None, (sure, fell))))
     rows = [(kind, k) for kind, some in counts.items() for k in some]
     share = lambda flags: sum(flags) / max(1, len(held))  # noqa: E731
     return WordAccuracy(
@@ -97,6 +108,7 @@ def word_accuracy(
         how=bounds.how,
         reason=bounds.reason,
         unread=bounds.unread,
+        shown=shown,
     )
 
 
@@ -112,9 +124,11 @@ def _attacked(
     text: TextHeld,
     ids: Tensor,
     beam: int,
-) -> dict[EditKind, int]:
-    """Return how many edits of each kind the attack needs; one more than asked where it fails."""
+) -> tuple[dict[EditKind, int], Tensor]:
+    """Return how many edits of each kind the attack needs, one more than asked where it fails, and
+    the text with words replaced."""
     needed: dict[EditKind, int] = {}
+    swapped = ids
     for kind, count in most.items():
         attack = WordAttack(reader.bounds.model, reader.propose(kind, ids, text.label), beam)
         needed[kind], turned = attack.fewest_edits(ids, text.label, count)
@@ -124,4 +138,5 @@ def _attacked(
                 f" against {text.held[kind]}: {ids.tolist()} became {turned.tolist()}; please report"
                 " it with the model"
             )
-    return needed
+        swapped = turned if kind == "words" else swapped
+    return needed, swapped

@@ -15,6 +15,7 @@ from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import build_task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
+from wellposed.training.folder.examples import save_examples
 from wellposed.training.folder.lock import only_writer
 from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.folder.model_card import model_card
@@ -242,6 +243,7 @@ def _finish(run: Run) -> RunResult:
     if run.is_main:
         card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
         save_final(run.out, whole, run.task, card)
+        save_examples(run.out, whole, run.task)
     result = _end(run, "success", evaluations, lost)
     if run.history is not None and run.is_main:
         run.history.remove()
