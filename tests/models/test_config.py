@@ -130,9 +130,9 @@ def test_the_language_model_does_not_touch_the_callers_configuration():
     assert WellposedForCausalLM(config).config.is_causal
     assert config.to_dict() == before
     for family in ("wellposed", "transject"):
-        with bad_config(match="is_causal=False; a language model is causal"):
+        with bad_config(match="is_causal=False; leave it None"):
             build_model(family, "causal_lm", is_causal=False)
-    with bad_config(match="received is_causal=True; its encoder is not causal"):
+    with bad_config(match="received is_causal=True; only its decoder is"):
         build_model("wellposed", "seq2seq_lm", is_causal=True)
 
 

@@ -104,7 +104,7 @@ def test_every_nth_layer_runs_twice(cls, every):
     model.activation_checkpointing_enable(every_n_layers=every)
     model(input_ids=IDS, labels=IDS, **given).loss.backward()
     assert runs == [2 if index % every == 0 else 1 for index in range(4)]
-    with bad_config(match="every_n_layers: received 0; expected an integer >= 1"):
+    with bad_config(match="every_n_layers: received 0; expected an int >= 1"):
         model.activation_checkpointing_enable(every_n_layers=0)
 
 

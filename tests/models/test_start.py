@@ -68,7 +68,7 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
 
 MISFITS = [
     ("seq2seq_lm", {}, ConfigError, "a bert model has no head for seq2seq lm"),
-    ("sequence_pair_classification", {}, ConfigError, "no head of kind 'sequence_pair_class"),
+    ("sequence_pair_classification", {}, ConfigError, "no head 'sequence_pair_class"),
     (CLASSES, {"vocab_size": 51}, ShapeError, r"51 tokens .* embedding 50 rows"),
     (CLASSES, {"max_position_embeddings": 25}, ConfigError, "--max-length 24"),
 ]

@@ -103,7 +103,7 @@ MISFITS = [
     (PAIR, {"input_ids": IDS, "input_ids_pair": TWO}, "received 1 sequences for 2 in input_ids"),
     (PAIR, {"input_ids": IDS}, "neither of input_ids and inputs_embeds"),
     *(
-        (name, {"input_ids": IDS.to(dtype)}, f"input_ids: received {dtype}; expected token ids in")
+        (name, {"input_ids": IDS.to(dtype)}, f"input_ids: received {dtype}; expected torch.int64")
         for name in (LANGUAGE, BODY)
         for dtype in (torch.float32, torch.bool, torch.uint8)
     ),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.tasks.batches import bucketed_batches, pad_examples
-from wellposed.tasks.objectives import (
+from wellposed.tasks.task import (
     accuracy_sums,
     causal_cross_entropy_sum,
     cross_entropy_sum,

@@ -17,7 +17,7 @@ from tests.support.refusal import bad_config, bad_data, refused
 
 from wellposed.tasks import CharLMTask, build_task
 from wellposed.tasks.data.texts import looks_spaced
-from wellposed.tasks.kinds.language_model import BlockDataset, LineDataset
+from wellposed.tasks.language_modeling import BlockDataset, LineDataset
 
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
 
@@ -126,7 +126,7 @@ def test_malformed_spaced_lines_are_named(tmp_path: Path) -> None:
 
 
 def test_builtin_prose_is_english_deterministic_and_described() -> None:
-    from wellposed.tasks.data.prose import gather_prose
+    from wellposed.tasks.data.texts import gather_prose
 
     text, identity = gather_prose()
     gather_prose.cache_clear()

@@ -14,7 +14,9 @@ from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import DataError
 from wellposed.tasks import DialogueTask, build_task
-from wellposed.tasks.data.dialogues import (
+from wellposed.tasks.data.files import TextFile
+from wellposed.tasks.data.splits import DataOptions
+from wellposed.tasks.dialogue import (
     Dialogue,
     detect_format,
     load_dialogues,
@@ -23,9 +25,7 @@ from wellposed.tasks.data.dialogues import (
     read_synonyms,
     repeated,
 )
-from wellposed.tasks.data.files import TextFile
-from wellposed.tasks.data.splits import DataOptions
-from wellposed.tasks.metrics.dialogue import VECTOR_METRICS
+from wellposed.tasks.metrics.overlap import VECTOR_METRICS
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (
@@ -213,7 +213,7 @@ def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path: Path) 
 
 
 def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
-    with bad_config(match="no built-in data"):
+    with bad_config(match="this task has no such data"):
         _task("builtin")
     with bad_data(match="no train file; looked for names like"):
         _task(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import build_task
-from wellposed.tasks.data.prose import labelled_docstrings
+from wellposed.tasks.data.texts import labelled_docstrings
 
 
 def test_every_sentence_stands_in_the_file_that_it_names_and_only_once() -> None:

@@ -133,7 +133,7 @@ def test_folders_of_images_by_class(tmp_path: Path) -> None:
         ({"y": Y[:-1]}, "30 images and 29 labels"),
         ({"y": Y - 1}, "label -1 of image 0"),
         ({"y": Y / 2}, "y is float64"),
-        ({"y": 0 * Y}, "every image has the label 0"),
+        ({"y": 0 * Y}, "every image has label 0"),
         ({"x": np.array([{}], dtype=object)}, "without unpickling"),
     ],
 )
@@ -145,11 +145,11 @@ def test_arrays_that_cannot_be_used(tmp_path: Path, arrays: dict[str, Any], mess
 
 def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path: Path) -> None:
     write_npz(tmp_path)
-    with bad_data(match="size = 3 does not divide them"):
+    with bad_data(match="size = 3 does not divide the"):
         build(tmp_path, size=3)
     for arrays, says in (
-        ({"x": X, "y": Y + 1}, r"labels that train does not have: .*'test': \[3\]"),
-        ({"x": X[:, :2], "y": Y}, "the splits differ in shape"),
+        ({"x": X, "y": Y + 1}, r"labels that train lacks: .*'test': \[3\]"),
+        ({"x": X[:, :2], "y": Y}, "splits of shapes"),
         ({"z": X}, "no array x and y; it has z"),
     ):
         np.savez(tmp_path / "test.npz", **arrays)

@@ -179,7 +179,6 @@ def write_rows(path: Path, rows: list[str]) -> str:
     return str(path)
 
 
-OPERATORS = "[MIN, [MAX, [MED, [SM, [FIRST, [LAST"
 GOOD = ["5\t( ( ( [SM 7 ) 8 ) ] )", "3\t[MIN 3 9 ]", "3\t( ( ( [LAST 9 ) 3 ) ] )"] * 8
 
 
@@ -212,7 +211,7 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
         ("4\t[LAST 9 4 1 ]", "label '4', but the expression has the value 1"),
         ("5\t[SM 7 8", "'[SM' is not closed by ']'"),
         ("5\t[SM 7 8 ] ]", "token 5 is ']' without an open operator"),
-        ("5\t[SM 7 18 ]", f"token 3 is '18', expected a digit, ']' or one of {OPERATORS}"),
+        ("5\t[SM 7 18 ]", "token 3 is '18', expected 0, 1, 2"),
         ("5\t[AVG 7 8 ]", "token 1 is '[AVG', expected"),
         ("0\t[SM ]", "token 2 closes '[SM', which has no argument"),
         ("5\t5 5", "2 expressions, expected one"),

@@ -71,7 +71,7 @@ def test_a_test_set_is_chosen_among_several(tmp_path: Path) -> None:
     with bad_data(match=says):
         load(tmp_path)
     assert len(load(tmp_path, test_set="2017")[0]["test"]) == 3
-    says = r"'2018' matches no test set; the folder holds: test_2016_flickr, test_2017"
+    says = r"'2018' matches no test set; there are: test_2016_flickr, test_2017"
     with bad_config(match=says):
         load(tmp_path, test_set="2018")
 
@@ -147,7 +147,7 @@ def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs, _ = load("hf:some/pairs:de-en")
     assert rows_of(pairs["train"]) == PAIRS
     assert list(pairs["valid"].target) == ENGLISH[:3]
-    with bad_data(match=r"hf:some/pairs \(train\): no cs; it has de, en"):
+    with bad_data(match=r"hf:some/pairs \(train\): no cs, only de, en"):
         load("hf:some/pairs", "cs", "en")
 
 

@@ -214,12 +214,12 @@ def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
     for name in ("curv_baseline", "curv_contour_length_9"):
         (root / name / "metadata").mkdir(parents=True)
         (root / name / "imgs").mkdir()
-    with refused("holds 2 releases (curv_baseline, curv_contour_length_9), expected one; give"):
+    with refused("holds 2 releases; give one, as"):
         build(root)
     with bad_data(match=r"metadata: no .npy file of text"):
         build(root / "curv_baseline")
     (root / "curv_baseline" / "metadata").rmdir()
-    with bad_data(match="holds imgs but no folder metadata"):
+    with bad_data(match="holds imgs but no metadata"):
         build(root / "curv_baseline")
 
 

@@ -287,17 +287,17 @@ def test_columns_that_are_asked_for(tmp_path: Path) -> None:
         build(path, header="no", label_column="7")
     with refused("label and text are both column 1"):
         build(path, header="no", label_column="1", text_column="1,3")
-    with refused("columns body are names, and header is 'no'", kind=ConfigError):
+    with refused("columns body without a header", kind=ConfigError):
         build(path, text_column="body", header="no")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", "pos\ta\n", "expected a name that ends in .tsv, .csv, .jsonl"),
-        ("x.tsv", "no delimiter\n", "x.tsv:1: one column, expected a label and a text"),
+        ("x.txt", "pos\ta\n", "expected a name in .tsv, .csv, .jsonl"),
+        ("x.tsv", "no delimiter\n", "x.tsv:1: one column, expected label and text"),
         ("x.tsv", as_tsv(ROWS[:10]), "10 rows are too few to cut valid and test from"),
-        ("x.tsv", "pos\ta\n" * 30, "every row has the label 'pos', expected two labels or more"),
+        ("x.tsv", "pos\ta\n" * 30, "every row has label 'pos', expected two or more"),
         ("x.tsv", "", "the file is empty"),
         ("x.csv", "label,text", "a header and no rows"),
         ("x.json", "{}", "dict, expected a list of objects"),
@@ -436,7 +436,7 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inside", ["train", "train/pos"])
 def test_a_folder_inside_the_release_names_the_one_to_give(tmp_path: Path, inside: str) -> None:
     root = write_folders(tmp_path / "aclImdb")
-    with refused(f"expected the folder that holds train; give {root}"):
+    with refused(f"is in a folder of texts by class; give that: {root}"):
         build(root / inside)
 
 
@@ -452,5 +452,5 @@ def test_bad_files_of_the_release_are_named(tmp_path: Path) -> None:
     bad.write_text(" ")
     with refused("pos/9_9.txt: the text is empty"):
         build(tmp_path, tokenizer="word")
-    with refused("folders of texts by class bring their own splits", kind=ConfigError):
+    with refused("is a folder of texts by class and brings its own splits", kind=ConfigError):
         build(tmp_path, valid="x.tsv")

@@ -132,7 +132,7 @@ def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(brack
 
 
 def test_bad_tokenizer_names() -> None:
-    with bad_config(match="tokenizer = 'chars', expected byte, character, word or hf:NAME_OR_PATH"):
+    with bad_config(match="tokenizer = 'chars', expected byte, character, word or hf:NAME"):
         build_encoder("chars", [], max_words=1)
     with bad_config(match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"):
         build_encoder("hf:/no/such/folder", [], max_words=1)

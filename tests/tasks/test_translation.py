@@ -273,7 +273,7 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
     ("options", "says"),
     [
         ({"tgt": "fr"}, "languages that exist there: de, en"),
-        ({"tokenizer": "word"}, "expected bpe, char or hf:NAME_OR_PATH"),
+        ({"tokenizer": "word"}, "expected bpe, char or hf:NAME"),
         ({"vocab_size": 0, "max_tokens": -1}, "(?s)vocab_size = 0, expected.*max_tokens = -1, exp"),
         ({"generate_length_penalty": math.inf}, "generate_length_penalty = inf"),
     ],

@@ -30,7 +30,7 @@ from wellposed.cli.parser import (
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
-from wellposed.tasks.data.pixel_values import PROCESSOR_FILES, has_processor
+from wellposed.tasks.image_classification import PROCESSOR_FILES, has_processor
 from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed.training.config import (
     ConstrainOptions,

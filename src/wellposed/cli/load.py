@@ -102,7 +102,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def load_image_processor(name: str) -> Any:
     """Load the image processor saved beside the model."""
-    from wellposed.tasks.data.pixel_values import load_processor
+    from wellposed.tasks.image_classification import load_processor
 
     return load_processor(_verified(name, weights=False))
 

@@ -20,6 +20,8 @@ from wellposed.models._certification import embedding_radius as embedding_radius
 from wellposed.models._certification import input_vectors as input_vectors
 from wellposed.models._config import TransJectConfig as TransJectConfig
 from wellposed.models._config import WellposedConfig as WellposedConfig
+from wellposed.models._families import LSTMConfig as LSTMConfig
+from wellposed.models._families import LSTMForCausalLM as LSTMForCausalLM
 from wellposed.models._families import TransJectForCausalLM as TransJectForCausalLM
 from wellposed.models._families import (
     TransJectForSequenceClassification as TransJectForSequenceClassification,
@@ -35,7 +37,9 @@ from wellposed.models._families import (
 from wellposed.models._families import (
     WellposedForSequencePairClassification as WellposedForSequencePairClassification,
 )
+from wellposed.models._heads import PairHead as PairHead
 from wellposed.models._init import INITS as INITS
+from wellposed.models._init import POOLINGS as POOLINGS
 from wellposed.models._init import Initializer as Initializer
 from wellposed.models._init import xavier_ as xavier_
 from wellposed.models._loading import auto_class as auto_class
@@ -44,10 +48,6 @@ from wellposed.models._loading import load_pretrained as load_pretrained
 from wellposed.models._loading import load_pretrained_model as load_pretrained_model
 from wellposed.models._loading import load_saved_model as load_saved_model
 from wellposed.models._loading import quiet_transformers as quiet_transformers
-from wellposed.models._lstm import LSTMConfig as LSTMConfig
-from wellposed.models._lstm import LSTMForCausalLM as LSTMForCausalLM
-from wellposed.models._pair_head import PairHead as PairHead
-from wellposed.models._pooling import POOLINGS as POOLINGS
 from wellposed.models._seq2seq import GNMTLengthPenalty as GNMTLengthPenalty
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM

@@ -109,9 +109,7 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
         and value not in (item.default, item.metadata.get("neutral", item.default))
     ]
     if foreign:
-        raise ConfigError(
-            f"architecture {options.architecture!r} has no such option:\n" + listed(foreign)
-        )
+        raise ConfigError(f"architecture {options.architecture!r} lacks:\n" + listed(foreign))
     return {
         item.name: value
         for item, value in given.items()

@@ -14,24 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification import (
-    LayerBound,
-    Site,
-    mean_pooling,
-    of_one_vector,
-    one_token,
-    register_rule,
-)
-from wellposed.models._families import (
-    TransJectForSequenceClassification,
-    TransJectForSequencePairClassification,
-    WellposedForCausalLM,
-    WellposedForSequenceClassification,
-    WellposedForSequencePairClassification,
-)
-from wellposed.models._heads import Classifier
-from wellposed.models._pair_head import PairHead, before_output
-from wellposed.models._pooling import first_pool, max_pool, mean_pool
+from wellposed import certification
+from wellposed.certification import LayerBound, Site, register_rule
+from wellposed.models import _families as families
+from wellposed.models._heads import Classifier, PairHead
+from wellposed.models._init import first_pool, max_pool, mean_pool
 from wellposed.models._transject import TransJectModel
 from wellposed.models._wellposed import Embeddings, WellposedModel
 from wellposed.nn import BallEmbedding, DecoderBlock, UnitEmbedding
@@ -107,8 +94,8 @@ def _body(module: WellposedModel, site: Site) -> LayerBound:
     return site.product([embedded, dropout, rest])
 
 
-@register_rule(WellposedForCausalLM)
-def _causal_lm(module: WellposedForCausalLM, site: Site) -> LayerBound:
+@register_rule(families.WellposedForCausalLM)
+def _causal_lm(module: families.WellposedForCausalLM, site: Site) -> LayerBound:
     body = site.child(module.model, "model")
     head = site.child(module.lm_head, "lm_head", radius=body.out_radius)
     site.set_head(module.lm_head.weight, body)
@@ -124,12 +111,12 @@ def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
     )
 
 
-@register_rule(TransJectForSequencePairClassification)
-@register_rule(WellposedForSequencePairClassification)
-@register_rule(TransJectForSequenceClassification)
-@register_rule(WellposedForSequenceClassification, sums=True)
+@register_rule(families.TransJectForSequencePairClassification)
+@register_rule(families.WellposedForSequencePairClassification)
+@register_rule(families.TransJectForSequenceClassification)
+@register_rule(families.WellposedForSequenceClassification, sums=True)
 def _classifier(module: Classifier[Any], site: Site) -> LayerBound:
-    return of_one_vector(partial(_classifier_route, module), site)
+    return certification.of_one_vector(partial(_classifier_route, module), site)
 
 
 def _classifier_route(module: Any, site: Site) -> LayerBound:
@@ -140,7 +127,7 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         return site.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
     pooled = site.record(module, "pool", pooling(site.at_radius(body.out_radius)))
     parts = [body, pooled]
-    if isinstance(module, WellposedForSequenceClassification):
+    if isinstance(module, families.WellposedForSequenceClassification):
         parts.append(site.child(module.dropout, "dropout", radius=pooled.out_radius))
     before = site.product(parts)
     head = site.child(module.classifier, "classifier", radius=before.out_radius)
@@ -153,7 +140,7 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         )
         site.set_head(module.classifier.output.weight, site.product([before, hidden]))
     else:
-        own = body.skip if pooling is mean_pooling else None
+        own = body.skip if pooling is certification.mean_pooling else None
         site.set_head(module.classifier.weight, before, skip=own)
     return site.product([before, head])
 
@@ -167,4 +154,64 @@ def _max(site: Site) -> LayerBound:
     )
 
 
-_POOLINGS = {mean_pool: mean_pooling, first_pool: one_token, max_pool: _max}
+_POOLINGS = {
+    mean_pool: certification.mean_pooling,
+    first_pool: certification.one_token,
+    max_pool: _max,
+}
+
+
+def before_output(head: PairHead, site: Site) -> LayerBound:
+    """Bound what the last linear map of a head reads, where both vectors move and are within the
+    site's radius."""
+    ball = site.child(head.projection, "projection")
+    if not math.isfinite(ball.out_radius):
+        return site.refuse_without_ball(
+            "two inputs meet in a product a*b, which has no global bound"
+        )
+    radius = ball.out_radius
+    dropout = site.child(head.dropout, "dropout", radius=radius)
+    reach = (
+        site.spectral_norm(head.hidden.weight)
+        * radius
+        * math.sqrt(6.0 + radius * radius)
+        / head.divisor
+    )
+    bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
+    joint = LayerBound(
+        _slope(head, site, radius) / head.divisor,
+        "both vectors move (B12)",
+        out_radius=reach + bias,
+    )
+    hidden = site.record(head.hidden, "hidden", joint)
+    active = site.child(head.activation, "activation", radius=hidden.out_radius)
+    return site.product([ball, dropout, hidden, active])
+
+
+@torch.no_grad()
+def _slope(head: PairHead, site: Site, radius: float) -> float:
+    """Bound ``(a, b) -> W_1 [a, b, a*b, a-b]`` on a ball by the least of the forms of B12."""
+    weight = head.hidden.weight.detach()
+    first, second, product, difference = weight.double().chunk(4, dim=1)
+    linear = torch.cat((first + difference, second - difference), dim=1)
+    margin = 1.0 + 1e-9
+    if site.norm == "inf":
+        return margin * float((linear.abs().sum(1) + 2.0 * radius * product.norm(dim=1)).max())
+    longest = float(product.norm(dim=0).max())
+    if site.norm == 2:
+        apart = site.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
+        return margin * min(
+            apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
+        )
+    halves = min(
+        math.sqrt(2.0) * site.spectral_norm(linear),
+        sum(map(site.spectral_norm, linear.chunk(2, dim=1))),
+    )
+    whole = site.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
+    return margin * min(halves + 2.0 * radius * longest, whole)
+
+
+@register_rule(PairHead)
+def _pair_head(module: PairHead, site: Site) -> LayerBound:
+    before = before_output(module, site)
+    return site.product([before, site.child(module.output, "output", radius=before.out_radius)])

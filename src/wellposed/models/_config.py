@@ -19,8 +19,7 @@ from wellposed.model_options import (
     readers,
     unread_options,
 )
-from wellposed.models._init import INITS
-from wellposed.models._pooling import POOLINGS
+from wellposed.models._init import INITS, POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
 from wellposed.nn.block import cross_attention_name
 from wellposed.nn.checks import Eps

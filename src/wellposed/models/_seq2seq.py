@@ -64,9 +64,7 @@ class GNMTLengthPenalty(float):
 
     def __new__(cls, value: float) -> GNMTLengthPenalty:
         if not math.isfinite(value):
-            raise ConfigError(
-                f"GNMTLengthPenalty: received {value!r}; expected a finite number, 0 for no penalty"
-            )
+            raise ConfigError(f"GNMTLengthPenalty: received {value!r}; expected a finite number")
         return super().__new__(cls, value)
 
     def __rpow__(self, length: Any, mod: None = None) -> Any:
@@ -359,10 +357,7 @@ class WellposedForSeq2SeqLM(
 def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
     """Return a copy marked as an encoder-decoder's; raise `ConfigError` where none can be built."""
     if config.is_causal:
-        raise ConfigError(
-            f"{where}: received is_causal=True; its encoder is not causal and its decoder is, leave"
-            " None"
-        )
+        raise ConfigError(f"{where}: received is_causal=True; only its decoder is, leave None")
     if config.decoder_depth < 1:
         raise ConfigError(
             f"{where}: num_hidden_layers=0 without num_decoder_layers: a decoder without blocks"

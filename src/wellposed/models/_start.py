@@ -66,9 +66,7 @@ def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
     """
     if kind not in _HUGGING_FACE:
         kinds = ", ".join(_HUGGING_FACE)
-        raise ConfigError(
-            f"{source}: Hugging Face models have no head of kind {kind!r}; they have: {kinds}"
-        )
+        raise ConfigError(f"{source}: Hugging Face has no head {kind!r}; it has: {kinds}")
     config = start_config(source)
     if type(config) not in AUTO_CLASSES[kind]._model_mapping:
         raise ConfigError(

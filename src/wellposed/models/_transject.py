@@ -15,8 +15,7 @@ from wellposed.linalg import isometry_error
 from wellposed.model_options import TransJectOptions
 from wellposed.models._config import TransJectConfig
 from wellposed.models._init import reset_, xavier_
-from wellposed.models._inputs import ModelInputs, read_inputs, takes
-from wellposed.models._pretrained import CheckedPreTrainedModel
+from wellposed.models._inputs import CheckedPreTrainedModel, ModelInputs, read_inputs, takes
 from wellposed.nn import (
     InjectiveEmbedding,
     Inversion,

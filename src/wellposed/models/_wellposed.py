@@ -15,8 +15,7 @@ from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.models._config import WellposedConfig
 from wellposed.models._init import INITS
-from wellposed.models._inputs import ModelInputs, read_inputs, takes
-from wellposed.models._pretrained import CheckedPreTrainedModel
+from wellposed.models._inputs import CheckedPreTrainedModel, ModelInputs, read_inputs, takes
 from wellposed.nn import POSITIONS, BallEmbedding, Block, SinusoidalPositions, UnitEmbedding
 from wellposed.nn import attention_mask as make_mask
 from wellposed.nn.block import build_layers, run_block

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.objectives import IGNORED_LABEL
-from wellposed.tasks.task import Example
+from wellposed.tasks.task import IGNORED_LABEL, Example
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

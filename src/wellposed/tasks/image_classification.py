@@ -1,25 +1,183 @@
-"""Task ``image_classification``: classify images with a Hugging Face model (ViT, DeiT, ...)."""
+"""Tasks of images: ``image_classification`` by a Hugging Face model (ViT, DeiT, ...) and its
+processor, and ``image``, read pixel by pixel as in the Long Range Arena."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import ConfigError
-from wellposed.tasks.batches import Rows, bucketed_batches, shuffle_key
-from wellposed.tasks.data import pixel_values
-from wellposed.tasks.data.images import ImageDataOptions, Images, label_names, load_images
-from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.kinds.classification import LabelTask
+from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.options import Size
+from wellposed.tasks.batches import Ragged, Rows, bucketed_batches, shuffle_key
+from wellposed.tasks.data import images as reading
+from wellposed.tasks.data.images import ImageDataOptions, Images
+from wellposed.tasks.data.splits import SPLITS, Split, shuffled
+from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, LabelTask
 from wellposed.tasks.task import Example, Kind, register_task
+from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FORMS = "data, hf:FOLDER_OR_NAME or config:FOLDER_OR_NAME"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+MEASURED = 10_000
+"""Most train images that mean and standard deviation are taken from."""
+
+
+def load_processor(source: str | Path) -> Any:
+    """Return the image processor that was saved in ``source``, a folder or a name of the hub.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+        CheckpointError: there is none, or it cannot be loaded.
+    """
+    reading.require_pillow()
+    from transformers import AutoImageProcessor
+
+    from wellposed.models import load_pretrained
+
+    folder = Path(source)
+    if folder.is_dir() and not has_processor(folder):
+        raise CheckpointError(f"{folder}: no {PROCESSOR_FILES[0]}; copy it from the model's folder")
+    return load_pretrained(AutoImageProcessor, source)
+
+
+def has_processor(folder: Path) -> bool:
+    """Return whether an image processor was saved in ``folder``."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def build_processor(name: str, train: Images, where: str) -> Any:
+    """Return the processor that the option ``name`` describes, one of `FORMS`.
+
+    hf: is read as it is. Otherwise channels have mean 0 and standard deviation 1 over the train
+    images (a fixed draw of `MEASURED` where there are more), after they were brought to the size of
+    the model (config:) or all have (data).
+    """
+    form, _, source = name.partition(":")
+    if form == "hf" and source:
+        return load_processor(source)
+    if form == "config" and source:
+        size, channels = _size_of_model(source)
+    elif name == "data":
+        size, channels = _common_size(train, where), 3
+    else:
+        raise ConfigError(f"processor = {name!r}, expected {FORMS}")
+    return _measured_processor(size, channels, train, where)
+
+
+def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
+    """Return (channels, height, width) of an image (h, w) or (h, w, 3); gray and colour become what
+    the model has.
+
+    Raises:
+        DataError: the processor cannot take it.
+    """
+    count = channels(processor)
+    if count == 1 and image.ndim == 3:
+        image = reading.to_gray(image[None])[0]
+    shaped = image[..., None].repeat(count, axis=-1) if image.ndim == 2 else image
+    how = {"return_tensors": "pt", "input_data_format": "channels_last"}
+    try:
+        return processor(shaped, **how)["pixel_values"][0]
+    except (ValueError, TypeError, KeyError) as error:
+        height, width = image.shape[:2]
+        raise DataError(
+            f"{type(processor).__name__} makes no pixel_values of an image of {width} x {height}"
+            f" pixels: {error}"
+        ) from error
+
+
+def stack_values(images: Sequence[Tensor]) -> Tensor:
+    """Return one tensor (images, channels, height, width).
+
+    Raises:
+        DataError: they have different shapes.
+    """
+    import torch
+
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise DataError(
+            "the processor gives images of different shapes,"
+            f" {', '.join(map(str, sorted(shapes)))}, and a model reads one: give a processor whose"
+            " size is a height and a width, or that crops"
+        )
+    return torch.stack(list(images))
+
+
+def channels(processor: Any) -> int:
+    """Return how many channels a processor gives: 1 where its mean has one number, else 3."""
+    mean = processor.image_mean
+    return 1 if isinstance(mean, list | tuple) and len(mean) == 1 else 3
+
+
+def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
+    """Return height and width, and the channels, that the model of a configuration reads."""
+    from wellposed.models import start_config
+
+    config: Any = start_config(source)
+    size = getattr(config, "image_size", None)
+    size = (size, size) if isinstance(size, int) else size
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        raise ConfigError(
+            f"{source}: a {config.model_type} configuration has no image_size; expected a model of"
+            " images; for one that reads any size give --processor data, or hf:FOLDER with a"
+            " preprocessor_config.json"
+        )
+    return (int(size[0]), int(size[1])), int(getattr(config, "num_channels", 3))
+
+
+def _common_size(train: Images, where: str) -> tuple[int, int]:
+    sizes = {train.image(row).shape[:2] for row in range(len(train))}
+    if len(sizes) > 1:
+        shown = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:3])
+        raise DataError(
+            f"{where}: images of {len(sizes)} sizes ({shown}, ...); give --processor config:FOLDER"
+            " to bring them to the size of a model, or hf:FOLDER for its own processor"
+        )
+    height, width = sizes.pop()
+    return height, width
+
+
+def _measured_processor(size: tuple[int, int], count: int, train: Images, where: str) -> Any:
+    if count not in (1, 3):
+        raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
+    resized = _processor(size, [0.0] * count, [1.0] * count)
+    rows = shuffled(range(len(train)))[:MEASURED]
+    first, second = np.zeros(count), np.zeros(count)
+    for row in rows:
+        values = pixel_values(resized, train.image(row)).double().numpy()
+        first += values.mean((1, 2))
+        second += np.square(values).mean((1, 2))
+    mean = first / len(rows)
+    std = np.sqrt(np.maximum(second / len(rows) - mean**2, 0.0))
+    if not std.min() > 0:
+        raise DataError(f"{where}: every train image has the same pixels; give images that differ")
+    return _processor(size, mean.tolist(), std.tolist())
+
+
+def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> Any:
+    reading.require_pillow()
+    from wellposed.models import quiet_transformers
+
+    with quiet_transformers():  # the import itself says which of two processors it takes
+        from transformers import ViTImageProcessor
+
+        return ViTImageProcessor(
+            size=dict(zip(("height", "width"), size, strict=True)),
+            image_mean=mean,
+            image_std=std,
+            do_convert_rgb=len(mean) == 3,
+        )
+
 
 KEPT_BYTES = 2**29
 """Pixel values that are kept once they are made; of larger data the rest is made again in every
@@ -81,11 +239,11 @@ class ImageClassificationTask(LabelTask):
 
     def __init__(self, options: ImageClassificationOptions) -> None:
         self.options = options
-        images, names, self._source = load_images(options, prefer="rgb")
-        self.labels = tuple(label_names(images, names, options.data))
+        images, names, self._source = reading.load_images(options, prefer="rgb")
+        self.labels = tuple(reading.label_names(images, names, options.data))
         self._images = images
         train, where = images["train"], options.data
-        self._processor = pixel_values.build_processor(options.processor, train, where)
+        self._processor = build_processor(options.processor, train, where)
         self._rows: list[tuple[Images, int]] = []
         self._first: dict[Split, int] = {}
         for split in SPLITS:
@@ -99,9 +257,7 @@ class ImageClassificationTask(LabelTask):
         return self._processor
 
     def _build_tokenizer(self) -> NoReturn:
-        raise ConfigError(
-            f"{self.name} has no tokenizer: its model reads images; use its processor"
-        )
+        raise ConfigError(f"{self.name} has no tokenizer: its model reads images by a processor")
 
     def split_labels(self, split: Split) -> NDArray[np.integer]:
         return self._images[split].labels
@@ -126,7 +282,7 @@ class ImageClassificationTask(LabelTask):
 
         pixels = [self._pixels(row["image"][0], turned=bool(row["turned"][0])) for row in examples]
         labels = torch.tensor([row["labels"][0] for row in examples])
-        return {"pixel_values": pixel_values.stack_values(pixels), "labels": labels}
+        return {"pixel_values": stack_values(pixels), "labels": labels}
 
     def description(self) -> dict[str, Any]:
         return {
@@ -142,9 +298,86 @@ class ImageClassificationTask(LabelTask):
         found = self._kept.get(number)
         if found is None:
             images, row = self._rows[number]
-            found = pixel_values.pixel_values(self._processor, images.image(row))
+            found = pixel_values(self._processor, images.image(row))
             size = found.numel() * found.element_size()
             if self._kept_bytes + size <= KEPT_BYTES:
                 self._kept[number] = found
                 self._kept_bytes += size
         return found.flip(-1) if turned else found
+
+
+@dataclass(frozen=True)
+class ImageOptions(ImageDataOptions):
+    """Options of the task `image`."""
+
+    color: Literal["gray", "rgb"] = "gray"
+    """gray is one token a pixel, 0.299 R + 0.587 G + 0.114 B; rgb is three."""
+    size: Size | None = None
+    """Side that images are shrunk to by block means; as they are where not given."""
+
+    def problems(self) -> list[str]:
+        """Return one line for each option that does not fit the data."""
+        drawn = self.data == "builtin" and self.color == "rgb"
+        wrong = ["color='rgb' needs data=FILE; the builtin shapes are gray"] if drawn else []
+        return [*super().problems(), *wrong]
+
+
+class PixelTask(ClassificationTask):
+    """Classification of images read row by row, a token a value, a channel after the other at each
+    pixel."""
+
+    def __init__(self, *, images: Mapping[Split, Images], described: Any, **parts: Any) -> None:
+        examples: dict[Split, LabelledExamples] = {}
+        for split in SPLITS:
+            pixels = images[split].items
+            flat = pixels.reshape(-1).astype(np.int16) + NUM_SPECIAL
+            ids = Ragged(flat, np.full(len(pixels), pixels[0].size))
+            examples[split] = LabelledExamples(ids, images[split].labels)
+        super().__init__(
+            encoder=WordEncoder([str(value) for value in range(256)]),
+            examples=examples,
+            described={**described, "image": list(images["train"].items.shape[1:])},
+            **parts,
+        )
+
+
+def prepare_images(images: Images, where: str, *, size: int | None, gray: bool = True) -> Images:
+    """Return images in gray, where wanted, and shrunk to ``size``, where given."""
+    pixels = reading.to_gray(images.items) if gray else images.items
+    return Images(pixels if size is None else reading.shrink(pixels, size, where), images.labels)
+
+
+@register_task("image", ImageOptions, "the class of an image read pixel by pixel (accuracy)")
+class ImageTask(PixelTask):
+    """Classification of images from their pixels, row by row; nothing tells the model which pixels
+    are neighbours.
+
+    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens,
+    ten classes. Its binary release is read record by record; the Python one is pickles, which are
+    not loaded.
+
+    Source: Krizhevsky 2009; Tay et al. 2021.
+
+    >>> from wellposed.tasks import build_task
+    >>> task = build_task("image", {"size": 8})
+    >>> task.labels, task.lengths("test")[0]
+    (('disc', 'ring', 'square', 'cross'), 64)
+    """
+
+    def __init__(self, options: ImageOptions) -> None:
+        self.options = options
+        gray = options.color == "gray"
+        images, names, source = reading.load_images(options, prefer=options.color, stacked=True)
+        shapes = {split: images[split].items.shape[1:] for split in SPLITS}
+        if len(set(shapes.values())) > 1:
+            raise DataError(f"{options.data}: splits of shapes {shapes}; give one shape")
+        if not gray and len(shapes["train"]) < 3:
+            raise ConfigError(f"{options.data}: the images are gray; give color = 'gray'")
+        for split in SPLITS:
+            where = f"{options.data} ({split})"
+            images[split] = prepare_images(images[split], where, size=options.size, gray=gray)
+        super().__init__(
+            images=images,
+            labels=reading.label_names(images, names, options.data),
+            described={**source, "color": options.color, "shrunk_to": options.size},
+        )

@@ -71,10 +71,7 @@ def evaluate(tokens: Sequence[str]) -> int:
         elif len(token) == 1 and token in DIGITS:
             stack[-1][1].append(int(token))
         else:
-            raise ValueError(
-                f"token {position} is {token!r}, expected a digit, ']' or one of"
-                f" {', '.join(OPERATORS)}"
-            )
+            raise ValueError(f"token {position} is {token!r}, expected {', '.join(VOCABULARY)}")
     if len(stack) > 1:
         raise ValueError(f"{stack[-1][0]!r} is not closed by ']'")
     values = stack[0][1]

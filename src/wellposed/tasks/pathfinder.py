@@ -31,7 +31,7 @@ from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed.tasks.data import files, images, splits
 from wellposed.tasks.data.images import Images
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.image import PixelTask, prepare_images
+from wellposed.tasks.image_classification import PixelTask, prepare_images
 from wellposed.tasks.task import register_task
 
 LABELS = ("apart", "connected")
@@ -332,8 +332,7 @@ def _read(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
         found, described = read_release(root, skip=options.unreadable == "skip")
     else:
         found, _, described = images.read_npz_splits(options)
-        found, cut = splits.cut_missing(found, options.data)
-        described |= cut
+        found, described = splits.cut_missing(found, options.data, described)
     for split, held in found.items():
         where = f"{options.data} ({split})"
         if wrong := sorted(set(held.labels[held.labels > 1].tolist())):
@@ -347,15 +346,9 @@ def _refuse_near_releases(root: Path) -> None:
     give."""
     below = sorted(path.parent.name for path in root.glob("*/metadata") if path.is_dir())
     if below:
-        raise DataError(
-            f"{root}: holds {len(below)} releases ({', '.join(below)}), expected one; give one of"
-            f" them, as in {root / below[0]}"
-        )
+        raise DataError(f"{root}: holds {len(below)} releases; give one, as {root / below[0]}")
     if (root / "imgs").is_dir() and not (root / "metadata").is_dir():
-        raise DataError(
-            f"{root}: holds imgs but no folder metadata, which has the labels; copy it from the"
-            " release too"
-        )
+        raise DataError(f"{root}: holds imgs but no metadata, the folder of labels; copy it too")
 
 
 def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
@@ -415,15 +408,14 @@ def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], Desc
     )
     release = Images(paths, np.array(labels, np.int64), images.read_image_file)
     everything = images.stack_images(release, skipped=skipped if skip else None)
-    found, cut = splits.cut_missing({"train": everything}, str(folder), share=_CUT_SHARE)
-    return found, {
+    described = {
         "source": str(folder),
         "files": {file.name: files.describe_file(file) for file in numbered},
         "sha256": everything.sha256(),
         "splits": "the Long Range Arena's shares: 80, 10, 10",
-        **cut,
         "skipped_images": skipped,
     }
+    return splits.cut_missing({"train": everything}, str(folder), described, share=_CUT_SHARE)
 
 
 def _metadata_lines(file: Path) -> list[str]:
@@ -431,8 +423,5 @@ def _metadata_lines(file: Path) -> list[str]:
     objects."""
     with file.open("rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
-            raise DataError(
-                f"{file}: is a binary npy file; the release has text: folder, file, number, label a"
-                " line"
-            )
+            raise DataError(f"{file}: is a binary npy file, expected lines of text as released")
     return [line for _, line in files.read_text(file).lines()]

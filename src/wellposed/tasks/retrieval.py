@@ -16,8 +16,8 @@ from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
-from wellposed.tasks.data.prose import gather_prose
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed.tasks.data.texts import gather_prose
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import Kind, register_task
 
@@ -240,9 +240,10 @@ def read_pairs(options: DataOptions) -> tuple[dict[Split, PairTable], Described]
         return read_pair_file(file), file.described
 
     tables, described = splits.load_splits(options, suffixes=(".tsv",), read_file=read_file)
-    tables, cut = splits.cut_missing(tables, tables["train"].documents.path)
-    note = {"cut_note": "documents of cut pairs may recur in train"} if cut else {}
-    return tables, {**described, "columns": ", ".join(COLUMNS), **cut, **note}
+    described |= {"columns": ", ".join(COLUMNS)}
+    if len(tables) < len(SPLITS):
+        described |= {"cut_note": "documents of cut pairs may recur in train"}
+    return splits.cut_missing(tables, tables["train"].documents.path, described)
 
 
 def read_pair_file(file: files.TextFile) -> PairTable:

@@ -8,8 +8,8 @@ from typing import Literal
 from wellposed.errors import DataError
 from wellposed.options import Count, Size
 from wellposed.tasks.data import labelled, splits
-from wellposed.tasks.data.prose import labelled_docstrings
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed.tasks.data.texts import labelled_docstrings
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import register_task
 
@@ -82,16 +82,13 @@ def _read(
         pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
         return labelled.load_labelled(options, options, pairs=pairs)
     sentences, described = labelled_docstrings()
-    tables, cut = splits.cut_missing({"train": sentences}, "builtin", share=0.15)
-    return tables, described | cut
+    return splits.cut_missing({"train": sentences}, "builtin", described, share=0.15)
 
 
 def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:
     rows = len(train.labels)
     if len(labels) < 2:
-        raise DataError(
-            f"{train.path}: every row has the label {labels[0]!r}, expected two labels or more"
-        )
+        raise DataError(f"{train.path}: every row has label {labels[0]!r}, expected two or more")
     if rows >= splits.MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"

@@ -139,10 +139,7 @@ class TranslationTask(Seq2SeqTask):
         }
         kept = np.setdiff1d(np.arange(len(texts)), longer).tolist()
         if not kept:
-            raise DataError(
-                f"{texts.paths[0]}: every train pair has more than max_tokens = {limit} tokens;"
-                " raise it"
-            )
+            raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
         source, target = (Ragged.from_lists([side[i].tolist() for i in kept]) for side in encoded)
         return texts.select(kept), (source, target)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.tasks import TASKS, Task, TaskSpec
 from wellposed.tasks.batches import bucketed_batches, pad_examples
-from wellposed.tasks.objectives import IGNORED_LABEL
+from wellposed.tasks.task import IGNORED_LABEL
 from wellposed_studies.mcgrath2024.sets import encode_rows, read_minbert, train_word_pieces
 
 if TYPE_CHECKING:

@@ -93,9 +93,7 @@ def _read_bytes(path: Path) -> bytes:
 def _gunzip(path: Path, stored: bytes) -> bytes:
     if not stored.startswith(_GZIP_MAGIC):
         if path.suffix == ".gz" and stored:
-            raise DataError(
-                f"{path}: is named .gz but is not gzip; take .gz off its name if it is plain text"
-            )
+            raise DataError(f"{path}: is named .gz but is not gzip; rename it if it is plain text")
         return stored
     content = io.BytesIO()
     try:
@@ -105,9 +103,7 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
                 refuse_bomb(path, len(stored), content.tell())
         return content.getvalue()
     except (EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{path}: the gzip data is damaged or cut short ({error}); copy the file again"
-        ) from None
+        raise DataError(f"{path}: gzip damaged or cut short ({error}); copy it again") from None
 
 
 def bounded_lines(name: object, file: IO[bytes] | io.BufferedIOBase) -> Iterator[bytes]:
@@ -115,10 +111,7 @@ def bounded_lines(name: object, file: IO[bytes] | io.BufferedIOBase) -> Iterator
     is a `DataError`."""
     for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), start=1):
         if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{name}:{number}: a line of more than {LONGEST_LINE:,} bytes; is it a file of"
-                " lines of text?"
-            )
+            raise DataError(f"{name}:{number}: over {LONGEST_LINE:,} bytes in a line; is it text?")
         yield line
 
 
@@ -262,10 +255,7 @@ def read_table(
     if is_named(path, *OBJECT_SUFFIXES):
         return _objects(file), file.described
     if not is_named(path, ".tsv", ".csv"):
-        raise DataError(
-            f"{path}: expected a name that ends in {', '.join(TABLE_SUFFIXES)}, each with or"
-            " without .gz"
-        )
+        raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
     delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text)
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
@@ -356,9 +346,7 @@ def _json_list(file: TextFile) -> list[Any]:
     try:
         found = from_json(file.text, any_number=True)
     except ValueError as error:
-        raise DataError(
-            f"{file.path}: not JSON: {error}; name it .jsonl if every line is an object"
-        ) from None
+        raise DataError(f"{file.path}: not JSON: {error}; objects by line are .jsonl") from None
     if not isinstance(found, list):
         raise DataError(f"{file.path}: {type(found).__name__}, expected a list of objects")
     return found
@@ -383,9 +371,7 @@ def _parquet(path: Path) -> Any:
     try:
         rows = library.Dataset(pyarrow.parquet.read_table(path))
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(
-            f"{path}: cannot be read as parquet: {error}; copy the file again"
-        ) from error
+        raise DataError(f"{path}: cannot be read as parquet: {error}; copy it again") from error
     if not len(rows):
         raise DataError(f"{path}: no rows; give a file with a row for each text")
     return rows

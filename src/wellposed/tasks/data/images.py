@@ -115,13 +115,9 @@ def label_names(images: dict[Split, Images], names: Sequence[str] | None, where:
     known = set(images["train"].labels.tolist())
     foreign = {split: sorted(set(images[split].labels.tolist()) - known) for split in SPLITS[1:]}
     if any(foreign.values()):
-        raise DataError(
-            f"{where}: labels that train does not have: {foreign}; give another train file"
-        )
+        raise DataError(f"{where}: labels that train lacks: {foreign}; give another train file")
     if len(known) < 2:
-        raise DataError(
-            f"{where}: every image has the label {known.pop()}, expected two labels or more"
-        )
+        raise DataError(f"{where}: every image has label {known.pop()}, expected two or more")
     return list(names or map(str, range(max(known) + 1)))
 
 
@@ -154,8 +150,8 @@ def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Lo
         _refuse_loose_images(root)
         found = read_npz_splits(options, prefer=prefer)
     images, names, described = found
-    images, cut = splits.cut_missing(images, options.data)
-    return images, names, described | cut
+    images, described = splits.cut_missing(images, options.data, described)
+    return images, names, described
 
 
 def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
@@ -279,18 +275,16 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
 
     Palettes become colours, 16 bits of gray 8; of several pictures in a file the first is taken.
     """
-    image_module = require_pillow()
+    module = require_pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", image_module.DecompressionBombWarning)
-            with image_module.open(path) as image:
+            warnings.simplefilter("error", module.DecompressionBombWarning)
+            with module.open(path) as image:
                 return _decoded(image)
     except MemoryError:
         raise
-    except (image_module.DecompressionBombError, image_module.DecompressionBombWarning):
-        raise DataError(
-            f"{path}: has more than {image_module.MAX_IMAGE_PIXELS:,} pixels; shrink it first"
-        ) from None
+    except (module.DecompressionBombError, module.DecompressionBombWarning):
+        raise DataError(f"{path}: over {module.MAX_IMAGE_PIXELS:,} pixels; shrink it") from None
     except Exception as error:  # a damaged file raises whatever its decoder does
         raise DataError(f"{path}: cannot be decoded: {error or type(error).__name__}") from None
 
@@ -304,9 +298,7 @@ def _decoded(image: Any) -> NDArray[np.uint8]:
     if image.mode.startswith("I;16"):
         return np.rint(np.asarray(image) / 257).astype(np.uint8)
     if image.mode in ("I", "F"):
-        raise ValueError(
-            f"its pixels are {image.mode} (32 bits a value); save it with 8 or 16 bits a channel"
-        )
+        raise ValueError(f"its pixels are {image.mode}, 32 bits a value; save it with 8 or 16")
     return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
 
 
@@ -347,9 +339,7 @@ def read_npz(path: Path) -> tuple[Images, Described]:
         ) from None
     missing = [name for name in ("x", "y") if name not in found]
     if missing:
-        raise DataError(
-            f"{path}: no array {' and '.join(missing)}; it has {', '.join(found) or 'none'}"
-        )
+        raise DataError(f"{path}: no array {' and '.join(missing)}; it has {', '.join(found)}")
     x, y = found["x"], found["y"]
     is_image = x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)
     problems = []
@@ -400,10 +390,7 @@ def _read_cifar_batch(path: Path) -> Images:
         )
     stored = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     if not len(stored) or len(stored) % (1 + CIFAR_WIDTH):
-        raise DataError(
-            f"{path}: {len(stored)} bytes, expected records of 3073 (a label and 3 x 32 x 32"
-            " values)"
-        )
+        raise DataError(f"{path}: {len(stored)} bytes, expected records of 3073: label and pixels")
     records = stored.reshape(-1, 1 + CIFAR_WIDTH)
     wrong = np.flatnonzero(records[:, 0] > 9).tolist()
     problems = [f"{path}: record {index}: label {records[index, 0]}" for index in wrong]
@@ -426,9 +413,7 @@ def shrink(pixels: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8
     the sides."""
     number, height, width = pixels.shape[:3]
     if height % size or width % size:
-        raise DataError(
-            f"{where}: images of {width} x {height} pixels; size = {size} does not divide them"
-        )
+        raise DataError(f"{where}: size = {size} does not divide the {width} x {height} pixels")
     blocks = pixels.reshape(number, size, height // size, size, width // size, *pixels.shape[3:])
     return np.rint(blocks.mean((2, 4))).astype(np.uint8)
 

@@ -118,8 +118,7 @@ def load_labelled(
                 files.hub_table(rows, where), columns, pairs=pairs
             ),
         )
-    tables, cut = splits.cut_missing(tables, tables["train"].path)
-    return tables, described | cut
+    return splits.cut_missing(tables, tables["train"].path, described)
 
 
 def is_header(first: Sequence[str], options: TableOptions) -> bool:
@@ -127,9 +126,7 @@ def is_header(first: Sequence[str], options: TableOptions) -> bool:
     asked = (options.label_column, options.text_column)
     names = [name for name in asked if name != AUTO and not _numbers(name)]
     if names and options.header == "no":
-        raise ConfigError(
-            f"columns {', '.join(names)} are names, and header is 'no'; give numbers from 0"
-        )
+        raise ConfigError(f"columns {', '.join(names)} without a header ('no'); give numbers")
     if options.header != "auto":
         return options.header == "yes"
     return bool(names) or (AUTO in asked and None not in _named(first, options))
@@ -204,10 +201,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tu
     count = len(table.names)
     if count < 2:
         table.refuse()
-        raise DataError(
-            f"{table.where}:1: one column, expected a label and a text; is the delimiter of the"
-            " file its ending's?"
-        )
+        raise DataError(f"{table.where}:1: one column, expected label and text: another delimiter?")
     label, text = _named(table.names, options)
     if table.first:
         label = 0 if label is None else label
@@ -358,10 +352,7 @@ def has_class_folders(data: str) -> bool:
     for split in (root, root.parent):
         inside = split.name == "train" and root.is_dir() and any(split.glob("*/*.txt"))
         if inside and not any(root.glob("*train*")):
-            raise DataError(
-                f"{root}: is part of a folder of texts by class, expected the folder that holds"
-                f" train; give {split.parent}"
-            )
+            raise DataError(f"{root}: is in a folder of texts by class; give that: {split.parent}")
     return False
 
 

@@ -116,14 +116,14 @@ def load_parallel(options: ParallelOptions) -> tuple[dict[Split, ParallelTexts],
         pairs["test"], described["test"] = _load_test(options.test, options)
     for texts in pairs.values():
         _refuse_empty(texts)
-    pairs, cut = splits.cut_missing(
+    return splits.cut_missing(
         pairs,
         pairs["train"].paths[0],
+        {**described, "languages": list(options.both)},
         noun="pairs",
         at_least=MIN_PAIRS_TO_CUT,
         remedy="put files of these splits beside it",
     )
-    return pairs, {**described, "languages": list(options.both), **cut}
 
 
 Stems = dict[Split, tuple[Path, Path]]
@@ -208,9 +208,7 @@ def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) 
         if len(matching) != 1:
             what = f"{len(matching)} test sets" if matching else "no test set"
             held = ", ".join(matching or stems) or "no test set of both languages"
-            raise ConfigError(
-                f"{root}: test_set = {test_set!r} matches {what}; the folder holds: {held}"
-            )
+            raise ConfigError(f"{root}: test_set = {test_set!r} matches {what}; there are: {held}")
         return matching[0]
     if len(stems) > 1:
         remedy = "give one of the files instead of the folder"
@@ -313,9 +311,7 @@ def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
     lacking = [language for language in options.both if language not in table.names]
     if lacking:
         table.refuse()
-        raise DataError(
-            f"{table.where}: no {' and '.join(lacking)}; it has {', '.join(table.names)}"
-        )
+        raise DataError(f"{table.where}: no {' and '.join(lacking)}, only {', '.join(table.names)}")
     source, target = map(table.strings, options.both)
     return ParallelTexts(source, target, (table.where, table.where), table.places)
 

@@ -94,22 +94,19 @@ def load_splits(
     """
     data = options.data
     if data == "builtin":
-        raise ConfigError(
-            "data = 'builtin': this task has no built-in data; give a file, a folder or"
-            " hf:name[:config]"
-        )
+        raise ConfigError("data = 'builtin': this task has no such data; give a file or hf:NAME")
+    contents: dict[Split, Read] = {}
+    described: dict[Split, Described] = {}
     if read_hub is not None and data.startswith("hf:"):
-        hub, how = load_hub_dataset(data), "published"
-        read: dict[Split, tuple[Read, Described]] = {}
-        for split, rows in hub.items():
-            file = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
-            read[split] = read_hub(rows, f"{data} ({split})"), file
+        how = "published"
+        for split, rows in load_hub_dataset(data).items():
+            found = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
+            contents[split], described[split] = read_hub(rows, f"{data} ({split})"), found
     else:
         paths, how = find_split_files(options, suffixes=suffixes, unlike=unlike)
-        read = {split: read_file(path) for split, path in paths.items()}
-    files = {split: file for split, (_, file) in read.items()}
-    contents: dict[Split, Read] = {split: content for split, (content, _) in read.items()}
-    return contents, {"source": data, "files": files, "splits": how}
+        for split, path in paths.items():
+            contents[split], described[split] = read_file(path)
+    return contents, {"source": data, "files": described, "splits": how}
 
 
 def find_split_files(
@@ -138,11 +135,11 @@ def find_split_files(
 
 def find_split_folders(root: Path) -> dict[Split, Path]:
     """Return the folders below ``root`` that are named as a split."""
-    found: dict[Split, Path] = {}
-    for split, words in SPLIT_WORDS.items():
-        folders = [root / word for word in words if (root / word).is_dir()]
-        found |= {split: folders[0]} if folders else {}
-    return found
+    return {
+        split: held[0]
+        for split in SPLITS
+        if (held := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
+    }
 
 
 def find_class_files(
@@ -158,7 +155,7 @@ def find_class_files(
     classes = [name for name in held if name != left_out]
     paths: list[Path] = []
     labels: list[int] = []
-    problems: list[str] = []
+    problems = [] if classes else ["it has none"]
     others = 0
     for number, name in enumerate(classes):
         files = sorted(path for path in (folder / name).rglob("*") if path.is_file())
@@ -166,8 +163,8 @@ def find_class_files(
         paths += found
         labels += [number] * len(found)
         others += len(files) - len(found)
-        problems += [] if found else [f"{folder / name}: no file named {', '.join(suffixes)}"]
-    problems = problems or ([] if classes else ["it has none"])
+        if not found:
+            problems.append(f"{folder / name}: no file named {', '.join(suffixes)}")
     refuse(f"{folder}: expected a folder of files for each class", problems)
     unread = {"other_files_not_read": others} if others else {}
     return classes, paths, labels, {"path": str(folder), "files": len(paths), **unread}
@@ -227,11 +224,11 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
     loaded = load_hub(data)
     if "train" not in loaded:
         raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
-    found: dict[Split, Any] = {}
-    for split, words in SPLIT_WORDS.items():
-        held = [word for word in words if word in loaded]
-        found |= {split: loaded[held[0]]} if held else {}
-    return found
+    return {
+        split: loaded[held[0]]
+        for split in SPLITS
+        if (held := [word for word in SPLIT_WORDS[split] if word in loaded])
+    }
 
 
 def load_hub(data: str, **how: Any) -> Any:
@@ -253,45 +250,44 @@ def load_hub(data: str, **how: Any) -> Any:
 def cut_missing(
     splits: Mapping[Split, Rows],
     where: str,
+    described: Described,
     *,
     noun: str = "rows",
-    note: str = "",
     at_least: int = MIN_ROWS_TO_CUT,
     share: float = CUT_SHARE,
     remedy: str = "give them with the options {missing}",
     draw: Draw | None = None,
-) -> tuple[dict[Split, Rows], dict[str, Any]]:
-    """Cut the splits that are missing from train, by a fixed shuffle; return all splits and what
-    was cut.
+) -> tuple[dict[Split, Rows], Described]:
+    """Cut the splits that are missing from train, by a fixed shuffle; return all splits, and what
+    was cut beside what was ``described`` of them.
 
     Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows; fewer rows than
     ``at_least`` are not cut, and the error names them by ``noun`` and ends with ``remedy``.
-    ``note`` is added to the description of the cut.
 
     >>> class Numbers(tuple):
     ...     def select(self, rows):
     ...         return Numbers(self[row] for row in rows)
-    >>> splits, described = cut_missing({"train": Numbers(range(20)), "valid": Numbers([20])}, "x.tsv")
-    >>> splits["test"], described
-    ((15,), {'cut_from_train': {'test': '1 of 20 rows, by a fixed shuffle'}})
+    >>> found = {"train": Numbers(range(20)), "valid": Numbers([20])}
+    >>> splits, described = cut_missing(found, "x.tsv", {"source": "x.tsv"})
+    >>> splits["test"], described["cut_from_train"]
+    ((15,), {'test': '1 of 20 rows, by a fixed shuffle'})
     """
     missing: list[Split] = [split for split in SPLITS if split not in splits]
-    train, cut = splits["train"], dict(splits)
-    names = " and ".join(missing)
-    if missing and len(train) < at_least:
+    train = splits["train"]
+    if not missing:
+        return {split: splits[split] for split in SPLITS}, described
+    if len(train) < at_least:
+        names = " and ".join(missing)
         raise DataError(
-            f"{where}: {len(train)} {noun} are too few to cut {names} from, expected at least"
-            f" {at_least}; " + remedy.format(missing=names)
+            f"{where}: {len(train)} {noun.partition(',')[0]} are too few to cut {names} from,"
+            f" expected at least {at_least}; " + remedy.format(missing=names)
         )
-    count = max(1, round(len(train) * share))
-    rows = (draw or _draw)(train, missing, count) if missing else {}
-    cut |= {split: train.select(sorted(chosen)) for split, chosen in rows.items()}
-    described = {
-        split: f"{len(rows[split])} of {len(train)} {noun}{note}, by a fixed shuffle"
-        for split in missing
-    }
-    ordered: dict[Split, Rows] = {split: cut[split] for split in SPLITS}
-    return ordered, {"cut_from_train": described} if missing else {}
+    rows = (draw or _draw)(train, missing, max(1, round(len(train) * share)))
+    cut = {split: train.select(sorted(chosen)) for split, chosen in rows.items()}
+    how = f"of {len(train)} {noun}, by a fixed shuffle"
+    taken = {split: f"{len(rows[split])} {how}" for split in missing}
+    everything = {**splits, **cut}
+    return {split: everything[split] for split in SPLITS}, described | {"cut_from_train": taken}
 
 
 def _draw(train: Selectable, missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
@@ -310,10 +306,10 @@ def shuffled(values: Sequence[Read]) -> list[Read]:
 
 
 def cut_missing_text(
-    texts: Mapping[Split, str], where: str
-) -> tuple[dict[Split, str], dict[str, Any]]:
+    texts: Mapping[Split, str], where: str, described: Described
+) -> tuple[dict[Split, str], Described]:
     """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of
-    train each."""
+    train each; what was cut is described."""
     train = texts["train"]
     missing: list[Split] = [split for split in SPLITS if split not in texts]
     if missing and len(train) < MIN_CHARACTERS_TO_CUT:
@@ -326,5 +322,5 @@ def cut_missing_text(
     cut: dict[Split, str] = {**texts, "train": train[:start]}
     for place, split in enumerate(missing):
         cut[split] = train[start + place * count :][:count]
-    described = dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")
-    return cut, {"cut_from_train": described} if missing else {}
+    taken = dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")
+    return cut, described | ({"cut_from_train": taken} if missing else {})

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.tasks import batches, objectives
+from wellposed.tasks import batches
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask
+from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask, accuracy_sums
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
 from wellposed.tasks.text.windows import WindowEncoder
 
@@ -83,7 +83,7 @@ class LabelTask(Task):
         }
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
-        return {"accuracy": objectives.accuracy_sums(logits, batch["labels"])}
+        return {"accuracy": accuracy_sums(logits, batch["labels"])}
 
     def reference(self) -> dict[str, float]:
         """Return the share of valid's most frequent label."""

@@ -13,8 +13,15 @@ from wellposed.tasks import batches
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.splits import Split
 from wellposed.tasks.metrics.overlap import TextScores
-from wellposed.tasks.objectives import frequency_entropy, perplexity
-from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
+from wellposed.tasks.task import (
+    Batch,
+    Example,
+    Kind,
+    Sums,
+    TokenTask,
+    frequency_entropy,
+    perplexity,
+)
 from wellposed.tasks.text.tokenizers import TextEncoder
 
 if TYPE_CHECKING:

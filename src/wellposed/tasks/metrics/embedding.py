@@ -151,7 +151,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             raise errors.DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
         except (EOFError, OSError, zlib.error) as error:
             raise errors.DataError(
-                f"{path}: the gzip data is damaged or cut short ({error}); copy the file again"
+                f"{path}: gzip damaged or cut short ({error}); copy it"
             ) from None
 
 
@@ -202,10 +202,7 @@ def sentence_cosine(
         return 0.0
     rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts):
-        raise errors.ShapeError(
-            f"sentence encoder: {len(texts)} sentences gave an array of shape {rows.shape},"
-            " expected one row each"
-        )
+        raise errors.ShapeError(f"sentence encoder: shape {rows.shape} for {len(texts)} sentences")
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     rows = rows / np.where(norms > 0, norms, 1)
     return float((rows[::2] * rows[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))

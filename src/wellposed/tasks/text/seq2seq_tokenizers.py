@@ -69,9 +69,7 @@ def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> T
     if kind.startswith("hf:") and kind != "hf:":
         return PretrainedPairEncoder(kind.removeprefix("hf:"))
     if kind not in BUILDERS:
-        raise ConfigError(
-            f"tokenizer = {kind!r}, expected {', '.join(BUILDERS)} or hf:NAME_OR_PATH"
-        )
+        raise ConfigError(f"tokenizer = {kind!r}, expected {', '.join(BUILDERS)} or hf:NAME")
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")

@@ -318,10 +318,7 @@ class PretrainedEncoder(TextEncoder):
         self.pad_from_eos = self._tokenizer.pad_token is None
         if self.pad_from_eos:
             if self._tokenizer.eos_token is None:
-                raise ConfigError(
-                    f"tokenizer 'hf:{name}' has neither a pad nor an eos token, so it cannot pad a"
-                    " batch"
-                )
+                raise ConfigError(f"{self.kind}: neither a pad nor an eos token; set pad_token")
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self.pad_id = int(self._tokenizer.pad_token_id)
         self.bos_id = self._tokenizer.bos_token_id
@@ -440,6 +437,4 @@ def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int)
         return WordEncoder.from_texts(train_texts, max_words=max_words)
     if tokenizer.startswith("hf:") and tokenizer != "hf:":
         return PretrainedEncoder(tokenizer.removeprefix("hf:"))
-    raise ConfigError(
-        f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME_OR_PATH"
-    )
+    raise ConfigError(f"tokenizer = {tokenizer!r}, expected byte, character, word or hf:NAME")

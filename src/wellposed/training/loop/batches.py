@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from wellposed.errors import ConfigError, DataError, WellposedError
-from wellposed.tasks.objectives import IGNORED_LABEL, TARGETS
+from wellposed.tasks.task import IGNORED_LABEL, TARGETS
 from wellposed.training.loop.processes import STOPPING
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from wellposed.errors import ConfigError
 from wellposed.linalg.sharded import gathered
-from wellposed.tasks.objectives import IGNORED_LABEL
+from wellposed.tasks.task import IGNORED_LABEL
 from wellposed.training.config import TrainOptions, words_of
 from wellposed.training.loop import batches
 from wellposed.training.loop.batches import Batch
