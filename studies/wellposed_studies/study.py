@@ -212,19 +212,19 @@ class FinishedRun:
 
 def learned(runs: Sequence[FinishedRun]) -> bool:
     """Return whether a model is better than the best predictor that does not look at its input, by
-    `LEARNED` standard errors: of its seeds, and of the examples behind an accuracy and behind the
-    constant's; not where a seed failed."""
+    `LEARNED` standard errors: of its seeds, and of the examples behind a score and behind the constant's,
+    as of a share of them; not where a seed failed."""
     if any(run.failure for run in runs):
         return False
     name, constant = next(iter(runs[0].reference.items()))
     counts = runs[0].samples
     split = "valid" if counts["test"] < counts["valid"] else "test"
     mean, error = mean_and_error([run.metric(f"{name},{split}") for run in runs])
-    if name == "accuracy":
-        drawn = mean * (1 - mean) / counts[split] + constant * (1 - constant) / counts["valid"]
-        error = math.hypot(0.0 if len(runs) == 1 else error, math.sqrt(max(0.0, drawn)))
-    gain = mean - constant if runs[0].higher_is_better[name] else constant - mean
-    return gain > LEARNED * error
+    if not runs[0].higher_is_better[name]:
+        return constant - mean > LEARNED * error
+    drawn = mean * (1 - mean) / counts[split] + constant * (1 - constant) / counts["valid"]
+    of_seeds = 0.0 if len(runs) == 1 else error
+    return mean - constant > LEARNED * math.hypot(of_seeds, math.sqrt(drawn))
 
 
 def unfit(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from torch import nn
 from transformers import BertModel
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
-from wellposed.initialize import t_fixup_
+from wellposed.initialize import InitializationReport, t_fixup_
 from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSeq2SeqLM
 from wellposed.roles import find_roles
 
@@ -521,3 +523,21 @@ def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up() -> No
         losses.append(loss.item())
     assert losses[0] == pytest.approx(torch.tensor(PLAIN["vocab_size"]).log().item(), rel=0.2)
     assert losses[-1] < losses[0]
+
+
+def test_the_rate_of_adam_by_depth_lies_between_what_was_measured() -> None:
+    """Between the largest rate that never overshoots and the best after thirty steps, of each seed,
+    to half a step of the rates tried, from the rate that is both at 6 layers."""
+    path = Path(__file__).parents[2] / "benchmarks" / "t_fixup_rates.csv"
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["steps"] == "30"]
+    for depth, seed in {(row["depth"], row["seed"]) for row in rows}:
+        mine = [row for row in rows if (row["depth"], row["seed"]) == (depth, seed)]
+        best = min(mine, key=lambda row: float(row["last"]))["rate"]
+        calm = [row for row in mine if float(row["largest"]) < float(row["first"]) + 0.25]
+        asked = 0.01 * InitializationReport("", (), layers=int(depth)).adam_rate_factor
+        assert max(float(row["rate"]) for row in calm) <= asked <= float(best) * math.sqrt(10 / 3)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 24)
+    report = t_fixup_(encoder, dry_run=True)
+    assert report.adam_rate_factor == pytest.approx(0.25**0.75)
+    assert "Adam at 24 layers: about 0.35 times the rate that suits 6 layers" in report.table()

@@ -17,9 +17,7 @@ from wellposed_studies.frontier.characters import (
     SHARES,
     Measured,
     NextCharacters,
-    Rivalry,
     attention_slope,
-    judge,
     next_characters,
     printed_bound,
     rivalry,
@@ -28,30 +26,6 @@ from wellposed_studies.frontier.characters import (
 from wellposed_studies.study import Tuned
 
 RADII = len(SHARES) - 1
-MORE, LESS = [0.1, 0.11, 0.09], [-0.1, -0.11, -0.09]
-UNSURE, EQUAL = [0.2, -0.1, 0.1], [0.0, 0.0, 0.0]
-NEVER = [LESS] * RADII
-
-
-def rival(accuracy: list[float], certified: list[list[float]]) -> Rivalry:
-    return Rivalry(accuracy, certified)
-
-
-@pytest.mark.parametrize(
-    ("rivals", "verdict"),
-    [
-        ([[rival(MORE, NEVER)], [rival([], [MORE] * RADII)]], True),
-        ([[rival([], [MORE] * (RADII - 1) + [EQUAL])]], True),
-        ([[rival(MORE, NEVER)], [rival(LESS, NEVER)]], False),
-        ([[rival([], NEVER)]], False),
-        ([[rival([], [EQUAL] * RADII)]], False),
-        ([[rival(UNSURE, NEVER)]], None),
-        ([[rival(UNSURE, NEVER), rival(MORE, NEVER)]], True),
-        ([[rival([], [MORE] * (RADII - 1) + [LESS])]], False),
-    ],
-)
-def test_each_of_theirs_must_be_beaten(rivals: list[list[Rivalry]], verdict: bool | None) -> None:
-    assert judge(rivals) is verdict
 
 
 def said(accuracy: float, sound: float) -> NextCharacters:

@@ -6,25 +6,8 @@ from __future__ import annotations
 import pytest
 
 from wellposed.training.certified.record import CertifiedRun
-from wellposed_studies.frontier.order import SHARES, Curves, gains_over_control, judge
+from wellposed_studies.frontier.order import SHARES, Curves, gains_over_control
 from wellposed_studies.study import Tuned
-
-CLEAR, NONE, UNSURE = [0.5, 0.52, 0.48], [0.0, 0.01, 0.02], [0.1, 0.3, 0.05]
-
-
-@pytest.mark.parametrize(
-    ("tasks", "verdict"),
-    [
-        ([[CLEAR], [NONE, CLEAR], [NONE]], True),
-        ([[CLEAR], [NONE, NONE], [NONE]], False),
-        ([[CLEAR], [UNSURE, NONE], [NONE]], None),
-        ([[CLEAR], [], []], False),
-    ],
-)
-def test_two_tasks_with_a_clear_gain_decide(
-    tasks: list[list[list[float]]], verdict: bool | None
-) -> None:
-    assert judge(tasks) is verdict
 
 
 def curve(label: str, *accuracies: list[float]) -> Curves:

@@ -11,27 +11,12 @@ import pytest
 
 from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.translation import (
-    MARGIN,
     Trained,
     at_plateau,
     double_until_plateau,
     gains_over_norms,
-    judge,
 )
 from wellposed_studies.study import FinishedRun
-
-
-@pytest.mark.parametrize(
-    ("gains", "verdict"),
-    [
-        ([0.1, -0.1, 0.0], True),
-        ([-MARGIN - 1, -MARGIN - 1.1, -MARGIN - 0.9], False),
-        ([2.0, -3.0, 0.5], None),
-        ([1.0], None),
-    ],
-)
-def test_half_a_bleu_decides(gains: list[float], verdict: bool | None) -> None:
-    assert judge(gains) is verdict
 
 
 def test_the_better_normalised_model_is_the_one_with_the_higher_mean() -> None:

@@ -68,12 +68,12 @@ def lower_bounds(growth: Callable[[float], float], upper: float = 1e3) -> list[d
 
 def changes(
     experts: float, deeper: float, ours: float, dropout: float
-) -> dict[tuple[str, str], tuple[float, float]]:
+) -> dict[tuple[str, str], list[float]]:
     return {
-        (LABELS["transject"], "experts"): (experts, 0.1),
-        (LABELS["transject"], "layers"): (ours, 0.1),
-        (LABELS["post_ln"], "layers"): (deeper, 0.1),
-        (LABELS["post_ln"], "dropout"): (dropout, 0.1),
+        (LABELS["transject"], "experts"): seeds(experts),
+        (LABELS["transject"], "layers"): seeds(ours),
+        (LABELS["post_ln"], "layers"): seeds(deeper),
+        (LABELS["post_ln"], "dropout"): seeds(dropout),
     }
 
 
@@ -294,6 +294,9 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name: str) -> None:
         (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
         (sweeps.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
         (layers.judge_figure_5, ([0.1], [0.0])),
+        (order.judge, ([[tight(0.5)], [[0.1, 0.3, 0.05]]],)),
+        (small_translation.judge, ([2.0, -3.0, 0.5],)),
+        (characters.judge, ([[characters.Rivalry(APART, [tight(-0.1)] * 5)]],)),
         (inverses.judge_figure_10, ([[0.9, 1.2]], [[1.5, 1.4]])),
         (mcgrath.judge_shares, ([tight(0.3), tight(0.9)],)),
         (sizes.judge_table_5, ([],)),

@@ -25,7 +25,6 @@ from wellposed.training import RunConfig, read_metrics
 from wellposed_studies.mcgrath2024 import scores as study
 from wellposed_studies.mcgrath2024.sets import encode_rows, read_minbert, train_word_pieces
 from wellposed_studies.mcgrath2024.task import MinBertOptions, MinBertTask, overall_score
-from wellposed_studies.study import FinishedRun
 
 
 def test_the_overall_score_gives_every_row_of_his_table() -> None:
@@ -170,53 +169,6 @@ def test_a_pretrained_encoder_is_fine_tuned_gently(encoder: Path, tmp_path: Path
         sizes = study.sizes_of(Request(scale, tmp_path, encoder=str(encoder)))  # type: ignore[arg-type]
         assert (sizes.steps, sizes.learning_rate) == (steps, 5e-5)
     assert study.sizes_of(Request("mini", tmp_path)).learning_rate == 1e-3
-
-
-@pytest.mark.parametrize(
-    ("alone", "both", "qr", "verdicts"),
-    [
-        (0.1, -0.1, -0.2, (True, True, True, True)),
-        (-0.1, -0.1, 0.0, (False, False, False, False)),
-        (0.0, 0.0, -0.2, (None, None, True, None)),
-    ],
-)
-def test_verdicts_at_mini_scale(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    alone: float,
-    both: float,
-    qr: float,
-    verdicts: tuple[bool | None, ...],
-) -> None:
-    def trained(request: Request, planned: list[Any], **_: Any) -> list[FinishedRun]:
-        del request
-        constant = {"overall": 0.1, "sst": 0.1, "para": 0.4}
-        counts, reached = {"valid": 9, "test": 1}, {"overall,valid": 1.0}
-        better, info = {"overall": True}, {"seconds": 1.0}
-        return [
-            FinishedRun(p.config, p.folder, reached, constant, better, counts, info)
-            for p in planned
-        ]
-
-    def evaluated(run: FinishedRun) -> list[dict[str, Any]]:
-        name = run.variant.partition(":")[0]
-        gain = {"plain": 0.0, "key": alone, "query": alone, "key_query": both}.get(name, qr)
-        overall = 0.5 + 0.001 * run.seed + gain + (1e-4 * run.seed if name != "plain" else 0.0)
-        less = min(0.0, gain) if name not in ("key", "query", "key_query") else 0.0
-        scores = {"sst": 0.3 + less, "para": 0.6 + less, "sts": 0.1, "overall": overall}
-        drift = {"err_orth/key.0": 0.9, "err_orth/affinity.0": 2.0}
-        return [{"step": 9, **scores, **drift}]
-
-    initial = {"err_orth/key.0": 1.0, "err_orth/affinity.0": 1.0}
-    monkeypatch.setattr(study, "train_grid", trained)
-    monkeypatch.setattr(FinishedRun, "settled", True)
-    monkeypatch.setattr(study, "evaluations", evaluated)
-    monkeypatch.setattr(study, "_initial_errors", lambda run: initial)
-    request = Request("mini", tmp_path, "data", encoder="mine")
-    recipes = (study.figure_1, study.table_1, study.qr, study.pretrained)
-    assert tuple(recipe(request).holds for recipe in recipes) == verdicts
-    assert study.figure_3(request).holds is True
-    assert study.figure_3(Request("mini", tmp_path, "data", encoder="mine")).holds is True
 
 
 @pytest.mark.parametrize(

@@ -275,17 +275,3 @@ def test_the_change_of_a_block_is_that_of_its_jacobian(width: int) -> None:
     if width == 1:
         assert row["closed_form"] == pytest.approx(expected, rel=1e-9)
         assert row["closed_form_as_printed"] != pytest.approx(expected, rel=1e-6)
-
-
-def test_panels_have_means_and_errors_by_strength() -> None:
-    study = tables.Study("De-En", RunConfig("translation"), ("bleu", "meteor"))
-    rows: list[dict[str, object]] = []
-    for variant, strength in (("Transformer", None), ("VAR-I", 1e-6), ("VAR-I", 1e-8)):
-        common = {"variant": variant, "strength": strength, "meteor_ours": None}
-        rows += [{**common, "bleu_ours": bleu} for bleu in (10.0, 12.0)]
-    (panel,) = tables.panels(study, rows)
-    assert list(panel.names) == ["none", "1e-06", "1e-08"]
-    transformer, first = panel.series
-    assert (list(transformer.y), list(transformer.errors)) == ([11.0], [1.0])
-    assert list(first.y) == [11.0, 11.0]
-    assert [round(x) for x in first.x] == [1, 2]

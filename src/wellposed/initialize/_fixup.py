@@ -62,7 +62,8 @@ def t_fixup_(
     appendices A to C.
     That argument is on matrices: measured, one step on all of them moves the output of 2, 8 and 32
     layers alike within 10 %. Each trained bias adds a term of order one besides, so with biases the
-    change grows like N; the paper leaves them out.
+    change grows like N; the paper leaves them out. Steps of Adam do not shrink as the weights do:
+    lower its rate with depth by the report's ``adam_rate_factor``, measured.
     LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W
     become factor * draw. What was done is logged as one line, with a warning where weights came
     from a checkpoint.
@@ -171,6 +172,7 @@ def t_fixup_(
         largest_bias=largest_bias(steps),
         entering=entering,
         assumed={stack: tables.get(stack, tables["encoder"]) for stack in entering},
+        layers=max(each.layers for each in layer_stacks),
         dry_run=dry_run,
     )
     return reported(report)

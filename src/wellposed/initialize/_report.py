@@ -55,7 +55,23 @@ class InitializationReport:
     """Mean token norm that enters the first layer of each stack, where a batch was given."""
     assumed: Mapping[str, float] = field(default_factory=dict)
     """The same norm in the derivation; see the note on sqrt(d) in `t_fixup_`."""
+    layers: int = 0
+    """Of the deepest stack, where T-Fixup's rule was followed; else 0."""
     dry_run: bool = False
+
+    @property
+    def adam_rate_factor(self) -> float:
+        """What to multiply the learning rate of Adam by that suits 6 layers; 1 for up to 6.
+
+        Empirical: `(6 / N)^(3/4)`. The rule is derived for steps of SGD; a step of Adam does not
+        shrink with the weights, and its first one moves the output as `N^.72` (6 to 1,000 layers).
+        After 30 steps the best rate falls as `N^-.6` and the largest that never overshoots as
+        `N^-.9` (6 to 300 layers of width 32, `benchmarks/t_fixup_rates.csv`).
+
+        >>> round(InitializationReport("T-Fixup", (), layers=96).adam_rate_factor, 3)
+        0.125
+        """
+        return (6 / max(6, self.layers)) ** 0.75
 
     def table(self) -> str:
         """Return the report as aligned text, one weight to a line.
@@ -88,6 +104,9 @@ class InitializationReport:
         drawn = len(self.rows) - len(kept)
         lines.append(f"drawn: {drawn} weights; left as they were: {len(kept)}{which}")
         lines.append(f"norms removed: {len(self.norms_removed)}")
+        if self.adam_rate_factor < 1:
+            told = f"{self.adam_rate_factor:.2g} times the rate that suits 6 layers"
+            lines.append(f"Adam at {self.layers} layers: about {told}, as measured")
         if self.largest_bias:
             biases = "largest bias of output and feed-forward layers"
             lines.append(f"{biases}: {self.largest_bias:.4g} (zero_biases: 0)")

@@ -104,22 +104,15 @@ class Evidence:
 def judge_accuracy(found: Sequence[Evidence]) -> bool | None:
     """Return whether the claim holds; None where a part of it cannot be said and none is against
     it."""
-    parts = [*_as_accurate(found)]
+    comparable = [evidence for evidence in found if evidence.comparable]
+    tested = holm_correction([evidence.against_plain() for evidence in comparable])
+    parts = [None] * (len(found) - len(comparable)) + [_decided(test) for test in tested]
     for evidence in found:
         parts.append(False if evidence.fallen else True if evidence.attacked else None)
-        if evidence.corpus in GOALS:
-            parts.append(_certified(evidence, GOALS[evidence.corpus]))
-    missing = set(GOALS) - {evidence.corpus for evidence in found}
-    return every([*parts, *(None for _ in missing)])
-
-
-def _as_accurate(found: Sequence[Evidence]) -> list[bool | None]:
-    tested = holm_correction(
-        [evidence.against_plain() for evidence in found if evidence.comparable]
-    )
-    return [_decided(comparison) for comparison in tested] + [
-        None for e in found if not e.comparable
-    ]
+    for corpus, goal in GOALS.items():
+        mine = [evidence for evidence in found if evidence.corpus == corpus]
+        parts.append(_certified(mine[0], goal) if mine else None)
+    return every(parts)
 
 
 def _decided(shifted: PairedComparison) -> bool | None:

@@ -101,19 +101,16 @@ def _trains(run: FinishedRun) -> bool:
     return run.metric("accuracy,valid", 0.0) > run.reference["accuracy"] if run.reference else False
 
 
-def _total(run: FinishedRun) -> float:
-    """Return the certified Lipschitz constant of a finished run, on a ball where there is none on
-    all inputs; infinite where it has none, or training diverged."""
-    if run.failure:
-        return math.inf
+def _row(corpus: str, label: str, run: FinishedRun) -> Row:
+    """Return a run with its certified Lipschitz constant, on a ball where there is none on all
+    inputs; infinite where it has none, or training diverged."""
     from wellposed.training.certified.run import best_certificate
 
-    return best_certificate(run.model, int(run.config.task_options["max_length"] or 0)).total
-
-
-def _row(corpus: str, label: str, run: FinishedRun) -> Row:
+    total, longest = math.inf, int(run.config.task_options["max_length"] or 0)
+    if not run.failure:
+        total = best_certificate(run.model, longest).total
     row = {"corpus": corpus, "model": label, "blocks": run.depth, "seed": run.seed}
-    row |= {"accuracy": run.metric("accuracy,test"), "total": _total(run)}
+    row |= {"accuracy": run.metric("accuracy,test"), "total": total}
     return {**row, "trains": _trains(run), "error": run.failure}
 
 

@@ -172,7 +172,7 @@ def translation(request: Request) -> Reproduction:
     return judged(
         request,
         rows,
-        [_bleu_panel(longest), _length_panel(lengths), _loss_panel(found)],
+        _panels(lengths, found),
         "; ".join(texts),
         judge(gains_over_norms(_bleu_by_model(longest))) if said else None,
         [run for name in TRANSFORMERS for run in longest[name]],
@@ -369,26 +369,24 @@ def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
     return rows
 
 
-def _bleu_panel(longest: Trained) -> Panel:
-    names, series = [LABELS[name] for name in longest], []
-    for place, (name, runs) in enumerate(longest.items()):
-        rows = [{"place": place, "bleu": bleu} for bleu in _column(runs)]
-        series.append(mean_series(rows, "place", "bleu", LABELS[name], "dots", place))
-    title = f"after {_steps(longest)} steps"
-    return Panel(title, "model", "BLEU on test", series, names=names, legend=False)
-
-
-def _length_panel(lengths: Sequence[Trained]) -> Panel:
-    series = []
-    for place, (name, label) in enumerate(TRANSFORMERS.items()):
-        rows = [{"steps": _steps(of), "bleu": bleu} for of in lengths for bleu in _column(of[name])]
-        series.append(mean_series(rows, "steps", "bleu", label, "solid", place))
-    return Panel("ever longer", "steps", "BLEU on test", series, x_scale="log")
-
-
-def _loss_panel(found: Mapping[str, Tuned]) -> Panel:
+def _panels(lengths: Sequence[Trained], found: Mapping[str, Tuned]) -> list[Panel]:
+    longest, bleu, longer = lengths[-1], [], []
+    for place, (name, label) in enumerate(LABELS.items()):
+        rows = [{"place": place, "bleu": value} for value in _column(longest[name])]
+        bleu.append(mean_series(rows, "place", "bleu", label, "dots", place))
+        if name in TRANSFORMERS:
+            rows = [
+                {"steps": _steps(of), "bleu": value}
+                for of in lengths
+                for value in _column(of[name])
+            ]
+            longer.append(mean_series(rows, "steps", "bleu", label, "solid", place))
+    names = {tuned.runs[0].folder: LABELS[name] for name, tuned in found.items()}
     first = [tuned.runs[0] for tuned in found.values()]
-    names = {run.folder: LABELS[name] for run, name in zip(first, found, strict=True)}
-    return Panel(
-        "valid", "step", "nats per token", curves(first, "valid", lambda run: names[run.folder])
-    )
+    losses = curves(first, "valid", lambda run: names[run.folder])
+    y, title = "BLEU on test", f"after {_steps(longest)} steps"
+    return [
+        Panel(title, "model", y, bleu, names=list(LABELS.values()), legend=False),
+        Panel("ever longer", "steps", y, longer, x_scale="log"),
+        Panel("valid", "step", "nats per token", losses),
+    ]

@@ -123,7 +123,17 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         row |= {"learning_rate": run.rate, "valid_loss": _loss(run), "unigram_loss": unigram}
         rows.append({**row, "trains": trains(run), "error": run.failure})
     deepest = max(run.depth for run in runs)
-    said, panels, at_deepest = [], [_depth_panel(rows, unigram)], []
+    cut = [{**row, "valid_loss": min(row["valid_loss"], 2 * unigram)} for row in rows]
+    dots = lines(cut, "layers_each_side", "valid_loss", by="variant", style="dots")
+    by_depth = Panel(
+        "loss by depth, no warm-up",
+        "layers each side",
+        "nats per token on valid",
+        [replace(each, colour=len(sizes.depths) + place) for place, each in enumerate(dots)],
+        x_scale="log",
+        level=("unigram model", unigram),
+    )
+    said, panels, at_deepest = [], [by_depth], []
     for variant, label in LABELS.items():
         mine = [run for run in runs if run.variant == variant]
         last = [run for run in mine if run.depth == deepest]
@@ -164,17 +174,3 @@ def judge_depth(t_fixup: Sequence[bool], post_ln: Sequence[bool]) -> bool:
 def _loss(run: FinishedRun) -> float:
     """Return nats per token on valid; infinite where training diverged."""
     return run.metric("loss,valid", math.inf)
-
-
-def _depth_panel(rows: Sequence[Row], unigram: float) -> Panel:
-    cut = [{**row, "valid_loss": min(row["valid_loss"], 2 * unigram)} for row in rows]
-    depths = len({row["layers_each_side"] for row in rows})
-    dots = lines(cut, "layers_each_side", "valid_loss", by="variant", style="dots")
-    return Panel(
-        "loss by depth, no warm-up",
-        "layers each side",
-        "nats per token on valid",
-        [replace(each, colour=depths + number) for number, each in enumerate(dots)],
-        x_scale="log",
-        level=("unigram model", unigram),
-    )

@@ -235,16 +235,14 @@ def _changes(label: str, depth: int, width: int, seed: int) -> list[Row]:
             "stack": stack,
             "layers_each_side": depth,
             "seed": seed,
-            **{name: _change(part, batch, biases) for name, biases in columns.items()},
+            **{
+                name: change if math.isfinite(change) else math.inf
+                for name, biases in columns.items()
+                for change in [step_change(part, batch, lr=None, biases=biases)]
+            },
         }
         for stack, (part, batch) in parts.items()
     ]
-
-
-def _change(model: torch.nn.Module, batch: Any, biases: bool) -> float:
-    """Return the change of the output over the rate; infinite where it overflows."""
-    change = step_change(model, batch, lr=None, biases=biases)
-    return change if math.isfinite(change) else math.inf
 
 
 def _change_panel(rows: Sequence[Row], title: str) -> Panel:

@@ -31,6 +31,7 @@ from wellposed.statistics import (
     mean_and_standard_error,
     paired_comparison,
 )
+from wellposed.tasks import build_task
 from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed.training.config import ModelOptions, RunConfig, StartOptions
 from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
@@ -206,7 +207,12 @@ def table_1(request: Request) -> Reproduction:
     significantly worse; one of them significantly the other way is against the claim
     """
     cells = _cells(request, GRAM)
-    best = {group: found for group in PAPER_TABLE if (found := best_of(cells, group))}
+    best: dict[str, CellResult] = {}
+    for cell in sorted(
+        (cell for cell in cells if cell.scores), key=lambda of: of.mean("overall")[0]
+    ):
+        best[cell.group] = cell
+    best = {group: best[group] for group in PAPER_TABLE if group in best}
     tested = {group: found.against for group, found in best.items() if found.against}
     rows: list[Row] = []
     for group, printed in PAPER_TABLE.items():
@@ -413,12 +419,6 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
     return apply_variant(baseline if name == BASELINE else name.replace("+", "_"), config)
 
 
-def best_of(cells: Cells, group: str) -> CellResult | None:
-    """Return the cell of a row of Table 1 with the best mean overall score over its strengths."""
-    mine = [cell for cell in cells if cell.group == group and cell.scores]
-    return max(mine, key=lambda cell: cell.mean("overall")[0], default=None)
-
-
 def _tests_alone(cells: Cells) -> list[PairedComparison]:
     return [cell.against for cell in cells if cell.group in ("key", "query") and cell.against]
 
@@ -446,7 +446,8 @@ def judge_shares(shares: Sequence[Sequence[float]]) -> bool | None:
 def error_rows(cells: Cells, prefix: str = ERROR) -> Iterator[Row]:
     """Yield err_orth of the baseline over training, or its scale-free form, and over the first."""
     for run in (run for run in cells[0].every_run if run.metrics):
-        moments = [{"step": 0, **_initial_errors(run)}, *evaluations(run)]
+        task: Any = build_task(run.config.task, run.config.task_options)
+        moments = [{"step": 0, **task.watch(run.untrained)}, *evaluations(run)]
         for moment in moments:
             for name, value in moment.items():
                 if name.startswith(prefix):
@@ -458,14 +459,6 @@ def error_rows(cells: Cells, prefix: str = ERROR) -> Iterator[Row]:
                         "error": value,
                         "error_over_initial": value / first if first else None,
                     }
-
-
-def _initial_errors(run: FinishedRun) -> dict[str, float]:
-    """Return what `MinBertTask.watch` says of the weights that the run began with."""
-    from wellposed.tasks import build_task
-
-    task: Any = build_task(run.config.task, run.config.task_options)
-    return task.watch(run.untrained)
 
 
 def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:

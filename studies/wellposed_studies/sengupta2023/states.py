@@ -45,17 +45,6 @@ class Layers:
         rows = (self.standardized if standardized else self.entropies)[1:]
         return statistics.fmean(statistics.fmean(row) for row in rows)
 
-    @staticmethod
-    def means(found: Sequence[Layers]) -> dict[str, Any]:
-        """Return the means over models of factor and entropies, as columns of a table."""
-        return {
-            "activation_factor": statistics.fmean(each.median_factor() for each in found),
-            "entropy": statistics.fmean(each.entropy() for each in found),
-            "entropy_standardized": statistics.fmean(
-                each.entropy(standardized=True) for each in found
-            ),
-        }
-
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile by linear interpolation; where the lower neighbour is -inf, that.

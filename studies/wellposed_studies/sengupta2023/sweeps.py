@@ -3,13 +3,10 @@ models without one of their parts."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
-from typing import Any
 
-from wellposed.charts import Panel, Row, Series, where
+from wellposed.charts import Panel, Row, where
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.layers import FACTORS, NEIGHBOURS_NOTE
 from wellposed_studies.sengupta2023.states import measure_layers, probe_batches
@@ -23,8 +20,15 @@ from wellposed_studies.sengupta2023.trained import (
     train_study,
     tuned_study,
 )
-from wellposed_studies.study import FinishedRun, judged, mean_and_error, minus, said
-from wellposed_studies.verdicts import agreed, every, inside, within
+from wellposed_studies.study import (
+    FinishedRun,
+    judged,
+    mean_and_error,
+    mean_series,
+    minus,
+    said,
+)
+from wellposed_studies.verdicts import agreed, every, within
 
 _SWEPT = (
     ("transject", "experts"),
@@ -33,11 +37,11 @@ _SWEPT = (
     ("post_ln", "dropout"),
 )
 _QUANTITIES = {
-    "median activation factor, last layer": ("activation_factor", "standard_error"),
-    "entropy, mean of layers": ("entropy", "entropy_error"),
+    "activation_factor": "median activation factor, last layer",
+    "entropy": "entropy, mean of layers",
 }
-Change = tuple[float, float]
-"""A difference and its standard error."""
+Changes = Mapping[tuple[str, str], Sequence[float]]
+"""What an option does to a model, seed by seed."""
 
 
 @recipe(
@@ -65,31 +69,46 @@ def figure_6(request: Request) -> Reproduction:
     tried = {"experts": (1, 4, 8), "layers": (1, 2, 4), "dropout": (0.0, 0.2, 0.4)}
     if request.scale == "toy":
         tried = {"experts": (1, 2), "layers": (1, 2), "dropout": (0.0, 0.3)}
-    unscaled = replace(study, scale_embeddings=False)
     rows: list[Row] = []
     runs: list[FinishedRun] = []
-    change: dict[tuple[str, str], Change] = {}
-    task, _ = train_study(request, unscaled, variants=("transject",), seeds=())
+    change: dict[tuple[str, str], list[float]] = {}
+    task, _ = train_study(request, study, variants=("transject",), seeds=())
+    batches = probe_batches(request, task)
     for variant, option in _SWEPT:
-        for of in (unscaled,) if variant == "transject" else (unscaled, study):
-            kept = tuned_study(request, of, task, (variant,))
-            mine = []
+        for of in study.scales()[: 1 if variant == "transject" else 2]:
+            kept, ends = tuned_study(request, of, task, (variant,)), []
             for value in tried[option]:
-                row, trained = _configured(request, kept, task, variant, option, value)
-                mine.append(row)
+                changed = kept.resized(f"{option}{value:g}", **{option: value})
+                _, trained = train_study(request, changed, variants=(variant,), task=task)
                 runs += trained
-            rows += mine
-            trained = [row for row in mine if row["trained"]]
-            change[of.model_name(variant), option] = _change(trained)
-    panels = [
-        _panel(rows, variant, option, quantity, (unscaled, study))
-        for quantity in _QUANTITIES
-        for variant, option in _SWEPT
-    ]
-    texts = [
-        f"{model}: {option} {value:+.2f} +- {error:.2f}"
-        for (model, option), (value, error) in change.items()
-    ]
+                mine = [
+                    {
+                        "model": of.model_name(variant),
+                        "option": option,
+                        "value": value,
+                        "seed": run.seed,
+                        "activation_factor": layers.median_factor(),
+                        "entropy": layers.entropy(),
+                        "entropy_standardized": layers.entropy(standardized=True),
+                        "accuracy": 100 * run.metric("accuracy,test"),
+                    }
+                    for run in trained
+                    if run.metrics
+                    for layers in [measure_layers(run.model, batches)]
+                ]
+                rows += mine
+                ends.append([row["activation_factor"] for row in mine])
+            alike = len(ends[0]) == len(ends[-1])
+            change[of.model_name(variant), option] = minus(ends[-1], ends[0]) if alike else []
+    panels = []
+    for (quantity, title), (variant, option) in itertools.product(_QUANTITIES.items(), _SWEPT):
+        names = dict.fromkeys(of.model_name(variant) for of in study.scales())
+        series = [
+            mean_series(where(rows, model=name, option=option), "value", quantity, name)
+            for name in names
+        ]
+        panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
+    texts = [f"{model}: {option} {said(of)}" for (model, option), of in change.items() if of]
     return judged(
         request,
         rows,
@@ -104,114 +123,45 @@ def figure_6(request: Request) -> Reproduction:
     )
 
 
-def _panel(
-    rows: Sequence[Row], variant: str, option: str, quantity: str, studies: Sequence[Study]
-) -> Panel:
-    """Return a quantity against an option, without and with scaled embeddings."""
-    column, error = _QUANTITIES[quantity]
-    series = []
-    for name in dict.fromkeys(study.model_name(variant) for study in studies):
-        mine = [row for row in where(rows, model=name, option=option) if row["trained"]]
-        errors = [row[error] for row in mine]
-        values, points = [row["value"] for row in mine], [row[column] for row in mine]
-        bars = errors if all(map(math.isfinite, errors)) else ()
-        series.append(Series(name, values, points, errors=bars))
-    return Panel(f"{LABELS[variant]}: {option}", option, quantity, series)
-
-
-def judge_figure_6(change: Mapping[tuple[str, str], Change], plain: str) -> bool | None:
+def judge_figure_6(change: Changes, plain: str) -> bool | None:
     """Say whether experts, layers and dropout move the activation factor as the paper says, of a
     Transformer by its name."""
-    deeper, deeper_error = change[plain, "layers"]
-    ours, our_error = change[LABELS["transject"], "layers"]
+    ours = [abs(of) for of in change[LABELS["transject"], "layers"]]
+    deeper = change[plain, "layers"]
     return every(
         (
-            inside(*change[LABELS["transject"], "experts"], low=0),
-            inside(deeper - abs(ours), math.hypot(deeper_error, our_error), low=0),
-            inside(*change[plain, "dropout"], high=0),
+            within(change[LABELS["transject"], "experts"], low=0),
+            within(minus(deeper, ours) if len(deeper) == len(ours) else [], low=0),
+            within(change[plain, "dropout"], high=0),
         )
     )
 
 
-def _configured(
-    request: Request, study: Study, task: Any, variant: str, option: str, value: float
-) -> tuple[dict[str, Any], list[FinishedRun]]:
-    """Train one configuration with every seed and return its row, means and errors, and its runs."""
-    study = study.resized(f"{option}{value:g}", **{option: value})
-    _, runs = train_study(request, study, variants=(variant,), task=task)
-    batches = probe_batches(request, task)
-    trained = [run for run in runs if run.metrics]
-    found = [measure_layers(run.model, batches) for run in trained]
-    row: dict[str, Any] = {"model": study.model_name(variant), "option": option, "value": value}
-    row["trained"] = len(trained)
-    if trained:
-        factors = mean_and_error([layers.median_factor() for layers in found])
-        row["activation_factor"], row["standard_error"] = factors
-        entropies = mean_and_error([layers.entropy() for layers in found])
-        row["entropy"], row["entropy_error"] = entropies
-        row["entropy_standardized"] = fmean(of.entropy(standardized=True) for of in found)
-        row["accuracy"] = 100 * fmean(run.metric("accuracy,test") for run in trained)
-    return row, runs
-
-
-def _change(rows: Sequence[dict[str, Any]]) -> Change:
-    """Return the factor at the largest value minus that at the smallest, and its standard error."""
-    if len(rows) < 2:
-        return math.nan, math.nan
-    first, last = rows[0], rows[-1]
-    error = math.hypot(first["standard_error"], last["standard_error"])
-    return last["activation_factor"] - first["activation_factor"], error
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """A model without one of its parts, beside itself with it."""
-
-    model: str
-    split: str
-    printed: float
-    """Points of accuracy that the paper says it changes by."""
-    scores: Sequence[float]
-    """Percent, seed by seed."""
-    changes: Sequence[float]
-    """Points less than the whole model of the same seed."""
-
-    @property
-    def loses(self) -> bool | None:
-        """Whether the part is missed; None where the seeds cannot tell."""
-        return within(self.changes, high=0)
-
-    def row(self) -> Row:
-        """Return the row of a table."""
-        row: dict[str, Any] = {"task": "imdb", "model": self.model, "split": self.split}
-        row["ours"], row["standard_error"] = mean_and_error(self.scores)
-        row["change"], row["change_error"] = mean_and_error(self.changes)
-        seeds = " ".join(f"{value:.2f}" for value in self.scores)
-        return {**row, "paper_change": self.printed, "seeds": seeds}
-
-    def words(self) -> str:
-        """Return the change in words beside that which the paper prints."""
-        verdict = {True: "a loss", False: "no loss", None: "cannot be said"}[self.loses]
-        points = f"{said(self.changes)} points, paper {self.printed:g}"
-        return f"; {self.model} ({self.split}) {points}: {verdict}"
-
-
-def ablations(request: Request, study: Study) -> list[Ablation]:
-    """Return the Transformer with one head and TransJect with one expert on IMDb, trained at the
-    rate of the whole model; none on another task."""
-    if study.name != "imdb":
-        return []
-    found = []
+def ablations(request: Request, study: Study) -> tuple[list[Row], str]:
+    """Return rows and words on the Transformer with one head and TransJect with one expert on IMDb,
+    trained at the rate of the whole model, less that of the same seed; nothing on another task."""
+    rows: list[Row] = []
+    texts = []
     for variant, option, split, printed in (
         ("post_ln", "heads", "test", ONE_HEAD),
         ("transject", "experts", "valid", ONE_EXPERT),
     ):
+        if study.name != "imdb":
+            continue
         task, whole = train_study(request, study, variants=(variant,))
         changed = tuned_study(request, study, task, (variant,)).resized(f"{option}1", **{option: 1})
         _, runs = train_study(request, changed, variants=(variant,), task=task)
         scores, before = (
             [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, whole)
         )
-        label = f"{LABELS[variant]}, one {option[:-1]}"
-        found.append(Ablation(label, split, printed, scores, minus(scores, before)))
-    return found
+        label, changes = f"{LABELS[variant]}, one {option[:-1]}", minus(scores, before)
+        row: Row = {"task": "imdb", "model": label, "split": split, "paper_change": printed}
+        (score, error), (mean, width) = mean_and_error(scores), mean_and_error(changes)
+        row |= {"ours": score, "standard_error": error, "change": mean, "change_error": width}
+        rows.append({**row, "seeds": " ".join(f"{value:.2f}" for value in scores)})
+        verdict = {True: "a loss", False: "no loss", None: "cannot be said"}[
+            within(changes, high=0)
+        ]
+        points = f"{said(changes)} points, paper {printed:g}"
+        texts.append(f"; {label} ({split}) {points}: {verdict}")
+    return rows, "".join(texts)

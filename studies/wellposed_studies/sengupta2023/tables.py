@@ -14,7 +14,6 @@ from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
-from wellposed_studies.sengupta2023.states import Layers, measure_layers, probe_batches
 from wellposed_studies.sengupta2023.sweeps import ablations
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (
@@ -110,9 +109,11 @@ def table_1(request: Request) -> Reproduction:
     ]
     rows, scores, runs = _compare(request, found, "accuracy")
     holds = every(judge(of, winners[name]) for name, of in scores.items())
-    without = [ablation for study in found for ablation in ablations(request, study)]
-    rows += [ablation.row() for ablation in without]
-    about = "".join(ablation.words() for ablation in without)
+    about = ""
+    for study in found:
+        without, words = ablations(request, study)
+        rows += without
+        about += words
     test = f"TransJect on IMDb and Random-TransJect on AG News {_CRITERION}"
     means = {name: score_means(of) for name, of in scores.items()}
     return _made(request, rows, found, means, holds, runs, notes, test, about)
@@ -218,7 +219,6 @@ def _compare(
     scale = 100.0 if metric == "accuracy" else 1.0
     for study in studies:
         task, runs = train_study(request, study)
-        batches = probe_batches(request, task)
         test: dict[str, list[float]] = {}
         for variant, printed in zip(VARIANTS, PAPER[study.name], strict=True):
             mine = [run for run in runs if run.variant == variant]
@@ -234,7 +234,9 @@ def _compare(
             row["seeds"] = " ".join(f"{value:.2f}" for value in values)
             row["valid"] = mean_and_error(valid)[0]
             row["reference"] = scale * float(task.reference()[metric])
-            rows.append(row | _about_tokens(mine, batches))
+            row["parameters"] = mine[0].info.get("parameters", 0)
+            seconds = [run.info.get("seconds", 0.0) for run in mine]
+            rows.append({**row, "train_seconds": statistics.fmean(seconds)})
         found[study.name] = test
         trained += runs
         rows += _quoted(study.name)
@@ -245,16 +247,6 @@ def _quoted(task: str) -> list[dict[str, Any]]:
     """Return the baselines that the paper quotes for a task; ours has no such models."""
     quoted = QUOTED.get(task, {}).items()
     return [{"task": task, "model": f"{model} (quoted)", "paper": value} for model, value in quoted]
-
-
-def _about_tokens(runs: Sequence[FinishedRun], batches: Sequence[Any]) -> dict[str, float]:
-    """Return activation factor and entropies of a variant's models, means over seeds; nothing where
-    all diverged."""
-    layers = [measure_layers(run.model, batches) for run in runs if run.metrics]
-    row = Layers.means(layers) if layers else {}
-    row["parameters"] = runs[0].info.get("parameters", 0)
-    row["train_seconds"] = statistics.fmean(run.info.get("seconds", 0.0) for run in runs)
-    return row
 
 
 def _made(
@@ -272,10 +264,6 @@ def _made(
     for name, of in means.items():
         values = [f"{LABELS[variant]} {value:.1f}" for variant, value in of.items()]
         texts.append(f"{name}: {', '.join(values)}")
-    mine = where(rows, model="TransJect")
-    kept = ""
-    if factors := [row["activation_factor"] for row in mine if "activation_factor" in row]:
-        kept = f"; median activation factor of TransJect {min(factors):.2f} to {max(factors):.2f}"
     for study in studies:
         data.append(f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}")
     steps = f"{sizes.steps} steps each"
@@ -285,7 +273,7 @@ def _made(
         request,
         rows,
         [chart(study, where(rows, task=study.name)) for study in studies],
-        f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{kept}{about}",
+        f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{about}",
         holds,
         runs,
         uncertainty=_PAIRED,

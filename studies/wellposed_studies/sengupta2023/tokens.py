@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
@@ -139,7 +138,11 @@ def figure_4(request: Request) -> Reproduction:
     kept: dict[str, list[float]] = {}
     found = _states(request)
     for (model, seed), states, words in found.seen:
-        kept.setdefault(model, []).append(_correlation(states))
+        # Pearson's r of the distances of all pairs at the first and the last state.
+        distances = token_distances(states)
+        row, column = torch.triu_indices(*distances[0].shape[1:], offset=1)
+        pair = torch.stack([layer[0, row, column] for layer in (distances[0], distances[-1])])
+        kept.setdefault(model, []).append(float(torch.corrcoef(pair)[0, 1]))
         chosen = [word for word in CHOSEN if word in words]
         points = isomap(states, words, chosen=chosen, neighbors=5).rows
         rows += [{"model": model, "seed": seed, **row} for row in points]
@@ -231,14 +234,6 @@ def _position(words: Sequence[str], word: str) -> int:
             " tokenizer"
         )
     return plain.index(word.strip(".").lower())
-
-
-def _correlation(states: Sequence[Tensor]) -> float:
-    """Return Pearson's r of the distances of all pairs at the first and the last state."""
-    distances = token_distances(states)
-    row, column = torch.triu_indices(*distances[0].shape[1:], offset=1)
-    pair = torch.stack([layer[0, row, column] for layer in (distances[0], distances[-1])])
-    return float(torch.corrcoef(pair)[0, 1])
 
 
 def _isomap_panel(title: str, rows: Sequence[Row]) -> Panel:
