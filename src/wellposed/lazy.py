@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from wellposed.errors import nearest_names
+
 
 def import_on_first_use(
     package: str, names_of: Mapping[str, str]
@@ -37,7 +39,8 @@ def import_on_first_use(
         if name == "__all__":
             return sorted(name for name, home in homes.items() if home)
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            near = ", ".join(nearest_names(name, homes))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; nearest: {near}")
         if not homes[name]:
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)

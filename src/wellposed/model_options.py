@@ -298,10 +298,10 @@ class ModelOptions(
         has_heads = "num_attention_heads" in options_read("architecture", self.architecture)
         if not has_heads or self.hidden_size % self.num_attention_heads == 0:
             return []
-        return [
-            f"hidden_size = {self.hidden_size} is not divisible by num_attention_heads ="
-            f" {self.num_attention_heads}"
-        ]
+        width, heads = self.hidden_size, self.num_attention_heads
+        below = width - width % heads
+        said = f"hidden_size = {width} is not divisible by num_attention_heads = {heads}"
+        return [f"{said}; {below or heads} or {below + heads} would be"]
 
     def with_parts(self, **changes: Any) -> ModelOptions:
         """Return the options with ``changes``; those that only the parts given up read are at their

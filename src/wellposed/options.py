@@ -19,6 +19,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    Self,
     TypeAlias,
     TypeVar,
     Union,
@@ -27,7 +28,7 @@ from typing import (
     get_type_hints,
 )
 
-from wellposed.errors import ConfigError, listed, nearest_names
+from wellposed.errors import ConfigError, listed, nearest_names, unknown_name
 
 T = TypeVar("T")
 
@@ -136,6 +137,12 @@ class CheckedOptions:
       steps = 0, expected an integer >= 1
       rate = 1.5, expected a finite number >= 0 and < 1
     """
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        for name in values:
+            if name not in cls.__dataclass_fields__:
+                raise unknown_name(f"option of {cls.__name__}", name, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hints = checked_hints(type(self))

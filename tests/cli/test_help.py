@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 from tests.support.words import Cli, python
 
-from wellposed.cli import COMMANDS, main
+from wellposed.cli import (
+    COMMANDS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    main,
+)
 from wellposed.cli.parser import OTHER_SPELLINGS
 from wellposed.compare.variants import VARIANTS
 from wellposed.tasks import TASKS
@@ -70,6 +81,36 @@ def test_spellings_of_other_libraries_are_told_what_they_are_here(
     assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
 
 
+def test_a_shell_completes_commands_tasks_options_and_choices(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "complete.sh"
+    script.write_text(cli("--print-completion bash").out, encoding="utf-8")
+    for typed, expected in {
+        "pre": "predict",
+        "train list": "listops",
+        "train listops --learning-ra": "--learning-rate",
+        "compare char_lm --variants rez": "rezero",
+        "certify run --norm t": "tok",
+        "reproduce kim2021/figure-2": "kim2021/figure-2",
+        "train char_lm --data ''": "",
+    }.items():
+        words = f"COMP_WORDS=(wellposed {typed})"
+        ask = f"source {script}; {words}; COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))"
+        done = subprocess.run(
+            ["bash", "-c", f"{ask}; _wellposed; echo ${{COMPREPLY[*]}}"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.strip() == expected, typed
+    assert cli("--print-completion zsh").out.startswith("autoload -U +X bashcompinit")
+    assert "nearest: zsh, bash" in cli("--print-completion fish", status=2).err
+
+
+def test_the_exit_statuses_are_those_of_the_page(tmp_path: Path, cli: Cli) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text("utf-8")
+    statuses = list(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
+    assert statuses == [EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGPIPE]
+    assert all(str(status) in cli("--help").out for status in statuses[:4])
+
+
 def test_version(cli: Cli) -> None:
     assert cli(["--version"]).out.startswith("wellposed 0.")
 
@@ -79,31 +120,6 @@ def test_the_command_without_its_script(module: str) -> None:
     found = python("-m", [module], "trane")
     assert (found.returncode, found.stdout) == (2, "")
     assert "nearest: train" in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("trane", "nearest: train"),
-        ("train listop", "nearest: listops"),
-        ("train --steps 3", "expected a task first"),
-        ("compare char_lm --variants post_nl", "nearest: post_ln"),
-        ("compare char_lm --variants post_ln,post_ln", "named twice"),
-        ("compare char_lm --seeds 0", "seeds = 0, expected an integer >= 1"),
-        ("train char_lm --preset ptb-mni", "nearest: ptb-mini"),
-        ("train listops --preset ptb-mini", "is a configuration of task 'char_lm'"),
-        ("predict somewhere", "give the text with --text"),
-    ],
-)
-def test_wrong_usage_is_one_message_and_exit_status_two(words: str, says: str, cli: Cli) -> None:
-    captured = cli(words, status=2)
-    assert says in captured.err
-    assert captured.out == ""
-
-
-def test_an_unknown_option_names_the_nearest(cli: Cli) -> None:
-    captured = cli(["train", "char_lm", "--learning-rat", "1"], status=2)
-    assert "--learning-rate" in captured.out + captured.err
 
 
 def test_debug_shows_the_traceback() -> None:

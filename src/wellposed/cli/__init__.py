@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if said is None:
             raise
         said = printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)
+        said = re.sub(r"\A(.*)\n  (.*)\Z", r"\1 \2", said).removeprefix("wellposed ")
         print(f"wellposed: {said}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, (ConfigError, ImportError)) else EXIT_FAILED
 

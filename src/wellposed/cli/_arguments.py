@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import tyro
 
 from wellposed.cli.first_look import first_look
-from wellposed.cli.load import model_folder
+from wellposed.cli.load import model_folder, near_names
 from wellposed.cli.parser import (
     HELP,
     HELP_ALL,
@@ -173,7 +173,8 @@ def start_config(
     is_config = Path(name).is_file()
     source = name if is_config else model_folder(name)
     if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
-        check_start(source, kind)
+        with near_names(name):
+            check_start(source, kind)
     folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
     found = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from wellposed.cli.extras import EXTRAS
+from wellposed.errors import ConfigError
 from wellposed.version import __version__
 
 USAGE = """usage: wellposed doctor
@@ -19,8 +21,12 @@ Print versions and devices, then check the mathematics on this machine (a few se
 def run(words: Sequence[str]) -> int:
     """Print what was found and return 0 if every check passed, else 1."""
     if words:
+        if not set(words) <= {"-h", "--help", "--help-all"}:
+            raise ConfigError(
+                f"doctor: takes no options, received {shlex.join(words)}; leave it out"
+            )
         print(USAGE)
-        return 0 if set(words) <= {"-h", "--help"} else 2
+        return 0
     print(f"wellposed        {__version__}")
     print(f"python           {platform.python_version()} on {platform.platform()}")
     for extra, packages in {"": ("torch",), **EXTRAS}.items():

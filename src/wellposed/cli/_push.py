@@ -17,9 +17,9 @@ from wellposed.cli.parser import parse_words
 class PushArguments:
     """Upload final/ of a run, with its model card, to the Hugging Face hub."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.arg(metavar="RUN"), tyro.conf.Positional]
     """A finished run, or its final/."""
-    repository: Annotated[str, tyro.conf.Positional]
+    repository: Annotated[str, tyro.conf.arg(metavar="REPOSITORY"), tyro.conf.Positional]
     """NAME or OWNER/NAME; made where it is missing."""
     public: bool = False
     """Make a repository that everyone sees; private where not given."""

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from wellposed.cli.parser import parse_words
+from wellposed.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,17 @@ def run(words: Sequence[str]) -> int:
     """Write the report, print the comparison and the page's path."""
     options = parse_words(ReportArguments, words, prog="wellposed report")
 
+    if not options.runs:
+        raise ConfigError(
+            "report: name the folders of runs, for instance `wellposed report runs/*`"
+        )
     from wellposed.report import aggregate, build_report, watch_report
 
     if options.watch:
         watch_report(options.runs, options.out, lambda line: print(line, flush=True))
         return 0
-    page = build_report(
-        options.runs, options.out
-    )  # first, since it reads more files: damage must not follow a table
+    # First, since it reads more files: damage must not follow a table.
+    page = build_report(options.runs, options.out)
     if table := aggregate(options.runs).table():
         print(table)
     print(f"report: {page}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +65,15 @@ def load_model(name: str) -> PreTrainedModel:
     from wellposed.models import load_saved_model
 
     folder = _verified(name, weights=True)
-    try:
+    with near_names(name):
         return load_saved_model(folder)
+
+
+@contextmanager
+def near_names(name: str) -> Iterator[None]:
+    """Add the nearest folders to what is said of a name that neither the hub nor a folder has."""
+    try:
+        yield
     except CheckpointError as error:
         if Path(name).exists():
             raise
@@ -74,7 +83,7 @@ def load_model(name: str) -> PreTrainedModel:
 def load_model_or_draw(name: str) -> PreTrainedModel:
     """Load the model as `load_model`; of a ``config.json`` draw one at random (seed 0) and say
     so."""
-    if not Path(name).is_file():
+    if not Path(name).is_file() or Path(name).suffix != ".json":
         return load_model(name)
     import torch
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -64,7 +67,7 @@ def parse_words(
         common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty:
         both show all.
     """
-    if any(word in {*HELP, HELP_ALL} for word in words):
+    if asks := any(word in {*HELP, HELP_ALL} for word in words):
         short = bool(common) and any(word in HELP for word in words)
         arguments, default = described(arguments, default, common if short else None)
         if short:
@@ -72,11 +75,30 @@ def parse_words(
             description = f"{description or ''}\n\n{more}"
     words = ["--help" if word == HELP_ALL else word for word in words]
     how = {"default": default, "prog": prog, "description": description}
-    with _REGISTRY, refused_together():
-        parsed = tyro.cli(arguments, args=words, **how)
+    said = StringIO()
+    try:
+        with _REGISTRY, refused_together(), nullcontext() if asks else redirect_stderr(said):
+            parsed = tyro.cli(arguments, args=words, **how)
+    except SystemExit as stop:
+        if asks or not stop.code:
+            raise
+        raise ConfigError(f"{_one_line(said.getvalue())}; `{prog} --help` lists options") from None
     if getattr(getattr(parsed, "command", parsed), "quiet", False):
         logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
     return typing.cast(Arguments, parsed)
+
+
+def _one_line(panel: str) -> str:
+    """Return what tyro says of wrong words in a panel, as one line."""
+    lines = [line.strip("│| ") for line in panel.splitlines()[1:]]
+    parts = re.split(r"^[^\w\n]{20,}$", "\n".join(lines), flags=re.MULTILINE)
+    first, more, *_ = [*filter(None, map(str.strip, parts)), ""]
+    said = " ".join(first.split()).rstrip(".").replace("Error parsing ", "")
+    if "Perhaps" in more:
+        said += f"; nearest: {', '.join(re.findall(r'^(--[^ ]+)', more, re.MULTILINE)[:3])}"
+    elif "Argument helptext" in more:
+        said += f"; expected {' '.join(more.split()[2:])}"
+    return said
 
 
 @dataclass(frozen=True)
@@ -167,15 +189,24 @@ _REGISTRY = ConstructorRegistry()
 
 @_REGISTRY.primitive_rule
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Show ``int | None`` as INT; tyro's own rule shows {None}|INT."""
-    kinds = [_unwrapped(kind)[0] for kind in typing.get_args(info.type)]
-    if len(kinds) != 2 or kinds[1] is not type(None) or kinds[0] not in (int, float, str, Path):
+    """Show ``float | str | None`` as FLOAT|STR; tyro's own rule shows {None}|FLOAT|STR."""
+    *kinds, none = [_unwrapped(kind)[0] for kind in typing.get_args(info.type)] or [None]
+    if none is not type(None) or not set(kinds) <= {int, float, str, Path}:
         return None
-    kind = kinds[0]
+
+    def read(words: list[str]) -> Any:
+        for kind in kinds if words != ["None"] else ():
+            with suppress(ValueError):
+                return kind(words[0])
+        if words == ["None"]:
+            return None
+        raise ValueError(f"{words[0]!r} is no {metavar}")
+
+    metavar = "|".join(kind.__name__.upper() for kind in kinds)
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=kind.__name__.upper(),
-        instance_from_str=lambda words: None if words == ["None"] else kind(words[0]),
-        is_instance=lambda value: value is None or isinstance(value, kind),
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, tuple(kinds)),
         str_from_instance=lambda value: [str(value)],
     )

@@ -89,7 +89,9 @@ def _number(spec: str, name: str, text: str, variant: Variant) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    problem = f"{parameters[1]} must be a finite number, received {text[:40]!r}"
+    problem = (
+        f"{parameters[1]} must be a finite number, received {text[:40]!r}; write {name}:1e-2, say"
+    )
     raise ConfigError(f"variant {spec!r}: {problem}")
 
 

@@ -88,7 +88,8 @@ def _read(
 def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:
     rows = len(train.labels)
     if len(labels) < 2:
-        raise DataError(f"{train.path}: every row has label {labels[0]!r}, expected two or more")
+        said = f"{train.path}: every row has label {labels[0]!r}, expected two or more"
+        raise DataError(f"{said}; {train.advice}")
     if rows >= splits.MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"

@@ -354,7 +354,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         deep = "nested too deeply" if isinstance(error, RecursionError) else error
         why = getattr(error, "strerror", None) or deep
-        raise ConfigError(f"{path}: cannot be read: {why}") from error
+        raise ConfigError(f"{path}: cannot be read: {why}; correct or replace it") from error
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:

@@ -63,7 +63,9 @@ def import_recorded(run_folder: Path) -> None:
 def _read_values(run_folder: Path) -> dict[str, Any]:
     path = run_folder / CONFIG
     if not path.exists():
-        raise ConfigError(f"{run_folder}: not a run folder (no {CONFIG})")
+        raise ConfigError(
+            f"{run_folder}: not a run folder (no {CONFIG}); name one that `wellposed train` wrote"
+        )
     return read_toml(path)
 
 

@@ -122,7 +122,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     >>> load_run_model("no/such/run")
     Traceback (most recent call last):
     ...
-    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml)
+    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml); name one that `wellposed train` wrote
     """
     run_dir = Path(run_dir)
     config = read_config(run_dir)
