@@ -81,7 +81,10 @@ REFUSED = [
     (f"{CLASSIFY} --from {{files}}/vit", "a vit model has no head for sequence classification"),
     (f"{CLASSIFY} --from {{files}}/bert --tokenizer hf:{{files}}/gpt2", OTHER_TOKENS),
     (f"{CLASSIFY} --from {{files}}/three", "give --new-head to draw a new one"),
-    (f"{CLASSIFY} --from bert-base-uncased", "couldn't find them in the cached files"),
+    (
+        f"{CLASSIFY} --from bert-base-uncased",
+        "it is not in the cache, and the Hugging Face hub cannot be reached",
+    ),
     (f"{CLASSIFY} --from {{files}}/wide", WIDTHS),
     (f"{CLASSIFY} --from {{files}}/wide --new-head", WIDTHS),
     (f"{CLASSIFY} --from {{files}}/deep", "lacks bert.encoder.layer.1."),
