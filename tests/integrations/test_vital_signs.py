@@ -75,6 +75,18 @@ def test_without_details_the_worst_alone_are_logged(tmp_path: Path) -> None:
     assert not any(name.startswith("vital/") for name in row)
 
 
+def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"logging_steps": 100, "save_strategy": "steps", "save_steps": 3}
+    trainer_of(tmp_path, bert(), max_steps=3, **how).train()
+    callback = ConditionCallback(vitals=2)
+    trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=6, **how)
+    trainer.train(resume_from_checkpoint=True)
+    logged = [row["step"] for row in trainer.state.log_history if "logit_max" in row]
+    assert logged == [5]  # of 1, 3, 5
+    assert callback.monitor is not None
+    assert callback.monitor.steps == 6
+
+
 def test_a_loop_of_accelerate_calls_a_monitor_as_any_loop_does() -> None:
     accelerate = pytest.importorskip("accelerate")
     rows = []

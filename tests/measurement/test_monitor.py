@@ -255,3 +255,61 @@ def test_a_model_in_distributed_data_parallel_gives_the_numbers_of_the_model() -
             rows.append(monitor.step())
     assert "vital/encoder.0.head1/logit_max" in rows[1]
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)
+
+
+def test_of_a_compiled_model_a_step_that_is_measured_gives_the_same_numbers() -> None:
+    rows = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        runs = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        monitor = Monitor(runs, optimizer, every=3, weights=False)
+        for _ in range(4):
+            runs(torch.randn(2, 5, 16)).square().mean().backward()
+            optimizer.step()
+            rows.append(monitor.step())
+            assert bool(model.linear1._forward_hooks) == (monitor.steps == 3)
+        monitor.remove()
+    assert [bool(row) for row in rows] == 2 * [True, False, False, True]
+    for plain, seen in zip(rows[:4], rows[4:], strict=True):
+        assert seen == pytest.approx(plain, rel=1e-5)
+
+
+def test_weights_that_are_cut_over_processes_are_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with one_mesh() as mesh:
+        model = fully_shard(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), mesh=mesh)
+        with pytest.raises(ConfigError, match=r"in_proj_weight and others are cut over processes"):
+            Monitor(model, every=1)
+
+
+def test_norms_of_queries_and_keys_of_torchs_attention_and_huge_activations() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=True)
+    monitor = Monitor(model, every=1, weights=False)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        model.linear2.weight.mul_(1e25)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    output = model(x, src_key_padding_mask=padding).detach().double()
+    numbers = monitor.step()
+    query, key, _ = (
+        (model.norm1(x) @ model.self_attn.in_proj_weight.mT + model.self_attn.in_proj_bias)
+        .unflatten(-1, (3, 2, 4))
+        .unbind(-3)
+    )
+    for name, vectors in (("query_norm", query), ("key_norm", key)):
+        longest = vectors.norm(dim=-1).amax((0, 1))
+        for head in (0, 1):
+            found = numbers[f"vital/encoder.0.head{head}/{name}"]
+            assert found == pytest.approx(longest[head].item(), rel=1e-5)
+    logits = (query.transpose(1, 2) @ key.transpose(1, 2).mT / 2).masked_fill(
+        padding[:, None, None], -torch.inf
+    )
+    found = numbers["vital/encoder.0.head1/logit_max"]
+    assert found == pytest.approx(logits[:, 1].max().item(), rel=1e-5)
+    z = (output - output.mean()) / output.std(correction=0)
+    assert numbers["vital/encoder.0/kurtosis"] == pytest.approx((z**4).mean().item(), rel=1e-4)
+    rms = output.square().mean().sqrt().item()
+    assert numbers["vital/encoder.0/activation_rms"] == pytest.approx(rms, rel=1e-4)

@@ -81,11 +81,13 @@ class ConditionMetrics:
             self._metrics = self._summary(self._weights.step())
         return dict(self._metrics)
 
-    def watch(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Put the hooks of ``vitals`` on ``model`` and ``optimizer``, and take earlier ones off."""
+    def watch(self, model: nn.Module, optimizer: Optimizer | None, steps: int = 0) -> None:
+        """Put the hooks of ``vitals`` on ``model`` and ``optimizer``, which took so many steps, and
+        take earlier hooks off."""
         self.unwatch()
         if self.vitals:
             self.monitor = Monitor(model, optimizer, self.vitals, weights=False)
+            self.monitor.steps = steps
 
     def unwatch(self) -> None:
         """Take the hooks off; ``monitor.alarms`` stays."""

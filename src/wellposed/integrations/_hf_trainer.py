@@ -100,7 +100,7 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any
     ) -> None:
         """Set the penalty's step to that of a resumed run, and watch the vital signs."""
-        self.watch(now["model"], now["optimizer"])
+        self.watch(now["model"], now["optimizer"], state.global_step)
         if self.penalty is not None:
             self.penalty.step = state.global_step * args.gradient_accumulation_steps
 

@@ -39,7 +39,7 @@ class LightningConditionCallback(ConditionMetrics, Callback):
         if self.vitals and len(trainer.optimizers) > 1:
             problem = f"vitals: one optimizer can be watched, not {len(trainer.optimizers)}"
             raise ConfigError(f"{problem}; make a wellposed.Monitor for each in the module")
-        self.watch(pl_module, next(iter(trainer.optimizers), None))
+        self.watch(pl_module, next(iter(trainer.optimizers), None), trainer.global_step)
         self._watched = trainer.global_step
         if self.penalty is not None:
             self.penalty.step = trainer.global_step * trainer.accumulate_grad_batches

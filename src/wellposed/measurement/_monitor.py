@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
+from wellposed.linalg.sharded import is_sharded
 from wellposed.measurement._measure import check_measurable, weight_rows
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._vitals import VitalSigns
@@ -97,8 +98,8 @@ class Monitor:
 
     Raises:
         RoleNotFoundError: no weight is recognised.
-        ConfigError: ``every`` is not a positive whole number, an unknown limit, or an optimizer that
-            runs no hooks, such as DeepSpeed's.
+        ConfigError: ``every`` is not a positive whole number, an unknown limit, weights that are cut
+            over processes, or an optimizer that runs no hooks, such as DeepSpeed's.
         ConvergenceError: from `step`, where weights hold NaN or infinity.
 
     Cost: on a Transformer of width 256 a step that is measured takes an eighth longer without
@@ -150,14 +151,19 @@ class Monitor:
         self._fine: set[str] = set()
         optimizer = _hooked(optimizer) if vitals else None
         self._vitals = VitalSigns(model, roles, optimizer, self.is_due) if vitals else None
+        if self._vitals is not None:
+            _check_whole(model)
+            self._vitals.attach()
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
         due = self.is_due()
         self.steps += 1
+        vitals, broken = self._vitals.take() if self._vitals and due else ({}, None)
+        if self._vitals:
+            self._vitals.attach() if self.is_due() else self._vitals.remove()
         if not due:
             return {}
-        vitals, broken = self._vitals.take() if self._vitals else ({}, None)
         new: dict[str, dict[str, float]] = {"finite": {broken: math.nan}} if broken else {}
         for name, value in vitals.items():
             number = name.rpartition("/")[2]
@@ -188,16 +194,28 @@ class Monitor:
         """Take the hooks off the model and the optimizer."""
         if self._vitals is not None:
             self._vitals.remove()
+        self._vitals = None
 
     def is_due(self) -> bool:
         """Return whether the step under way is one that is measured."""
         return self.steps % self.every == 0
 
     def _is_beyond(self, name: str, value: float, limit: float | None) -> bool:
-        if limit is None or ((value >= limit) if name.endswith("/entropy") else (value <= limit)):
+        if limit is None or math.isnan(value):
+            return False
+        if (value >= limit) if name.endswith("/entropy") else (value <= limit):
             self._fine.add(name)
             return False
         return not name.endswith("/entropy") or name in self._fine  # sharp from the start is fine
+
+
+def _check_whole(model: nn.Module) -> None:
+    cut = [name for name, weight in model.named_parameters() if is_sharded(weight)]
+    if cut:
+        raise ConfigError(
+            f"Monitor: {cut[0]} and others are cut over processes (FSDP), and each sees a part of every"
+            " number; watch a run without sharding, or the weights alone with vitals=False"
+        )
 
 
 def _hooked(optimizer: Optimizer | None) -> Optimizer | None:

@@ -54,18 +54,31 @@ class VitalSigns:
             for path, place in zip(layers, places, strict=True)
         }
         self._attention = self._names_of(roles.attention)
-        self._watcher = AttentionWatcher(
-            model, roles.attention, self._attended, wanted=lambda _: self._counts()
+        self._model, self._roles, self._optimizer = model, roles, optimizer
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Put the hooks on; what is compiled runs as written until `remove`, or no hook would
+        see it."""
+        if self._handles:
+            return
+        eager: Any = torch.compiler.set_stance("force_eager")
+        watcher = AttentionWatcher(
+            self._model, self._roles.attention, self._attended, wanted=lambda _: self._counts()
         )
-        self._handles: list[Any] = [
-            module.register_forward_hook(ObservingHook(self._returned, path))
-            for path, module in model.named_modules()
+        self._handles = [
+            watcher,
+            *(
+                module.register_forward_hook(ObservingHook(self._returned, path))
+                for path, module in self._model.named_modules()
+            ),
         ]
-        if optimizer is not None:
+        if self._optimizer is not None:
             self._handles += [
-                optimizer.register_step_pre_hook(partial(_quietly, self._before_step)),
-                optimizer.register_step_post_hook(partial(_quietly, self._after_step)),
+                self._optimizer.register_step_pre_hook(partial(_quietly, self._before_step)),
+                self._optimizer.register_step_post_hook(partial(_quietly, self._after_step)),
             ]
+        self._undo = partial(eager.__exit__, None, None, None)
 
     def take(self) -> tuple[dict[str, float], str | None]:
         """Return the numbers of the steps since the last call, and the first module whose output was
@@ -77,9 +90,10 @@ class VitalSigns:
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer."""
-        self._watcher.remove()
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            self._undo()
         self._handles.clear()
 
     def _counts(self) -> bool:
@@ -101,8 +115,10 @@ class VitalSigns:
         """Note the largest logit, the entropy as a share of the logarithm of the keys that are
         open, and the longest query and key, by head."""
         for call, _ in calls:
-            if isinstance(call, MultiheadCall) and not call.readable:
-                continue
+            if isinstance(call, MultiheadCall):
+                if not call.readable:
+                    continue
+                call = call.scaled()
             logits = call.logits(QUERIES)
             is_open = logits > torch.finfo(torch.float32).min / 4
             weights = logits.softmax(-1)
@@ -128,13 +144,15 @@ class VitalSigns:
     @torch.no_grad()
     def _note(self, path: str, tokens: Tensor) -> None:
         values = tokens.detach().float()
+        largest = values.abs().max()
         fine = values.isfinite().all()
         self._finite[path] = self._finite.get(path, fine) & fine
         name = self._layers.get(path)
         if name is not None:
+            scale = largest.clamp_min(1e-30)  # so that no square overflows
             for number, value in (
-                ("activation_max", values.abs().max()),
-                ("activation_rms", values.square().mean().sqrt()),
+                ("activation_max", largest),
+                ("activation_rms", largest * (values / scale).square().mean().sqrt()),
                 ("kurtosis", kurtosis(values)),
             ):
                 self._numbers[f"vital/{name}/{number}"] = value

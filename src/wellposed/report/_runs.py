@@ -7,6 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from wellposed.measurement import Measurement
 from wellposed.options import fits, misfits
 from wellposed.regular_file import read_bytes, read_text
 from wellposed.statistics import Failure
+from wellposed.text_table import format_number
 from wellposed.training import verify_run_file
 from wellposed.training.certified.record import (
     CertifiedRun,
@@ -181,6 +183,19 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
         "\ntrain these runs again, or leave them out of the report",
     )
     return loaded
+
+
+def first_alarm(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return what the vital signs of a run warned of first, of the rows of its metrics; "" where
+    they did not."""
+    alarms = [row for row in rows if row["split"] == "alarm"]
+    if not alarms:
+        return ""
+    name = next(name for name in alarms[0] if "/" in name)
+    said = f"alarms at {len(alarms)} steps, the first at step {alarms[0]['step']}"
+    if name.endswith("/finite"):
+        return f"{said}: {name.removesuffix('/finite')} is not finite"
+    return f"{said}: {name} is {format_number(alarms[0][name])}"
 
 
 class Problems:
@@ -396,6 +411,9 @@ def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
     if isinstance(diverged, dict):
         what = diverged.get("what", "not finite")
         short = f"diverged at step {diverged.get('step', '?')}: {what}"
+    with suppress(DataError):
+        alarm = first_alarm(_read_metrics(folder / "metrics.jsonl"))
+        reason += f"; {alarm}" if alarm else ""
     return _without_number(folder, result, str(info.get("status")), reason, short)
 
 

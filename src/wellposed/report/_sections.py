@@ -33,7 +33,7 @@ from wellposed.report._figures import (
     weight_rows,
 )
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
-from wellposed.report._runs import Run
+from wellposed.report._runs import Run, first_alarm
 from wellposed.text_table import MISSING, format_number
 
 SEED_COLUMNS = 8
@@ -61,6 +61,12 @@ def task_section(
         f"note: {each} has no measurement, as no weight of its model has a known role"
         for each in groups
         if each not in measured
+    ]
+    notes += [
+        f"{of}, seed {run.seed}: {alarm}"
+        for of, runs in groups.items()
+        for run in runs
+        if (alarm := first_alarm(run.metrics))
     ]
     figures = [
         *certified_figures(name, groups, numbers),

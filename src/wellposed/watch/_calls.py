@@ -210,10 +210,19 @@ class MultiheadCall:
         return query, key, mask, padding
 
     def logits(self, at_most: int | None = None) -> Tensor:
-        with torch.no_grad():
-            query, key, mask, padding = self.projected()
-            logits = ScaledDotProductCall(query, key, mask, False, None).logits(at_most)
-        return logits if padding is None else logits.masked_fill(padding[:, None, None], -math.inf)
+        return self.scaled().logits(at_most)
+
+    @torch.no_grad()
+    def scaled(self) -> ScaledDotProductCall:
+        """Return the call of the projected query and key, with padded keys in its mask."""
+        query, key, mask, padding = self.projected()
+        if padding is not None:
+            padding = padding[:, None, None]
+            if mask is None or mask.dtype == torch.bool:
+                mask = ~padding if mask is None else mask & ~padding
+            else:
+                mask = mask.masked_fill(padding, -math.inf)
+        return ScaledDotProductCall(query, key, mask, False, None)
 
 
 # Entries of logits that are held at once, and steps in a graph from an output to the kernel before.

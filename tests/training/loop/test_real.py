@@ -14,6 +14,7 @@ import torch
 from tests.support.runs import stop_at
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.report import build_report
 from wellposed.training import (
     ModelOptions,
     PenaltyOptions,
@@ -82,7 +83,22 @@ def test_vital_signs_are_rows_of_the_run_and_change_nothing(
     assert rows[0]["logit_max"] == max(heads)
     assert rows[0]["update"] > 0.1
     assert "one step moved a weight by more than a tenth" in caplog.text
-    assert not any(row["split"] == "monitor" for row in read_metrics(tmp_path / "plain"))
+    (alarm,) = [row for row in read_metrics(tmp_path / "watched") if row["split"] == "alarm"]
+    assert alarm["step"] == 1
+    assert [rows[0][name] for name in alarm if name.startswith("vital/")] == [rows[0]["update"]]
+    assert not {row["split"] for row in read_metrics(tmp_path / "plain")} & {"monitor", "alarm"}
+
+
+def test_the_first_module_that_is_not_finite_is_an_alarm_of_the_run_and_of_its_report(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = replace(SHORT, monitor=1, learning_rate=1e30, schedule="constant", max_grad_norm=0)
+    train(replace(language_model(text), train=options), tmp_path / "run", progress=False)
+    alarms = [row for row in read_metrics(tmp_path / "run") if row["split"] == "alarm"]
+    (name,) = [name for name in alarms[-1] if name.endswith("/finite")]
+    assert f"{name.removesuffix('/finite')}: the first module whose output held NaN" in caplog.text
+    page = build_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "alarms at 2 steps, the first at step 1: vital/decoder.0.query/update is" in page
 
 
 def test_a_run_that_goes_on_watches_the_steps_it_would_have_watched(

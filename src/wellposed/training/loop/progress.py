@@ -86,8 +86,8 @@ class Progress:
 
     def row(self, row: dict[str, Any]) -> None:
         """Show one row of ``metrics.jsonl``."""
-        if row["split"] == "monitor":
-            return  # hundreds of numbers; its alarms are logged
+        if row["split"] in {"monitor", "alarm"}:
+            return  # hundreds of numbers, and what is logged with its reason
         if row["split"] != "train":
             numbers = _numbers(row, skip=("step", "seconds"))
             best = " (best)" if row.get("best") else ""

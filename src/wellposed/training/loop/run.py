@@ -4,6 +4,7 @@ stop being finite."""
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -250,11 +251,22 @@ class Run:
 
     def watch(self) -> None:
         """Add a row of the vital signs of the step just taken, where one is due."""
-        found = self.monitor.step() if self.monitor is not None else {}
+        if self.monitor is None:
+            return
+        known = len(self.monitor.alarms)
+        found = self.monitor.step()
         finite = {name: value for name, value in found.items() if math.isfinite(value)}
+        alarms = {
+            f"{each.name}/finite" if math.isnan(each.value) else each.name: (
+                0.0 if math.isnan(each.value) else min(each.value, sys.float_info.max)
+            )
+            for each in self.monitor.alarms[known:]
+        }
+        step = self.monitor.steps
         if finite:
-            row = {"step": self.state.step, "split": "monitor", **worst_vitals(finite), **finite}
-            self.add_row(row)
+            self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})
+        if alarms:
+            self.add_row({"step": step, "split": "alarm", **alarms})
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -318,6 +330,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         tensors.restore_torch_states(random_states)
         run.optimizer.zero_grad(set_to_none=True)
         if not (scaled_loss and numbers.finite_losses and state.loss_scale > 1):
+            run.watch()  # the first module whose output is not finite is an alarm of this step
             raise _divergence(run, numbers, micro_batches, rate)
         state.lower_scale()  # and the same micro-batches again: no step is left out
     run.optimizer.step()
