@@ -46,7 +46,7 @@ train char_lm --data prose.tx               | prose.tx: no such file or folder; 
 train char_lm --data empty.txt              | empty.txt: the file is empty; give a file that holds text
 train char_lm --data latin.txt              | latin.txt:1: not UTF-8: byte 0xe9 | convert it with | iconv
 train char_lm --data nothing                | nothing: no train file; looked for names like train.txt | give the
-train char_lm --seq-len 1                   | seq_len = 1, expected at least 2
+train char_lm --seq-len 1                   | seq_len = 1, expected 2 or more
 train char_lm --device tpu                  | device = 'tpu', expected auto, cpu, cuda
 train char_lm --precision fp16 --device cpu | 'fp16' on cpu | give --precision bf16 or fp32
 train char_lm --track tensorbord            | tracker 'tensorbord'; nearest: tensorboard
@@ -63,7 +63,7 @@ train char_lm --from modle                  | modle: cannot be loaded | HF_HUB_O
 train char_lm --margin-loss words:x         | margin_loss = 'words:x', expected words:K
 train char_lm --push-to-hub a/b/c           | a/b/c: not the name of a repository | expected NAME or OWNER/NAME
 train text_classification                   | Missing | --data STR | builtin
-train text_classification --data one.csv    | one.csv:1: one column, expected a label and a text
+train text_classification --data one.csv    | one.csv:1: one column, expected label and text: another delimiter?
 train text_classification --data open.csv   | open.csv:2: not a row of quoted fields | give --quoting none
 train text_classification --data short.csv  | short.csv:3: 1 columns, expected 2 columns | correct or remove
 train text_classification --data same.csv   | same.csv: every row has label 'pos' | --label-column
