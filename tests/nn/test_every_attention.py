@@ -7,7 +7,6 @@ import pytest
 import torch
 from tests.support.close import within
 from tests.support.layers import built, draw, gradients_are_right
-from torch.testing import assert_close
 
 from wellposed import nn as wn
 
@@ -146,16 +145,6 @@ def test_autocast_stays_near_float32(name):
 def test_gradcheck(name):
     layer, x = build(name), tokens(n=3).requires_grad_()
     assert gradients_are_right(layer, x, key_padding_mask=PADDING[:, 1:4])
-
-
-@pytest.mark.slow
-@undivided
-def test_compiles_in_one_graph(name):
-    layer, x = build(name), tokens()
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for how in ({"key_padding_mask": PADDING}, {"is_causal": True}):
-        assert_close(compiled(x, **how), layer(x, **how))
 
 
 CROSS = [wn.CrossAttention, wn.CosineCrossAttention, wn.BallCrossAttention]

@@ -10,9 +10,9 @@ from tests.support.refusal import bad_config
 from torch.testing import assert_close
 
 from wellposed.certification import certify, lipschitz_lower_bound
-from wellposed.errors import NotLipschitzError
+from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.linalg import full_precision, l2_constants
-from wellposed.nn import ATTENTIONS, L2SelfAttention
+from wellposed.nn import ATTENTIONS, AttentionMask, L2SelfAttention
 
 D, N = 8, 5
 NORMS = ("tok", "inf", 2)
@@ -198,11 +198,19 @@ def test_no_matmul_precision_moves_the_division(values, setting):
         torch.set_float32_matmul_precision(kept)
 
 
-def test_a_compiled_contraction_is_the_same():
+@pytest.mark.slow
+def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
     layer, x = build(torch.float32, 1e-20, bias=False), torch.randn(2, N, D)
-    compiled = torch.compile(layer, backend="aot_eager")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        assert_close(compiled(x), layer(x))
+        assert torch.equal(compiled(x), layer(x))
+    short = L2SelfAttention(D, 2, contractive=0.9, max_tokens=N - 1)
+    refused = torch.compile(short, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ShapeError, match="covers at most max_tokens"):
+        refused(x)
+    blind = AttentionMask(~torch.eye(N - 1, dtype=torch.bool)[None, None], False)
+    with pytest.raises(NotLipschitzError, match="does not see its own token"):
+        refused(x[:, 1:], key_padding_mask=blind)
 
 
 PAPER_NORMS = ["inf", 2]

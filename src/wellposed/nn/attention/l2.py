@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError, listed
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, listed
 from wellposed.functional import l2_attention
 from wellposed.linalg import (
     MASK_KINDS,
@@ -82,9 +83,9 @@ class L2SelfAttention(Part):
             is named.
 
     Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D).
-    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and no
-    graph without breaks in `torch.compile`. Not for use where attention to a far token must be
-    possible while near ones exist.
+    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and as
+    many again in the backward pass of a compiled layer. Not for use where attention to a far token
+    must be possible while near ones exist.
 
     >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
     >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
@@ -213,7 +214,6 @@ class L2SelfAttention(Part):
             value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             return query @ value.mT / math.sqrt(self.head_dim)
 
-    @l2_bound.uncompiled
     def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> l2_bound.UnitWeights:
         value = None if self.v_proj is None else self.v_proj.weight
         weights = (self.q_proj.weight, self.o_proj.weight, value, self.mix)
@@ -270,9 +270,9 @@ class L2SelfAttention(Part):
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
-            weights, lengths = self._unit_weights(), (query.shape[-2], key.shape[-2])
-            factor = self._contraction(weights, key_padding_mask, is_causal, *lengths)
-            heads = (heads / weights.read).to(heads.dtype) @ weights.mixing
+            lengths = (query.shape[-2], key.shape[-2])
+            read, mixing, factor = self._contraction(key_padding_mask, is_causal, *lengths)
+            heads = (heads / read).to(heads.dtype) @ mixing
             heads = (heads * factor).to(heads.dtype)
         elif self.values != "plain":
             heads = heads @ self._mixing()
@@ -348,7 +348,7 @@ class L2SelfAttention(Part):
                     " with max_tokens"
                 )
             return self.o_proj.weight.new_tensor(float(self.contractive), dtype=torch.float64)
-        self._check_covered(num_tokens)
+        l2_bound.check_covered(num_tokens, self.max_tokens)
         bounds: list[Tensor] = []
         for kind in MASK_KINDS if mask == "any" else (mask,):
             # Both layers are divided by one power of two, which cancels.
@@ -426,26 +426,14 @@ class L2SelfAttention(Part):
         padded = padding[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
-    def _check_covered(self, num_tokens: int) -> None:
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
-            raise ShapeError(
-                f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most"
-                f" max_tokens={self.max_tokens}; cut the sequence or build the layer with a larger"
-                " max_tokens"
-            )
-
     def _is_recorded(self) -> bool:
         return torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
 
     def _divisor(self, layer: L2Layer, num_tokens: int, mask: MaskKind) -> Tensor:
-        """What a call divides by, in the units of ``layer.unit_bound`` and never below it."""
-        sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=self.norm).value
-        if self.bound == "sharp":
-            return sharp
-        assert self.v_proj is not None
-        weights = (self.q_proj.weight, self.v_proj.weight, self.o_proj.weight)
-        paper = l2_bound.kim2021_divisor(layer, weights, num_tokens, self.norm)
-        return torch.maximum(sharp, paper.to(sharp.dtype))
+        value = None if self.v_proj is None else self.v_proj.weight
+        weights = (self.q_proj.weight, self.o_proj.weight, value)
+        how: dict[str, Any] = {"norm": self.norm, "bound": self.bound, "mask": mask}
+        return l2_bound.divisor(layer, weights, num_tokens, **how)
 
     def _factor(
         self, weights: l2_bound.UnitWeights, num_tokens: int, mask: MaskKind, *, kept: bool = True
@@ -457,33 +445,33 @@ class L2SelfAttention(Part):
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             divisor = self._divisor(weights.by_call, num_tokens, mask)
-            # 0 for a silent head.
-            factor = self.contractive / torch.where(divisor > 0, divisor, 1.0)
-            factor = factor * weights.by_call.shares[:, None, None]
+            factor = weights.factor(divisor, self.contractive)
         if frozen is not None:
             frozen[num_tokens, mask] = factor
         return factor
 
-    @l2_bound.uncompiled
     def _contraction(
-        self, weights: l2_bound.UnitWeights, padding: masks.PaddingMask, causal: bool, *lengths: int
-    ) -> Tensor:
-        """The factor of the heads for so many queries and keys: (H, 1, 1), or (batch, H, 1, 1)
-        where each sequence has its own length."""
-        mask, keys = masks.known_pattern(padding, causal), lengths[1]
-        if isinstance(padding, masks.AttentionMask):
-            l2_bound.check_diagonal(padding, *lengths)
-        if self.max_tokens is not None and keys <= self.max_tokens:
-            return self._factor(weights, self.max_tokens, mask)
-        counts = masks.most_visible(padding, keys)
-        if self.max_tokens is not None:
-            self._check_covered(int(torch.as_tensor(counts).max()))
-            return self._factor(weights, self.max_tokens, mask)
-        if not isinstance(counts, Tensor):
-            return self._factor(weights, counts, mask)
-        numbers, index = counts.unique(return_inverse=True)
-        factors = [self._factor(weights, number, mask) for number in numbers.tolist()]
-        return torch.stack(factors)[index]
+        self, padding: masks.PaddingMask, causal: bool, queries: int, keys: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What heads are divided by, mixed by and multiplied by, for so many queries and keys: the
+        last (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length."""
+        mask, seen = masks.known_pattern(padding, causal), None
+        if isinstance(padding, masks.AttentionMask) and padding.mask is not None:
+            seen = padding.mask.diagonal(keys - queries, -2, -1)
+        counts: Tensor | int = keys
+        if self.max_tokens is None or keys > self.max_tokens:
+            counts = masks.most_visible(padding, keys)
+        counts = torch.as_tensor(counts).reshape(-1)
+        if torch.compiler.is_compiling():
+            last = self.mix if self.v_proj is None else self.v_proj.weight
+            assert last is not None
+            options = (self.num_heads, self.contractive, self.norm, self.bound, mask)
+            options = l2_bound.division(*options, self.max_tokens or 0, self.mix is None)
+            weights = [self.q_proj.weight, self.o_proj.weight, last]
+            return l2_bound.compiled_contraction(weights, counts, seen, options)
+        weights = self._unit_weights()
+        of_length = partial(self._factor, weights, mask=mask)
+        return l2_bound.contract(weights, counts, seen, self.max_tokens, of_length)
 
 
 def _uniform_(weight: Tensor, bound: float) -> None:

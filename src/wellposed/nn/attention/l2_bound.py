@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.errors import NotLipschitzError
+from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.linalg import (
     L2Layer,
+    MaskKind,
     Norm,
     SpectralMethod,
     full_precision,
     kim2021_bound,
+    l2_constants,
     power_of_two,
 )
-from wellposed.nn.attention.masks import AttentionMask
 
 Values = Literal["paper", "free", "plain"]
 DivisionBound = Literal["sharp", "kim2021"]
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def l2_attention_refusal(
@@ -89,13 +87,12 @@ def refuse_unbounded(reason: str | None, advice: str = "") -> None:
         raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}{advice}")
 
 
-def check_diagonal(mask: AttentionMask, queries: int, keys: int) -> None:
-    """Raise `NotLipschitzError` where a query, one of the last of the keys, does not see itself."""
-    if mask.mask is not None and not bool(mask.mask.diagonal(keys - queries, -2, -1).all()):
-        refuse_unbounded(
-            l2_attention_refusal(keeps_itself=False),
-            "; received a mask with False on its diagonal; make masks with"
-            " wellposed.nn.attention_mask",
+def check_covered(num_tokens: int, max_tokens: int | None) -> None:
+    """Raise `ShapeError` where a sequence is longer than the certificate covers."""
+    if max_tokens and num_tokens > max_tokens:
+        raise ShapeError(
+            f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most"
+            f" max_tokens={max_tokens}; cut the sequence or build the layer with a larger max_tokens"
         )
 
 
@@ -103,12 +100,6 @@ def check_diagonal(mask: AttentionMask, queries: int, keys: int) -> None:
 # norm of a key.
 _LARGEST_TOKEN = 1000.0
 _LARGEST_FLOAT16_KEY = 5790.0
-
-
-def uncompiled(function: Function) -> Function:
-    """Run a function outside `torch.compile`, whose kernels choose the precision of products for
-    themselves."""
-    return cast(Function, torch.compiler.disable(function))
 
 
 def one_width(mixing: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,6 +156,11 @@ class UnitWeights:
         self.mixing, self.exponents = mixing.to(query.dtype), exponents + _exponent(unit)
         self._by_call = by_call
 
+    def factor(self, by: Tensor, contractive: float) -> Tensor:
+        """Return `c / bound` of each head, (H, 1, 1); 0 for a silent head."""
+        share = contractive / torch.where(by > 0, by, 1.0)
+        return share * self.by_call.shares[:, None, None]
+
     @cached_property
     def by_call(self) -> L2Layer:
         """What bounds them at each call."""
@@ -211,25 +207,150 @@ class UnitWeights:
         return f"{found}; rescale the weights, or take a wider dtype" if found else None
 
 
-def kim2021_divisor(
-    layer: L2Layer, weights: tuple[Tensor, Tensor, Tensor], num_tokens: int, norm: Norm
+def divisor(
+    layer: L2Layer,
+    weights: Sequence[Tensor | None],
+    num_tokens: int,
+    *,
+    norm: Norm,
+    bound: DivisionBound,
+    mask: MaskKind,
 ) -> Tensor:
-    """Return the bound of Kim et al. (2021), Theorem 3.2, in the units of ``layer.unit_bound``.
+    """Return what a call divides by, in the units of ``layer.unit_bound`` and never below it.
 
     Args:
         layer: made of the same weights.
-        weights: of `q_proj`, `v_proj` and `o_proj`.
+        weights: of `q_proj`, `o_proj` and `v_proj`, which the bound of Kim et al. (2021), Theorem
+            3.2, reads.
         num_tokens: N.
-        norm: ``"inf"`` or ``2``.
+        norm: ``"inf"`` or ``2`` for that one.
     """
-    (query, query_unit), (value, value_unit), (output, output_unit) = map(_unit, weights)
+    sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=norm).value
+    if bound == "sharp":
+        return sharp
+    parts = [_unit(cast(Tensor, weight)) for weight in weights[:3]]
+    (query, query_unit), (output, output_unit), (value, value_unit) = parts
     heads, in_norm = len(layer.projection), "inf" if norm == "inf" else 2
     reads, values = (part.unflatten(0, (heads, -1)).mT for part in (query, value))
     how: dict[str, Any] = {"seq_len": num_tokens, "norm": in_norm, "method": "gram"}
-    bound = kim2021_bound(reads, values, output.mT, **how)
+    paper = kim2021_bound(reads, values, output.mT, **how)
     exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit)
-    exponent = exponent - layer.exponent
-    return bound * torch.exp2(exponent.double()).squeeze()
+    paper = paper * torch.exp2((exponent - layer.exponent).double()).squeeze()
+    return torch.maximum(sharp, paper.to(sharp.dtype))
+
+
+def contract(
+    weights: UnitWeights,
+    counts: Tensor,
+    seen: Tensor | None,
+    max_tokens: int | None,
+    factor: Callable[[int], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what heads are divided by, mixed by and multiplied by: the last (H, 1, 1), or (batch,
+    H, 1, 1) where each sequence has its own length.
+
+    Args:
+        weights: as a call sees them.
+        counts: tokens of the longest row, or of each sequence.
+        seen: whether each query sees itself, where that is not known.
+        max_tokens: of the layer.
+        factor: of so many tokens, (H, 1, 1).
+
+    Raises:
+        NotLipschitzError: a query does not see itself. ShapeError: more tokens than `max_tokens`.
+    """
+    if seen is not None and not bool(seen.all()):
+        refuse_unbounded(
+            l2_attention_refusal(keeps_itself=False),
+            "; received a mask with False on its diagonal; make masks with"
+            " wellposed.nn.attention_mask",
+        )
+    if max_tokens:
+        check_covered(int(counts.max()), max_tokens)
+        counts = counts.new_tensor([max_tokens])
+    numbers, index = counts.unique(return_inverse=True)
+    factors = torch.stack([factor(number) for number in numbers.tolist()])[index]
+    return weights.read, weights.mixing, factors
+
+
+def division(*options: object) -> str:
+    """Return the options of `compiled_contraction` as text, since a graph holds no others: heads, c,
+    norm, bound, mask, `max_tokens` (0: none), and whether the last weight is that of `v_proj`."""
+    return " ".join(str(option) for option in options)
+
+
+def _contracted(
+    weights: Sequence[Tensor], counts: Tensor, seen: Tensor | None, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, contractive, norm, bound, mask, max_tokens, has_values = options.split()
+    how: Any = {"norm": 2 if norm == "2" else norm, "bound": bound, "mask": mask}
+    query, output, last = weights
+    values = (last, None) if has_values == "True" else (None, last)
+    made = UnitWeights(query, output, *values, num_heads=int(heads))
+
+    def factor(num_tokens: int) -> Tensor:
+        by = divisor(made.by_call, (query, output, last), num_tokens, **how)
+        return made.factor(by, float(contractive))
+
+    return contract(made, counts, seen, int(max_tokens), factor)
+
+
+@torch.library.custom_op("wellposed::l2_contraction", mutates_args=())
+def compiled_contraction(
+    weights: list[Tensor], counts: Tensor, seen: Tensor | None, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `contract` as one step of a compiled graph, whose kernels would choose the precision of
+    products for themselves; weights of `q_proj`, `o_proj`, and `v_proj` or `mix`."""
+    return _contracted(weights, counts, seen, options)
+
+
+@compiled_contraction.register_fake
+def _(weights: list[Tensor], counts: Tensor, _: Any, options: str) -> tuple[Tensor, Tensor, Tensor]:
+    (query, output, _), heads = weights, int(options.split(maxsplit=1)[0])
+    rows = counts.shape[0] if options.split()[5] == "0" else 1
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return (
+        query.new_empty(heads, 1, 1, dtype=wide),
+        query.new_empty(heads, query.shape[0] // heads, output.shape[1] // heads),
+        query.new_empty(rows, heads, 1, 1, dtype=wide),
+    )
+
+
+@torch.library.custom_op("wellposed::l2_contraction_backward", mutates_args=())
+def _gradients(
+    mixing: Tensor, factor: Tensor, weights: list[Tensor], counts: Tensor, options: str
+) -> list[Tensor]:
+    """Return those of the weights, from those of `mixing` and `factor`."""
+    leaves = [weight.detach().requires_grad_() for weight in weights]
+    # What runs inside an operator records nothing, unless it is told to.
+    included, excluded = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        _, *made = _contracted(leaves, counts, None, options)
+        return list(torch.autograd.grad(made, leaves, (mixing, factor), materialize_grads=True))
+
+
+@_gradients.register_fake
+def _(_mixing: Tensor, _factor: Tensor, weights: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(weight) for weight in weights]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.save_for_backward(*inputs[0], inputs[1])
+    ctx.options = inputs[3]
+
+
+def _backward(ctx: Any, _: Any, mixing: Tensor, factor: Tensor) -> tuple[Any, ...]:
+    *weights, counts = ctx.saved_tensors
+    return _gradients(mixing, factor, weights, counts, ctx.options), None, None, None
+
+
+compiled_contraction.register_autograd(_backward, setup_context=_keep)
 
 
 def _unit(weight: Tensor) -> tuple[Tensor, Tensor]:

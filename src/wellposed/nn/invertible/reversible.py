@@ -47,7 +47,8 @@ class ReversibleSequential(Part):
     any method. The resident memory of a process may grow more, by what its allocator keeps. Time of
     the forward pass twice, of the inverses (their iterations times a forward pass) and of backward.
     Under autocast the stack runs in the dtype of x: rounding f to bfloat16 would make its inverse
-    that coarse. No second derivatives.
+    that coarse. No second derivatives. Under `torch.compile` the blocks run one after the other and
+    the compiler decides what is kept: no memory is saved.
     When not to use: in inference nothing is stored anyway; and where memory suffices, plain
     backward is faster.
 
@@ -99,6 +100,12 @@ class ReversibleSequential(Part):
                 f"ReversibleSequential: options {', '.join(carrying)} require gradient and would"
                 " get none"
             )
+        if torch.compiler.is_compiling():
+            # A graph cannot hold an inversion that runs until it is exact.
+            with torch.autocast(x.device.type, enabled=False):
+                for block in self.blocks:
+                    x = block(x, **options)
+            return x
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
 

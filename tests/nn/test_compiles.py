@@ -1,0 +1,112 @@
+"""Every building block is one graph under `torch.compile`, with the values and gradients of a plain
+call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wellposed.nn as wn
+
+D, H, N = 8, 2, 5
+PADDING = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
+
+
+def l2(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: wn.L2SelfAttention(D, H, **options)
+
+
+SELF = {
+    "dot product": lambda: wn.DotProductAttention(D, H),
+    "inverse d": lambda: wn.InverseDAttention(D, H),
+    "l2": l2(),
+    "l2 untied": l2(tied=False),
+    "l2 contractive": l2(contractive=0.9, max_tokens=16),
+    "l2 contractive, own lengths": l2(contractive=0.9, values="free", norm="inf"),
+    "l2 contractive, paper": l2(contractive=0.9, norm=2, bound="kim2021", max_tokens=N),
+    "cosine": lambda: wn.CosineSelfAttention(D, H),
+    "ball": lambda: wn.BallAttention(D, H),
+}
+CROSS = {
+    "cross": wn.CrossAttention,
+    "cosine cross": wn.CosineCrossAttention,
+    "ball cross": wn.BallCrossAttention,
+}
+TOKENWISE = {
+    "mlp": lambda: wn.MLP(D, 16),
+    "maxmin": lambda: wn.MaxMinFeedForward(D, 16),
+    "ball projection": lambda: wn.BallProjection(D),
+    "dynamic tanh": lambda: wn.DynamicTanh(D),
+    "orthogonal linear": lambda: wn.OrthogonalLinear(D),
+    "orthogonal feedforward": lambda: wn.OrthogonalFeedForward(D),
+    "transject": lambda: wn.TransJectStack(D, 2, num_experts=2),
+    "coupling": lambda: wn.AdditiveCoupling(wn.MLP(D // 2, 4), wn.MLP(D // 2, 4)),
+    "invertible": lambda: wn.InvertibleResidual(l2(contractive=0.9, max_tokens=N)()),
+    "reversible": lambda: wn.ReversibleSequential(
+        [wn.AdditiveCoupling(wn.MLP(D // 2, 4), wn.MLP(D // 2, 4)) for _ in range(2)]
+    ),
+}
+TABLES = {
+    "unit embedding": lambda: wn.UnitEmbedding(7, D),
+    "ball embedding": lambda: wn.BallEmbedding(7, D),
+    "injective embedding": lambda: wn.InjectiveEmbedding(7, D),
+    "learned positions": lambda: wn.LearnedPositions(7, D),
+    "sinusoidal positions": lambda: wn.SinusoidalPositions(7, D),
+}
+RESIDUALS = {
+    "plain": wn.PlainResidual,
+    "rezero": wn.ReZeroResidual,
+    "convex": wn.ConvexResidual,
+    "budget": lambda: wn.BudgetResidual(2.0),
+}
+
+
+def check(layer: nn.Module, *inputs: Any, **how: Any) -> None:
+    """Compare a compiled call with a plain one."""
+    torch._dynamo.reset()
+    found = []
+    for call in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+        layer.zero_grad()
+        out = call(*inputs, **how)
+        out = getattr(out, "last_hidden_state", out)
+        if out.requires_grad:
+            out.square().sum().backward()
+        gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+        found.append([out.detach(), *(gradient.clone() for gradient in gradients)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SELF)
+def test_self_attention(name: str) -> None:
+    layer = SELF[name]()
+    for how in ({}, {"key_padding_mask": PADDING}, {"is_causal": True}):
+        check(layer, torch.randn(2, N, D), **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CROSS)
+def test_cross_attention(name: str) -> None:
+    check(CROSS[name](D, H), torch.randn(2, 3, D), torch.randn(2, N, D), key_padding_mask=PADDING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_maps_of_tokens(name: str) -> None:
+    check(TOKENWISE[name](), torch.randn(2, N, D))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str) -> None:
+    check(TABLES[name](), torch.randint(0, 7, (2, N)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_residuals(name: str) -> None:
+    check(RESIDUALS[name](), torch.randn(2, N, D), torch.randn(2, N, D))
