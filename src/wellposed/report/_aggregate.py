@@ -412,7 +412,7 @@ def metric_words(metric: str) -> str:
     if kind == "certified" and radius:
         words = f"accuracy certified at radius {radius}"
     if kind == "words" and radius:
-        words = f"accuracy certified against any {radius} words"
+        words = f"accuracy certified against any {radius} word{'s' * (radius != '1')}"
     if radius in FORMATS:
         words = f"{_METRIC_WORDS.get(kind, kind.replace('_', ' '))} in {radius}"
     return f"{SPLITS.get(split, split)} {words}" if split else words

@@ -27,6 +27,8 @@ LOGARITHMIC = 20.0
 """Largest over smallest value from which an axis is logarithmic."""
 WIDEST = 3.0
 """Longest interval that is drawn whole, as a multiple of the median."""
+CROWDED = 14
+"""Characters that the axis of a forest plot has room for."""
 LEVELS = 9
 """Colours of a map; the page's style names them h0, h1, ..."""
 CLOSE = 1.05
@@ -76,7 +78,7 @@ def fitted(panels: Sequence[Panel]) -> list[tuple[Panel, str]]:
 
     The axis is logarithmic where values are positive and far apart. Where leaving a series out, of
     three or more and at most a third of them, leaves the others three times the room, the axis ends
-    where theirs do.
+    where theirs do; the first tenth of the steps may begin above it.
     """
     axes = {
         panel.y_label: _limits([p for p in panels if p.y_label == panel.y_label])
@@ -99,8 +101,11 @@ def fitted(panels: Sequence[Panel]) -> list[tuple[Panel, str]]:
 
 def _limits(panels: Sequence[Panel]) -> tuple[Any, tuple[float, float], dict[str, float]]:
     spans: dict[str, list[float]] = {}
-    for each in (each for panel in panels for each in panel.series):
-        spans.setdefault(each.label, []).extend(v for line in (each.y, *each.band) for v in line)
+    for each, label in ((line, of.x_label) for of in panels for line in of.series):
+        # The fall of the first steps would squash all that comes after it.
+        start = len(each.y) // 10 if label else 0
+        for line in (each.y, *each.band):
+            spans.setdefault(each.label, []).extend([min(line), *line[start:]])
     levels = [panel.level[1] for panel in panels if panel.level]
     every = [*levels, *(value for values in spans.values() for value in values)] or [0.0]
     logarithmic = min(every) > 0 and max(every) > LOGARITHMIC * min(every)
@@ -244,6 +249,9 @@ def forest(
             low, high = test.interval or (test.mean_difference,) * 2
             ends = place(low), place(test.mean_difference), place(high)
         bars.append((*row, ends, bool(test and test.significant)))
+    ticks = axis.ticks(3)
+    if sum(len(text) for _, text in ticks) > CROWDED:
+        ticks = ticks[::2]
     better = "right" if any(test and test.higher_is_better for test in tests) else "left"
     return {
         "title": title,
