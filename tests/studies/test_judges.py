@@ -19,6 +19,7 @@ from wellposed.training.config import RunConfig
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
 from wellposed_studies.frontier import translation as small_translation
+from wellposed_studies.frontier import words as word_frontier
 from wellposed_studies.huang2020 import attention_block, updates
 from wellposed_studies.huang2020 import depth as deep
 from wellposed_studies.kim2021 import costs, inverses, jacobians
@@ -270,6 +271,9 @@ VERDICTS: Mapping[str, Fed] = {
     ),
     "frontier/characters": Fed(characters.judge, rival(0.2), rival(-0.2)),
     "frontier/order": Fed(order.judge, ([[tight(0.5)]] * 2,), ([[tight(0.0)]] * 2,)),
+    "frontier/words": Fed(
+        word_frontier.judge, ([{"windows": tight(0.1)}, {}],), ([{"windows": tight(-0.1)}, {}],)
+    ),
     "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
 }
 
@@ -308,7 +312,7 @@ def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge: Judge, result:
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes() -> None:
     assert set(RECIPES) - set(VERDICTS) == {"huang2020/table-1"}, "a table of settings"
-    assert len(RECIPES.names()) == 46
+    assert len(RECIPES.names()) == 47
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.says

@@ -78,9 +78,18 @@ def translation(every: Rows) -> None:
         assert all(row[part] == kept[row["model"]][part] for row in longer)
 
 
+def words(rows: Rows) -> None:
+    assert {row["model"] for row in rows} == {"bag", "one lipschitz block", "windows of 1"}
+    assert {row["k"] for row in rows} == {0, 1, 2, 3, 5}
+    of_runs: dict[Any, list[float]] = {}
+    for row in rows:
+        of_runs.setdefault((row["corpus"], row["model"]), []).append(row["certified"])
+    assert all(shares == sorted(shares, reverse=True) for shares in of_runs.values())
+
+
 CHECKS: dict[str, Callable[[Rows], None]] = {
     f"frontier/{check.__name__}": check
-    for check in (accuracy, characters, depth, order, translation)
+    for check in (accuracy, characters, depth, order, translation, words)
 }
 
 
