@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -60,32 +58,6 @@ def test_the_status_says_whether_a_certificate_was_broken(monkeypatch, capsys, t
     assert "VIOLATION" in out
     assert "VIOLATION" in err
     assert "VIOLATION" in (tmp_path / "table.md").read_text()
-
-
-def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys):
-    outcomes = iter([Outcome(draw(0, 1), 2.0, 1.0, 0.5)])
-
-    def one(case: Case) -> Outcome:
-        found = next(outcomes, None)
-        if found is None:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(command, "attacked", one)
-    assert command.main([]) == 0
-    said = "1 cases, 0 of them without a bound. Largest ratio 0.500000, violations 0."
-    assert said in capsys.readouterr().out
-
-
-def test_ratios():
-    case = draw(0, 1)
-    assert Outcome(case, math.inf, 0.0, 0.0).ratio == 0
-    assert Outcome(case, 0.0, 0.0, 0.0).ratio == 0
-    assert Outcome(case, 0.0, 1.0, 0.0).violates
-    assert Outcome(case, 1.0, 1 + 1e-8, 0.0).violates
-    assert not Outcome(case, 1.0, 1.0, 1 + 1e-5).violates
-    assert Outcome(case, 1.0, 1.0, 1 + 1e-3).violates
-    assert Outcome(case, 1.0, 1.0, 1 + 1e-5, torch.float64).violates
 
 
 def test_an_unrolled_module_computes_the_same_under_the_same_names():

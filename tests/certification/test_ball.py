@@ -14,7 +14,7 @@ from tests.support.samples import SAMPLES
 from torch import Tensor, nn
 
 from wellposed.certification import ball_cross_attention_bounds, certify, lipschitz_lower_bound
-from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.errors import ConfigError
 from wellposed.nn import (
     BallAttention,
     BallCrossAttention,
@@ -290,12 +290,3 @@ def test_a_divisor_that_is_too_small_is_counted():
     made.attention_residual.divisor.fill_(1.0)
     made.attention.v_proj.weight.data.mul_(100)
     assert certify(made, seq_len=3).total > 10
-
-
-@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_have_no_certificate(name: str, value: float):
-    layer = attention(4, 2)
-    getattr(layer, name).weight.data[0, 0] = value
-    with pytest.raises(NotLipschitzError, match=f"{name}.weight"):
-        certify(layer, seq_len=3, cross_check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -218,12 +217,8 @@ def test_lengths_are_checked_on_both_sides() -> None:
         make_certificate().radius(logits, tokens=torch.tensor([0, 1, 2]))
     with pytest.raises(ShapeError, match=r"tokens as one number or \(3,\)"):
         certificate.radius(logits, tokens=torch.tensor([4, 4]))
-
-
-def test_a_certificate_for_long_inputs_asks_how_long_they_are() -> None:
     with pytest.raises(ShapeError, match=r"at least 4 real tokens.*give tokens="):
-        make_certificate(min_tokens=4).radius(torch.tensor([1.0, 0.0]))
-    assert float(make_certificate(min_tokens=1).radius(torch.tensor([1.0, 0.0]))) > 0
+        certificate.radius(logits)
 
 
 def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones() -> None:
@@ -242,20 +237,6 @@ def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones() -> None:
         long.radius(logits, tokens=1)
     true_radius = certify(model, seq_len=16, norm=2).radius(logits, tokens=1)
     assert bool((descend(model, one, true_radius, 2) > 0).all())
-
-
-def test_the_ball_and_the_lengths_are_on_the_certificate() -> None:
-    linear = torch.nn.Linear(2, 2)
-    certificate = certify(linear, seq_len=8, min_tokens=3, radius=1.5)
-    assert certificate.ball == 1.5
-    plain = json.loads(json.dumps(certificate.to_dict()))
-    assert (plain["ball"], plain["min_tokens"], plain["tokens"]) == (1.5, 3, 8)
-    assert "3 to 8 tokens" in certificate.table()
-    assert "|x_i| <= 1.5" in certificate.table()
-    everywhere = certify(linear, seq_len=8)
-    assert everywhere.ball == math.inf
-    assert everywhere.to_dict()["ball"] == "inf"
-    assert "<= 8 tokens" in everywhere.table()
 
 
 EVERYWHERE = math.inf

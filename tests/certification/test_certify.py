@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -268,15 +267,10 @@ def test_radius_in_the_inf_norm_and_of_constants():
     assert float(constant.radius(torch.tensor([1.0, 1.0]))) == 0.0
 
 
-def test_certificates_are_deterministic_and_plain():
+def test_certificates_are_deterministic():
     stack = TransformerStack(_config()).eval()
     first, second = certify(stack, seq_len=7, norm=2), certify(stack, seq_len=7, norm=2)
     assert first == second
-    plain = json.loads(json.dumps(first.to_dict()))
-    assert plain["total"] == first.total
-    assert plain["layers"][0]["path"] == "layers.0"
-    assert plain["layers"][0]["radius"] == "inf"
-    assert str(first).splitlines()[-1].startswith(f"{first.total:.4g}")
 
 
 def test_every_argument_changes_something():
