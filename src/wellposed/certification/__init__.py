@@ -16,7 +16,6 @@ from wellposed.certification import (  # noqa: F401
     _cosine,
     _hf,
     _l2,
-    _reversible,
     _transject,
 )
 from wellposed.certification._attention import AttentionWeights as AttentionWeights

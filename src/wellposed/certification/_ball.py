@@ -18,7 +18,7 @@ from wellposed.certification._attention import (
     product_norms,
 )
 from wellposed.certification._blocks import named
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import LayerBound, Site, refuse_always, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound
 from wellposed.nn import (
@@ -52,15 +52,18 @@ def _maxmin_feedforward(module: MaxMinFeedForward, site: Site) -> LayerBound:
     return site.chain(named(module, "up_proj", "activation", "down_proj"))
 
 
-@register_rule(UnitEmbedding)
-@register_rule(BallEmbedding)
-def _unit_embedding(module: UnitEmbedding | BallEmbedding, site: Site) -> LayerBound:
-    del module
-    return site.refuse(
-        "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with"
-        " radius=1, since no token vector has a norm above 1 and a word exchanged for another moves one"
-        " token by 2 at most"
-    )
+refuse_always(
+    "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with"
+    " radius=1, since no token vector has a norm above 1 and a word exchanged for another moves one"
+    " token by 2 at most",
+    UnitEmbedding,
+    BallEmbedding,
+)
+refuse_always(
+    "cross-attention has two inputs; bound them with"
+    " wellposed.certification.ball_cross_attention_bounds",
+    BallCrossAttention,
+)
 
 
 @register_rule(BallAttention, sums=True)
@@ -68,15 +71,6 @@ def _ball_attention(module: BallAttention, site: Site) -> LayerBound:
     weights = site.remember(module, "ball_weights", lambda: _ball_weights(module))
     bound, inside = partial(dot_product_ball_bound, weights), site.at_radius(min(1.0, site.radius))
     return on_the_ball(bound, weights, inside, module.embed_dim)
-
-
-@register_rule(BallCrossAttention)
-def _ball_cross_attention(module: BallCrossAttention, site: Site) -> LayerBound:
-    del module
-    return site.refuse(
-        "cross-attention has two inputs; bound them with"
-        " wellposed.certification.ball_cross_attention_bounds"
-    )
 
 
 def ball_cross_attention_bounds(

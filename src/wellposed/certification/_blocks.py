@@ -1,5 +1,5 @@
 """Rules for building blocks: linear maps, activations, norms, dropout, containers (theory note B9);
-and the residuals, blocks and stacks made of them, ours and those of `torch.nn`."""
+and the residuals, couplings, blocks and stacks made of them, ours and those of `torch.nn`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.certification._as_called import first_deviation
 from wellposed.certification._rules import (
     LayerBound,
     Site,
     product_of,
+    refuse_always,
     register_rule,
     residual_of,
     times,
@@ -23,13 +25,16 @@ from wellposed.certification._rules import (
 from wellposed.linalg import TokenNorm
 from wellposed.nn import (
     MLP,
+    AdditiveCoupling,
     Block,
     DynamicTanh,
+    InvertibleResidual,
     NoNorm,
     OrthogonalLinear,
     PlainResidual,
     PostNorm,
     PreNorm,
+    ReversibleSequential,
     ReZeroResidual,
     TransformerStack,
     unit_gelu,
@@ -150,13 +155,14 @@ def linear_bound(weight: Tensor, bias: Tensor | None, site: Site) -> LayerBound:
     return LayerBound(site.operator_norm(weight), form, "exact", out_radius=radius)
 
 
+refuse_always(
+    "flattening mixes tokens into one vector, for which the token norms are not defined", nn.Flatten
+)
+
+
 @register_rule(nn.Identity, sums=True)
-@register_rule(nn.Flatten)
 def _identity(module: nn.Module, site: Site) -> LayerBound:
-    if isinstance(module, nn.Flatten):
-        return site.refuse(
-            "flattening mixes tokens into one vector, for which the token norms are not defined"
-        )
+    del module
     return LayerBound(1.0, "identity", "exact", out_radius=site.radius, skip=1.0)
 
 
@@ -231,20 +237,17 @@ def _softplus(module: nn.Softplus, site: Site) -> LayerBound:
 @register_rule(PreNorm)
 @register_rule(PostNorm)
 @register_rule(nn.LayerNorm)
-def _layer_norm(module: nn.LayerNorm, site: Site) -> LayerBound:
-    return _norm_rule(module, site, eps=float(module.eps), bias=module.bias, centred=True)
-
-
 @register_rule(nn.RMSNorm)
-def _rms_norm(module: nn.RMSNorm, site: Site) -> LayerBound:
-    # torch takes the rounding unit of the input's dtype where eps is not given, of float32 for half
-    # precision.
-    eps = (
-        module.eps
-        if module.eps is not None
-        else torch.finfo(torch.promote_types(site.dtype, torch.float32)).eps
-    )
-    return _norm_rule(module, site, eps=float(eps), bias=None, centred=False)
+def _norm(module: nn.LayerNorm | nn.RMSNorm, site: Site) -> LayerBound:
+    if len(module.normalized_shape) != 1:
+        return site.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
+    # RMSNorm of torch takes the rounding unit of the input's dtype where eps is not given, of
+    # float32 for half precision.
+    unit = torch.finfo(torch.promote_types(site.dtype, torch.float32)).eps
+    eps, width = unit if module.eps is None else float(module.eps), module.normalized_shape[0]
+    centred = isinstance(module, nn.LayerNorm)
+    bias = module.bias if centred else None
+    return norm_bound(module.weight, bias, site, eps=eps, width=width, centred=centred)
 
 
 @register_rule(DynamicTanh, sums=True)
@@ -256,16 +259,6 @@ def _dynamic_tanh(module: DynamicTanh, site: Site) -> LayerBound:
     slope = float(gamma.abs().max() * alpha.abs())
     radius = min(times(slope, site.radius), float(gamma.norm())) + float(beta.norm())
     return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius * (1 + 1e-6))
-
-
-def _norm_rule(
-    module: nn.LayerNorm | nn.RMSNorm, site: Site, *, eps: float, bias: Tensor | None, centred: bool
-) -> LayerBound:
-    if len(module.normalized_shape) != 1:
-        return site.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
-    return norm_bound(
-        module.weight, bias, site, eps=eps, width=module.normalized_shape[0], centred=centred
-    )
 
 
 def norm_bound(
@@ -440,6 +433,49 @@ def _encoder(module: nn.TransformerEncoder, site: Site) -> LayerBound:
     return site.chain(
         [*((f"layers.{index}", layer) for index, layer in enumerate(module.layers)), *norm]
     )
+
+
+@register_rule(InvertibleResidual)
+def _invertible_residual(module: InvertibleResidual, site: Site) -> LayerBound:
+    branch = site.child(module.f, "f")
+    given = module.lipschitz
+    # What was vouched for is the module without the hooks and adapters that it was given since.
+    holds = module.norm == site.norm and first_deviation(module.f) is None
+    if given is not None and holds and given < branch.lipschitz:
+        branch = LayerBound(
+            given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
+        )
+    return residual_of(1.0, 1.0, branch, site.radius)
+
+
+@register_rule(ReversibleSequential)
+def _reversible_sequential(module: ReversibleSequential, site: Site) -> LayerBound:
+    return site.chain((f"blocks.{index}", block) for index, block in enumerate(module.blocks))
+
+
+@register_rule(AdditiveCoupling)
+def _additive_coupling(module: AdditiveCoupling, site: Site) -> LayerBound:
+    """Two shears ``(a, b) -> (a + f(b), b)``: norm ``(L + sqrt(L^2 + 4))/2`` in norm 2, ``1 + L``
+    in tok and inf.
+
+    In tok, f may carry the change of one token's second half to the first half of another, hence no
+    root.
+    """
+    first = site.child(module.f, "f")
+    middle = site.radius + first.out_radius
+    second = site.child(module.g, "g", radius=middle)
+    out_radius = math.hypot(middle, site.radius + second.out_radius)
+    shears = [
+        LayerBound(_shear(part.lipschitz, site), "shear", part.label, part.reason, out_radius)
+        for part in (first, second)
+    ]
+    return product_of(shears)
+
+
+def _shear(lipschitz: float, site: Site) -> float:
+    if site.norm == 2 and math.isfinite(lipschitz):
+        return (lipschitz + math.sqrt(lipschitz**2 + 4)) / 2 * (1 + 1e-12)
+    return 1 + lipschitz
 
 
 def mean_pooling(site: Site) -> LayerBound:

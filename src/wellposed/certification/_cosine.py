@@ -17,7 +17,7 @@ from wellposed.certification._attention import (
     row_mass,
     weights_of,
 )
-from wellposed.certification._rules import LayerBound, Site, register_rule
+from wellposed.certification._rules import LayerBound, Site, refuse_always, register_rule
 from wellposed.errors import ConfigError
 from wellposed.linalg import Bound, MaskKind, Norm, certified_spectral_norm, check_norm, least
 from wellposed.nn import CosineCrossAttention, CosineSelfAttention
@@ -182,10 +182,8 @@ def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBoun
     )
 
 
-@register_rule(CosineCrossAttention)
-def _cosine_cross_attention(module: CosineCrossAttention, site: Site) -> LayerBound:
-    del module
-    return site.refuse(
-        "cross-attention has two inputs; bound them with"
-        " wellposed.certification.cosine_cross_attention_bounds"
-    )
+refuse_always(
+    "cross-attention has two inputs; bound them with"
+    " wellposed.certification.cosine_cross_attention_bounds",
+    CosineCrossAttention,
+)

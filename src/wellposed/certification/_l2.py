@@ -43,19 +43,13 @@ def _contractive(module: L2SelfAttention, site: Site, layers: Layers) -> LayerBo
     full = all(bool(weight.any()) for weight in module.parameters() if weight.ndim > 1)
     sharp = module.bound == "sharp"
     if full and sharp and (module.norm, module.max_tokens) == (site.norm, site.seq_len):
-        return _contraction(module, site, float(module.contractive or math.inf), layers)
-    try:
-        value = float(
-            module.lipschitz_bound(
-                site.seq_len, norm=check_norm(site.norm), mask=site.mask, layers=layers
-            )
-        )
-    except WellposedError as error:
-        return site.refuse(str(error))
-    return _contraction(module, site, value, layers)
-
-
-def _contraction(module: L2SelfAttention, site: Site, value: float, layers: Layers) -> LayerBound:
+        value = float(module.contractive or math.inf)
+    else:
+        asked = {"norm": check_norm(site.norm), "mask": site.mask, "layers": layers}
+        try:
+            value = float(module.lipschitz_bound(site.seq_len, **asked))
+        except WellposedError as error:
+            return site.refuse(str(error))
     # Being value-Lipschitz in tok, the output cannot leave the ball around its value at 0.
     bounded = site.norm == "tok" and math.isfinite(site.radius)
     radius = value * site.radius + _at_zero(module, site.seq_len, layers) if bounded else math.inf

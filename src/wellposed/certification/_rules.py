@@ -344,6 +344,12 @@ def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> 
     return store
 
 
+def refuse_always(reason: str, *kinds: type[nn.Module]) -> None:
+    """Register that modules of these classes have no bound, and why."""
+    for kind in kinds:
+        register_rule(kind)(lambda _, site: site.refuse(reason))
+
+
 def _class_named(name: str) -> type[nn.Module] | None:
     module, _, kind = name.rpartition(".")
     return getattr(sys.modules.get(module), kind, None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wellposed.attack import in_dtype
-from wellposed.certification import Certificate, certify
+from wellposed.certification import certify
 from wellposed.errors import ConfigError, ShapeError, shortened
 from wellposed.models import input_vectors
 
@@ -106,23 +106,6 @@ class WordBounds:
             found.append(torch.stack(gains, 1))
         return torch.cat(found)
 
-    def held_words(self, logits: Tensor, ids: Tensor, label: int) -> int:
-        """Return the largest k such that no k replaced words make another class than ``label``
-        win; -1 where one wins already."""
-        ahead = ahead_of(logits, label)
-        if not bool((ahead > 0).all()):
-            return -1
-        if self.reason:
-            return 0
-        moved = self.gains(label, ids).sort(0, descending=True).values.cumsum(0) / len(ids)
-        holds = (above(moved) < ahead).all(1)
-        return int(holds.long().cumprod(0).sum())
-
-    def words_held(self, logits: Tensor, ids: Tensor, label: int, most: int) -> int:
-        """Return `held_words` up to ``most``, which all are where every word of the text may go."""
-        held = self.held_words(logits, ids, label)
-        return most if held == len(ids) else min(held, most)
-
     def held_menu(self, logits: Tensor, ids: Tensor, label: int, menu: Menu) -> bool:
         """Return whether no entry of a menu of removed and added words makes another class win.
 
@@ -165,10 +148,14 @@ class WordBounds:
     ) -> int:
         """Return how many edits of a kind, up to ``most``, hold for a text (logits, ids, label)."""
         logits, ids, label = text
-        if kind == "words":
-            return self.words_held(logits, ids, label, most)
-        if not bool((ahead_of(logits, label) > 0).all()):
+        ahead = ahead_of(logits, label)
+        if not bool((ahead > 0).all()):
             return -1
+        if kind == "words":
+            moved = self.gains(label, ids).sort(0, descending=True).values.cumsum(0) / len(ids)
+            held = 0 if self.reason else int((above(moved) < ahead).all(1).long().cumprod(0).sum())
+            # Where every word of a text may go, so may any number.
+            return most if held == len(ids) else min(held, most)
 
         def holds(k: int) -> bool:
             if kind == "edits":
@@ -245,23 +232,29 @@ def bound_words(model: Any, *, seq_len: int, required: bool = True) -> WordBound
     """
     exact: Any = in_dtype(model, torch.float64).eval()
     found = certify(exact, seq_len=seq_len, norm="sum")
-    if math.isinf(found.total) and not required:
-        return _unbounded(exact, seq_len, found)
-    found.require()
-    if found.head is None or found.skip is None:
+    if required:
+        found.require()
+    reason = ""
+    if math.isinf(found.total):
+        parts = shortened(sorted({layer.module for layer in found.uncertified}))
+        reason = f"no bound in norm sum of {parts}"
+    elif found.head is None or found.skip is None:
         raise ConfigError(
             f"words are counted for a classifier of texts that pools by the mean; received a"
             f" {type(model).__name__} with pooling"
             f" {getattr(model.config, 'pooling', 'of its own')!r}; train with --model.pooling mean"
         )
-    weight, body = found.head
-    vectors, skip = _word_vectors(exact), found.skip
+    words = torch.arange(len(exact.get_input_embeddings().weight))[:, None]
+    vectors = input_vectors(exact, words, torch.ones_like(words))[:, 0].double()
+    nothing = (vectors.new_zeros(exact.config.num_labels, vectors.shape[1]), math.inf)
+    weight, body = nothing if reason else found.head or nothing
+    skip = math.nan if reason else found.skip or 0.0
 
     def rest_of(total: float) -> float:
-        return max(0.0, total - skip) + 1e-12 * total
+        return math.inf if reason else max(0.0, total - skip) + 1e-12 * total
 
     free = math.inf
-    if _is_unordered(exact):
+    if not reason and _is_unordered(exact):
         # As the number of tokens grows, the columns of attention grow to their limit.
         anywhere = certify(exact, seq_len=2**40, norm="sum", cross_check=False).head
         assert anywhere is not None
@@ -275,27 +268,7 @@ def bound_words(model: Any, *, seq_len: int, required: bool = True) -> WordBound
         free_rest=free,
         tokens=seq_len,
         longest=float(vectors.norm(dim=-1).max()) * (1 + 1e-12),
-    )
-
-
-def _word_vectors(model: Any) -> Tensor:
-    ids = torch.arange(len(model.get_input_embeddings().weight))[:, None]
-    return input_vectors(model, ids, torch.ones_like(ids))[:, 0].double()
-
-
-def _unbounded(model: Any, seq_len: int, found: Certificate) -> WordBounds:
-    vectors = _word_vectors(model)
-    parts = shortened(sorted({layer.module for layer in found.uncertified}))
-    return WordBounds(
-        model=model,
-        vectors=vectors,
-        weight=vectors.new_zeros(model.config.num_labels, vectors.shape[1]),
-        skip=math.nan,
-        rest=math.inf,
-        free_rest=math.inf,
-        tokens=seq_len,
-        longest=float(vectors.norm(dim=-1).max()),
-        reason=f"no bound in norm sum of {parts}",
+        reason=reason,
     )
 
 
