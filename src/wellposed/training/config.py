@@ -22,6 +22,7 @@ from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import Count, Positive, Rate, Seed, Size, Strength, rms_radius
 from wellposed.regular_file import read_text
+from wellposed.tasks import TASKS
 
 SCHEMA_VERSION = 1
 
@@ -374,6 +375,10 @@ def _meaning(config: RunConfig) -> dict[str, Any]:
     if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"
     values.setdefault("constrain.bound", 1.0)
+    if config.task in TASKS:  # a run of an earlier version lacks the options that came later
+        for item in dataclasses.fields(TASKS.get(config.task).options):
+            if item.default is not dataclasses.MISSING:
+                values.setdefault(f"task_options.{item.name}", item.default)
     return values
 
 

@@ -1,8 +1,8 @@
-"""A run folder and its checkpoints as version 0.1 wrote them: every command takes them, and
+"""Run folders and checkpoints as versions 0.1 and 0.2 wrote them: every command takes them, and
 resuming goes on with them.
 
-The folder was written by the sources of 0.1.0
-(`train text_classification --steps 4 --checkpoint-every 2`); it is never written anew.
+They were written by the sources of 0.1.0 and 0.2.0
+(`train text_classification --steps 4 --checkpoint-every 2`) and are never written anew.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ TRAINED = typed(
 )
 
 
-@pytest.fixture
-def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["run_0_1", "run_0_2"])
+def old_run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     shutil.copytree(SAVED, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     # Files that other tests imported would be part of the run's configuration.
     monkeypatch.setattr("wellposed.plugins._imported", {})
-    return Path("run_0_1")
+    return Path(request.param)
 
 
 def resume(run: Path, steps: int) -> int:
@@ -56,7 +58,7 @@ def test_predictions_are_of_the_weights_it_saved(old_run: Path, cli: Cli) -> Non
     assert all(0.5 <= float(probability) < 1 for probability in probabilities)
 
 
-def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_0_1_ended_in(old_run: Path) -> None:
+def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_it_ended_in(old_run: Path) -> None:
     """The last checkpoint, the result and the final model gone, as after a kill: steps 3 and 4 are
     made again."""
     finished = load_file(old_run / "final" / "model.safetensors")
@@ -71,6 +73,13 @@ def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_0_1_ended_in(old_r
         # Two Adam steps of at most 1e-3; other kernels round otherwise, and a lost optimizer state
         # moves by the step.
         assert (again[name] - weight).abs().max() < 1e-5, name
+
+
+def test_its_configuration_and_its_model_start_new_runs(old_run: Path) -> None:
+    words = ["train", "text_classification", "--data", "films.tsv", "--steps", "2", "--quiet"]
+    assert main([*words, "--config", str(old_run / "config.toml"), "--out", "again"]) == 0
+    assert main([*words, "--from", str(old_run), "--max-length", "6", "--out", "tuned"]) == 0
+    assert main(["report", str(old_run), "again", "--out", "page.html"]) == 0
 
 
 def test_a_finished_run_is_told_from_its_folder(old_run: Path) -> None:
