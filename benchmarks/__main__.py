@@ -3,7 +3,7 @@
 python -m benchmarks --list                         what there is: what it measures, minutes, goal
 python -m benchmarks                                every row that needs nothing
 python -m benchmarks ball penalties --rounds 3
-python -m benchmarks --device cuda                  those that run on a GPU
+python -m benchmarks gpu                            those that run on a GPU, on it; tiny without one
 python -m benchmarks predict --model runs/de-en --data lines.txt
 python -m benchmarks ball --quick --out /tmp/tried  tiny sizes: does the code run
 
@@ -97,6 +97,13 @@ def measure(one: Benchmark, setup: Setup, last: Json) -> tuple[list[Json], bool]
 def main(words: list[str] | None = None) -> int:
     """Run what is named."""
     given, known = arguments_of(words), dict(benchmarks())
+    if given.names == ["gpu"]:
+        given.names = [name for name, one in known.items() if "cuda" in one.devices]
+        if torch.cuda.is_available():
+            given.device = "cuda"
+        else:
+            print("no CUDA here: tiny sizes on the CPU, which are not kept without --out")
+            given.quick = True
     unknown = [name for name in given.names if name not in known]
     if unknown:
         near = {name: difflib.get_close_matches(name, known, 3) for name in unknown}

@@ -259,16 +259,22 @@ def adamw_rows(setup: Setup, width: int, count: int, goal: str) -> Iterator[Row]
 
         return Side(optimizer.step, prepare, 1, count)
 
+    own = layers(width, count, setup.device)
+    for parameter in own.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    muon = Side(torch.optim.Muon(own.parameters(), lr=1e-3).step, None, 1, count)
     for rate in setup.size(RATES, RATES[:1]):
         sides = {
             "floor": Side(floor(width, count, setup.device), None, 1, count),
             "free": stepping(rate, is_held=False),
             "held": stepping(rate, is_held=True),
+            "muon": muon,
         }
         times = setup.interleave(sides, 15)
         times["held"] = [a - b for a, b in zip(times["held"], times["free"], strict=True)]
         label = f"AdamW at {rate:g}, d = {width}, {count} matrices"
         yield paired(f"to=spectral / matmul floor, {label}", times, "held", "floor", goal)
+        yield paired(f"to=spectral / a step of Muon, {label}", times, "held", "muon")
 
 
 def paired(name: str, times: Times, above: str, below: str, goal: str | None = None) -> Row:

@@ -59,7 +59,7 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
             "",
             "## On a GPU: not measured yet",
             "",
-            "`python -m benchmarks --device cuda` fills these.",
+            "`python -m benchmarks gpu` fills these.",
             "",
         ]
         lines += ["| benchmark | measures | goal | value |", "|---|---|---|---|"]

@@ -145,11 +145,29 @@ def memories(
     }  # fmt: skip
 
 
+def gpu_rows(setup: Setup, kind: str, depths: tuple[int, int], sizes: Sizes) -> Iterator[Row]:
+    """Growth of the peak of a GPU with depth, gradients of the parameters set aside."""
+    for is_plain in (False, True):
+        peaks: list[float] = []
+        for depth in depths:
+            stack, x = build(kind, depth, sizes).to(setup.device), inputs(sizes).to(setup.device)
+            both_ways(stack, x, is_plain)
+            peaks.append(peak_mib(partial(both_ways, stack, x, is_plain), setup.device))
+        how = "ordinary backward" if is_plain else "reversible"
+        name = f"peak of {depths[1]} blocks / {depths[0]}, {kind}, {how}"
+        goal, raw = None if is_plain else "<= 1.25", {"ours": peaks[1], "other": peaks[0]}
+        yield single(name, peaks[1] / max(peaks[0], 1e-9), goal, **raw, unit="MiB")
+
+
 def rows(setup: Setup) -> Iterator[Row]:
     """Growth of memory with depth, and the time of a pass, for both kinds of block."""
     sizes: Sizes = setup.size((64, 256, 32), (16, 8, 2))
     shallow, deep = setup.size((8, 64), (1, 2))
     kinds = ("residual", "coupling")
+    if setup.device == "cuda":
+        for kind in kinds:
+            yield from gpu_rows(setup, kind, (shallow, deep), sizes)
+        return
     found = in_fresh_process(memories, kinds, (shallow, deep), sizes)
     for kind in kinds:
         for is_plain in (False, True):
@@ -173,5 +191,5 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 BENCHMARK = Benchmark(
     "memory of reversible stacks of 64 blocks over 8, and the time of a pass over an ordinary one",
-    "<= 1.25", 3, rows,
+    "<= 1.25", 3, rows, ("cpu", "cuda"),
 )  # fmt: skip

@@ -63,14 +63,16 @@ def test_two_runs_leave_rows_a_page_and_a_comparison(
     assert "| flex_attention | L2 attention through FlexAttention" in page
 
 
-def test_what_runs_on_a_gpu_runs_tiny_here(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    on_gpu = [name for name, one in runner.benchmarks() if "cuda" in one.devices]
-    assert {"flex_attention", "penalties", "orthogonality", "transject", "l2_attention"} <= set(
-        on_gpu
-    )
-    taken = ["flex_attention", "penalties", "orthogonality", "transject", "l2_attention"]
-    assert runner.main([*taken, "--quick", "--rounds", "1"]) == 0
+@pytest.mark.slow
+def test_one_command_for_a_gpu_runs_tiny_here(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runner.main(["gpu", "--rounds", "1"]) == 0
     shown = capsys.readouterr().out
+    assert "no CUDA here" in shown
+    parts = ("flex_attention", "penalties", "orthogonality", "transject", "compiled", "reversible")
+    assert all(f"\n{name}: " in shown for name in parts)
     assert "L2 flex / augmented" in shown
     (gap,) = (line for line in shown.splitlines() if "relative difference of output" in line)
     assert float(gap.rpartition(" ")[2]) < 1e-5
