@@ -7,11 +7,13 @@ One layer (four 768 x 768, two of 3072 x 768) stands for all, since the cost is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from benchmarks.rows import Benchmark, Row, Setup, ratio_row, single
+import wellposed as wp
+from benchmarks.rows import Benchmark, Row, Setup, ratio_row, row_of, single
 from wellposed.linalg import largest_singular_value
 
 
@@ -60,6 +62,23 @@ def rows(setup: Setup) -> Iterator[Row]:
             for w, e in zip(weights, exact, strict=True)
         )
         yield single(f"worst relative error, d = {width}, {name}", error, "<= 1e-3")
+    yield model_row(setup)
+
+
+def model_row(setup: Setup) -> Row:
+    """Seconds of `measure` with spectra, of BERT-base with random weights."""
+    from transformers import BertConfig, BertModel
+
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertModel(BertConfig(**setup.size({}, tiny)))
+    # Several weights at a time, so the clock on the wall.
+    timed = replace(setup, threads=max(2, setup.threads))
+    torch.set_num_threads(timed.threads)
+    try:
+        seconds = timed.interleave({"measure": lambda: wp.measure(model)}, 3)["measure"]
+    finally:
+        torch.set_num_threads(setup.threads)
+    return row_of("seconds of measure, BERT-base with spectra, 2 threads", seconds, "<= 2.5")
 
 
 BENCHMARK = Benchmark(
