@@ -4,9 +4,8 @@ on."""
 from __future__ import annotations
 
 import logging
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +16,12 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, handles_of
-from wellposed.constrain._logits import HeadLogits, check_scaling, head_logits
+from wellposed.constrain._logits import (
+    attention_of,
+    check_not_compiled,
+    head_rows,
+    held_logits,
+)
 from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
@@ -191,60 +195,46 @@ def constrain_(
     >>> handle.error().worst < 1e-5, capped.error().worst
     (True, 0.0)
     """
-    others = {
+    foreign = {
         "gain": gain not in (None, 1.0),
         "weight_decay": weight_decay != "refuse",
         "embeddings": embeddings != "refuse",
-        **({"per": per, "adapters": adapters, "batched": batched} if to == "logits" else {}),
     }
-    foreign = {"bound": bound not in (None, 1.0)} if to == "orthogonal" else others
-    if any(foreign.values()):
-        names = [name for name, is_given in foreign.items() if is_given]
-        raise ConfigError(
-            f"constrain_: to={to!r} has no {', '.join(names)}; the size of the set orthogonal is gain=, that of"
-            " the others bound="
-        )
-    size = _size(bound, to)
-    given, model = model, unwrap_model(model, "constrain_")
+    foreign |= {"per": per, "adapters": adapters, "batched": batched} if to == "logits" else {}
+    size = _size(to, bound, foreign)
+    if to == "logits":
+        check_not_compiled(model)
+        roles, per = "query" if where is None and roles is None else roles, "head"
+    model = unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     tables = {
         id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    if to == "logits":
-        _check_not_compiled(given)
-        roles, per = "query" if where is None and roles is None else roles, "head"
     found = select_weights(model, where, roles=roles, adapters=adapters, per=per, batch=batch)
     if to == "columns" or isinstance(bound, str):
         found = [_oriented(place, tables) for place in found]
-    heads = head_logits(model, found, batch) if to == "logits" else []
+    attention = attention_of(model, found, batch) if to == "logits" else []
     if to == "logits":
-        found = [part.place for _, parts in heads for part in parts]
+        found = [part.place for role in attention for part in head_rows(role)]
     places = _merge_tied(model, found)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
     owners = _check(places, _optimizers(optimizer), to, tall_tables)
     _check_directions(places, to, is_fresh_factor=adapters)
 
     weights: list[Weight] = []
-    for place, owner in zip(places, owners, strict=True) if not heads else ():
+    for place, owner in zip(places, owners, strict=True):
         if to == "orthogonal":
             is_frame = embeddings == "fit" and id(place.parameter) in tables
             own = "fit" if is_frame else gain
             weights.append(OrthogonalWeight(place, owner, own, is_frame=is_frame))
-        elif to == "spectral":
-            weights.append(SpectralWeight(place, owner, size * _rms_unit(place, bound)))
-        else:
+        elif to == "columns":
             weights.append(ColumnWeight(place, owner, size))
-    if heads:
-        owner_of = {id(place.parameter): own for place, own in zip(places, owners, strict=True)}
-        logits = [
-            HeadLogits(
-                role, model.get_submodule(role.path), owner_of[id(role.query.parameter)], size
-            )
-            for role, _ in heads
-        ]
-        check_scaling(model, logits, batch)
-        weights += logits
+        elif to == "spectral":
+            weights.append(SpectralWeight(place, owner, size, rms=isinstance(bound, str)))
+    if to == "logits":
+        owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
+        weights += held_logits(attention, model, owner_of, size, batch)
     handle = Constraint(weights, ignore_decay=weight_decay == "ignore", batched=batched)
     handle.check_decay(owners)
     with torch.no_grad():
@@ -258,38 +248,25 @@ def constrain_(
     return handle
 
 
-def _size(bound: float | str | None, to: Set) -> float:
-    """Return the size that a bound gives a set, in RMS units where it is ``rms:X``."""
+def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:
+    """Return the size that a bound gives a set; refuse options of other sets."""
+    if to == "orthogonal":
+        foreign = {"bound": bound not in (None, 1.0)}
+    names = [name for name, is_given in foreign.items() if is_given]
+    if names:
+        raise ConfigError(
+            f"constrain_: to={to!r} has no {', '.join(names)}; the size of the set orthogonal is gain=, that of"
+            " the others bound="
+        )
     if bound is None:
         return 100.0 if to == "logits" else 1.0
-    size = rms_radius(bound) if isinstance(bound, str) else bound
-    if not size or not fits(size, Positive) or (isinstance(bound, str) and to != "spectral"):
+    size = rms_radius(bound) if isinstance(bound, str) and to == "spectral" else bound
+    if not isinstance(size, (int, float)) or not fits(size, Positive):
         raise ConfigError(
             f"constrain_: bound = {bound!r}, expected a finite number > 0, or of to='spectral' also"
             " 'rms:1' and the like"
         )
     return size
-
-
-def _rms_unit(place: Candidate, bound: float | str | None) -> float:
-    """Return sqrt(fan_out / fan_in), the spectral norm at which the root mean square of outputs is
-    at most that of inputs; 1 where bounds are in no such unit."""
-    assert place.parameter is not None  # _check raised for it
-    rows, columns = place.seen(place.parameter).shape
-    return math.sqrt(rows / columns) if isinstance(bound, str) else 1.0
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    """Raise `ConfigError` for a compiled model, inside of which no hook sees the logits."""
-    compiled = torch._dynamo.eval_frame.OptimizedModule
-    if any(
-        isinstance(module, compiled) or getattr(module, "_compiled_call_impl", None)
-        for module in model.modules()
-    ):
-        raise ConfigError(
-            "constrain_: to='logits' watches attention by hooks, which a compiled model does not run;"
-            " leave torch.compile out, or take to='spectral'"
-        )
 
 
 def _oriented(place: Candidate, tables: Mapping[int, nn.Embedding]) -> Candidate:
@@ -350,91 +327,84 @@ def _check(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append(optimizer)
-    shapes: list[str] = []
-    others: list[str] = []
-    for place in places:
-        held = owners.get(id(place.parameter), [])
-        if problem := _problem_of_storage(place):
-            others.append(f"{place.label}: {problem}")
-        elif problem := _problem_of_shape(place, tall_tables):
-            shapes.append(f"{place.label}: {problem}")
-        elif problem := _problem_of_owner(place, held, optimizers, to):
-            others.append(f"{place.label}: {problem}")
-    if shapes or others:
-        family = ConfigError if others else ShapeError
-        raise family(
-            f"constrain_ cannot keep these weights {_KEPT[to]}:\n{listed([*shapes, *others])}"
-        )
+    problems = {
+        place.label: next(_problems(place, owners, optimizers, to, tall_tables), None)
+        for place in places
+    }
+    found = [(name, problem) for name, problem in problems.items() if problem is not None]
+    if found:
+        found.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
+        lines = listed([f"{name}: {problem}" for name, problem in found])
+        raise type(found[-1][1])(f"constrain_ cannot keep these weights {_KEPT[to]}:\n{lines}")
     return [owners[id(place.parameter)][0] for place in places]
 
 
-def _problem_of_storage(place: Candidate) -> str | None:
+def _problems(
+    place: Candidate,
+    owners: Mapping[int, list[Optimizer]],
+    optimizers: list[Optimizer],
+    to: Set,
+    tall_tables: Mapping[int, nn.Embedding],
+) -> Iterator[ConfigError | ShapeError]:
+    """Yield why a weight cannot be held; what follows supposes that it was not so."""
     parameter = place.parameter
+    held = owners.get(id(parameter), [])
     if parameter is None:
-        return (
+        yield ConfigError(
             f"{type(place.module).__name__} computes or packs its weight (a parametrisation, or"
             " quantised); a plain nn.Parameter is needed"
         )
+        return
     if is_lazy(parameter):
-        return "not initialised; run the model once on a batch before (lazy modules take their sizes from it)"
+        yield ConfigError(
+            "not initialised; run the model once on a batch before (lazy modules take their sizes"
+            " from it)"
+        )
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
-        kind = f"{type(parameter).__name__} of {parameter.dtype}"
-        return f"{kind}, quantised or not floating; expected float32, float64, bfloat16 or float16"
+        yield ConfigError(
+            f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating; expected"
+            " float32, float64, bfloat16 or float16"
+        )
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
-        return "float16 on a CPU; load the model in float32 or bfloat16, or move it to a GPU first"
+        yield ConfigError(
+            "float16 on a CPU; load the model in float32 or bfloat16, or move it to a GPU first"
+        )
     if parameter.is_meta:
-        return "on the meta device, without values; load the weights first"
-    return None
-
-
-def _problem_of_shape(place: Candidate, tall_tables: Mapping[int, nn.Embedding]) -> str | None:
-    parameter = place.parameter
-    assert parameter is not None
+        yield ConfigError("on the meta device, without values; load the weights first")
     shape = tuple(parameter.shape)
     if len(shape) != 2 or 0 in shape:
-        flat = "_flat_param" in place.name
-        return (
+        flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
+        yield ShapeError(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
-            f" types{'; FSDP1 flattens parameters, use fully_shard (FSDP2)' if flat else ''}"
+            f" types{flat if '_flat_param' in place.name else ''}"
         )
     if id(parameter) in tall_tables and shape[0] > shape[1]:
-        return (
+        yield ShapeError(
             f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
             " vectors can be orthonormal there; give embeddings='fit' to keep its columns"
             " orthogonal, or use wellposed.OrthogonalityPenalty(model, embedding=...) to push its"
             " Gram matrix"
         )
-    return None
-
-
-def _problem_of_owner(
-    place: Candidate, held: list[Optimizer], optimizers: list[Optimizer], to: Set
-) -> str | None:
-    parameter = place.parameter
-    assert parameter is not None
     if not parameter.requires_grad:
         adapted = ", or pass adapters=True to hold the factors of its adapter"
-        return (
+        yield ConfigError(
             "frozen (requires_grad is False), so no step would ever be taken; unfreeze it or leave"
             f" it out{adapted if place.is_adapted else ''}"
         )
-    if to == "logits" and is_sharded(parameter):
-        return "sharded, so that no row can be scaled by itself; take to='spectral'"
-    if place.rows is not None and is_sharded(parameter):
-        return (
-            "a part of a fused weight that is sharded; leave its module out of fully_shard, or"
-            " leave it out here"
+    if is_sharded(parameter) and (place.rows is not None or to == "logits"):
+        yield ConfigError(
+            "a part of a fused weight that is sharded, or rows of one; leave its module out of"
+            " fully_shard, or leave it out here"
         )
     if len(held) != 1:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        how = "owned by more than one" if held else "not owned by the"
-        return (
-            f"{how} given optimizer ({names}); build the optimizer from the parameters of this very"
-            " model, after moving, sharding or tying it"
+        yield ConfigError(
+            f"{'owned by more than one' if held else 'not owned by the'} given optimizer ({names});"
+            " build the optimizer from the parameters of this very model, after moving, sharding or"
+            " tying it"
         )
     if any(handle.holds(parameter, place.rows) for handle in handles_of(held[0])):
-        return "constrained already; call remove() on the first handle"
-    return None
+        yield ConfigError("constrained already; call remove() on the first handle")
 
 
 def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: bool) -> None:

@@ -49,11 +49,7 @@ class Constraint:
     """
 
     def __init__(
-        self,
-        weights: Iterable[Weight],
-        *,
-        ignore_decay: bool,
-        batched: bool | None,
+        self, weights: Iterable[Weight], *, ignore_decay: bool, batched: bool | None
     ) -> None:
         self.weights = tuple(weights)
         self.report = ConstraintReport(())
@@ -115,7 +111,7 @@ class Constraint:
             optimizer.__dict__["__getstate__"] = partial(_state_of_copy, weakref.ref(optimizer))
 
     def _optimizers(self) -> list[Optimizer]:
-        return list({id(weight.optimizer): weight.optimizer for weight in self.weights}.values())
+        return list(dict.fromkeys(weight.optimizer for weight in self.weights))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and what lives for one step."""
@@ -129,8 +125,7 @@ class Constraint:
         self.remove()
 
     def __repr__(self) -> str:
-        state = "active" if self.active else "inactive"
-        return f"Constraint({len(self.weights)} weights, {state})"
+        return f"Constraint({len(self.weights)} weights, {'' if self.active else 'in'}active)"
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -156,9 +151,8 @@ class Constraint:
         self._abandon()
         if id(optimizer) in self._idle:
             self._idle.pop(id(optimizer)).remove()
-        ready = [
-            w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None
-        ]
+        own = [weight for weight in self.weights if weight.optimizer is optimizer]
+        ready = [weight for weight in own if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
         _check_storage(ready)
         restarted = [weight.path for weight in ready if weight.claim_state()]
@@ -181,7 +175,7 @@ class Constraint:
         """Return the weight decay of every parameter by its id; raise where a held weight must have none."""
         decay = {
             id(parameter): group.get("weight_decay", 0)
-            for optimizer in {id(each): each for each in optimizers}.values()
+            for optimizer in optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
@@ -212,10 +206,9 @@ class Constraint:
         self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
         pending, self._pending = self._pending, []
-        broken: list[str] = []
         with _full_precision(pending):
-            for group in batches(pending, batched=self._batched):
-                broken += self._retract(group)
+            groups = batches(pending, batched=self._batched)
+            broken = [line for group in groups for line in self._retract(group)]
         if broken:
             raise ConvergenceError(
                 "constrain_: the optimizer made steps that are not finite, so these weights could"
@@ -283,41 +276,33 @@ class Constraint:
         )
         say = partial(self._say, "idle", message)
         for weight in self.weights:
-            key = id(weight.optimizer)
-            if key not in self._idle and not is_sharded(weight.parameter):
-                counter = _change_counter(say)
-                hook = weight.parameter.register_post_accumulate_grad_hook(counter)
-                self._idle[key] = hook
+            hear = weight.parameter.register_post_accumulate_grad_hook
+            if id(weight.optimizer) not in self._idle and not is_sharded(weight.parameter):
+                self._idle[id(weight.optimizer)] = hear(_change_counter(say))
 
+    @torch.no_grad()
     def _abandon(self) -> None:
-        with torch.no_grad():
-            for weight in self._pending:
-                weight.restore_()
+        for weight in self._pending:
+            weight.restore_()
         self._pending = []
 
 
-class _LostConstraint:
-    """Stands where the hooks of a constraint were, in a copy of their optimizer."""
-
-    def __init__(self, paths: list[str]) -> None:
-        self.paths = paths
-        self.said = False
-
-    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Say once that these weights are ordinary now."""
-        if not self.said:
-            self.said = True
-            warnings.warn(
-                f"this {type(optimizer).__name__} is a copy (deepcopy, pickle, torch.load) of one"
-                " whose weights are constrained, and the constraint is lost: the copied weights"
-                " leave orthogonality from this step on. Call wellposed.constrain_(model,"
-                " optimizer, where=...) on the copied pair before its first step (or attach() on a"
-                " handle copied with it), or build a new optimizer to train them freely: moments"
-                " of square weights are in other coordinates. Constrained"
-                f" were:\n{listed(self.paths)}",
-                ConstraintWarning,
-                stacklevel=4,
-            )
+def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Stand where the hooks of a constraint were, in a copy of their optimizer; say once that these
+    weights are ordinary now."""
+    if paths:
+        kind, lines = type(optimizer).__name__, listed(paths)
+        paths.clear()
+        warnings.warn(
+            f"this {kind} is a copy (deepcopy, pickle, torch.load) of one whose weights are constrained,"
+            " and the constraint is lost: the copied weights leave orthogonality from this step on."
+            " Call wellposed.constrain_(model, optimizer, where=...) on the copied pair before its"
+            " first step (or attach() on a handle copied with it), or build a new optimizer to train"
+            " them freely: moments of square weights are in other coordinates. Constrained"
+            f" were:\n{lines}",
+            ConstraintWarning,
+            stacklevel=4,
+        )
 
 
 def _state_of_copy(original: weakref.ref[Optimizer]) -> dict[str, Any]:
@@ -326,7 +311,7 @@ def _state_of_copy(original: weakref.ref[Optimizer]) -> dict[str, Any]:
     optimizer = original()
     assert optimizer is not None  # it is being copied
     paths = [path for handle in handles_of(optimizer) for path in handle.paths]
-    hooks = OrderedDict([(_LOST, _LostConstraint(paths))])
+    hooks = OrderedDict([(_LOST, partial(_say_lost, paths))])
     return {**type(optimizer).__getstate__(optimizer), "_optimizer_step_pre_hooks": hooks}
 
 
@@ -339,18 +324,15 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
 
 def _check_storage(ready: list[Weight]) -> None:
     """Raise for weights or gradients that are no longer what can be worked on."""
-    cast = [
-        f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}"
-        for w in ready
-        if w.stored_dtype not in (None, w.parameter.dtype)
-    ]
-    if cast:
+    turned = [w for w in ready if w.stored_dtype not in (None, w.parameter.dtype)]
+    lines = [f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned]
+    if lines:
         raise ConfigError(
             "constrain_: these weights were turned to another dtype while they were held; call"
             " remove(), turn the model, build its optimizer and call constrain_ again:\n"
-            + listed(cast)
+            + listed(lines)
         )
-    sparse = [w.path for w in ready if w.parameter.grad is not None and w.parameter.grad.is_sparse]
+    sparse = [w.path for w in ready if getattr(w.parameter.grad, "is_sparse", False)]
     if sparse:
         raise ConfigError(
             "constrain_: these weights have sparse gradients, of which no projection is"

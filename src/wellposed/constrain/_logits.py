@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -72,13 +72,13 @@ class HeadLogits(Weight):
     decays = True
 
     def __init__(
-        self, role: AttentionRole, module: nn.Module, optimizer: Optimizer, bound: float
+        self, role: AttentionRole, model: nn.Module, owners: Mapping[Any, Optimizer], bound: float
     ) -> None:
-        self.role, self.module = role, module
-        self.parts = tuple(_parts(role))
-        super().__init__(self.parts[0].place, optimizer, bound)
-        self.path = role.path or type(module).__name__
-        self.held = tuple((part.view.parameter, None) for part in self.parts)
+        self.role, self.module = role, model.get_submodule(role.path)
+        self.parts = head_rows(role)
+        super().__init__(self.parts[0].place, owners[role.query.parameter], bound)
+        self.path = role.path or type(model).__name__
+        self.held = [(part.view.parameter, None) for part in self.parts]
         self._seen: Tensor | None = None
         self._excess = 0.0
 
@@ -127,62 +127,77 @@ class HeadLogits(Weight):
         return Retraction("logits")
 
 
-def head_logits(
+def check_not_compiled(model: nn.Module) -> None:
+    """Raise `ConfigError` for a compiled model, inside of which no hook sees the logits."""
+    kind = torch._dynamo.eval_frame.OptimizedModule
+    for module in model.modules():
+        if isinstance(module, kind) or getattr(module, "_compiled_call_impl", None):
+            raise ConfigError(
+                "constrain_: to='logits' watches attention by hooks, which a compiled model does not"
+                " run; leave torch.compile out, or take to='spectral'"
+            )
+
+
+def attention_of(
     model: nn.Module, chosen: Collection[Candidate], batch: Any
-) -> list[tuple[AttentionRole, list[HeadRows]]]:
-    """Return the attention modules of which a query or key is chosen, and the rows that are scaled.
+) -> list[AttentionRole]:
+    """Return the attention modules of which a query or key is chosen.
 
     Raises:
         RoleNotFoundError: none is a query or key of attention. ConfigError: heads are not known.
     """
     asked = {id(place.parameter) for place in chosen}
-    roles = [
-        role
-        for role in find_roles(model, batch).attention
-        if {id(role.query.parameter), id(role.key.parameter)} & asked
-    ]
+    roles = find_roles(model, batch).attention
+    roles = [r for r in roles if {id(r.query.parameter), id(r.key.parameter)} & asked]
     if not roles:
         raise RoleNotFoundError(
             "constrain_: to='logits' holds the logits of attention modules, and none of these weights"
             f" is a query or key of one:\n{listed([place.label for place in chosen])}"
         )
-    unknown = [role.path for role in roles if any(name == "query" for name, _ in role.further)]
-    unknown += [role.path for role in roles if not {"query", "key"} <= set(role.heads)]
+    unknown = [
+        role.path
+        for role in roles
+        if "query" in dict(role.further) or not {"query", "key"} <= set(role.heads)
+    ]
     if unknown:
         raise ConfigError(
             "constrain_: to='logits' scales rows by head, and in these modules which rows a head has"
             f" is not known, or more than one weight makes its query:\n{listed(unknown)}"
         )
-    return [(role, list(_parts(role))) for role in roles]
+    return roles
 
 
-def _parts(role: AttentionRole) -> Iterator[HeadRows]:
-    """Yield the rows of the query and of the key, with powers that add up to 1 for each product.
+def head_rows(role: AttentionRole) -> list[HeadRows]:
+    """Return the rows of the query and of the key, with powers that add up to 1 for each product.
 
     A key that several heads read, as all of grouped-query attention and the rotary one of latent
     attention, is left alone, and what of the query it is multiplied with takes the whole factor.
     """
-    shared = any(name == "key" for name, _ in role.further)
     grouped = len(role.heads["key"]) != len(role.heads["query"])
-    for name in ("query", "key"):
-        if name == "key" and grouped:
-            return
+    result: list[HeadRows] = []
+    for name in ("query",) if grouped else ("query", "key"):
         heads, rows, powers = [], [], []
         for head, spans in enumerate(role.heads[name]):
-            own = [row for start, stop in spans for row in range(start, stop)]
+            own = [row for span in spans for row in range(*span)]
             half = 0 if grouped else len(own)
-            if name == "query" and shared and not grouped:
+            if "key" in dict(role.further) and not grouped:
                 half = sum(stop - start for start, stop in role.heads["key"][head])
             rows += own
             heads += [head] * len(own)
             powers += [0.5] * half + [1.0] * (len(own) - half)
-        view = getattr(role, name)
-        yield HeadRows(view, *map(torch.tensor, (heads, rows, powers)))
+        result.append(HeadRows(getattr(role, name), *map(torch.tensor, (heads, rows, powers))))
+    return result
 
 
-def check_scaling(model: nn.Module, weights: Sequence[HeadLogits], batch: Any) -> None:
-    """Scale the heads of each module by 1/16 and 1/256 in turn and see that its logits follow; the
-    weights are put back.
+def held_logits(
+    roles: Sequence[AttentionRole],
+    model: nn.Module,
+    owners: Mapping[Any, Optimizer],
+    bound: float,
+    batch: Any,
+) -> list[HeadLogits]:
+    """Return the held modules; the heads of each are scaled by 1/16 and 1/256 once to see that its
+    logits follow, and put back.
 
     Raises:
         ConfigError: there is nothing to run, or logits do not follow: L2, cosine and capped ones,
@@ -194,54 +209,51 @@ def check_scaling(model: nn.Module, weights: Sequence[HeadLogits], batch: Any) -
             f"constrain_: to='logits' runs {type(model).__name__} once to see that logits follow the"
             " rows that are scaled; give batch=, what the model is called with"
         )
+    weights = [HeadLogits(role, model, owners, bound) for role in roles]
+    found: dict[str, Tensor] = {}
+
+    def see(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
+        for call, _ in calls[:1]:
+            if not isinstance(call, MultiheadCall) or call.readable:
+                logits = call.logits().double()
+                masked = logits < torch.finfo(torch.float32).min / 4
+                found.setdefault(role.path, logits.masked_fill(masked, 0.0))
+
     wrong: list[str] = []
-    with quiet_run(model):
-        before = _logits(model, weights, batch)
-        for weight in weights:
-            factors = 16.0 ** -(1.0 + torch.arange(weight.role.num_heads, dtype=torch.float64) % 2)
-            kept = [(each, each.clone()) for part in weight.parts for each in part.scaled()]
-            try:
+    watcher = AttentionWatcher(model, roles, see)
+    try:
+        with quiet_run(model):
+            call_model(model, batch)
+            before = found.copy()
+            for weight in weights:
+                factors = 16.0 ** -(1.0 + torch.arange(weight.role.num_heads) % 2).double()
+                kept = [(each, each.clone()) for part in weight.parts for each in part.scaled()]
                 # Not in halves: the term |k|^2 of L2 attention would follow.
                 for part, power in zip(weight.parts, (0.75, 0.25), strict=False):
                     uneven = part.powers.where(part.powers != 0.5, power)
                     replace(part, powers=uneven).scale_(factors)
-                after = _logits(model, [weight], batch).get(weight.role.path)
-            finally:
-                for each, value in kept:
-                    each.copy_(value)
-            own = before.get(weight.role.path)
-            if own is None or after is None or own.shape[1] != len(factors):
-                wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")
-                continue
-            expected = own * factors.to(own)[:, None, None]
-            worst, largest = ((each).abs().amax((0, 2, 3)) for each in (after - expected, expected))
-            if not bool((worst <= 1e-3 * largest).all()):
-                wrong.append(
-                    f"{weight.path}: scaling the rows of its heads does not scale its logits"
-                )
+                found.clear()
+                try:
+                    call_model(model, batch)
+                finally:
+                    for each, value in kept:
+                        each.copy_(value)
+                path = weight.role.path
+                if path not in found or before[path].shape[1] != len(factors):
+                    wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")
+                    continue
+                expected = before[path] * factors.to(before[path])[:, None, None]
+                off = (found[path] - expected).abs().amax((0, 2, 3))
+                if not bool((off <= 1e-3 * expected.abs().amax((0, 2, 3))).all()):
+                    wrong.append(
+                        f"{weight.path}: scaling the rows of its heads does not scale its logits"
+                    )
+    finally:
+        watcher.remove()
     if wrong:
         raise ConfigError(
             "constrain_: to='logits' holds softmax(s q k^T) with q and k linear in their weights; L2,"
             " cosine and capped attention, normalised queries or keys, biases of position and adapters"
             f" are none; leave these modules out with where=, or merge adapters first:\n{listed(wrong)}"
         )
-
-
-def _logits(model: nn.Module, weights: Sequence[HeadLogits], batch: Any) -> dict[str, Tensor]:
-    """Return the logits of the first call of each module, with 0 where a key is masked."""
-    found: dict[str, Tensor] = {}
-
-    def see(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
-        for call, _ in calls[:1]:
-            if isinstance(call, MultiheadCall) and not call.readable:
-                continue
-            logits = call.logits().double()
-            masked = logits < torch.finfo(torch.float32).min / 4
-            found.setdefault(role.path, logits.masked_fill(masked, 0.0))
-
-    watcher = AttentionWatcher(model, [weight.role for weight in weights], see)
-    try:
-        call_model(model, batch)
-    finally:
-        watcher.remove()
-    return found
+    return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
@@ -139,9 +140,16 @@ class Weight:
 
 
 class SpectralWeight(Weight):
-    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient."""
+    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient. With ``rms``, ``size`` is
+    in units of sqrt(fan_out / fan_in)."""
 
     decays = True
+
+    def __init__(self, place: Candidate, optimizer: Optimizer, size: float, *, rms: bool) -> None:
+        super().__init__(place, optimizer, size)
+        rows, columns = self.value.shape
+        self.gain *= math.sqrt(rows / columns) if rms else 1.0
+
     stacked = 2**16
     before = 0.0
     """What was proved of the norm before the last step, where the next proof begins."""
