@@ -60,18 +60,12 @@ class ConstraintReport:
         ['layer.weight', '4x4', '1', '0.5', '0.25', '0.9', '1e-07']
         """
         head = ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
-        body = [
-            (
-                row.path + "".join(f" = {name}" for name in row.also),
-                f"{row.shape[0]}x{row.shape[1]}",
-                f"{row.gain:.3g}",
-                f"{row.moved_frobenius:.2g}",
-                f"{row.moved_spectral:.2g}",
-                f"{row.error_before:.2g}",
-                f"{row.error_after:.2g}",
-            )
-            for row in self.rows
-        ]
+        body = []
+        for row in self.rows:
+            name = " = ".join((row.path, *row.also))
+            moved = (row.moved_frobenius, row.moved_spectral, row.error_before, row.error_after)
+            numbers = [f"{row.gain:.3g}", *(f"{value:.2g}" for value in moved)]
+            body.append((name, f"{row.shape[0]}x{row.shape[1]}", *numbers))
         return aligned([head, *body])
 
     def __str__(self) -> str:

@@ -14,7 +14,14 @@ from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed,
 from wellposed.functional import gram_penalty, qr_penalty
 from wellposed.functional.penalties import accumulate_gram_penalty_, check_weights
 from wellposed.linalg.sharded import is_sharded
-from wellposed.roles import AttentionRole, Roles, WeightView, joined_views
+from wellposed.roles import (
+    ATTENTION,
+    FEEDFORWARD,
+    AttentionRole,
+    Roles,
+    WeightView,
+    joined_views,
+)
 from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
 
 Form = Literal["paper", "gram_squared", "gram", "qr"]
@@ -190,43 +197,28 @@ def _weights_of(
 ) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
     """Yield the label and the weights of each term of one strength."""
     if strength == "embedding":
-        for table in roles.embeddings:
-            if table.kind == "token":
-                yield table.path or "token", (table.weight,)
+        tables = (table for table in roles.embeddings if table.kind == "token")
+        yield from ((table.path or "token", (table.weight,)) for table in tables)
         return
     if strength == "feedforward":
         for network in roles.feedforward:
-            views = {name: getattr(network, name) for name in ("up", "gate", "down")}
-            yield from _apart(f"{network.stack}.{network.layer}", views)
-    for role in attention if strength != "feedforward" else ():
-        yield from _weights_of_attention(strength, role, joint)
-    for weight in roles.loose:
-        if weight.role.startswith(strength):
-            yield weight.view.parameter_name, (weight.view,)
-
-
-def _weights_of_attention(
-    strength: str, role: AttentionRole, joint: bool
-) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
-    label = f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
-    parts = {name: getattr(role, name) for name in ("query", "key", "value", "output")}
-    if strength != "attention":
-        yield label, (parts[strength],)
-    elif joint:
-        yield label, tuple(parts.values())
-    else:
-        yield from _apart(label, parts)
-    for name, view in role.further:
-        if strength in (name, "attention"):
-            yield f"{label}.{name} {view.parameter_name}", (view,)
-
-
-def _apart(
-    label: str, views: Mapping[str, WeightView | None]
-) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
-    for name, view in views.items():
-        if view is not None:
-            yield f"{label}.{name}", (view,)
+            views = ((name, getattr(network, name)) for name in FEEDFORWARD.values())
+            label = f"{network.stack}.{network.layer}"
+            yield from ((f"{label}.{name}", (view,)) for name, view in views if view is not None)
+        attention = ()
+    for role in attention:
+        label = f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
+        if strength != "attention":
+            yield label, (getattr(role, strength),)
+        elif joint:
+            yield label, tuple(getattr(role, name) for name in ATTENTION)
+        else:
+            yield from ((f"{label}.{name}", (getattr(role, name),)) for name in ATTENTION)
+        for name, view in role.further:
+            if strength in (name, "attention"):
+                yield f"{label}.{name} {view.parameter_name}", (view,)
+    loose = (weight.view for weight in roles.loose if weight.role.startswith(strength))
+    yield from ((view.parameter_name, (view,)) for view in loose)
 
 
 def _counted_once(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
