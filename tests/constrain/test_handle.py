@@ -107,17 +107,6 @@ def test_a_copied_pair_warns_at_its_first_step(how: str, kind: str, where: Any) 
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_the_optimizer_alone_warns(how: str) -> None:
-    _, optimizer, _ = constrained()
-    copied = COPIES[how](optimizer)
-    for group in copied.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    with pytest.warns(ConstraintWarning, match="constraint is lost"):
-        copied.step()
-
-
-@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_that_is_constrained_again_goes_on_as_the_original(how: str) -> None:
     model, optimizer, handle = constrained()
     pair = COPIES[how]((model, optimizer))
@@ -136,9 +125,3 @@ def test_removed_constraints_are_silent() -> None:
     handle.remove()
     assert set(vars(optimizer)) == set(vars(OPTIMIZERS["adamw"](list(Mixed().parameters()))))
     train(*copy.deepcopy((model, optimizer)), 1)
-
-
-def test_plain_optimizers_are_copied_as_ever() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not copy.deepcopy(optimizer)._optimizer_step_pre_hooks

@@ -121,14 +121,6 @@ def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts() -> None:
     assert tuple(place.label for place in again) == handle.paths
 
 
-def test_merged_gate_and_up_are_two_matrices() -> None:
-    places = select_weights(ZOO["phi3"].build(), "layers.0.mlp.gate_up_proj")
-    assert [(place.rows, *place.roles) for place in places] == [
-        ((0, 24), "feedforward_gate"),
-        ((24, 48), "feedforward_in"),
-    ]
-
-
 def test_part_by_part_steps_are_those_of_three_separate_weights() -> None:
     """The same numbers as three layers of their own, held in the ambient space as tall weights
     are."""
@@ -250,9 +242,6 @@ def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted: Any) 
 def test_weights_without_an_adapter_are_named(adapted: Any) -> None:
     with pytest.raises(ConfigError, match=r"no adapter(.|\n)*attention\.self\.key\.weight"):
         constrain_(adapted, sgd(adapted), roles=("query", "key"), adapters=True)
-
-
-transformers = pytest.importorskip("transformers")
 
 
 def tiny_bert() -> torch.nn.Module:

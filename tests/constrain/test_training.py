@@ -312,7 +312,6 @@ def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one() -> None:
             warnings.simplefilter("ignore", ConstraintWarning)
             optimizer.step()
         assert (handle.error().worst <= 1e-5) == has_gradient
-    assert "next step in which it has a gradient" in " ".join(str(constrain_.__doc__).split())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -336,17 +335,6 @@ def test_a_weight_turned_to_another_dtype_is_named(
     handle = constrain_(model, optimizer, where="0")
     optimizer.step()
     assert handle.error().worst <= TOLERANCE[dtype]
-
-
-def test_a_weight_left_alone_is_not_measured_anew() -> None:
-    model, optimizer, handle = held("adamw", "0", model=nn.Sequential(nn.Linear(8, 8)), lr=1e-4)
-    drifts: list[float] = []
-    for _ in range(4):
-        model[0].weight.grad = torch.randn(8, 8)
-        optimizer.step()
-        drifts.append(handle.weights[0].drift)
-    # The bound of steps that were not measured only grows.
-    assert 0 < drifts[0] < drifts[1] < drifts[2] < drifts[3]
 
 
 def worst_for_bfloat16() -> Tensor:

@@ -60,11 +60,8 @@ class Candidate:
     @property
     def label(self) -> str:
         """The name of the matrix: that of the parameter, with the rows where it is a part of it."""
-        return (
-            self.parameter_name
-            if self.rows is None
-            else f"{self.parameter_name}[{self.rows[0]}:{self.rows[1]}]"
-        )
+        part = "" if self.rows is None else f"[{self.rows[0]}:{self.rows[1]}]"
+        return f"{self.parameter_name}{part}"
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape: a view."""
@@ -84,9 +81,8 @@ class Candidate:
     @property
     def is_main_weight(self) -> bool:
         """Whether the module's own path stands for this weight."""
-        return self.name == "weight" or (
-            "weight" not in self.module._parameters and self.name.endswith("weight")
-        )
+        others = "weight" not in self.module._parameters and self.name.endswith("weight")
+        return self.name == "weight" or others
 
 
 def unwrap_model(model: nn.Module, call: str) -> nn.Module:
@@ -153,12 +149,9 @@ def select_weights(
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
     _check_roles(wanted, candidates, problem)
-    found = [
-        place for place in candidates if id(place) in chosen or not place.roles.isdisjoint(wanted)
-    ]
-    scattered = [
-        place.label for place in found if place.scattered and not place.roles.isdisjoint(wanted)
-    ]
+    played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
+    found = [place for place in candidates if id(place) in chosen | played]
+    scattered = [place.label for place in found if place.scattered and id(place) in played]
     if scattered:
         raise ConfigError(
             "the rows of a role lie between those of others in these weights; give per='head' to hold"
@@ -178,12 +171,9 @@ def _check_roles(
         if problem is not None:
             raise problem
     known = frozenset().union(*(place.roles for place in candidates))
-    missing = [role for role in wanted if role not in known]
-    if missing:
+    if missing := ", ".join(role for role in wanted if role not in known):
         have = ", ".join(role for role in ROLE_NAMES if role in known)
-        raise RoleNotFoundError(
-            f"no weight of the model plays the role {', '.join(missing)}; it has {have}"
-        )
+        raise RoleNotFoundError(f"no weight of the model plays the role {missing}; it has {have}")
 
 
 def _parts(
@@ -224,16 +214,17 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
     """Put the factors of its adapter, as far as they train, in the place of each adapted weight."""
     result: dict[str, Candidate] = {}
     bare: list[str] = []
+    pairs = [(other, other.parameter) for other in candidates]
+    trained = [
+        other for other, own in pairs if own is not None and own.requires_grad and own.ndim == 2
+    ]
     for place in found:
         inside, base = f"{place.layer_path}.", f"{place.layer_path}.{_BASE}"
         own = [
             other
-            for other in candidates
+            for other in trained
             if other.module_path.startswith(inside)
             and not f"{other.module_path}.".startswith(f"{base}.")
-            and other.parameter is not None
-            and other.parameter.requires_grad
-            and other.parameter.ndim == 2
         ]
         if not place.is_adapted or not own:
             bare.append(place.label)
@@ -249,12 +240,9 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
 def _asked(where: Where) -> list[Asked]:
     if isinstance(where, str) or callable(where):
         return [where]
-    if (
-        isinstance(where, Sequence)
-        and where
-        and all(isinstance(part, (str, type)) for part in where)
-    ):
-        return list(where)
+    parts: list[Any] = list(where) if isinstance(where, Sequence) else []
+    if parts and all(isinstance(part, (str, type)) for part in parts):
+        return parts
     raise ConfigError(
         f"where={where!r}: expected a name, an fnmatch pattern, a 're:' pattern, a module type, a"
         " function (dotted name, module) -> bool, or a non-empty list of names and types"
@@ -268,10 +256,8 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield Candidate(path, name, module, parameter)
-        if "weight" not in module._parameters and (
-            parametrize.is_parametrized(module, "weight")
-            or callable(getattr(module, "weight", None))
-        ):
+        packed = callable(getattr(module, "weight", None))
+        if parametrize.is_parametrized(module, "weight") or packed:
             yield Candidate(path, "weight", module, None)
 
 
@@ -305,18 +291,11 @@ def _names(pattern: str, *names: str) -> bool:
 def _no_match(part: Asked, candidates: list[Candidate]) -> str:
     matrices = [found for found in candidates if found.is_main_weight]
     if isinstance(part, str):
-        near = nearest_names(
-            part.removeprefix("re:").lstrip("*."), [found.module_path for found in matrices]
-        )
+        paths = [found.module_path for found in matrices]
+        near = nearest_names(part.removeprefix("re:").lstrip("*."), paths)
         hint = f"nearest: {', '.join(near)}" if near else "the model has no weights"
         return f"where={part!r} matches no module that holds a weight and no parameter; {hint}"
-    kinds = sorted({type(found.module).__name__ for found in matrices})
-    what = (
-        part.__name__
-        if isinstance(part, type)
-        else f"the function {getattr(part, '__name__', part)!r}"
-    )
-    return (
-        f"where: no module with a weight is matched by {what}; types that hold one:"
-        f" {', '.join(kinds) or 'none'}"
-    )
+    kinds = ", ".join(sorted({type(found.module).__name__ for found in matrices})) or "none"
+    name = getattr(part, "__name__", part)
+    what = name if isinstance(part, type) else f"the function {name!r}"
+    return f"where: no module with a weight is matched by {what}; types that hold one: {kinds}"

@@ -183,12 +183,11 @@ class ColumnWeight(Weight):
     """Columns of length ``gain``: the images of the basis vectors, and of an embedding the vectors
     of its tokens; it steps by its own gradient."""
 
-    def __init__(self, place: Candidate, optimizer: Optimizer, size: float) -> None:
-        super().__init__(place, optimizer, size)
-        # A rounded column is off by the rounding of its entries, and of the sum of squares that
-        # measures it.
+    @property
+    def tolerance(self) -> float:
+        """The rounding of the entries, and of the sum of squares that measures them."""
         measured = len(self.value) * torch.finfo(torch.float64).eps
-        self.tolerance = 2.0 * torch.finfo(self.parameter.dtype).eps + measured
+        return 2.0 * torch.finfo(self.parameter.dtype).eps + measured
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:

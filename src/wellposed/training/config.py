@@ -98,6 +98,8 @@ class ConstrainOptions(options.CheckedOptions):
             yield f"where = {self.where!r}, expected names or patterns between its commas"
         if self.embeddings == "fit" and not self.where:
             yield "embeddings = 'fit' without where, so no weight is held; name the embedding in where"
+        if self.to == "logits" and not self.where:
+            yield "to = 'logits' without where, so no head is held; give where = query"
         for name in ("embeddings", "gain"):
             if getattr(self, name) == "fit" and self.to != "orthogonal":
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
