@@ -113,24 +113,19 @@ def compare(
     check_name(out)
     files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER)
     if is_first() and resume == "never" and any(files):
-        raise ConfigError(
-            f"{out}: the folder holds files; name another --out, or give --resume auto to keep"
-            " finished runs and go on"
-        )
+        advice = "name another --out, or give --resume auto to keep finished runs and go on"
+        raise ConfigError(f"{out}: the folder holds files; {advice}")
     from wellposed.tasks import build_task
 
     task = build_task(base.task, base.task_options)
     if certify and task.kind not in CERTIFIED_KINDS:
         raise ConfigError(
-            f"certify = {certify} on {base.task}: expected 0, or a number of examples for a task"
-            " that classifies texts or pairs, or predicts the next token; certified accuracy is"
-            " defined for those"
+            f"certify = {certify} on {base.task}: certified accuracy is defined for a task that"
+            " classifies texts or pairs, or predicts the next token; leave it 0"
         )
     if certify_words and task.kind != "sequence_classification":
-        raise ConfigError(
-            f"certify_words = {list(certify_words)} on {base.task}: words are counted for a task that"
-            " classifies texts; leave it out"
-        )
+        problem = f"certify_words = {list(certify_words)} on {base.task}"
+        raise ConfigError(f"{problem}: expected a task that classifies texts; leave it out")
     for name in round_to:
         if name not in FORMATS:
             raise unknown_name("format to round to", name, FORMATS)

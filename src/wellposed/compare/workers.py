@@ -32,10 +32,8 @@ def check_jobs(jobs: int) -> None:
     if jobs < 1:
         raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
     if jobs > 1 and is_one_of_several():
-        raise ConfigError(
-            f"jobs = {jobs} under torchrun or accelerate launch, whose processes train each run"
-            " together; give one of the two"
-        )
+        launcher = "torchrun or accelerate launch, whose processes train each run together"
+        raise ConfigError(f"jobs = {jobs} under {launcher}; give one of the two")
 
 
 class Workers:
@@ -111,10 +109,10 @@ class Workers:
             raise self._errors[0]
         broken = [str(process.exitcode) for process in self._processes if process.exitcode]
         if error is None and broken and not self._asked:
+            count = f"{len(broken)} of {len(self._processes)} processes"
             raise WellposedError(
-                f"{len(broken)} of {len(self._processes)} processes ended with exit status"
-                f" {', '.join(broken)}; their messages are above; --resume auto goes on with what"
-                " is left"
+                f"{count} ended with exit status {', '.join(broken)}; their messages are above;"
+                " --resume auto goes on with what is left"
             )
 
     def _stop(self) -> None:

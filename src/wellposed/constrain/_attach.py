@@ -274,9 +274,9 @@ def _oriented(place: Candidate, tables: Mapping[int, nn.Embedding]) -> Candidate
     if place.rows is not None:
         return place
     table = tables.get(id(place.parameter))
-    if table is not None:
-        return replace(place, transposed=True, padding=table.padding_idx)
-    return replace(place, transposed=is_transposed(place.module))
+    padding = None if table is None else table.padding_idx
+    flipped = table is not None or is_transposed(place.module)
+    return replace(place, transposed=flipped, padding=padding)
 
 
 def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -414,11 +414,10 @@ def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: 
     for place in places if to in ("orthogonal", "columns") else ():
         assert place.parameter is not None  # _check raised for it
         zeros = place.seen(read(place.parameter)).eq(0).all(dim=0)
-        if to == "columns":
-            lost = [index for index in zeros.nonzero().flatten().tolist() if index != place.padding]
-            if lost:
-                empty.append(f"{place.label}: {len(lost)} zero columns, the first at {lost[0]}")
-        elif is_fresh_factor and bool(zeros.all()):
+        lost = [index for index in zeros.nonzero().flatten().tolist() if index != place.padding]
+        if to == "columns" and lost:
+            empty.append(f"{place.label}: {len(lost)} zero columns, the first at {lost[0]}")
+        elif to == "orthogonal" and is_fresh_factor and bool(zeros.all()):
             empty.append(f"{place.label}: zero, as an adapter's last factor starts")
     if empty:
         raise ConfigError(

@@ -60,9 +60,8 @@ def parameter_groups(
     held = chosen_parameters(model, where, roles, adapters=adapters, batch=batch)
     groups = decay_groups(model, weight_decay, constrained=held)
     if not groups:
-        raise ConfigError(
-            f"parameter_groups: {type(model).__name__} has no parameter that trains; unfreeze some"
-        )
+        name = type(model).__name__
+        raise ConfigError(f"parameter_groups: {name} has no parameter that trains; unfreeze some")
     return groups
 
 
@@ -71,18 +70,13 @@ def decay_groups(
 ) -> list[dict[str, object]]:
     """Return the groups of `parameter_groups` where the ``constrained`` parameters are known
     already."""
-    kept_in_size = set(map(id, constrained))
-    free: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    kept = set(map(id, constrained))
+    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_free = parameter.ndim >= 2 and id(parameter) not in kept_in_size
-            (free if is_free else others).append(parameter)
-    groups: list[dict[str, object]] = [
-        {"params": free, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+            split[parameter.ndim >= 2 and id(parameter) not in kept].append(parameter)
+    decays = {True: weight_decay, False: 0.0}
+    return [{"params": own, "weight_decay": decays[free]} for free, own in split.items() if own]
 
 
 def chosen_parameters(
@@ -153,9 +147,7 @@ class MuonAndAdamW(Optimizer):
         model = unwrap_model(model, "MuonAndAdamW")
         held = chosen_parameters(model, where, roles)
         kept = {id(parameter) for parameter in chosen_parameters(model, adamw)}
-        kept |= {
-            id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-        }
+        kept |= {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
         groups = decay_groups(model, weight_decay, constrained=held)
         hidden = _part(groups, lambda parameter: parameter.ndim == 2 and id(parameter) not in kept)
         rest = _part(groups, lambda parameter: parameter.ndim != 2 or id(parameter) in kept)
@@ -169,14 +161,8 @@ class MuonAndAdamW(Optimizer):
         }
         if rest:
             self._parts["adamw"] = torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, eps=eps)
-        super().__init__(
-            [
-                {**group, _METHOD: name}
-                for name, part in self._parts.items()
-                for group in part.param_groups
-            ],
-            {},
-        )
+        pairs = [(name, group) for name, part in self._parts.items() for group in part.param_groups]
+        super().__init__([{**group, _METHOD: name} for name, group in pairs], {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -200,8 +186,5 @@ class MuonAndAdamW(Optimizer):
 def _part(
     groups: list[dict[str, Any]], belongs: Callable[[nn.Parameter], bool]
 ) -> list[dict[str, Any]]:
-    chosen = [
-        {**group, "params": [entry for entry in group["params"] if belongs(entry)]}
-        for group in groups
-    ]
+    chosen = [{**group, "params": list(filter(belongs, group["params"]))} for group in groups]
     return [group for group in chosen if group["params"]]

@@ -157,11 +157,9 @@ class Constraint:
         _check_storage(ready)
         restarted = [weight.path for weight in ready if weight.claim_state()]
         if restarted:
+            said = "moments gathered before these square weights were constrained are in other"
             self._say(
-                "moments",
-                "the optimizer's moments of these square weights were gathered before they were"
-                " constrained and are in other coordinates; they restart from"
-                f" zero:\n{listed(restarted)}",
+                "moments", f"{said} coordinates; they restart from zero:\n{listed(restarted)}"
             )
         steered = [weight for weight in ready if weight.is_steered]
         with _full_precision(ready):
@@ -179,17 +177,13 @@ class Constraint:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        decayed = {
-            f"{w.path}: weight_decay={decay[id(w.parameter)]}": w.optimizer
-            for w in self.weights
-            if not w.decays and decay.get(id(w.parameter), 0) != 0
-        }
+        pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.decays]
+        decayed = {f"{w.path}: weight_decay={own}": w.optimizer for w, own in pairs if own != 0}
         if decayed and not self._ignore_decay:
             raise ConfigError(
-                "constrain_: these weights are in a parameter group with weight_decay != 0, but"
-                " shrinking a weight whose size is given means nothing; put them in a group with"
-                " weight_decay=0, or pass weight_decay='ignore' (orthogonal ones) to leave the decay"
-                " out of their steps; wellposed.parameter_groups(model, weight_decay, where=...)"
+                "constrain_: a weight whose size is given cannot decay; put these in a parameter group"
+                " with weight_decay=0, or pass weight_decay='ignore' (orthogonal ones) to leave the"
+                " decay out of their steps; wellposed.parameter_groups(model, weight_decay, where=...)"
                 f" makes the groups:\n{listed(list(decayed))}"
             )
         sized = [line for line, optimizer in decayed.items() if reads_weight_size(optimizer)]
@@ -211,10 +205,9 @@ class Constraint:
             broken = [line for group in groups for line in self._retract(group)]
         if broken:
             raise ConvergenceError(
-                "constrain_: the optimizer made steps that are not finite, so these weights could"
-                " not be brought back (square orthogonal ones are where they were before the"
-                " step); look at the loss and the gradients, clip them, or lower the learning"
-                f" rate:\n{listed(broken)}"
+                "constrain_: the optimizer made steps that are not finite, so these weights could not"
+                " be brought back (square orthogonal ones are where they were before it); look at the"
+                f" loss and the gradients, clip them, or lower the learning rate:\n{listed(broken)}"
             )
 
     def _retract(self, group: list[Weight]) -> list[str]:
@@ -240,12 +233,11 @@ class Constraint:
         elif taken.method in ("exponential", "svd"):
             self._say(
                 "large",
-                f"{weight.path}: one optimizer step, or an edit of the weight since the last one,"
-                f" moved this orthogonal weight by up to {taken.size:.2g} (spectral; more than"
-                f" {QUADRATIC_LIMIT:g} is a turn of a radian), so the slower exact retraction was"
-                " used; it is orthogonal, but such steps are rarely wanted: lower the learning"
-                " rate or warm it up. Silence with warnings.filterwarnings('ignore',"
-                " category=wellposed.constrain.ConstraintWarning)",
+                f"{weight.path}: one step, or an edit since the last, moved this orthogonal weight by up"
+                f" to {taken.size:.2g} (spectral; more than {QUADRATIC_LIMIT:g} is a turn of a radian),"
+                " so the slower exact retraction was used; lower the learning rate or warm it up."
+                " Silence with warnings.filterwarnings('ignore', category="
+                "wellposed.constrain.ConstraintWarning)",
             )
 
     def _say(self, kind: str, message: str) -> None:

@@ -50,10 +50,13 @@ class Orthogonal(nn.Module):
             elif point.shape[0] == point.shape[1]:
                 value = based_cayley(point, self.base.to(point.dtype))
             else:
-                value = _reflect(
-                    cayley(point),
-                    *(part.to(point.dtype) for part in (self.reflectors, self.scales, self.signs)),
+                # B = H diag(signs, I) with the orthogonal H of a Householder QR
+                reflectors, scales, signs = (
+                    part.to(point.dtype) for part in (self.reflectors, self.scales, self.signs)
                 )
+                value, columns = cayley(point), len(signs)
+                value = torch.cat([signs.unsqueeze(-1) * value[:columns], value[columns:]])
+                value = torch.ormqr(reflectors, scales, value)
             value = value if self.gain == 1.0 else value * self.gain
             return (value if free.shape[0] >= free.shape[1] else value.mT).to(free.dtype)
 
@@ -70,15 +73,13 @@ class Orthogonal(nn.Module):
     def solve(self, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the X and the base buffers whose image is the matrix nearest to ``weight``."""
         if tuple(weight.shape) != self.shape:
-            raise ShapeError(
-                f"the orthogonal weight has shape {self.shape}, received {tuple(weight.shape)}"
-            )
+            problem = f"the orthogonal weight has shape {self.shape}"
+            raise ShapeError(f"{problem}, received {tuple(weight.shape)}")
         nearest = tall(polar(weight.to(compute_dtype(weight))))
         if not self.has_base:
             free = inverse_cayley(nearest)
-            return (free if self.shape[0] >= self.shape[1] else free.mT).to(
-                weight.dtype
-            ).contiguous(), {}
+            free = free if self.shape[0] >= self.shape[1] else free.mT
+            return free.to(weight.dtype).contiguous(), {}
         zeros = torch.zeros_like(weight)
         if nearest.shape[0] == nearest.shape[1]:
             return zeros, {"base": nearest.contiguous()}
@@ -136,21 +137,15 @@ def orthogonal(
     """
     parameter = getattr(module, name, None)
     if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
-        known = [
-            key
-            for key, value in module.named_parameters(recurse=False)
-            if value.is_floating_point()
-        ]
+        own = module.named_parameters(recurse=False)
+        near = nearest_names(name, [key for key, value in own if value.is_floating_point()])
         raise ConfigError(
             f"orthogonal: {type(module).__name__}.{name} is no floating parameter of this module"
-            f" (received {type(parameter).__name__}); nearest:"
-            f" {', '.join(nearest_names(name, known)) or 'none'}"
+            f" (received {type(parameter).__name__}); nearest: {', '.join(near) or 'none'}"
         )
     if parameter.dim() != 2:
-        raise ShapeError(
-            f"orthogonal: {type(module).__name__}.{name} has shape {tuple(parameter.shape)},"
-            " expected (rows, columns)"
-        )
+        problem = f"{type(module).__name__}.{name} has shape {tuple(parameter.shape)}"
+        raise ShapeError(f"orthogonal: {problem}, expected (rows, columns)")
     shape = (parameter.shape[0], parameter.shape[1])
     mapping = Orthogonal(shape, gain=gain, base=base).to(parameter.device, compute_dtype(parameter))
     parametrize.register_parametrization(module, name, mapping)
@@ -170,10 +165,3 @@ def _load_plain(
         inside = f"{prefix}parametrizations.{name}."
         state_dict[f"{inside}original"] = free
         state_dict.update({f"{inside}0.{key}": value for key, value in buffers.items()})
-
-
-def _reflect(value: Tensor, reflectors: Tensor, scales: Tensor, signs: Tensor) -> Tensor:
-    """Apply ``B = H diag(signs, I)`` with the orthogonal H of a Householder QR."""
-    columns = signs.shape[0]
-    signed = torch.cat([signs.unsqueeze(-1) * value[:columns], value[columns:]])
-    return torch.ormqr(reflectors, scales, signed)

@@ -88,19 +88,12 @@ class Weight:
         before = self.error_of(whole)
         is_moved = not before <= self.tolerance
         inside = self.nearest(whole) if is_moved else whole
-        report = ConstrainedWeight(
-            path=self.path,
-            shape=(whole.shape[0], whole.shape[1]),
-            gain=self.gain,
-            moved_frobenius=_moved(whole, inside, "fro") if is_moved else 0.0,
-            moved_spectral=_moved(whole, inside, 2) if is_moved else 0.0,
-            error_before=before,
-            error_after=self.error_of(inside.to(whole.dtype)),
-            also=self.place.also,
-        )
+        fro, two = (_moved(whole, inside, order) if is_moved else 0.0 for order in ("fro", 2))
+        after = self.error_of(inside.to(whole.dtype))
         if not dry_run:
             self.begin_(inside, is_moved=is_moved)
-        return report
+        shape, also = (whole.shape[0], whole.shape[1]), self.place.also
+        return ConstrainedWeight(self.path, shape, self.gain, fro, two, before, after, also)
 
     def begin_(self, inside: Tensor, *, is_moved: bool) -> None:
         """Store the matrix to start from."""
@@ -204,9 +197,9 @@ class ColumnWeight(Weight):
         has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
         if bool(has_none.any()):
             columns = torch.nonzero(has_none)[..., -1].tolist()
+            count = f"{len(columns)} of {lengths.numel()} columns"
             raise ConvergenceError(
-                f"{len(columns)} of {lengths.numel()} columns are zero or not finite and have no"
-                f" direction: {columns[:5]}"
+                f"{count} are zero or not finite and have no direction: {columns[:5]}"
             )
         return (whole.double() * (self.gain / lengths).unsqueeze(-2)).to(whole.dtype)
 

@@ -73,37 +73,33 @@ class AffinityCapture:
         if not self._ran:
             raise ConfigError(
                 "the affinity penalty needs one forward pass of the model before each call, and"
-                " none was seen: run outputs = model(...) first, on the very module given to"
-                " OrthogonalityPenalty (a wrapper around it is fine, a part of it is not), then"
-                " penalty()"
+                " none was seen: run model(...) first, on the module given to OrthogonalityPenalty"
+                " (a wrapper around it is fine, a part of it is not)"
             )
         seen = {
             path: [note for ref in refs if (note := ref()) is not None]
             for path, refs in self._seen.items()
         }
-        entered, self._entered, self._seen, self._ran = self._entered, set(), {}, False
-        hidden = sorted(entered - seen.keys() - self._skipped)
+        hidden = sorted(self._entered - seen.keys() - self._skipped)
+        self._entered, self._seen, self._ran = set(), {}, False
         if hidden:
             raise ConfigError(
-                "affinities cannot be seen in these attention modules, which ran neither"
-                " scaled_dot_product_attention, nor a softmax over square logits, nor"
-                " multi_head_attention_forward without bias_k and add_zero_attn:\n"
-                + listed(hidden)
-                + "\nFor Hugging Face models run model.set_attn_implementation('sdpa'); otherwise"
-                " set affinity=0"
+                "affinities cannot be seen in attention that runs neither scaled_dot_product_attention,"
+                " nor a softmax over square logits, nor multi_head_attention_forward without bias_k"
+                f" and add_zero_attn:\n{listed(hidden)}\nFor Hugging Face models run"
+                " model.set_attn_implementation('sdpa'); otherwise set affinity=0"
             )
         freed = sorted(path for path, notes in seen.items() if not notes)
-        if freed or not seen:
+        if freed:
             raise ConfigError(
                 "the outputs of the last forward pass were freed before the affinity penalty was"
                 " called; call it before backward() and while the outputs or the loss are alive"
-                if freed
-                else (
-                    "no self-attention module ran over plain tensors and its own tokens in the last"
-                    " forward pass, so there is no affinity to penalise"
-                    " (torch.nn.TransformerEncoder in evaluation may use nested tensors; build it"
-                    " with enable_nested_tensor=False)"
-                )
+            )
+        if not seen:
+            raise ConfigError(
+                "no self-attention ran over plain tensors and its own tokens in the last forward pass"
+                " (torch.nn.TransformerEncoder in evaluation may use nested tensors; build it with"
+                " enable_nested_tensor=False)"
             )
         return [(self.attention[path], note) for path, notes in seen.items() for note in notes]
 

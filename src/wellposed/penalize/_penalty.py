@@ -155,15 +155,8 @@ class OrthogonalityPenalty:
         generator: torch.Generator | None = None,
     ) -> None:
         require_module("OrthogonalityPenalty", model)
-        given = {
-            "affinity": affinity,
-            "attention": attention,
-            "feedforward": feedforward,
-            "query": query,
-            "key": key,
-            "value": value,
-            "embedding": embedding,
-        }
+        given = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
+        given |= {"query": query, "key": key, "value": value, "embedding": embedding}
         self._strengths = _active(given)
         forms = chosen_forms(form, [name for name in PAPER_FORMS if name in self._strengths])
         self.step = 0
@@ -189,11 +182,9 @@ class OrthogonalityPenalty:
             affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
         )
         self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
-        self._capture = (
-            _attach(model, self.roles, layers_per_step, self._next_step)
-            if "affinity" in self._strengths
-            else None
-        )
+        self._capture = None
+        if "affinity" in self._strengths:
+            self._capture = _attach(model, self.roles, layers_per_step, self._next_step)
 
     def __call__(self) -> Tensor:
         """Return the penalty as a scalar that carries gradient, and count one step.
@@ -263,10 +254,7 @@ class OrthogonalityPenalty:
             ConfigError: the penalty has not been called yet.
         """
         if self._parts is None:
-            raise ConfigError(
-                "OrthogonalityPenalty.terms() shows the parts of the last call; call penalty()"
-                " first"
-            )
+            raise ConfigError("terms() shows the parts of the last call; call penalty() first")
         return {name: float(part) for name, part in self._parts.items()}
 
     def remove(self) -> None:
@@ -280,16 +268,12 @@ class OrthogonalityPenalty:
     def _advance(self) -> dict[str, float] | None:
         """Count a step and return its strengths; None where ``every`` leaves it out."""
         if self.removed:
-            raise ConfigError(
-                "this OrthogonalityPenalty was removed from its model; make a new one"
-            )
+            raise ConfigError("this penalty was removed from its model; make a new one")
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return None
-        return {
-            name: _at(name, strength, step) * self.every
-            for name, strength in self._strengths.items()
-        }
+        given = self._strengths.items()
+        return {name: _at(name, strength, step) * self.every for name, strength in given}
 
     def _check_trained(self) -> None:
         frozen = frozen_weights(self._terms)
@@ -340,12 +324,10 @@ def _check_gradients(shown: Sequence[tuple[AttentionRole, Tensor]]) -> None:
     lost = [role.path for role in without if len(without) == len(shown) or role.query.trainable]
     if lost:
         raise ConfigError(
-            "the forward pass left no gradient in these attention modules, so their affinity"
-            " penalty would train nothing:\n"
-            + listed(lost)
-            + "\nRun it outside torch.no_grad() (or call the penalty inside it); with gradient"
-            " checkpointing pass use_reentrant=False; in a frozen model train something they"
-            " depend on"
+            "the forward pass left no gradient in these attention modules, so their affinity penalty"
+            f" would train nothing:\n{listed(lost)}\nRun it outside torch.no_grad() (or call the penalty"
+            " inside it); with gradient checkpointing pass use_reentrant=False; in a frozen model"
+            " train something they depend on"
         )
 
 
@@ -359,27 +341,21 @@ def _summed(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack(
-        [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]
-    ).sum()
+    wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]
+    return torch.stack(wide).sum()
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
-    wrong = [
-        f"{name} = {strength!r}"
-        for name, strength in given.items()
-        if not callable(strength) and not _is_strength(strength)
-    ]
-    if wrong:
+    bad = {k: v for k, v in given.items() if not callable(v) and not _is_strength(v)}
+    if bad:
         raise ConfigError(
             "strengths of OrthogonalityPenalty are finite numbers >= 0, or functions of the step:\n"
-            + listed(wrong)
+            + listed([f"{name} = {strength!r}" for name, strength in bad.items()])
         )
     active = {name: strength for name, strength in given.items() if strength}
     if not active:
         raise ConfigError(
-            "OrthogonalityPenalty was given no strength above zero, so it would do nothing; set at"
-            " least one of " + ", ".join(given)
+            "OrthogonalityPenalty was given no strength above zero; set one of " + ", ".join(given)
         )
     return active
 
@@ -387,10 +363,8 @@ def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
 def _at(name: str, strength: Strength, step: int) -> float:
     value = strength(step) if callable(strength) else strength
     if not _is_strength(value):
-        raise ConfigError(
-            f"the schedule of {name} returned {value!r} at step {step}; expected a finite number"
-            " >= 0"
-        )
+        problem = f"the schedule of {name} returned {value!r} at step {step}"
+        raise ConfigError(f"{problem}; expected a finite number >= 0")
     return float(value)
 
 
@@ -404,25 +378,19 @@ def _attach(
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
         raise RoleNotFoundError(
-            f"affinity: no self-attention module was found in {type(model).__name__}, so there is"
-            " nothing to watch; name its query, key, value and output weights with patterns=, or"
-            " set affinity=0. Roles found:\n" + str(roles)
+            f"affinity: no self-attention module was found in {type(model).__name__}; name its query,"
+            f" key, value and output weights with patterns=, or set affinity=0. Roles found:\n{roles}"
         )
     if layers_per_step is not None and layers_per_step > len(attention):
-        raise ConfigError(
-            f"layers_per_step = {layers_per_step}, but the model has {len(attention)}"
-            " self-attentions"
-        )
+        problem = f"layers_per_step = {layers_per_step}"
+        raise ConfigError(f"{problem}, but the model has {len(attention)} self-attentions")
     kernels = {
         path or type(module).__name__: getattr(module.config, "_attn_implementation", None)
         for path, module in model.named_modules()
         if hasattr(module, "config")
     }
-    unseen = [
-        f"{path}: {kernel}"
-        for path, kernel in kernels.items()
-        if isinstance(kernel, str) and any(word in kernel for word in _UNSEEN)
-    ]
+    named = [(path, str(kernel)) for path, kernel in kernels.items()]
+    unseen = [f"{path}: {name}" for path, name in named if any(word in name for word in _UNSEEN)]
     if unseen:
         raise ConfigError(
             "affinities cannot be seen inside these attention kernels; run"

@@ -122,9 +122,7 @@ def weight_terms(
     if missing:
         raise RoleNotFoundError(
             "a penalty was asked for where there is nothing to penalise:\n"
-            + listed(missing)
-            + "\nRoles found:\n"
-            + str(roles)
+            f"{listed(missing)}\nRoles found:\n{roles}"
         )
     terms, notes = _counted_once(terms)
     _check(terms)
@@ -139,9 +137,8 @@ def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:
     """
     if not any(map(has_lora, model.modules())):
         raise ConfigError(
-            f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A and"
-            " lora_B beside a base_layer); make the penalty after the adapters, or leave"
-            " adapters out"
+            f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A, lora_B"
+            " beside base_layer); make the penalty after the adapters, or leave adapters out"
         )
     return [
         replace(term, views=tuple(adapted_view(model, view) for view in term.views))
@@ -160,12 +157,10 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
     useless = [line for term in frozen if term.strength not in trained for line in _lines(term)]
     if useless:
         raise ConfigError(
-            "these weights are frozen (requires_grad=False), so their penalty has no gradient and"
-            " would train nothing:\n"
-            + listed(useless)
-            + "\nLeave their strength out, train them, or, where LoRA adapters are on them, make"
-            " the penalty after the adapters with adapters=True. To look at the value alone, call"
-            " it under torch.no_grad()"
+            "these weights are frozen (requires_grad=False), so their penalty would train nothing:\n"
+            f"{listed(useless)}\nLeave their strength out, train them, or, where LoRA adapters are on"
+            " them, make the penalty after the adapters with adapters=True. To look at the value"
+            " alone, call it under torch.no_grad()"
         )
     return [line for term in frozen for line in _lines(term)]
 
