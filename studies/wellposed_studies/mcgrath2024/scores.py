@@ -544,7 +544,8 @@ def about_qr(cells: Cells) -> str:
         weakest, shares = _weakest(cells, method), qr_shares(cells, method)
         if weakest is not None:
             gains = ", ".join(
-                f"{of} {said(share)}" for of, share in zip(SETS, shares, strict=False)
+                f"{of} {said(share) if share else 'none'}"
+                for of, share in zip(SETS, shares, strict=False)
             )
             slower = weakest.row()["seconds"] / (cells[0].row()["seconds"] or math.inf)
             texts.append(
