@@ -21,24 +21,6 @@ READS: dict[str, Any] = {
 """What a recipe says of its sentences."""
 
 
-def small_corpus(
-    request: Request, *, max_tokens: int, wanted: tuple[str, str] = ("de", "en")
-) -> dict[str, Any]:
-    """Return the options of the task `translation`: the user's sentences, or generated words."""
-    pairs, limit, generated = request.pick(
-        toy=(60, 6000, 4), mini=(3000, 6000, 200), medium=(20_000, 100_000, 500), paper=()
-    )
-    return {
-        **translation_data(request, wanted=wanted, words=True, pairs=pairs),
-        "max_tokens": max_tokens,
-        "overflow": "drop",
-        "limit_pairs": limit,
-        "generate_beams": 1,
-        "generate_max_examples": generated,
-        "vocab_size": 2000,
-    }
-
-
 def translation_data(
     request: Request,
     *,

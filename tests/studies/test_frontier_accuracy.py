@@ -28,7 +28,7 @@ from wellposed_studies.frontier.accuracy import (
     Evidence,
     judge_accuracy,
 )
-from wellposed_studies.frontier.certified import CORPORA, Sizes, curves_panel, find_texts, text_run
+from wellposed_studies.frontier.certified import CORPORA, Sizes, find_texts, text_run
 from wellposed_studies.study import FinishedRun, PlannedRun, rates_about, tune
 
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
@@ -242,16 +242,6 @@ def test_an_answer_is_kept_for_its_question_alone(
     assert strong_attack.certified_share(folder, task, share=0.0, examples=2) == first
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         strong_attack.certified_share(folder, task, share=0.0, examples=3)
-
-
-def test_a_panel_has_the_mean_of_the_seeds_and_their_error_and_no_legend_for_the_attack() -> None:
-    rows = [
-        {"model": "a", "radius": "0.1", "certified": str(certified), "attacked": "0.9"}
-        for certified in (0.4, 0.6)
-    ]
-    sure, seen = curves_panel("t", rows, ["a"]).series
-    assert (sure.label, list(sure.y), [round(e, 6) for e in sure.errors]) == ("a", [0.5], [0.1])
-    assert (seen.label, list(seen.y)) == ("_a", [0.9])
 
 
 def test_the_committed_rows_are_those_of_the_recipe() -> None:

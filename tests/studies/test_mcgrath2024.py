@@ -16,7 +16,6 @@ from tests.support.recipes import check_reproduced
 from tests.support.refusal import bad_data
 from torch.nn import functional
 
-from wellposed.cli import main
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Request
@@ -142,19 +141,6 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(
     assert scores == ["baseline", *study.PRETRAINED]
     claim = json.loads(done.files[2].read_text())
     assert claim["command"].endswith("--encoder ENCODER")
-
-
-@pytest.mark.slow
-def test_compare_does_what_the_sweep_did(minbert: Path, tmp_path: Path) -> None:
-    words = (
-        "compare minbert --vocab-size 120 --max-length 16 --variants post_ln,key:1e-2,key_query:1e-2"
-        " --seeds 1 --steps 3 --batch-size 12 --eval-every 2 --model.hidden-size 16"
-        " --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
-    )
-    out = tmp_path / "out"
-    assert main([*words.split(), "--data", str(minbert), "--out", str(out)]) == 0
-    rows = read_metrics(out / "key-1e-2" / "seed-0")
-    assert any("err_orth/affinity.0" in row for row in rows)
 
 
 def test_an_encoder_and_data_are_asked_for(minbert: Path, tmp_path: Path) -> None:

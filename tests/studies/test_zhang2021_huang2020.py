@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from wellposed.recipes.reproduce import Request, Scale, reproduce
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
-from wellposed_studies.huang2020.depth import summarise, train_depths
+from wellposed_studies.huang2020.depth import summarise
 from wellposed_studies.presets import PRESETS
 from wellposed_studies.sentences import translation_data
 from wellposed_studies.study import FinishedRun, PlannedRun, Sizes
@@ -229,31 +228,6 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(
     assert summarise(request, sizes, diverged).holds is None, (
         "the claim needs a T-Fixup that learns"
     )
-
-
-def test_each_side_keeps_its_best_rate_of_three(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Made-up losses: T-Fixup is best at the largest rate, post-LN at the least; every seed is
-    trained there."""
-    trained: list[tuple[str, float, int]] = []
-
-    def made(request: Request, planned: Iterable[PlannedRun], **_: object) -> list[FinishedRun]:
-        del request
-        runs = []
-        for folder, _label, config in planned:
-            rate, sign = config.train.learning_rate, -1 if config.variant == "t_fixup" else 1
-            trained.append((config.variant, rate, config.train.seed))
-            runs.append(FinishedRun(config, folder, {"loss,valid": 1 + sign * rate}, {"loss": 2.0}))
-        return runs
-
-    monkeypatch.setattr("wellposed_studies.huang2020.depth.train_grid", made)
-    sizes = Sizes(2, 3, pairs=40, depths=(6,), rates=(1e-3, 1e-2, 1e-1))
-    runs = train_depths(Request("mini", tmp_path), sizes)
-    assert [(run.variant, run.config.train.learning_rate, run.seed) for run in runs] == [
-        *(("t_fixup", 1e-1, seed) for seed in range(3)), *(("post_ln", 1e-3, seed) for seed in range(3)),
-    ]  # fmt: skip
-    assert len(trained) == len(set(trained)) == 2 * (3 + 2)
 
 
 @pytest.mark.parametrize("width", [1, 8])

@@ -270,12 +270,7 @@ class Study:
     measured={"mini": 33},
     estimated={"medium": 360, "paper": 600},
     takes=("data",),
-    power=Power(
-        sizes_of,
-        "test accuracy",
-        0.02,
-        "lipschitz less ReZero on SST, the widest",
-    ),
+    power=Power(sizes_of, "test accuracy", 0.02, "lipschitz less ReZero on SST, the widest"),
 )
 def accuracy(request: Request) -> Reproduction:
     """Clean, certified and attacked accuracy against radius on AG News, IMDb, SST and TREC, each
@@ -307,32 +302,29 @@ def accuracy(request: Request) -> Reproduction:
         texts.append(_said_of_evidence(evidence))
     curves = [row for row in rows if "radius" in row]
     missing = [name for name in CORPORA if name not in corpora]
+    panels = [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in corpora]
+    got = (
+        f"{'; '.join(texts)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
+        f" width {sizes.width}, {sizes.layers} blocks"
+    )
+    holds = judge_accuracy(found)
+    uncertainty = "paired differences over seeds; errors of seeds and of examples"
+    notes = (
+        f"certified and attacked accuracy of every model: the first {sizes.examples}"
+        f" examples of test, and projected gradient descent of {scale.curve_steps} steps a"
+        " radius in eval mode, never too strong",
+        f"every model, with blocks or without, tries {len(sizes.factors)} learning rates a"
+        " factor 3 apart with the first seed and keeps the best on accuracy on valid; the"
+        " others are in the table too; at another temperature than"
+        f" {LIPSCHITZ_TEMPERATURE:g} it takes the rate kept there",
+        f"the verdict is about {JUDGED!r}, the variant as it comes: at the radius of its"
+        f" corpus it is certified on up to {scale.certified} examples of test, and the"
+        " certified of the first seed with least to spare are attacked by"
+        f" {scale.strong.steps} steps from {scale.strong.restarts} starts",
+        *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
+    )
     return judged(
-        request,
-        rows,
-        [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in corpora],
-        (
-            f"{'; '.join(texts)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
-            f" width {sizes.width}, {sizes.layers} blocks"
-        ),
-        judge_accuracy(found),
-        runs,
-        uncertainty="paired differences over seeds; errors of seeds and of examples",
-        test=TEST,
-        notes=(
-            f"certified and attacked accuracy of every model: the first {sizes.examples}"
-            f" examples of test, and projected gradient descent of {scale.curve_steps} steps a"
-            " radius in eval mode, never too strong",
-            f"every model, with blocks or without, tries {len(sizes.factors)} learning rates a"
-            " factor 3 apart with the first seed and keeps the best on accuracy on valid; the"
-            " others are in the table too; at another temperature than"
-            f" {LIPSCHITZ_TEMPERATURE:g} it takes the rate kept there",
-            f"the verdict is about {JUDGED!r}, the variant as it comes: at the radius of its"
-            f" corpus it is certified on up to {scale.certified} examples of test, and the"
-            " certified of the first seed with least to spare are attacked by"
-            f" {scale.strong.steps} steps from {scale.strong.restarts} starts",
-            *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
-        ),
+        request, rows, panels, got, holds, runs, uncertainty=uncertainty, test=TEST, notes=notes
     )
 
 

@@ -296,20 +296,20 @@ def characters(request: Request) -> Reproduction:
     measured = list(_measure(request, sizes))
     theirs = [model for model in measured if model.label in THEIRS]
     ours = [model for model in measured if model.label not in THEIRS]
-    return judged(
-        request,
-        [row for model in measured for row in _rows(model)],
-        _panels(measured),
+    rows = [row for model in measured for row in _rows(model)]
+    panels = _panels(measured)
+    got = (
         "; ".join(_said(model) for model in measured)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} x {sizes.seq_len}"
-        f" characters, {sizes.layers} blocks of width {sizes.width}",
-        judge([[rivalry(mine, rival) for mine in ours] for rival in theirs]),
-        [run for model in measured for run in model.tuned.runs],
-        notes=(
-            f"every model tries {len(sizes.factors)} learning rates with the first seed and"
-            f" keeps the best on valid; temperatures let every model's logits reach {REACH:g}",
-        ),
+        f" characters, {sizes.layers} blocks of width {sizes.width}"
     )
+    holds = judge([[rivalry(mine, rival) for mine in ours] for rival in theirs])
+    runs = [run for model in measured for run in model.tuned.runs]
+    notes = (
+        f"every model tries {len(sizes.factors)} learning rates with the first seed and"
+        f" keeps the best on valid; temperatures let every model's logits reach {REACH:g}",
+    )
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge(rivals: Iterable[Iterable[Rivalry]]) -> bool | None:

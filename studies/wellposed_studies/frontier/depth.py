@@ -78,18 +78,14 @@ def depth(request: Request) -> Reproduction:
             f"{label} trains at {listing(trained[label])} blocks, largest certified total"
             f" {largest[label]:.3g}"
         )
-    return judged(
-        request,
-        rows,
-        _panels(rows),
-        (
-            f"{'; '.join(texts)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds}"
-            " seeds"
-        ),
-        judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"]),
-        [run for run, of in zip(runs, labels, strict=True) if of == "lipschitz"],
-        uncertainty=AGREED,
+    panels = _panels(rows)
+    got = (
+        f"{'; '.join(texts)}; {corpus}, width {sizes.width}, {sizes.steps} steps, {sizes.seeds}"
+        " seeds"
     )
+    holds = judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"])
+    runs = [run for run, of in zip(runs, labels, strict=True) if of == "lipschitz"]
+    return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
 def judge_depth(trained: Sequence[int], depths: Sequence[int], largest_total: float) -> bool:

@@ -114,27 +114,24 @@ def order(request: Request) -> Reproduction:
         for name, lines in gains.items()
         if holds and some(within(gained, low=POINTS) for gained in lines.values())
     }
-    return judged(
-        request,
-        rows,
-        [curves_panel(name, where(points, task=name), models) for name in TASKS],
+    panels = [curves_panel(name, where(points, task=name), models) for name in TASKS]
+    got = (
         "; ".join(_said(name, found, gains[name]) for name in TASKS)
-        + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block",
-        holds,
-        # A control is without what the task asks for; a task that is not won needs every model.
-        [
-            run
-            for of in found
-            if of.label in CERTIFIED and (not holds or (of.task, of.label) in winners)
-            for run in of.tuned.runs
-        ],
-        notes=(
-            f"every model tries {len(sizes.factors)} learning rates with the first seed and"
-            " keeps the best on valid",
-            f"the first {sizes.examples} examples of test; the attack is projected gradient"
-            " descent in eval mode",
-        ),
+        + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block"
     )
+    runs = [
+        run
+        for of in found
+        if of.label in CERTIFIED and (not holds or (of.task, of.label) in winners)
+        for run in of.tuned.runs
+    ]
+    notes = (
+        f"every model tries {len(sizes.factors)} learning rates with the first seed and"
+        " keeps the best on valid",
+        f"the first {sizes.examples} examples of test; the attack is projected gradient"
+        " descent in eval mode",
+    )
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:

@@ -169,26 +169,22 @@ def translation(request: Request) -> Reproduction:
         f" said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
     )
     said = request.data is not None and settled
-    return judged(
-        request,
-        rows,
-        _panels(lengths, found),
-        "; ".join(texts),
-        judge(gains_over_norms(_bleu_by_model(longest))) if said else None,
-        [run for name in TRANSFORMERS for run in longest[name]],
-        test=TEST,
-        notes=(
-            "the first seed keeps the setting with the least loss on valid: Transformers of"
-            " three learning rates, and further ones while the best is the least or the"
-            f" greatest, then of the dropouts {', '.join(f'{each:g}' for each in DROPOUTS)};"
-            f" constraints of the strengths {', '.join(f'{each:g}' for each in STRENGTHS)}, at the"
-            " rate and dropout of post-LN",
-            "the Transformers then train for twice the steps with what they kept,"
-            f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
-            " valid by that, or overfits; the constraints, at their strengths, for as many"
-            " steps as the longest",
-        ),
+    panels = _panels(lengths, found)
+    got = "; ".join(texts)
+    holds = judge(gains_over_norms(_bleu_by_model(longest))) if said else None
+    runs = [run for name in TRANSFORMERS for run in longest[name]]
+    notes = (
+        "the first seed keeps the setting with the least loss on valid: Transformers of"
+        " three learning rates, and further ones while the best is the least or the"
+        f" greatest, then of the dropouts {', '.join(f'{each:g}' for each in DROPOUTS)};"
+        f" constraints of the strengths {', '.join(f'{each:g}' for each in STRENGTHS)}, at the"
+        " rate and dropout of post-LN",
+        "the Transformers then train for twice the steps with what they kept,"
+        f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
+        " valid by that, or overfits; the constraints, at their strengths, for as many"
+        " steps as the longest",
     )
+    return judged(request, rows, panels, got, holds, runs, test=TEST, notes=notes)
 
 
 def judge(gains: Sequence[float]) -> bool | None:

@@ -75,20 +75,18 @@ def theorem_3_1(request: Request) -> Reproduction:
     for setting in SETTINGS:
         of_widths = [f"{said(found[setting, width])} at d = {width}" for width in widths]
         texts.append(f"{setting}: {', '.join(of_widths)}")
-    return Reproduction(
-        rows,
-        [_panel(where(rows, width=width), width, blocks) for width in widths],
-        got=(
-            f"exponent of L in |change of G| / rate, {'; '.join(texts)}; at d = 1 the closed form of the proof"
-            f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
-            f" {printed:.1g} with the 1 that is printed"
-        ),
-        holds=judge_theorem_3_1(
-            [each for (setting, _), each in found.items() if setting in MEETING],
-            [each for (setting, _), each in found.items() if setting in MISSING],
-        ),
-        criterion=Criterion("", seeds, UNCERTAINTY),
+    panels = [_panel(where(rows, width=width), width, blocks) for width in widths]
+    got = (
+        f"exponent of L in |change of G| / rate, {'; '.join(texts)}; at d = 1 the closed form of the proof"
+        f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
+        f" {printed:.1g} with the 1 that is printed"
     )
+    holds = judge_theorem_3_1(
+        [each for (setting, _), each in found.items() if setting in MEETING],
+        [each for (setting, _), each in found.items() if setting in MISSING],
+    )
+    criterion = Criterion("", seeds, UNCERTAINTY)
+    return Reproduction(rows, panels, got=got, holds=holds, criterion=criterion)
 
 
 def judge_theorem_3_1(

@@ -147,22 +147,26 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         panels.append(Panel(label, "step", "training loss", series))
         at_deepest.append([trains(run) for run in last])
     rates = ", ".join(f"{rate:g}" for rate in sizes.rates)
+    got = (
+        f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
+        f" steps, {sizes.seeds} seeds"
+    )
+    holds = judge_depth(*at_deepest)
+    runs = [run for run in runs if run.depth == deepest]
+    notes = (
+        "no warm-up on either side; at every depth each side at its best of the rates"
+        f" {rates} by the loss on valid of the first seed",
+    )
     return judged(
         request,
         rows,
         panels,
-        (
-            f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
-            f" steps, {sizes.seeds} seeds"
-        ),
-        judge_depth(*at_deepest),
-        [run for run in runs if run.depth == deepest],
+        got,
+        holds,
+        runs,
         uncertainty=AGREED,
         fails=lambda run: run.variant == "post_ln",
-        notes=(
-            "no warm-up on either side; at every depth each side at its best of the rates"
-            f" {rates} by the loss on valid of the first seed",
-        ),
+        notes=notes,
     )
 
 

@@ -55,4 +55,5 @@ def table_1(request: Request) -> Reproduction:
     told = [
         f"{row['setting']} {row['learning_rate']:g}, dropout {row['dropout']:g}" for row in rows
     ]
-    return Reproduction(rows, panels, "; ".join(told), holds=None)
+    got = "; ".join(told)
+    return Reproduction(rows, panels, got, holds=None)

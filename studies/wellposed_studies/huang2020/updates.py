@@ -88,27 +88,13 @@ def signal(request: Request) -> Reproduction:
         )
         for seed in range(_DRAWS)
     ]
-    alone = [
-        Panel(
-            f"{stack}, T-Fixup alone",
-            "layer",
-            "|out| / |in|",
-            medians(where(rows, init=T_FIXUP, stack=stack), "layer", "ratio", by=_name),
-            x_scale="log",
-            y_limits=(0.9, 1.2),
-        )
-        for stack in STACKS
-    ]
-    return Reproduction(
-        rows,
-        [*(_beside_xavier(rows, stack) for stack in STACKS), *alone],
-        got=(
-            f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup {encoder};"
-            f" Xavier {xavier}; of decoders: T-Fixup {decoder}"
-        ),
-        holds=agreed(by_seed),
-        criterion=Criterion("", _DRAWS, f"{AGREED}; a ratio is a mean over all tokens"),
+    panels = [_beside_xavier(rows, stack) for stack in STACKS]
+    got = (
+        f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup {encoder};"
+        f" Xavier {xavier}; of decoders: T-Fixup {decoder}"
     )
+    criterion = Criterion("", _DRAWS, f"{AGREED}; a ratio is a mean over all tokens")
+    return Reproduction(rows, panels, got=got, holds=agreed(by_seed), criterion=criterion)
 
 
 def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
@@ -198,18 +184,16 @@ def updates(request: Request) -> Reproduction:
 
     flat = powers(T_FIXUP)
     slopes = ", ".join(f"{stack} {said(values)}" for stack, values in flat.items())
-    return Reproduction(
-        rows,
-        [_change_panel(where(rows, stack=stack), stack) for stack in (ENCODER, WHOLE)],
-        got=(
-            f"|change of f| / rate goes with T-Fixup as N to the power of {slopes}; of the"
-            f" encoder-decoder at {', '.join(map(str, depths))} layers:"
-            f" {'; '.join(map(told, MODELS))}; with biases stepped too"
-            f" {told(T_FIXUP, 'change_with_biases')}"
-        ),
-        holds=judge_updates(flat, powers(XAVIER)),
-        criterion=Criterion("", seeds, UNCERTAINTY),
+    panels = [_change_panel(where(rows, stack=stack), stack) for stack in (ENCODER, WHOLE)]
+    got = (
+        f"|change of f| / rate goes with T-Fixup as N to the power of {slopes}; of the"
+        f" encoder-decoder at {', '.join(map(str, depths))} layers:"
+        f" {'; '.join(map(told, MODELS))}; with biases stepped too"
+        f" {told(T_FIXUP, 'change_with_biases')}"
     )
+    holds = judge_updates(flat, powers(XAVIER))
+    criterion = Criterion("", seeds, UNCERTAINTY)
+    return Reproduction(rows, panels, got=got, holds=holds, criterion=criterion)
 
 
 def judge_updates(

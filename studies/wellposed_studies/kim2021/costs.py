@@ -21,15 +21,7 @@ from wellposed_studies.kim2021.language_models import (
     train_models,
     tuned,
 )
-from wellposed_studies.study import (
-    FinishedRun,
-    Sizes,
-    depths_trained,
-    judged,
-    listing,
-    minus,
-    said,
-)
+from wellposed_studies.study import FinishedRun, Sizes, depths_trained, judged, listing, minus, said
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, Power, every, within
 
 TABLE_2: Mapping[str, Mapping[int, float]] = {
@@ -305,19 +297,21 @@ def _made(
     uncertainty: str = UNCERTAINTY,
 ) -> Reproduction:
     deepest = max(sizes.depths)
+    runs = [run for run in runs if run.variant in (*_JUDGED, "l2_tied_wide")]
+
+    def fails(run: FinishedRun) -> bool:
+        return bool(sizes.rates) and run.variant == "dot_product" and run.depth == deepest
+
     return judged(
         request,
         rows,
         panels,
         got,
         holds,
-        [run for run in runs if run.variant in (*_JUDGED, "l2_tied_wide")],
+        runs,
         uncertainty=uncertainty,
         notes=_notes(sizes),
-        # Of a fixed rate the claim is that dot product does not train at the greatest depth.
-        fails=lambda run: (
-            bool(sizes.rates) and run.variant == "dot_product" and run.depth == deepest
-        ),
+        fails=fails,
     )
 
 

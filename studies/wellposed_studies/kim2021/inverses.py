@@ -17,13 +17,12 @@ from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import (
     HEADS,
     LABELS,
-    READS,
+    ONE_LAYER,
     attentions_of,
-    one_layer,
     train_one_layer,
 )
 from wellposed_studies.study import FinishedRun, judged, spanned
-from wellposed_studies.verdicts import AGREED, Power, agreed
+from wellposed_studies.verdicts import AGREED, agreed
 
 CONSTANTS = (0.5, 0.7, 0.9)
 SPREADS = (1.0, 10.0)
@@ -68,13 +67,7 @@ def figure_3(request: Request) -> Reproduction:
     return _reproduction(request, rows, f"random weights, N = {tokens}, D = {width}")
 
 
-@recipe(
-    "kim2021/figure-5",
-    measured={"mini": 0.8, "medium": 6.9},
-    estimated={"paper": 360},
-    power=Power(one_layer),
-    **READS,
-)
+@recipe("kim2021/figure-5", measured={"mini": 0.8, "medium": 6.9}, **ONE_LAYER)
 def figure_5(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) with trained weights.
 
@@ -210,18 +203,14 @@ def _reproduction(
         all(judge_inverses(where(ends, seed=seed, N=tokens, D=width)) for tokens, width in sizes)
         for seed in seeds
     ]
+    got = (
+        f"after {last} iterations, tokens in +-{SPREADS[-1]:g}: {'; '.join(said)}; "
+        f"tokens in +-{SPREADS[0]:g}: dot product {narrow:.2g}"
+    )
+    holds = agreed(by_seed)
+    uncertainty = f"{AGREED}; the worst error over all inputs counts"
     return judged(
-        request,
-        rows,
-        panels,
-        (
-            f"after {last} iterations, tokens in +-{SPREADS[-1]:g}: {'; '.join(said)}; "
-            f"tokens in +-{SPREADS[0]:g}: dot product {narrow:.2g}"
-        ),
-        agreed(by_seed),
-        runs,
-        seeds=len(seeds),
-        uncertainty=f"{AGREED}; the worst error over all inputs counts",
+        request, rows, panels, got, holds, runs, seeds=len(seeds), uncertainty=uncertainty
     )
 
 
@@ -245,13 +234,7 @@ def _panel(title: str, rows: Sequence[Row]) -> Panel:
     return Panel(title, "fixed point iterations", "max reconstruction error", series, y_scale="log")
 
 
-@recipe(
-    "kim2021/figure-10",
-    measured={"mini": 0.6, "medium": 3.1},
-    estimated={"paper": 360},
-    power=Power(one_layer),
-    **READS,
-)
+@recipe("kim2021/figure-10", measured={"mini": 0.6, "medium": 3.1}, **ONE_LAYER)
 def figure_10(request: Request) -> Reproduction:
     """Histograms of inputs and outputs of trained attention.
 
@@ -303,7 +286,8 @@ def figure_10(request: Request) -> Reproduction:
             f" {_MIDDLE:.0%} {spanned(spans)} times that of inputs"
         )
     holds = judge_figure_10(*widths.values())
-    return judged(request, rows, panels, "; ".join(texts), holds, runs, uncertainty=AGREED)
+    got = "; ".join(texts)
+    return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
 def _span(values: Tensor) -> Tensor:

@@ -22,13 +22,12 @@ from wellposed.linalg import kim_bracket, l2_bracket, phi_inverse
 from wellposed.nn import L2SelfAttention
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import (
-    READS,
+    ONE_LAYER,
     attentions_of,
-    one_layer,
     train_one_layer,
 )
 from wellposed_studies.study import judged, spanned
-from wellposed_studies.verdicts import AGREED, Power, agreed
+from wellposed_studies.verdicts import AGREED, agreed
 
 _BOUND = "bound of tied L2"
 _ATTAINED = (
@@ -90,16 +89,15 @@ def figure_2(request: Request) -> Reproduction:
         "ascended_best": "lower (gradient ascent alone)",
     }
     title, series = "Lip_inf of L2 attention, H = D = 1", _bounds(rows, labels)
+    panels = [Panel(title, "N", "bound", series, x_scale="log")]
+    got = (
+        f"lower/upper is {first['lower_over_upper']:.3f} at N = {first['N']},"
+        f" {last['lower_over_upper']:.3f} at N = {last['N']}; slope against ln N: upper"
+        f" {slopes['upper']:.2f}, lower {slopes['lower']:.2f}"
+    )
+    criterion = Criterion("", uncertainty=_ATTAINED)
     return Reproduction(
-        rows,
-        [Panel(title, "N", "bound", series, x_scale="log")],
-        got=(
-            f"lower/upper is {first['lower_over_upper']:.3f} at N = {first['N']},"
-            f" {last['lower_over_upper']:.3f} at N = {last['N']}; slope against ln N: upper"
-            f" {slopes['upper']:.2f}, lower {slopes['lower']:.2f}"
-        ),
-        holds=judge_figure_2(rows, slopes),
-        criterion=Criterion("", uncertainty=_ATTAINED),
+        rows, panels, got=got, holds=judge_figure_2(rows, slopes), criterion=criterion
     )
 
 
@@ -230,18 +228,15 @@ def figure_7(request: Request) -> Reproduction:
         "lower_fifth": "lower, 5th best",
     }
     title, series = "Lip_2 of L2 attention, H = D = 1", _bounds(rows, labels)
-    return Reproduction(
-        rows,
-        [Panel(title, "N", "bound", series, x_scale="log", y_scale="log")],
-        got=(
-            f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N"
-            f" = {lengths[-1]}; as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f}"
-            f" (root mean square); the paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
-            f" {rows[-1]['upper']:.1f} there"
-        ),
-        holds=judge_figure_7(rows),
-        criterion=Criterion("", uncertainty=_ATTAINED),
+    panels = [Panel(title, "N", "bound", series, x_scale="log", y_scale="log")]
+    got = (
+        f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N"
+        f" = {lengths[-1]}; as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f}"
+        f" (root mean square); the paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
+        f" {rows[-1]['upper']:.1f} there"
     )
+    criterion = Criterion("", uncertainty=_ATTAINED)
+    return Reproduction(rows, panels, got=got, holds=judge_figure_7(rows), criterion=criterion)
 
 
 def judge_figure_7(rows: Sequence[Row]) -> bool:
@@ -281,13 +276,7 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
     return torch.linalg.matrix_norm(jacobian(inputs), 2)
 
 
-@recipe(
-    "kim2021/figure-8",
-    measured={"mini": 0.9, "medium": 3.7},
-    estimated={"paper": 360},
-    power=Power(one_layer),
-    **READS,
-)
+@recipe("kim2021/figure-8", measured={"mini": 0.9, "medium": 3.7}, **ONE_LAYER)
 def figure_8(request: Request) -> Reproduction:
     """The Jacobian of trained dot-product attention while its input is ascended.
 
@@ -338,27 +327,34 @@ def figure_8(request: Request) -> Reproduction:
         replace(line, style="dashed" if line.label == _BOUND else "solid")
         for line in medians(rows, "step", "jacobian_inf_norm", by="attention")
     ]
+    panels = [
+        Panel("|J|_inf while the input is ascended", "step", "|J|_inf", series, y_scale="log")
+    ]
+    got = (
+        f"dot product by plain ascent: {spanned([of[0] for of in alone])} after {steps} steps,"
+        f" {spanned([of[-1] for of in alone])} after {steps * rounds}"
+        f" ({spanned(list(map(_late_growth, alone)))} times more in the second half); with the"
+        f" input of Theorem 3.1's proof {spanned([of[-1] for of in helped])}"
+        f" ({spanned(list(map(_late_growth, helped)))} times more); tied L2 stays at"
+        f" {spanned(largest)}, below its certified {spanned(bound)}; dot product has no"
+        " certificate"
+    )
+    holds = agreed(by_seed)
+    runs = [run for mine in runs.values() for run in mine]
+    notes = (
+        f"{tokens} tokens; ascent alone is the paper's experiment (Adam on the input, which it"
+        f" shows for dot product only); in the other curves each round of {steps} steps also"
+        " starts from the best input doubled, with the query of its first token 0",
+    )
     return judged(
         request,
         rows,
-        [Panel("|J|_inf while the input is ascended", "step", "|J|_inf", series, y_scale="log")],
-        (
-            f"dot product by plain ascent: {spanned([of[0] for of in alone])} after {steps} steps,"
-            f" {spanned([of[-1] for of in alone])} after {steps * rounds}"
-            f" ({spanned(list(map(_late_growth, alone)))} times more in the second half); with the"
-            f" input of Theorem 3.1's proof {spanned([of[-1] for of in helped])}"
-            f" ({spanned(list(map(_late_growth, helped)))} times more); tied L2 stays at"
-            f" {spanned(largest)}, below its certified {spanned(bound)}; dot product has no"
-            " certificate"
-        ),
-        agreed(by_seed),
-        [run for mine in runs.values() for run in mine],
+        panels,
+        got,
+        holds,
+        runs,
         uncertainty=f"{AGREED}; the norms are attained values",
-        notes=(
-            f"{tokens} tokens; ascent alone is the paper's experiment (Adam on the input, which it"
-            f" shows for dot product only); in the other curves each round of {steps} steps also"
-            " starts from the best input doubled, with the query of its first token 0",
-        ),
+        notes=notes,
     )
 
 

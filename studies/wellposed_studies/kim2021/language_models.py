@@ -14,6 +14,7 @@ from wellposed.recipes.recipe import Request
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
 from wellposed_studies.study import FinishedRun, Sizes, train_grid, tune
+from wellposed_studies.verdicts import Power
 
 READS: dict[str, Any] = {
     "folders": (
@@ -103,6 +104,10 @@ def fixed(request: Request) -> Sizes:
 def one_layer(request: Request) -> Sizes:
     """One layer of `tuned`."""
     return replace(tuned(request), depths=(1,))
+
+
+ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_layer), **READS}
+"""What a recipe that looks into one trained layer says of itself."""
 
 
 def run_config(

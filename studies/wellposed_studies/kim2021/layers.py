@@ -67,13 +67,9 @@ def bound_ratio(request: Request) -> Reproduction:
         series = lines(mine, "N", "ratio", by=lambda row: f"D = {row['D']}")
         title = f"Theorem 3.2 over the sharper bound, norm {norm}"
         panels.append(Panel(title, "N", "ratio", series, y_scale="log"))
-    return Reproduction(
-        rows,
-        panels,
-        got=f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}",
-        holds=judge_ratio([row["ratio"] for row in rows]),
-        criterion=Criterion("", seeds, AGREED),
-    )
+    got = f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}"
+    holds = judge_ratio([row["ratio"] for row in rows])
+    return Reproduction(rows, panels, got=got, holds=holds, criterion=Criterion("", seeds, AGREED))
 
 
 def judge_ratio(ratios: list[float]) -> bool:
@@ -140,24 +136,25 @@ def table_1(request: Request) -> Reproduction:
         ]
     worst = max(rows, key=lambda row: row["over_dot_product"])
     series = lines(rows, "layers", "step_seconds", by="attention")
-    return Reproduction(
-        rows,
-        [Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)],
-        got=f"at {depths[-1]} layers, over dot product: "
+    panels = [Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)]
+    got = (
+        f"at {depths[-1]} layers, over dot product: "
         + ", ".join(
             f"{row['attention']} {row['over_dot_product']:.2f}"
             for row in where(rows, layers=depths[-1])[1:]
         )
         + f"; largest {worst['over_dot_product']:.2f} ({worst['attention']}, {worst['layers']}"
-        " layers)",
-        holds=judge_table_1(rows),
-        criterion=Criterion("", uncertainty=f"medians of {repeats} interleaved steps"),
-        notes=(
-            (
-                f"median of {repeats} interleaved steps of batch {batch} on {timing_device()}; an"
-                f" epoch is {steps_per_epoch:.0f} steps; timings on a busy machine scatter"
-            ),
+        " layers)"
+    )
+    criterion = Criterion("", uncertainty=f"medians of {repeats} interleaved steps")
+    notes = (
+        (
+            f"median of {repeats} interleaved steps of batch {batch} on {timing_device()}; an"
+            f" epoch is {steps_per_epoch:.0f} steps; timings on a busy machine scatter"
         ),
+    )
+    return Reproduction(
+        rows, panels, got=got, holds=judge_table_1(rows), criterion=criterion, notes=notes
     )
 
 

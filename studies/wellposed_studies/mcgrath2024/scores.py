@@ -65,7 +65,6 @@ PAPER_TABLE: Mapping[str, tuple[float, ...]] = {
 }
 HEADINGS = ("SST accuracy", "Para accuracy", "STS Pearson", "overall")
 ROLES = ("token_embedding", "query", "key", "value", "affinity")
-NOTHING = "no training ended"
 DRIFT_TEST = (
     "err_orth at the end over its initial value, without a penalty, is below 1 for every weight in"
     " every layer and not for every affinity; one weight significantly above 1 (t-tests over seeds,"
@@ -350,17 +349,12 @@ def _made(
             else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
             " difference here says little of his"
         )
+
+    def fails(run: FinishedRun) -> bool:
+        return run.variant.partition(":")[0] in QR_METHODS
+
     return judged(
-        request,
-        rows,
-        panels,
-        got or NOTHING,
-        holds,
-        runs,
-        uncertainty=uncertainty,
-        notes=notes,
-        # Of the QR loss the claim is that it fails.
-        fails=lambda run: run.variant.partition(":")[0] in QR_METHODS,
+        request, rows, panels, got, holds, runs, uncertainty=uncertainty, notes=notes, fails=fails
     )
 
 

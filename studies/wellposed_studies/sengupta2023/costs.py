@@ -110,14 +110,11 @@ def table_5(request: Request) -> Reproduction:
         Series("printed / 10", list(printed), list(printed.values()), "dots"),
     ]
     title, names = f"parameters, L = {layers}, d = {width}", [row["model"] for row in rows]
-    return Reproduction(
-        rows,
-        [Panel(title, "", "millions", series, names=names)],
-        got=f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas"
-        + ("; every printed value is ten times ours" if tenfold else ""),
-        holds=judge_table_5(ratios),
-        criterion=Criterion(""),
+    panels = [Panel(title, "", "millions", series, names=names)]
+    got = f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas" + (
+        "; every printed value is ten times ours" if tenfold else ""
     )
+    return Reproduction(rows, panels, got=got, holds=judge_table_5(ratios), criterion=Criterion(""))
 
 
 def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:
@@ -248,34 +245,33 @@ def table_4(request: Request) -> Reproduction:
             mine = seconds[f"{name}, {attention}"]
             speedup = seconds[f"Transformer, {attention}"] / mine
             rows.append({**row, "seconds": mine, "speedup": speedup})
-    return Reproduction(
-        rows,
-        [
-            Panel(
-                f"{attention}, d = {width}, L = {layers}",
-                "tokens",
-                "seconds",
-                lines(where(rows, attention=attention), "tokens", "seconds", by="model"),
-                x_scale="log",
-                y_scale="log",
-            )
-            for attention in ATTENTIONS
-        ],
-        got="TransJect over Transformer: "
-        + "; ".join(_said(rows, attention) for attention in ATTENTIONS),
-        holds=judge_table_4(
-            [row["speedup"] for row in where(rows, attention=_PAPERS, model="TransJect")]
+    panels = [
+        Panel(
+            f"{attention}, d = {width}, L = {layers}",
+            "tokens",
+            "seconds",
+            lines(where(rows, attention=attention), "tokens", "seconds", by="model"),
+            x_scale="log",
+            y_scale="log",
         )
+        for attention in ATTENTIONS
+    ]
+    got = "TransJect over Transformer: " + "; ".join(
+        _said(rows, attention) for attention in ATTENTIONS
+    )
+    holds = (
+        judge_table_4([row["speedup"] for row in where(rows, attention=_PAPERS, model="TransJect")])
         if device == "cuda"
-        else None,
-        criterion=Criterion("", uncertainty=f"medians of {repeats} interleaved passes"),
-        notes=(
-            (
-                f"median of {repeats} interleaved passes without gradient, batch 1, float32, on"
-                f" {device}; the paper prints neither batch nor device"
-            ),
+        else None
+    )
+    criterion = Criterion("", uncertainty=f"medians of {repeats} interleaved passes")
+    notes = (
+        (
+            f"median of {repeats} interleaved passes without gradient, batch 1, float32, on"
+            f" {device}; the paper prints neither batch nor device"
         ),
     )
+    return Reproduction(rows, panels, got=got, holds=holds, criterion=criterion, notes=notes)
 
 
 def _run(model: Any, ids: torch.Tensor, attention: str) -> None:

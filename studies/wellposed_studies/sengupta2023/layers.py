@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -40,20 +41,18 @@ from wellposed_studies.sengupta2023.trained import (
     train_study,
 )
 from wellposed_studies.study import FinishedRun, judged, minus, said
-from wellposed_studies.verdicts import (
-    AGREED,
-    Power,
-    agreed,
-    by_training,
-    every,
-    within,
-)
+from wellposed_studies.verdicts import AGREED, Power, agreed, by_training, every, within
 
 NEIGHBOURS_NOTE = (
     "entropies in nats by the three nearest neighbours; the paper names no estimator; entropy"
     " depends on scale"
 )
-FACTORS = Power(imdb_seeds, "median activation factors", 0.12, "Transformer by dropout on IMDb")
+_DATA: dict[str, Any] = {"takes": ("data",)}
+FACTORS = {
+    **_DATA,
+    "power": Power(imdb_seeds, "median activation factors", 0.12, "Transformer by dropout on IMDb"),
+}
+_WEIGHTS = {**_DATA, "estimated": {"medium": 70}, "power": Power(imdb_seeds)}
 _MODELS = ("transject", "post_ln", "rezero", "orthogonal")
 _MUCH_HIGHER = 1.5
 _DRAWN = ("activation factor, euclidean", "activation factor, cosine", "entropy")
@@ -66,13 +65,7 @@ def figure_studies(request: Request) -> list[Study]:
     return [text_study(request, "imdb"), arena_study(request, "text")]
 
 
-@recipe(
-    "sengupta2023/figure-3a",
-    measured={"mini": 19},
-    estimated={"medium": 470},
-    takes=("data",),
-    power=FACTORS,
-)
+@recipe("sengupta2023/figure-3a", measured={"mini": 19}, estimated={"medium": 470}, **FACTORS)
 def figure_3a(request: Request) -> Reproduction:
     """Activation factors and entropies by layer of four models, and their correlations (the runs
     of tables 1 and 2).
@@ -143,15 +136,9 @@ def figure_3a(request: Request) -> Reproduction:
             )
             for scaled in study.scales()
         ]
-    return judged(
-        request,
-        rows,
-        panels,
-        "; ".join(texts),
-        agreed(verdicts),
-        runs,
-        notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
-    )
+    got = "; ".join(texts)
+    holds = agreed(verdicts)
+    return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
 
 
 def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
@@ -294,15 +281,10 @@ def figure_3b(request: Request) -> Reproduction:
         for plain in means
         if plain != experts
     ]
-    return judged(
-        request,
-        rows,
-        [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)],
-        f"mean entropy in nats of experts or heads, after training and before: {', '.join(texts)}",
-        agreed(verdicts),
-        runs,
-        notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
-    )
+    panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
+    got = f"mean entropy in nats of experts or heads, after training and before: {', '.join(texts)}"
+    holds = agreed(verdicts)
+    return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
 
 
 def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:
@@ -310,13 +292,7 @@ def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | 
     return within(minus(experts, heads), high=0)
 
 
-@recipe(
-    "sengupta2023/figure-5",
-    measured={"mini": 1.8},
-    estimated={"medium": 70},
-    takes=("data",),
-    power=Power(imdb_seeds),
-)
+@recipe("sengupta2023/figure-5", measured={"mini": 1.8}, **_WEIGHTS)
 def figure_5(request: Request) -> Reproduction:
     """Residual weights of TransJect by layer after training (the runs of tables 1 and 2).
 
@@ -352,18 +328,12 @@ def figure_5(request: Request) -> Reproduction:
         panels.append(Panel(study.name, "layer", "alpha / L", series, level=level))
         rows += mine
     weights = [row["alpha_over_layers"] for row in rows]
-    return judged(
-        request,
-        rows,
-        panels,
-        (
-            f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers; training"
-            f" moved the largest |alpha| by {min(moved):.3f} or more"
-        ),
-        judge_figure_5(weights, moved),
-        runs,
-        uncertainty=AGREED,
+    got = (
+        f"largest |alpha| / L {max(map(abs, weights)):.3f} over {len(rows)} layers; training"
+        f" moved the largest |alpha| by {min(moved):.3f} or more"
     )
+    holds = judge_figure_5(weights, moved)
+    return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
 def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | None:
@@ -371,13 +341,7 @@ def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | N
     return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
 
-@recipe(
-    "sengupta2023/figure-7",
-    measured={"mini": 2},
-    estimated={"medium": 70},
-    takes=("data",),
-    power=Power(imdb_seeds),
-)
+@recipe("sengupta2023/figure-7", measured={"mini": 2}, **_WEIGHTS)
 def figure_7(request: Request) -> Reproduction:
     """Weights of the experts over test texts (the runs of tables 1 and 2).
 
@@ -422,18 +386,12 @@ def figure_7(request: Request) -> Reproduction:
         series.append(Series(mode, [GATE_MODE, GATE_MODE], height, "dashed"))
         panels.append(Panel(study.name, "expert weight", "share of weights", series))
     means = [row["mean_weight"] for row in rows]
-    return judged(
-        request,
-        rows,
-        panels,
-        (
-            f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f}"
-            f" being even; training moved some weight of a text by {min(moved):.3f} or more"
-        ),
-        judge_figure_7(means, even, moved),
-        runs,
-        uncertainty=AGREED,
+    got = (
+        f"mean weight of an expert between {min(means):.3f} and {max(means):.3f}, {even:.2f}"
+        f" being even; training moved some weight of a text by {min(moved):.3f} or more"
     )
+    holds = judge_figure_7(means, even, moved)
+    return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
 def judge_figure_7(means: Sequence[float], even: float, moved: Sequence[float]) -> bool | None:

@@ -20,14 +20,7 @@ from wellposed_studies.sengupta2023.trained import (
     train_study,
     tuned_study,
 )
-from wellposed_studies.study import (
-    FinishedRun,
-    judged,
-    mean_and_error,
-    mean_series,
-    minus,
-    said,
-)
+from wellposed_studies.study import FinishedRun, judged, mean_and_error, mean_series, minus, said
 from wellposed_studies.verdicts import agreed, every, within
 
 _SWEPT = (
@@ -44,13 +37,7 @@ Changes = Mapping[tuple[str, str], Sequence[float]]
 """What an option does to a model, seed by seed."""
 
 
-@recipe(
-    "sengupta2023/figure-6",
-    measured={"mini": 27},
-    estimated={"medium": 520},
-    takes=("data",),
-    power=FACTORS,
-)
+@recipe("sengupta2023/figure-6", measured={"mini": 27}, estimated={"medium": 520}, **FACTORS)
 def figure_6(request: Request) -> Reproduction:
     """Activation factor and entropy against experts, layers and dropout (data: imdb).
 
@@ -109,18 +96,12 @@ def figure_6(request: Request) -> Reproduction:
         ]
         panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
     texts = [f"{model}: {option} {said(of)}" for (model, option), of in change.items() if of]
-    return judged(
-        request,
-        rows,
-        panels,
-        (
-            "change of the activation factor from the smallest to the largest value:"
-            f" {', '.join(texts)}"
-        ),
-        agreed([judge_figure_6(change, of.model_name("post_ln")) for of in study.scales()]),
-        runs,
-        notes=(NEIGHBOURS_NOTE, SCALE_NOTE),
+    got = (
+        "change of the activation factor from the smallest to the largest value:"
+        f" {', '.join(texts)}"
     )
+    holds = agreed([judge_figure_6(change, of.model_name("post_ln")) for of in study.scales()])
+    return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
 
 
 def judge_figure_6(change: Changes, plain: str) -> bool | None:

@@ -174,13 +174,7 @@ def table_2(request: Request) -> Reproduction:
     estimated={"medium": 500},
     takes=("data",),
     builtin="words of English prose that ships with Python",
-    power=Power(
-        lambda request: words_study(request).sizes,
-        "test perplexity",
-        3.5,
-        _OURS,
-        tests=3,
-    ),
+    power=Power(lambda request: words_study(request).sizes, "test perplexity", 3.5, _OURS, tests=3),
 )
 def table_3(request: Request) -> Reproduction:
     """Perplexity on the words of the Penn Treebank of five models (data: a folder with ptb).
@@ -269,16 +263,11 @@ def _made(
     steps = f"{sizes.steps} steps each"
     if len({study.sizes.steps for study in studies}) > 1:
         steps = ", ".join(f"{study.name} {study.sizes.steps} steps" for study in studies)
+    panels = [chart(study, where(rows, task=study.name)) for study in studies]
+    got = f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{about}"
+    notes = (*_NOTES[request.scale], *notes, f"data: {', '.join(data)}")
     return judged(
-        request,
-        rows,
-        [chart(study, where(rows, task=study.name)) for study in studies],
-        f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{about}",
-        holds,
-        runs,
-        uncertainty=_PAIRED,
-        test=test,
-        notes=(*_NOTES[request.scale], *notes, f"data: {', '.join(data)}"),
+        request, rows, panels, got, holds, runs, uncertainty=_PAIRED, test=test, notes=notes
     )
 
 

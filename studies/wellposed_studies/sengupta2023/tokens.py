@@ -14,11 +14,7 @@ from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
 from wellposed.measurement import hidden_states, isomap, token_distances
 from wellposed.recipes.recipe import Reproduction, Request, recipe
-from wellposed_studies.sengupta2023.trained import (
-    SCALE_NOTE,
-    text_study,
-    train_study,
-)
+from wellposed_studies.sengupta2023.trained import SCALE_NOTE, text_study, train_study
 from wellposed_studies.study import FinishedRun, judged, minus, said
 from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
@@ -79,27 +75,23 @@ def figure_1(request: Request) -> Reproduction:
             series = lines(mine, "layer", "distance", by="pair")
             panels.append(Panel(model, "layer", f"{metric} distance", series))
     texts = [f"{model} {metric} {said(values)}" for (model, metric), values in growth.items()]
-    return judged(
-        request,
-        rows,
-        panels,
-        (
-            "last layer over embedding, median of three pairs, mean and standard error over seeds:"
-            f" {', '.join(texts)}"
-        ),
-        found.verdict(
-            lambda _, plain: judge_figure_1(*(growth[plain, metric] for metric in _METRICS))
-        ),
-        found.runs,
-        notes=(
-            (
-                f"the pairs {', '.join(' - '.join(pair) for pair in PAIRS)} (the paper does not"
-                " name its own); the last state of the Transformer is normed; words outside the"
-                " vocabulary are one unknown token; drawn: seed 0"
-            ),
-            SCALE_NOTE,
-        ),
+    got = (
+        "last layer over embedding, median of three pairs, mean and standard error over seeds:"
+        f" {', '.join(texts)}"
     )
+    holds = found.verdict(
+        lambda _, plain: judge_figure_1(*(growth[plain, metric] for metric in _METRICS))
+    )
+    runs = found.runs
+    notes = (
+        (
+            f"the pairs {', '.join(' - '.join(pair) for pair in PAIRS)} (the paper does not"
+            " name its own); the last state of the Transformer is normed; words outside the"
+            " vocabulary are one unknown token; drawn: seed 0"
+        ),
+        SCALE_NOTE,
+    )
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> bool | None:
@@ -150,22 +142,18 @@ def figure_4(request: Request) -> Reproduction:
             for layer in range(len(states)):
                 panels.append(_isomap_panel(f"{model}, layer {layer}", where(points, layer=layer)))
     texts = [f"{model} {said(values, 3)}" for model, values in kept.items()]
-    return judged(
-        request,
-        rows,
-        panels,
-        (
-            "correlation of all token distances, last layer with embedding, mean and standard error"
-            f" over seeds: {', '.join(texts)}"
-        ),
-        found.verdict(lambda ours, plain: judge_figure_4(kept[ours], kept[plain])),
-        found.runs,
-        notes=(
-            "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
-            f" marked: {', '.join(CHOSEN)}",
-            SCALE_NOTE,
-        ),
+    got = (
+        "correlation of all token distances, last layer with embedding, mean and standard error"
+        f" over seeds: {', '.join(texts)}"
     )
+    holds = found.verdict(lambda ours, plain: judge_figure_4(kept[ours], kept[plain]))
+    runs = found.runs
+    notes = (
+        "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
+        f" marked: {', '.join(CHOSEN)}",
+        SCALE_NOTE,
+    )
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:

@@ -99,19 +99,16 @@ def theorem_2_1(request: Request) -> Reproduction:
     worst = max(row["measured_over_tight"] for row in rows)
     loosest = min(row["printed_over_measured"] for row in rows)
     reached = max(row["measured_over_tight"] for row in rows if row["keys"] == "two opposite")
-    return Reproduction(
-        rows,
-        [_panel(name, rows) for name in KEYS],
-        got=(
-            "no change of a row exceeds the bound with 1/2: the largest measured over tight is"
-            f" {worst:.6f}, reached with two opposite keys ({reached:.6f}); the printed bound is at"
-            f" least {loosest:.2f} times what was measured"
-        ),
-        holds=judge_theorem(rows),
-        criterion=Criterion(
-            "", uncertainty="changes are attained values: more effort can only raise them"
-        ),
+    panels = [_panel(name, rows) for name in KEYS]
+    got = (
+        "no change of a row exceeds the bound with 1/2: the largest measured over tight is"
+        f" {worst:.6f}, reached with two opposite keys ({reached:.6f}); the printed bound is at"
+        f" least {loosest:.2f} times what was measured"
     )
+    criterion = Criterion(
+        "", uncertainty="changes are attained values: more effort can only raise them"
+    )
+    return Reproduction(rows, panels, got=got, holds=judge_theorem(rows), criterion=criterion)
 
 
 def judge_theorem(rows: Sequence[Row]) -> bool:

@@ -16,7 +16,7 @@ from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.training.config import RunConfig
-from wellposed_studies.sentences import READS, random_walk, small_corpus, splits
+from wellposed_studies.sentences import READS, random_walk, splits, translation_data
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
@@ -261,8 +261,14 @@ def table_4(request: Request) -> Reproduction:
 def _translation(
     request: Request, label: str, width: int, *, twice: bool = False, **options: Any
 ) -> Study:
-    options = {"tokenizer": "bpe", **small_corpus(request, max_tokens=300), **options}
-    return Study(label, _run(request, "translation", options, width, twice=twice))
+    """Return the user's sentences, or generated words, with what is trained on them."""
+    pairs, limit, generated = request.pick(
+        toy=(60, 6000, 4), mini=(3000, 6000, 200), medium=(20_000, 100_000, 500), paper=()
+    )
+    corpus = translation_data(request, words=True, pairs=pairs)
+    corpus |= {"max_tokens": 300, "overflow": "drop", "limit_pairs": limit, "tokenizer": "bpe"}
+    corpus |= {"generate_beams": 1, "generate_max_examples": generated, "vocab_size": 2000}
+    return Study(label, _run(request, "translation", {**corpus, **options}, width, twice=twice))
 
 
 def _run(
@@ -341,16 +347,15 @@ def _reproduce(
     if gains:
         told = about_gains(paper, gains)
         recomputed = f"gain of the best variant in %, as printed (recomputed): {told}"
+    panels = [
+        panel for study in studies for panel in panels(study, where(rows, corpus=study.label))
+    ]
+    got = "; ".join(texts)
+    holds = None if request.data is None else every(verdicts)
+    uncertainty = "paired t-tests over seeds, Holm-corrected, at 5 %"
+    notes = tuple(filter(None, (of_paper, recomputed, FORM_NOTE, *notes, *NOTES)))
     return judged(
-        request,
-        rows,
-        [panel for study in studies for panel in panels(study, where(rows, corpus=study.label))],
-        "; ".join(texts),
-        None if request.data is None else every(verdicts),
-        chosen,
-        uncertainty="paired t-tests over seeds, Holm-corrected, at 5 %",
-        test=TEST,
-        notes=tuple(filter(None, (of_paper, recomputed, FORM_NOTE, *notes, *NOTES))),
+        request, rows, panels, got, holds, chosen, uncertainty=uncertainty, test=TEST, notes=notes
     )
 
 
