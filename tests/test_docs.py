@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from tests.support.block import run_block
 
+import wellposed
 from wellposed.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -55,11 +56,46 @@ def test_ten_answers_have_ten_lines_at_most() -> None:
     assert max(len([line for line in code.splitlines() if line.strip()]) for code in blocks) <= 10
 
 
-def test_the_readme_is_short_and_names_both_commands() -> None:
+def test_the_readme_is_short_and_its_first_screen_says_what_what_for_and_how_to_start() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 150
-    assert "make demo" in text
-    assert "make test" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(re.sub(r"```.*?```|\|", "", text, flags=re.DOTALL).split()) <= 600
+    first = "".join(text.splitlines(keepends=True)[:36])
+    for part in (
+        "may change its answer",
+        "pip install",
+        "wellposed compare",
+        "make demo",
+        "make test",
+    ):
+        assert part in first
+
+
+SENTENCE = (
+    "wellposed trains Transformers that hold and proves it, and measures your own beside them"
+)
+
+
+def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme, index = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/index.md"))
+    main(["--help"])
+    places = [readme, index, wellposed.__doc__ or "", capsys.readouterr().out]
+    places += [(ROOT / name).read_text("utf-8") for name in ("pyproject.toml", "mkdocs.yml")]
+    for place in places:
+        assert SENTENCE in place.replace("`", "")
+    tables = (readme.partition("| verb |")[2], index.partition("| verb |")[2])
+    rows = {len(table.partition("\n\n")[0].splitlines()) - 2 for table in tables}
+    assert rows == {7}
+    for place in places[:3]:
+        assert "seven verbs" in place.lower()
+
+
+def test_the_navigation_has_at_most_eight_entries() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("nav:\n")[2].partition("theme:")[0]
+    assert len(re.findall(r"^  - ", nav, re.MULTILINE)) <= 8
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:

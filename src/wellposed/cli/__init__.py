@@ -182,8 +182,8 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
     return (
-        "usage: wellposed COMMAND [OPTIONS]\n\nWell-posed Transformers: train, compare, measure"
-        f" and certify them beside the plain baseline.\n\n{rows}\n\n`wellposed COMMAND --help`"
+        "usage: wellposed COMMAND [OPTIONS]\n\nwellposed trains Transformers that hold and proves"
+        f" it, and measures your own beside them.\n\n{rows}\n\n`wellposed COMMAND --help`"
         " describes a command; --debug shows tracebacks; --version prints the version;\n"
         "--print-completion bash (or zsh) prints what makes the shell complete words.\n"
         "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
