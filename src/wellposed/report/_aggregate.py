@@ -234,7 +234,8 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     results, notes, labels = [], [], list(groups)
     for place, (mine, group) in enumerate(zip(finished, groups.values(), strict=True)):
         names = [m for m in mine[0].values if all(m in run.values for run in mine)] if mine else []
-        metrics = {m: _summary(m, mine) for m in names}
+        values = {m: tuple(float(run.values[m]) for run in mine) for m in names}
+        metrics = {m: Summary(*mean_and_standard_error(v), v) for m, v in values.items()}
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
@@ -287,11 +288,6 @@ def reference_value(headline: str, reference: Mapping[str, float]) -> float | No
     else ``None``."""
     only = next(iter(reference.values())) if len(reference) == 1 else None
     return reference.get(headline, only)
-
-
-def _summary(metric: str, group: Sequence[Run]) -> Summary:
-    values = tuple(float(run.values[metric]) for run in group)
-    return Summary(*mean_and_standard_error(values), values)
 
 
 def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
@@ -350,16 +346,14 @@ def _task_table(task: TaskComparison) -> str:
         ]
         rows.append(row)
     title = f"{task.task}: {task.metric}, mean ± standard error ({reference})"
-    return "\n".join([text_table(title, columns, rows), *conclusions(task)])
-
-
-def conclusions(task: TaskComparison) -> list[str]:
-    """Return one sentence per variant against the first, then what a reader must know about the
-    comparison."""
-    tested = [(r.variant, r.comparison) for r in task.variants if r.comparison]
-    first = task.variants[0].variant
-    verdicts = [f"{variant} against {first}: {test.verdict}" for variant, test in tested]
-    return [*verdicts, *(f"note: {note}" for note in task.notes)]
+    first, *others = task.variants
+    said = [
+        f"{of.variant} against {first.variant}: {of.comparison.verdict}"
+        for of in others
+        if of.comparison
+    ]
+    said += [f"note: {note}" for note in task.notes]
+    return "\n".join([text_table(title, columns, rows), *said])
 
 
 def verdict(task: TaskComparison) -> str:

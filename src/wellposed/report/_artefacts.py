@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,9 @@ _NEEDED = ("recipe", "paper_says", "we_got", "holds")
 _SVG = "data:image/svg+xml;base64,"
 
 
-@dataclass(frozen=True)
-class Artefact:
-    """One reproduced table or figure."""
-
-    title: str
-    facts: Mapping[str, str]
-    remarks: Sequence[str]
-    tables: Sequence[Table]
-    drawings: Sequence[tuple[str, str]]
-    """What each shows, and the SVG as an address; as an image it can neither run nor fetch
-    anything."""
+Artefact = dict[str, Any]
+"""One reproduced table or figure: ``title``, ``facts``, ``remarks``, ``tables`` and ``drawings``, what
+each shows and the SVG as an address; as an image it can neither run nor fetch anything."""
 
 
 def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
@@ -53,7 +44,7 @@ def overview(artefacts: Sequence[Artefact]) -> Table | None:
     """Return one row for each of several claims."""
     if len(artefacts) < 2:
         return None
-    rows = [{"name": each.title, **each.facts} for each in artefacts]
+    rows = [{"name": each["title"], **each["facts"]} for each in artefacts]
     shown = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
     names = ("test", "uncertainty", "paper says", "we got", "command")
     hidden = [Column(name, name, "hidden") for name in names]
@@ -88,15 +79,14 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
     }  # fmt: skip
     notes, what = values.get("notes"), str(values["recipe"])
     table, drawing = file.with_suffix(".csv"), file.with_suffix(".svg")
-    return Artefact(
-        what,
-        {name: str(value) for name, value in facts.items() if value is not None},
-        [str(note) for note in notes] if isinstance(notes, list) else [],
-        [_table(table)] if table.is_file() else [],
-        [(what, _SVG + base64.b64encode(drawing.read_bytes()).decode())]
-        if drawing.is_file()
-        else [],
-    )
+    address = _SVG + base64.b64encode(drawing.read_bytes()).decode() if drawing.is_file() else ""
+    return {
+        "title": what,
+        "facts": {name: str(value) for name, value in facts.items() if value is not None},
+        "remarks": [str(note) for note in notes] if isinstance(notes, list) else [],
+        "tables": [_table(table)] if table.is_file() else [],
+        "drawings": [(what, address)] if address else [],
+    }
 
 
 def _table(file: Path) -> Table:

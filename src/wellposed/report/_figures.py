@@ -6,26 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from wellposed.charts import Panel, Series, lines, note_panels, where
-from wellposed.measurement.figures import (
-    SPECTRUM_POINTS,
-    error_shown,
-    heat_map,
-    short_number,
-    short_role,
-    spectra_by_role,
-)
+from wellposed.measurement import figures as measured
+from wellposed.measurement.figures import SPECTRUM_POINTS, short_number, short_role
+from wellposed.report import _charts as charts
 from wellposed.report._aggregate import SPLITS, TaskComparison, metric_words
-from wellposed.report._charts import (
-    chart,
-    fitted,
-    level_bounds,
-    level_style,
-    role_map,
-)
 from wellposed.report._html_table import Column, CsvLink, Table, csv_link
 from wellposed.report._runs import Run, is_finite
 
@@ -37,31 +24,35 @@ Rows = Sequence[Mapping[str, Any]]
 Weights = Sequence[tuple[str, Rows, Rows]]
 VITALS = ("logit_max", "entropy", "update", "kurtosis")
 """What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
+Panels = Mapping[str, Sequence[Panel]]
+Said = tuple[str, CsvLink]
 Figure = dict[str, Any]
 """What the template draws: charts in rows, the sentence under them and their data."""
 MOST_LINES = 32
 """Spectra of a chart."""
 CURVES = {"curves": ("Training and validation", "wide"), "vitals": ("Vital signs", "beside")}
+LOOK = ("Certified against attacked accuracy", "beside")
+LEFT = {
+    "certified": "certified: right whatever the change",
+    "attacked": "attacked: right after the attack",
+}
 CERTIFIED: Mapping[str, Any] = {
     "certified": ("shares", "radius (median token norms)", "symlog"),
     "words": ("counts", "replaced words", "linear"),
 }
 
 
-def _figure(
-    title: str,
-    kind: str,
-    rows: Mapping[str, Sequence[Panel]],
-    said: tuple[str, CsvLink],
-    numbers: Numbers = MappingProxyType({}),
-) -> Figure:
-    """Return the figure of panels, by the variant that they are of where they are of one; of a kind:
-    ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``, many in a row."""
-    fits = iter(fitted([panel for panels in rows.values() for panel in panels]))
-    charts = {of: [chart(*next(fits), quiet=kind == "small") for _ in rows[of]] for of in rows}
+def _figure(look: tuple[str, str], rows: Panels, said: Said, numbers: Numbers) -> Figure:
+    """Return the figure of panels, by the variant that they are of where they are of one; ``look`` is
+    its title and ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``."""
+    title, kind = look
+    fits = iter(charts.fitted([panel for panels in rows.values() for panel in panels]))
+    drawn = {
+        of: [charts.chart(*next(fits), quiet=kind == "small") for _ in rows[of]] for of in rows
+    }
     note_panels(said[1].file.removesuffix(".csv"), [each for row in rows.values() for each in row])
-    drawn = [(of, numbers.get(of), row) for of, row in charts.items()]
-    return {"title": title, "kind": kind, "rows": drawn, "caption": said[0], "data": said[1]}
+    named = [(of, numbers.get(of), row) for of, row in drawn.items()]
+    return {"title": title, "kind": kind, "rows": named, "caption": said[0], "data": said[1]}
 
 
 def curve_figures(
@@ -91,7 +82,7 @@ def curve_figures(
                 _curve_panel(*place, rows, task.reference, numbers) for place, rows in drawn.items()
             ]
             said = caption, csv_link(f"{name}-{part}", list(every[0]), every)
-            figures.append(_figure(*CURVES[part], {"": panels}, said))
+            figures.append(_figure(CURVES[part], {"": panels}, said, {}))
     return figures
 
 
@@ -100,31 +91,19 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
     number of replaced words."""
     figures = []
     for part, (places, axis, scale) in CERTIFIED.items():
-        measured = {
+        known = {
             of: [getattr(run, part) for run in runs if getattr(run, part)]
             for of, runs in groups.items()
         }
-        rows = [row for of, found in measured.items() for row in _certified_rows(of, found, places)]
-        every = [run for found in measured.values() for run in found]
-        panels = [
-            Panel(
-                title,
-                axis,
-                "accuracy",
-                _lines(rows, "radius", what, numbers),
-                scale,
-                y_limits=(0, 1.02),
-            )
-            for what, title in (
-                ("certified", "certified: right whatever the change"),
-                ("attacked", "attacked: right after the attack"),
-            )
-        ]
+        rows = [row for of, found in known.items() for row in _certified_rows(of, found, places)]
+        every = [run for found in known.values() for run in found]
+        panels = []
+        for what, title in LEFT.items():
+            series = _lines(rows, "radius", what, numbers)
+            panels.append(Panel(title, axis, "accuracy", series, scale, y_limits=(0, 1.02)))
         if rows:
             said = _certified_caption(every, part), csv_link(f"{name}-{part}", list(rows[0]), rows)
-            figures.append(
-                _figure("Certified against attacked accuracy", "beside", {"": panels}, said)
-            )
+            figures.append(_figure(LOOK, {"": panels}, said, {}))
     return figures
 
 
@@ -166,8 +145,8 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
         ).tolist()
 
     drawn: dict[str, list[Panel]] = {}
-    for variant, *measured in weights:
-        before, after = map(spectra_by_role, measured)
+    for variant, *pair in weights:
+        before, after = map(measured.spectra_by_role, pair)
         line = partial(Series, variant, places.tolist(), colour=numbers[variant])
         for role, spectra in after.items():
             some = [curve(values) for values, _ in spectra[:: -(-len(spectra) // MOST_LINES)]]
@@ -189,21 +168,21 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
         " before. The CSV has every value of every layer, with six digits."
     )
     said = caption, csv_link(name, columns, rows)
-    return _figure("Singular values", "small", drawn, said, numbers) if drawn else None
+    return _figure(("Singular values", "small"), drawn, said, numbers) if drawn else None
 
 
 def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
     """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
-    error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
+    error = measured.error_shown(row for _, *pair in weights for rows in pair for row in rows)
     found = [
-        (variant, when, heat_map(rows, error.name))
+        (variant, when, measured.heat_map(rows, error.name))
         for variant, *pair in weights
         for when, rows in zip(("before", "after"), pair, strict=True)
     ]
     values = [
         value for *_, heat in found for line in heat.values for value in line if value is not None
     ]
-    bounds = level_bounds(value for value in values if math.isfinite(value))
+    bounds = charts.level_bounds(value for value in values if math.isfinite(value))
     if not bounds:
         return None
     maps: dict[str, list[Any]] = {}
@@ -211,7 +190,7 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure 
     for variant, when, heat in found:
         columns = zip(heat.roles, zip(*heat.values, strict=True), strict=True)
         worst = {role: max(v for v in column if v is not None) for role, column in columns}
-        maps.setdefault(variant, []).append(role_map(when, heat, bounds))
+        maps.setdefault(variant, []).append(charts.role_map(when, heat, bounds))
         largest.append({"variant": variant, "when": when, **worst})
     roles = list(dict.fromkeys(role for row in largest for role in row))
     columns = [Column(role, role, "text") for role in roles[:2]]
@@ -219,7 +198,7 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure 
     ends = [*bounds, max(values)]
     return {
         "formula": error.formula,
-        "scale": [(level_style(bound, bounds), short_number(bound)) for bound in ends],
+        "scale": [(charts.level_style(bound, bounds), short_number(bound)) for bound in ends],
         "rows": [(variant, numbers[variant], pair) for variant, pair in maps.items()],
         "largest": Table(f"{name}-largest", "Largest error over layers", columns, largest),
     }

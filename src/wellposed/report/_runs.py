@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -254,6 +255,8 @@ def _read_examples(file: Path) -> dict[str, list[Any]]:
     try:
         names = [str(name) for name in values.get("labels", ())]
         counts = [[int(count) for count in row] for row in values.get("counts", ())]
+        if names and [len(row) for row in counts] != [len(names)] * len(names):
+            raise ValueError("counts of other labels")
         texts = [
             (str(each["text"]), names[each["label"]], names[each["answer"]])
             for each in values.get("texts", ())
@@ -351,22 +354,14 @@ def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            problems.append(
-                f"{path}: {'is a file, expected a folder' if path.exists() else 'does not exist'}"
-            )
-            continue
-        for folder in sorted(_search(path)):
-            folders.setdefault(folder.resolve(), folder)
+            what = "is a file, expected a folder" if path.exists() else "does not exist"
+            problems.append(f"{path}: {what}")
+        for folder, inside, files in os.walk(path):
+            if {"result.json", "config.toml"} & set(files):
+                inside.clear()
+                folders.setdefault(Path(folder).resolve(), Path(folder))
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
     return list(folders.values())
-
-
-def _search(path: Path) -> list[Path]:
-    if (path / "result.json").exists() or (path / "config.toml").exists():
-        return [path]
-    children = (
-        child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")
-    )
-    return [found for child in children if not child.is_symlink() for found in _search(child)]
 
 
 def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:

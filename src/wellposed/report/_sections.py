@@ -13,6 +13,7 @@ from wellposed.charts import Panel, lines, where
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.regular_file import read_bytes
+from wellposed.report import _figures as figures
 from wellposed.report._aggregate import (
     TaskComparison,
     VariantResult,
@@ -21,17 +22,7 @@ from wellposed.report._aggregate import (
     verdict,
 )
 from wellposed.report._charts import LEVELS, chart, fitted, forest
-from wellposed.report._figures import (
-    Groups,
-    Numbers,
-    Weights,
-    certified_figures,
-    curve_figures,
-    mean_rows,
-    orthogonality_maps,
-    spectra_figure,
-    weight_rows,
-)
+from wellposed.report._figures import Groups, Numbers, Weights, mean_rows, weight_rows
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
 from wellposed.report._runs import Run, first_alarm
 from wellposed.text_table import MISSING, format_number
@@ -68,11 +59,9 @@ def task_section(
         for run in runs
         if (alarm := first_alarm(run.metrics))
     ]
-    figures = [
-        *certified_figures(name, groups, numbers),
-        *curve_figures(name, task, groups, numbers),
-    ]
-    spectra = spectra_figure(f"{name}-spectra", weights, numbers)
+    drawn = figures.certified_figures(name, groups, numbers)
+    drawn += figures.curve_figures(name, task, groups, numbers)
+    drawn += [figures.spectra_figure(f"{name}-spectra", weights, numbers)]
     return {
         "anchor": f"task-{number}",
         "name": task.task,
@@ -81,8 +70,8 @@ def task_section(
         "notes": [*(f"note: {note}" for note in task.notes), *notes],
         **_answer(f"{name}-differences", task, numbers),
         "results": _results(f"{name}-results", task),
-        "figures": [*figures, *([spectra] if spectra else [])],
-        "maps": orthogonality_maps(f"{name}-orthogonality", weights, numbers),
+        "figures": [figure for figure in drawn if figure],
+        "maps": figures.orthogonality_maps(f"{name}-orthogonality", weights, numbers),
         "confusions": _confusions(f"{name}-answers", groups),
         "texts": _texts(f"{name}-texts", groups),
         "training": _training(f"{name}-training", groups),
@@ -201,8 +190,8 @@ def _confusions(name: str, groups: Groups) -> list[Table]:
     """Return, for each classifier, how many examples of each label got each answer, over seeds."""
     tables = []
     for variant, runs in groups.items():
-        found = [run.examples for run in runs if run.examples.get("counts")]
-        labels = found[0]["labels"] if found else []
+        labels = runs[0].examples.get("labels", ())
+        found = [run.examples for run in runs if run.examples.get("labels") == labels]
         if not 0 < len(labels) <= LABELS:
             continue
         rows = []
@@ -210,8 +199,8 @@ def _confusions(name: str, groups: Groups) -> list[Table]:
             line = [sum(each["counts"][place][k] for each in found) for k in range(len(labels))]
             shade = [f"heat h{round((LEVELS - 1) * n / (sum(line) or 1))}" for n in line]
             cells = [Cell(n, str(n), of) for n, of in zip(line, shade, strict=True)]
-            rows.append({"label": label, **dict(zip(labels, cells, strict=True))})
-        columns = [Column("label", "label \\ answer", "text"), *(Column(of, of) for of in labels)]
+            rows.append({"(label)": label, **dict(zip(labels, cells, strict=True))})
+        columns = [Column("(label)", "label \\ answer", "text"), *(Column(of, of) for of in labels)]
         tables.append(Table(f"{name}-{len(tables) + 1}", variant, columns, rows))
     return tables
 
@@ -225,7 +214,7 @@ def _texts(name: str, groups: Groups) -> Table | None:
     for place, each in enumerate(
         zip(*(run.examples["texts"] for run in firsts.values()), strict=False)
     ):
-        row: dict[str, Any] = {"text": each[0][0], "label": each[0][1]}
+        row: dict[str, Any] = {"(text)": each[0][0], "(label)": each[0][1]}
         for (variant, run), (_, label, answer) in zip(firsts.items(), each, strict=True):
             held = run.words.shown[place : place + 1] if run.words else []
             said = "; ".join([answer, *filter(None, map(str, held))])
@@ -236,9 +225,9 @@ def _texts(name: str, groups: Groups) -> Table | None:
         for kind in sorted(kinds, key=lambda kind: -len(set(kind)))
         for row in kinds[kind][:TEXTS]
     ]
-    fixed = [Column("text", "text", "wrap"), Column("label", "label", "text")]
+    fixed = [Column("(text)", "text", "wrap"), Column("(label)", "label", "text")]
     written = [
-        {"variant": of, "text": begin, "goes on": rest}
+        {"variant": of, "(text)": begin, "goes on": rest}
         for of, runs in groups.items()
         for begin, rest in runs[0].examples.get("samples", ())
     ]
@@ -338,11 +327,12 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
         series = [replace(s, colour=colours[s.label]) for s in lines(rows, "step", "loss", by="of")]
         panel = Panel(f"{task}: {metric_words(f'loss,{split}')}", "step", "loss (nats)", series)
         charts += [chart(*fitted([panel])[0])] if series else []
-    columns = [
-        Column("run", "run", "text"), Column("task", "task", "text"), VARIANT,
-        Column("seed", "seed"), Column("step", "step", "count"), Column("steps", "of steps", "count"),
-        Column("train", "training loss (nats)"), Column("valid", "validation loss (nats)"),
-    ]  # fmt: skip
+    headings = {
+        "seed": "seed", "step": "step", "steps": "of steps", "train": "training loss (nats)",
+        "valid": "validation loss (nats)",
+    }  # fmt: skip
+    columns = [Column(name, name, "text") for name in ("run", "task", "variant")]
+    columns += [Column(name, words, digits=6) for name, words in headings.items()]
     words = "Still running, or killed: last values logged"
     return {"table": Table("running", words, columns, table), "charts": charts}
 

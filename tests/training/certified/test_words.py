@@ -394,7 +394,7 @@ def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path: Path):
         if variant == "rezero":
             assert found.certified[1:] == [0.0, 0.0]
             assert not any("certified" in each for each in found.shown)
-        with pytest.raises(DataError, match="certify it again"):
+        with pytest.raises(DataError, match="measure it again"):
             read_words(folder, run_date="another")
     page = build_report([out], tmp_path / "report.html").read_text("utf-8")
     assert "replaced words" in page

@@ -35,19 +35,23 @@ def test_a_classifier_keeps_its_answers_by_label_and_its_first_texts(tmp_path: P
         assert int(asked.logits.argmax()) == each["answer"]
     page = Page(build_report([run], tmp_path / "page.html").read_text("utf-8"))
     names = found["labels"]
-    rows = {row["text"]: row for row in page.csv("1-text_classification-texts")}
+    rows = {row["(text)"]: row for row in page.csv("1-text_classification-texts")}
     assert len(rows) == 12  # half of them right, half wrong
     for each in found["texts"]:
         row = rows.get(each["text"])
-        assert row is None or [row["label"], row[result.result["variant"]]] == [
+        assert row is None or [row["(label)"], row[result.result["variant"]]] == [
             names[each["label"]], names[each["answer"]],
         ]  # fmt: skip
     counted = page.csv("1-text_classification-answers-1")
     assert [[int(row[name]) for name in names] for row in counted] == found["counts"]
     (run / "manifest.json").unlink()
-    (run / NAME).write_text('{"format": 1, "labels": ["a"], "texts": [{"text": "b", "label": 7}]}')
-    with pytest.raises(DataError, match=r"examples.json: .*the file is damaged, remove it"):
-        build_report([run], tmp_path / "page.html")
+    for damage in (
+        '{"labels": ["a"], "counts": [[1]], "texts": [{"text": "b", "label": 7}]}',
+        '{"labels": ["a", "b"], "counts": [[1]]}',
+    ):
+        (run / NAME).write_text(damage)
+        with pytest.raises(DataError, match=r"examples.json: .*the file is damaged, remove it"):
+            build_report([run], tmp_path / "page.html")
 
 
 def test_a_language_model_goes_on_from_texts_alike_every_time(tmp_path: Path) -> None:
@@ -62,4 +66,4 @@ def test_a_language_model_goes_on_from_texts_alike_every_time(tmp_path: Path) ->
     assert all(len(each["prompt"]) == 16 and each["text"] for each in samples)
     page = Page(build_report([tmp_path / "one"], tmp_path / "page.html").read_text("utf-8"))
     rows = page.csv("1-char_lm-texts")
-    assert rows[0]["text"] == samples[0]["prompt"]
+    assert rows[0]["(text)"] == samples[0]["prompt"]
