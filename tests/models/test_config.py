@@ -81,7 +81,7 @@ def test_all_bad_values_are_in_one_message():
     for part in (
         "6 values are not usable",
         "hiden_size: unknown key; nearest: hidden_size",
-        "hidden_size: received 10; expected a multiple of num_attention_heads = 3",
+        "hidden_size: received 10; expected a multiple of 3 heads",
         "vocab_size: received 0; expected an integer >= 1",
         "dropout: received 1.0; expected a finite number >= 0 and < 1",
         "norm: unknown norm 'per'; nearest: pre",

@@ -145,9 +145,9 @@ GOOD = {
     "x.jsonl": ['{"label": "pos", "text": "good"}', '{"label": "neg", "text": "bad"}'],
 }
 BAD_ROWS = [
-    ("x.tsv", "only one column", "1 columns, expected 2 columns as in line 1"),
-    ("x.tsv", "pos\ta\tb", "3 columns, expected 2 columns as in line 1"),
-    ("x.tsv", "", "an empty line, expected 2 columns"),
+    ("x.tsv", "only one column", "1 columns, expected 2 as in line 1"),
+    ("x.tsv", "pos\ta\tb", "3 columns, expected 2 as in line 1"),
+    ("x.tsv", "", "an empty line, expected 2"),
     ("x.tsv", "\ttext", "the label is empty"),
     ("x.tsv", "pos\t", "the text is empty"),
     ("x.csv", 'pos,"never closed', "not a row of quoted fields"),

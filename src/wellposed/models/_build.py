@@ -99,9 +99,7 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     known = {item.name for item in fields(kind)}
     if issubclass(kind, CheckedConfig):
         known |= set(kind.part_options())
-    given = {
-        item: getattr(options, item.name) for item in fields(options) if item.name != "architecture"
-    }
+    given = {i: getattr(options, i.name) for i in fields(options) if i.name != "architecture"}
     foreign = [
         f"model.{item.name}: received {value!r}; leave it {item.default!r}"
         for item, value in given.items()
@@ -110,8 +108,4 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     ]
     if foreign:
         raise ConfigError(f"architecture {options.architecture!r} lacks:\n" + listed(foreign))
-    return {
-        item.name: value
-        for item, value in given.items()
-        if item.name in known and value is not None
-    }
+    return {i.name: v for i, v in given.items() if i.name in known and v is not None}

@@ -135,9 +135,8 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         return site.product([before, head])
     if isinstance(module.classifier, PairHead):
         # Read again, beside its rows, for the part before the last linear map.
-        hidden = before_output(
-            module.classifier, site.in_norm(site.norm).at_radius(before.out_radius)
-        )
+        within = site.in_norm(site.norm).at_radius(before.out_radius)
+        hidden = before_output(module.classifier, within)
         site.set_head(module.classifier.output.weight, site.product([before, hidden]))
     else:
         own = body.skip if pooling is certification.mean_pooling else None
@@ -166,17 +165,11 @@ def before_output(head: PairHead, site: Site) -> LayerBound:
     site's radius."""
     ball = site.child(head.projection, "projection")
     if not math.isfinite(ball.out_radius):
-        return site.refuse_without_ball(
-            "two inputs meet in a product a*b, which has no global bound"
-        )
+        return site.refuse_without_ball("two inputs meet in a product a*b, without a global bound")
     radius = ball.out_radius
     dropout = site.child(head.dropout, "dropout", radius=radius)
-    reach = (
-        site.spectral_norm(head.hidden.weight)
-        * radius
-        * math.sqrt(6.0 + radius * radius)
-        / head.divisor
-    )
+    grown = site.spectral_norm(head.hidden.weight) * radius
+    reach = grown * math.sqrt(6.0 + radius * radius) / head.divisor
     bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
     joint = LayerBound(
         _slope(head, site, radius) / head.divisor,
@@ -200,9 +193,7 @@ def _slope(head: PairHead, site: Site, radius: float) -> float:
     longest = float(product.norm(dim=0).max())
     if site.norm == 2:
         apart = site.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
-        return margin * min(
-            apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
-        )
+        return margin * min(apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius**2))
     halves = min(
         math.sqrt(2.0) * site.spectral_norm(linear),
         sum(map(site.spectral_norm, linear.chunk(2, dim=1))),

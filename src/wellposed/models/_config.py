@@ -315,10 +315,7 @@ class WellposedConfig(CheckedConfig):
         if self.unit_embeddings and self.ball_embeddings:
             found.append("unit_embeddings and ball_embeddings: received both, expected one of them")
         if width % heads:
-            found.append(
-                f"hidden_size: received {width}; expected a multiple of num_attention_heads ="
-                f" {heads}"
-            )
+            found.append(f"hidden_size: received {width}; expected a multiple of {heads} heads")
         elif self.qk_norm and width == heads:
             found.append(
                 "qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer"

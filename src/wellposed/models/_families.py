@@ -405,9 +405,7 @@ class LSTMForCausalLM(heads.LanguageHead[outputs.CausalLMOutput], PreTrainedMode
         inputs = ModelInputs(ids, given.attention_mask, inputs_embeds=vectors)
         padding = read_inputs(inputs, self.config, type(self).__name__).padding
         if padding is not None and bool((padding[:, :-1] & ~padding[:, 1:]).any()):
-            raise ShapeError(
-                "LSTMForCausalLM: padding before a token; expected it on the right only"
-            )
+            raise ShapeError("LSTMForCausalLM: padding before a token; expected it on the right")
         states, _ = self.lstm(self.dropout(self.token(ids) if vectors is None else vectors))
         output = outputs.BaseModelOutput(last_hidden_state=self.dropout(states))
         return self.answer(output, given, heads.following(given.labels))

@@ -179,9 +179,8 @@ class Classifier(Head[Output]):
         self, input_ids: Tensor | None, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Any]:
         """Return one vector per sequence, (batch, width), and the output of the body."""
-        output = self.run_body(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **given
-        )
+        given |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        output = self.run_body(use_cache=False, **given)
         hidden = cast(Tensor, output.last_hidden_state)
         return self.pool(hidden, padding_of(attention_mask, *hidden.shape[:2])), output
 

@@ -350,9 +350,7 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
                 " use_cache=False"
             )
         elif not self._has_blocks():
-            reason = (
-                "the model has no blocks, so nothing would be kept; call it with use_cache=False"
-            )
+            reason = "the model has no blocks, so nothing is kept; call it with use_cache=False"
         elif torch.is_grad_enabled() and self._recomputes():
             reason = (
                 "recomputed blocks (gradient checkpointing) would fill it twice; use"

@@ -89,25 +89,21 @@ class Seq2SeqGeneration(GenerationMixin):
                 f"generate: received length_penalty={kwargs['length_penalty']!r} (n^a) and "
                 f"gnmt_length_penalty={given!r} (((5 + n) / 6)^a); give one"
             )
-        prepared, others = cast(Any, super())._prepare_generation_config(
-            generation_config, **kwargs
-        )
-        beams = prepared.num_beams or 1
+        config, others = cast(Any, super())._prepare_generation_config(generation_config, **kwargs)
+        beams = config.num_beams or 1
         if given is not None and beams == 1:
             raise ConfigError(
                 f"generate: received gnmt_length_penalty={given!r} without beams, where no scores"
                 " are compared; give num_beams > 1"
             )
-        saved = getattr(prepared, "gnmt_length_penalty", None)
+        saved = getattr(config, "gnmt_length_penalty", None)
         penalty = saved if given is None and "length_penalty" not in kwargs else given
         if penalty is not None and beams > 1:
-            prepared.length_penalty = GNMTLengthPenalty(penalty)
-        return prepared, others
+            config.length_penalty = GNMTLengthPenalty(penalty)
+        return config, others
 
     @staticmethod
-    def _reorder_cache(
-        past_key_values: EncoderDecoderCache, beam_idx: Tensor
-    ) -> EncoderDecoderCache:
+    def _reorder_cache(past_key_values: Any, beam_idx: Tensor) -> EncoderDecoderCache:
         """Reorder the target's keys and values; beams of one sentence read the same source."""
         past_key_values.self_attention_cache.reorder_cache(cast(Any, beam_idx))
         return past_key_values
@@ -307,11 +303,8 @@ class WellposedForSeq2SeqLM(
                 without a token to start with.
         """
         body = given.of_body()
-        target = (
-            given.decoder_inputs_embeds
-            if given.decoder_input_ids is None
-            else given.decoder_input_ids
-        )
+        ids = given.decoder_input_ids
+        target = given.decoder_inputs_embeds if ids is None else ids
         if target is None and given.labels is not None:
             body["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(given.labels)
         return self.answer(self.run_body(**body), given, given.labels)

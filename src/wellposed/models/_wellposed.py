@@ -94,14 +94,10 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """Map token ids (batch, tokens), or their vectors (batch, tokens, D), to the input of the
         first block."""
-        tokens = (
-            cast(nn.Module, table or self.token)(input_ids)
-            if inputs_embeds is None
-            else inputs_embeds
-        )
-        return self.dropout(
-            torch.add(self.scale * self.position(positions), tokens, alpha=self.scale)
-        )
+        table = cast(nn.Module, table or self.token)
+        tokens = table(input_ids) if inputs_embeds is None else inputs_embeds
+        positions = self.scale * self.position(positions)
+        return self.dropout(torch.add(positions, tokens, alpha=self.scale))
 
 
 def _position_scale(config: Any, *, own_depth: bool) -> float:

@@ -74,10 +74,8 @@ class Ragged:
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
         """Build from one list of token ids per row."""
         lengths = [len(row) for row in rows]
-        return cls(
-            np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=sum(lengths)),
-            lengths,
-        )
+        flat = itertools.chain.from_iterable(rows)
+        return cls(np.fromiter(flat, dtype=np.int32, count=sum(lengths)), lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)

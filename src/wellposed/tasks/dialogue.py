@@ -71,9 +71,7 @@ class Dialogues(tuple[Dialogue, ...]):
         return Dialogues(self[row] for row in rows)
 
 
-def load_dialogues(
-    options: DataOptions, file_format: Format = "auto"
-) -> tuple[dict[Split, Dialogues], Described]:
+def load_dialogues(options: DataOptions, file_format: Format = "auto") -> splits.Loaded[Dialogues]:
     """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues
     at a time.
 
@@ -132,9 +130,7 @@ def parse_dailydialog(file: TextFile) -> list[Dialogue]:
         elif not all(turns):
             problems.append(f"{where}: utterance {turns.index('') + 1} is empty")
         dialogues.append(Dialogue(number, tuple(turns)))
-    files.refuse(
-        f"lines that are no dialogue of utterances, each followed by {END_OF_UTTERANCE}", problems
-    )
+    files.refuse(f"lines without utterances, each followed by {END_OF_UTTERANCE}", problems)
     return dialogues
 
 
@@ -394,7 +390,7 @@ class DialogueTask(Seq2SeqTask):
         return kept, replies.truncated(limit)
 
     @functools.cached_property
-    def _sentence_encoder(self) -> embedding.SentenceEncoder | None:
+    def _sentence_encoder(self) -> embedding.Encode | None:
         name = self.options.sentence_encoder
         return embedding.hf_sentence_encoder(name) if name else None
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import Ge, Size
 from wellposed.tasks.batches import Ragged, Rows, bucketed_batches, pad_examples, shuffle_key
-from wellposed.tasks.data.splits import Described, Split
+from wellposed.tasks.data.splits import Loaded, Split
 from wellposed.tasks.data.texts import TextOptions, load_texts
 from wellposed.tasks.task import (
     IGNORED_LABEL,
@@ -229,9 +229,7 @@ class CharacterLimit(TextOptions):
     """Keep only the first characters of the train text."""
 
 
-def _load(
-    options: CharacterLimit, text_format: str = "plain"
-) -> tuple[dict[Split, str], Described]:
+def _load(options: CharacterLimit, text_format: str = "plain") -> Loaded[str]:
     """Return the texts, of train the characters within the limit, and what was read."""
     texts, source = load_texts(options, text_format)
     full = len(texts["train"])
@@ -307,10 +305,8 @@ class LanguageModelingTask(LanguageModelTask):
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         sums = super().metric_sums(logits, batch)
         predicted_bytes = int(batch["label_bytes"][:, 1:].sum())
-        return {
-            **sums,
-            "bits_per_byte": (sums["nats_per_token"][0] / math.log(2), float(predicted_bytes)),
-        }
+        bits = sums["nats_per_token"][0] / math.log(2)
+        return {**sums, "bits_per_byte": (bits, float(predicted_bytes))}
 
     def summarize(self, totals: Sums) -> dict[str, float]:
         bits, predicted_bytes = totals["bits_per_byte"]

@@ -124,9 +124,7 @@ class ListOpsGenerator:
     def __init__(self, rules: ListOpsRules, *, seed: int) -> None:
         self.rules = rules
         self._random = random.Random(f"listops/{GENERATOR_VERSION}/{seed}").random
-        self._operators = [
-            (VOCABULARY.index(name), OPERATORS[name]) for name in GENERATED_OPERATORS
-        ]
+        self._operators = [(VOCABULARY.index(n), OPERATORS[n]) for n in GENERATED_OPERATORS]
         self._close = VOCABULARY.index(CLOSE)
         self._tokens: list[int] = []
 
@@ -294,9 +292,7 @@ def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
 def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[Examples, Described]:
     tables, described = load_labelled(options)
     problems = [problem for split in SPLITS for problem in _wrong_rows(tables[split])]
-    files.refuse(
-        f"{len(problems)} rows that are not label and expression; correct or remove them", problems
-    )
+    files.refuse(f"{len(problems)} rows that are not label and expression; mend them", problems)
     examples: Examples = {}
     for split in SPLITS:
         encoded = encoder.encode(tables[split].texts)

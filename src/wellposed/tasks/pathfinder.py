@@ -30,7 +30,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed.tasks.data import files, images, splits
 from wellposed.tasks.data.images import Images
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Split
 from wellposed.tasks.image_classification import PixelTask, prepare_images
 from wellposed.tasks.task import register_task
 
@@ -238,9 +238,8 @@ class _Pen:
             return []
         more = RADIUS * np.array([self.dotted and place == end for end in (0, self.length - 1)])
         ok = _clear(dashes, others, more)
-        return [
-            (_as_dash(d), float(angle)) for d, angle in zip(dashes[ok], headings[ok], strict=True)
-        ]
+        found = zip(dashes[ok], headings[ok], strict=True)
+        return [(_as_dash(dash), float(angle)) for dash, angle in found]
 
 
 def _as_dash(row: NDArray[Any]) -> Dash:
@@ -322,7 +321,7 @@ class PathfinderTask(PixelTask):
         super().__init__(images=found, labels=LABELS, described=source)
 
 
-def _read(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
+def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
     root = Path(options.data)
     if not root.exists():
         raise files.missing_file(root)
@@ -351,7 +350,7 @@ def _refuse_near_releases(root: Path) -> None:
         raise DataError(f"{root}: holds imgs but no metadata, the folder of labels; copy it too")
 
 
-def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
+def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
     base = RULES[options.setting]
     if options.contour_length is not None:
         # Curves that part before they meet turn by a certain angle in all, which short ones have
@@ -380,7 +379,7 @@ def _draw(options: PathfinderOptions) -> tuple[dict[Split, Images], Described]:
     }
 
 
-def read_release(folder: Path, *, skip: bool) -> tuple[dict[Split, Images], Described]:
+def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
     """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and
     the images."""
     metadata = folder / "metadata"

@@ -101,7 +101,7 @@ class RetrievalTask(classification.ClassificationTask):
         )
 
 
-def _load(options: RetrievalOptions) -> tuple[dict[Split, PairTable], Described]:
+def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
     sizes: dict[Split, int | None] = {split: getattr(options, f"num_{split}") for split in SPLITS}
     if options.data == "builtin":
         tables, described = builtin_passages()
@@ -232,12 +232,12 @@ def is_pair_file(options: DataOptions) -> bool:
     return 2 * pairs > sum(map(bool, lines))
 
 
-def read_pairs(options: DataOptions) -> tuple[dict[Split, PairTable], Described]:
+def read_pairs(options: DataOptions) -> splits.Loaded[PairTable]:
     """Read pair files; missing splits are cut from train."""
 
     def read_file(path: Path) -> tuple[PairTable, Described]:
-        file = files.read_text(path)
-        return read_pair_file(file), file.described
+        table, described = files.read_table(path, names=COLUMNS)
+        return pairs_of(table), described
 
     tables, described = splits.load_splits(options, suffixes=(".tsv",), read_file=read_file)
     described |= {"columns": ", ".join(COLUMNS)}
@@ -246,44 +246,29 @@ def read_pairs(options: DataOptions) -> tuple[dict[Split, PairTable], Described]
     return splits.cut_missing(tables, tables["train"].documents.path, described)
 
 
-def read_pair_file(file: files.TextFile) -> PairTable:
-    """Read rows of label (0, 1, 0.0 or 1.0), id, id, text and text between tabs; a document is its
-    text."""
-    numbers: dict[str, int] = {}
-    ids: list[str] = []
-    lines: list[int] = []
-    rows: tuple[list[int], list[int], list[int]] = ([], [], [])
+def pairs_of(table: files.Table) -> PairTable:
+    """Return the pairs of rows of label (0, 1, 0.0 or 1.0), id, id, text and text; a document is
+    its text."""
+    documents: dict[str, tuple[str, int]] = {}
     problems: list[str] = []
-    for number, line in file.lines():
-        fields = line.split("\t")
-        problem = _pair_problem(fields)
-        if problem:
-            problems.append(f"{file.path}:{number}: {problem}")
-            continue
-        for side in (0, 1):
-            text = fields[3 + side]
-            if text not in numbers:
-                numbers[text] = len(ids)
-                ids.append(fields[1 + side])
-                lines.append(number)
-            rows[side].append(numbers[text])
-        rows[2].append(LABEL_VALUES[fields[0]])
-    files.refuse_rows(file.path, problems)
-    documents = LabelledTexts(str(file.path), list(numbers), ids, lines, ", ".join(COLUMNS))
-    return PairTable(documents, *rows)
+    rows = list(zip(*map(table.column, range(len(COLUMNS))), strict=True))
+    for place, (label, *ids, first, second) in zip(table.places, rows, strict=True):
+        if label not in LABEL_VALUES:
+            wrong = f"label {label!r}, expected one of {', '.join(LABEL_VALUES)}"
+            problems.append(f"{table.where}:{place}: {wrong}")
+        empty = [name for name, text in zip(COLUMNS[3:], (first, second), strict=True) if not text]
+        problems += [f"{table.where}:{place}: {' and '.join(empty)} is empty"] if empty else []
+        for name, text in zip(ids, (first, second), strict=True):
+            documents.setdefault(text, (name, place))
+    table.refuse(problems)
+    numbers = {text: number for number, text in enumerate(documents)}
+    ids, lines = zip(*documents.values(), strict=True)
+    held = LabelledTexts(table.where, list(documents), ids, lines, ", ".join(COLUMNS))
+    first, second = ([numbers[row[side]] for row in rows] for side in (3, 4))
+    return PairTable(held, first, second, [LABEL_VALUES[row[0]] for row in rows])
 
 
-def _pair_problem(fields: Sequence[str]) -> str | None:
-    if len(fields) != len(COLUMNS):
-        found = f"{len(fields)} columns" if fields != [""] else "an empty line"
-        return f"{found}, expected {len(COLUMNS)}: {', '.join(COLUMNS)}"
-    if fields[0] not in LABEL_VALUES:
-        return f"label {fields[0]!r}, expected one of {', '.join(LABEL_VALUES)}"
-    empty = [name for name, field in zip(COLUMNS[3:], fields[3:], strict=True) if not field]
-    return f"{' and '.join(empty)} is empty" if empty else None
-
-
-def builtin_passages() -> tuple[dict[Split, LabelledTexts], Described]:
+def builtin_passages() -> splits.Loaded[LabelledTexts]:
     """Cut the sections of the builtin prose into passages labelled by section, each section in one
     split."""
     prose, identity = gather_prose()

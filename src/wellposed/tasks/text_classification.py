@@ -8,7 +8,7 @@ from typing import Literal
 from wellposed.errors import DataError
 from wellposed.options import Count, Size
 from wellposed.tasks.data import labelled, splits
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Split
 from wellposed.tasks.data.texts import labelled_docstrings
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import register_task
@@ -75,9 +75,7 @@ class TextClassificationTask(classification.ClassificationTask):
         )
 
 
-def _read(
-    options: TextClassificationOptions,
-) -> tuple[dict[Split, labelled.LabelledTexts], Described]:
+def _read(options: TextClassificationOptions) -> splits.Loaded[labelled.LabelledTexts]:
     if options.data != "builtin":
         pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
         return labelled.load_labelled(options, options, pairs=pairs)

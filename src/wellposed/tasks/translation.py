@@ -133,10 +133,8 @@ class TranslationTask(Seq2SeqTask):
                 for side in encoded
             )
             return texts, (source, target)
-        self._dropped = {
-            "pairs": len(longer),
-            "longest": max(int(side[longer].max()) for side in sides),
-        }
+        longest = max(int(side[longer].max()) for side in sides)
+        self._dropped = {"pairs": len(longer), "longest": longest}
         kept = np.setdiff1d(np.arange(len(texts)), longer).tolist()
         if not kept:
             raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")

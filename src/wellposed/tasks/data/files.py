@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from wellposed import regular_file
 from wellposed.errors import DataError, import_extra, listed, nearest_names
@@ -151,6 +151,9 @@ def missing_file(path: Path) -> DataError:
     return DataError(f"{path}: no such file or folder; {hint}")
 
 
+Column: TypeAlias = Callable[[int], Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of a file, or of a split of a hub data set, as columns."""
@@ -159,7 +162,7 @@ class Table:
     """What errors call it: its path, or the data set and the split."""
     names: tuple[str, ...]
     """Names of the columns; their numbers from 0 where the file has no header."""
-    column: Callable[[int], Sequence[Any]]
+    column: Column
     """Returns the values of a column by number; `Missing` where a row has none."""
     places: Sequence[int]
     """The line of the file, or the number from 1, of each row."""
@@ -232,15 +235,16 @@ def read_table(
     *,
     quoting: str = "auto",
     has_header: Callable[[Sequence[str]], bool] | None = None,
+    names: tuple[str, ...] = (),
 ) -> tuple[Table, dict[str, Any]]:
     """Read a csv, tsv, jsonl, json or parquet file as columns, and describe it.
 
     Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
-    names or not (it is where not given). Fields of a ``.tsv`` stand between tabs, quotes are
-    ordinary characters. Those of a ``.csv`` stand between commas (tabs, semicolons or bars, where
-    the first two lines hold these and the first no comma), quoted as in RFC 4180: a quote is
-    doubled, a backslash is an ordinary character; ``quoting`` (csv or none) overrides. Of a
-    ``.jsonl`` every line is an object, a ``.json`` is a list of them.
+    names or not (it is where not given); a file of the columns ``names`` has no header. Fields of a
+    ``.tsv`` stand between tabs, quotes are ordinary characters. Those of a ``.csv`` stand between
+    commas (tabs, semicolons or bars, where the first two lines hold these and the first no comma),
+    quoted as in RFC 4180: a quote is doubled, a backslash is an ordinary character; ``quoting``
+    (csv or none) overrides. Of a ``.jsonl`` every line is an object, a ``.json`` is a list of them.
 
     The module csv reads, not that of pyarrow, which takes ``"a" b`` for ``a b``, counts rows where
     an editor counts lines, and is no faster.
@@ -260,7 +264,7 @@ def read_table(
     delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text)
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
     rows = _quoted_rows(file, delimiter) if quoted else plain
-    return _fields(path, rows, has_header), file.described
+    return _fields(path, rows, has_header, names), file.described
 
 
 def _delimiter(text: str) -> str:
@@ -299,23 +303,23 @@ def _fields(
     path: Path,
     rows: Iterator[tuple[int, list[str]]],
     has_header: Callable[[Sequence[str]], bool] | None,
+    given: tuple[str, ...],
 ) -> Table:
     line, first = next(rows)
-    headed = has_header is None or has_header(first)
+    headed = not given and (has_header is None or has_header(first))
+    names = given or (tuple(first) if headed else tuple(map(str, range(len(first)))))
+    why = f": {', '.join(given)}" if given else f" as in line {line}"
     kept, places, problems = [], [], []
     for place, row in rows if headed else itertools.chain([(line, first)], rows):
-        if len(row) == len(first):
+        if len(row) == len(names):
             kept.append(row)
             places.append(place)
         else:
             found = f"{len(row)} columns" if row else "an empty line"
-            problems.append(
-                f"{path}:{place}: {found}, expected {len(first)} columns as in line {line}"
-            )
+            problems.append(f"{path}:{place}: {found}, expected {len(names)}{why}")
     if not kept and not problems:
         raise DataError(f"{path}: a header and no rows; give a file with a row for each text")
-    columns = list(zip(*kept, strict=True)) or [()] * len(first)
-    names = tuple(first) if headed else tuple(map(str, range(len(first))))
+    columns = list(zip(*kept, strict=True)) or [()] * len(names)
     unknown = () if headed else first
     return Table(str(path), names, columns.__getitem__, places, problems, unknown)
 
@@ -352,9 +356,7 @@ def _json_list(file: TextFile) -> list[Any]:
     return found
 
 
-def objects_column(
-    rows: Sequence[dict[str, Any]], names: Sequence[str]
-) -> Callable[[int], list[Any]]:
+def objects_column(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Column:
     """Return the function from the number of a name to its values in ``rows``."""
 
     def column(number: int) -> list[Any]:

@@ -90,9 +90,7 @@ Loaded: TypeAlias = "tuple[dict[Split, Images], list[str] | None, Described]"
 """The images of the splits, the names of the labels where they have names, and a description."""
 
 
-def load_images(
-    options: ImageDataOptions, *, prefer: str | None = None, stacked: bool = False
-) -> Loaded:
+def load_images(options: ImageDataOptions, prefer: str | None, *, stacked: bool = False) -> Loaded:
     """Return the images of every split, of train the first ``limit_train``.
 
     Splits that are missing are cut from train. Every image is decoded once, and those that cannot
@@ -181,9 +179,8 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
         return ready(Images(list(range(len(labels))), np.array(labels, np.int64), read))
 
     require_pillow()
-    images, described = splits.load_splits(
-        options, suffixes=(), read_file=read_npz, read_hub=read_hub
-    )
+    how = {"suffixes": (), "read_file": read_npz}
+    images, described = splits.load_splits(options, read_hub=read_hub, **how)
     return images, names or None, described
 
 
@@ -344,9 +341,7 @@ def read_npz(path: Path) -> tuple[Images, Described]:
     is_image = x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)
     problems = []
     if x.dtype != np.uint8 or not is_image or 0 in x.shape:
-        problems.append(
-            f"x is {x.dtype} of shape {x.shape}, expected uint8 of shape (n, h, w) or (n, h, w, 3)"
-        )
+        problems.append(f"x is {x.dtype} {x.shape}, expected uint8 (n, h, w) or (n, h, w, 3)")
     if y.dtype.kind not in "iu" or y.ndim != 1:
         problems.append(f"y is {y.dtype} of shape {y.shape}, expected whole numbers of shape (n,)")
     elif len(x) != len(y):

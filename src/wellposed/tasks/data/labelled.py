@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from wellposed.errors import ConfigError, DataError, listed, nearest_names
 from wellposed.options import CheckedOptions
@@ -24,9 +24,9 @@ from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import Table
 from wellposed.tasks.data.splits import DataOptions, Described, Split
 
-LABEL_NAMES = (
-    *("label", "labels", "target", "class", "sentiment", "category", "class index", "topic"),
-)
+Places: TypeAlias = tuple[int, ...]
+_MORE = ("class index", "topic")
+LABEL_NAMES = ("label", "labels", "target", "class", "sentiment", "category", *_MORE)
 TEXT_NAMES = (
     *(("text",), ("sentence",), ("source",), ("review",), ("title", "description")),
     *(("title", "content"), ("title", "body")),
@@ -90,7 +90,7 @@ class LabelledTexts:
 
 def load_labelled(
     options: DataOptions, table: TableOptions | None = None, *, pairs: bool = False
-) -> tuple[dict[Split, LabelledTexts], Described]:
+) -> splits.Loaded[LabelledTexts]:
     """Read the labelled texts of the splits, cut missing ones from train, and describe where they
     came from.
 
@@ -225,9 +225,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tu
     return label, text
 
 
-def _named(
-    names: Sequence[str], options: TableOptions
-) -> tuple[int | None, tuple[int, ...] | None]:
+def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
     """Return the columns that are asked for by number or name, or named as usual, where there
     are."""
     held, folded = list(names), [name.strip().lower() for name in names]
@@ -356,7 +354,7 @@ def has_class_folders(data: str) -> bool:
     return False
 
 
-def _read_folders(data: str) -> tuple[dict[Split, LabelledTexts], Described]:
+def _read_folders(data: str) -> splits.Loaded[LabelledTexts]:
     """Read ``<split>/<class>/<name>.txt``, as the release of IMDb; `UNLABELLED` is left out and
     described."""
     tables: dict[Split, LabelledTexts] = {}
@@ -369,9 +367,8 @@ def _read_folders(data: str) -> tuple[dict[Split, LabelledTexts], Described]:
 
 
 def _read_class_folder(folder: Path) -> tuple[LabelledTexts, Described]:
-    classes, paths, numbers, described = splits.find_class_files(
-        folder, (".txt",), left_out=UNLABELLED
-    )
+    found = splits.find_class_files(folder, (".txt",), left_out=UNLABELLED)
+    classes, paths, numbers, described = found
     texts, problems, digest = [], [], hashlib.sha256()
     for path in paths:
         stored = path.read_bytes()

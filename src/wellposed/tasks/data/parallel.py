@@ -96,7 +96,7 @@ class ParallelTexts:
         return replace(self, source=source, target=target)
 
 
-def load_parallel(options: ParallelOptions) -> tuple[dict[Split, ParallelTexts], Described]:
+def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
     """Return the pairs of every split and the description of where they came from.
 
     A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as
@@ -229,7 +229,7 @@ def _no_language(
     if not lacking:
         stems = ", ".join(f"{stem} ({', '.join(sorted(held))})" for stem, held in train.items())
         return DataError(
-            f"{root}: no train file has both {options.src} and {options.tgt}; found: {stems}"
+            f"{root}: no train file in {options.src} and {options.tgt}; found: {stems}"
         )
     nearest = {language: nearest_names(language, exist, count=1) for language in lacking}
     hints = [f"{name!r} (nearest: {near[0]})" if near else name for name, near in nearest.items()]
@@ -239,9 +239,7 @@ def _no_language(
     )
 
 
-def _from_stems(
-    data: str, stems: Stems, options: ParallelOptions
-) -> tuple[dict[Split, ParallelTexts], Described]:
+def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
     pairs: dict[Split, ParallelTexts] = {}
     described: dict[str, Any] = {}
     for split, paths in stems.items():

@@ -26,7 +26,9 @@ MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
 
 Rows = TypeVar("Rows", bound="Selectable")
 Read = TypeVar("Read")
-Described: TypeAlias = "dict[str, Any]"
+Described: TypeAlias = dict[str, Any]
+Loaded: TypeAlias = tuple[dict[Split, Read], Described]
+"""What the splits hold, and where it came from."""
 Draw = Callable[[Any, Sequence[Split], int], dict[Split, list[int]]]
 """From train, the missing splits and the rows wanted for each to the rows of each and of train."""
 
@@ -50,9 +52,8 @@ class DataOptions(CheckedOptions):
         where = "builtin" if builtin else "hf:" if self.data.startswith("hf:") else ""
         unread = {name: own % where for name in ("valid", "test") if where}
         if not builtin:
-            unread |= dict.fromkeys(
-                self.drawn.split(), f"says what is drawn, no effect on {self.data}"
-            )
+            drawn, why = self.drawn.split(), f"says what is drawn, no effect on {self.data}"
+            unread |= dict.fromkeys(drawn, why)
         return [f"option {name}: {unread[name]}" for name in given_options(self, unread)]
 
 
@@ -85,7 +86,7 @@ def load_splits(
     read_file: Callable[[Path], tuple[Read, Described]],
     read_hub: Callable[[Any, str], Read] | None = None,
     unlike: re.Pattern[str] | None = None,
-) -> tuple[dict[Split, Read], Described]:
+) -> Loaded[Read]:
     """Read every split that the data has, and describe where it came from.
 
     A file is read by ``read_file``, from its path to what it holds and its description; a split of
@@ -257,7 +258,7 @@ def cut_missing(
     share: float = CUT_SHARE,
     remedy: str = "give them with the options {missing}",
     draw: Draw | None = None,
-) -> tuple[dict[Split, Rows], Described]:
+) -> Loaded[Rows]:
     """Cut the splits that are missing from train, by a fixed shuffle; return all splits, and what
     was cut beside what was ``described`` of them.
 
@@ -305,9 +306,7 @@ def shuffled(values: Sequence[Read]) -> list[Read]:
     return order
 
 
-def cut_missing_text(
-    texts: Mapping[Split, str], where: str, described: Described
-) -> tuple[dict[Split, str], Described]:
+def cut_missing_text(texts: Mapping[Split, str], where: str, described: Described) -> Loaded[str]:
     """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of
     train each; what was cut is described."""
     train = texts["train"]

@@ -21,7 +21,7 @@ from typing import Any
 from wellposed.errors import DataError
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts
-from wellposed.tasks.data.splits import DataOptions, Described, Split
+from wellposed.tasks.data.splits import DataOptions, Described, Loaded
 
 COLUMN_SUFFIXES = (".jsonl", ".json", ".parquet")
 SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md", *COLUMN_SUFFIXES)
@@ -37,9 +37,7 @@ class TextOptions(DataOptions):
     parquet file with a column text, a folder, or hf:name[:config]."""
 
 
-def load_texts(
-    options: DataOptions, text_format: str = "plain"
-) -> tuple[dict[Split, str], Described]:
+def load_texts(options: DataOptions, text_format: str = "plain") -> Loaded[str]:
     """Return the text of each split and the description of where it came from.
 
     ``text_format`` is plain, spaced (see `unspace`), or auto, which looks at the first lines.
@@ -106,9 +104,7 @@ def unspace(text: str, where: str) -> str:
         for number, line in enumerate(lines, 1)
         if line[1::2].strip(" ") or " " in line[::2]
     ]
-    files.refuse(
-        "the text is not in the spaced format; give format='plain' to read it as it is", problems
-    )
+    files.refuse("the text is not in the spaced format; give format='plain'", problems)
     return "\n".join(line[::2].replace("_", " ") for line in lines)
 
 

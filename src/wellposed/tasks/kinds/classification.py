@@ -193,12 +193,10 @@ def encode_labelled(
     )
 
 
-def refuse_longer(
-    table: LabelledTexts, lengths: Sequence[int], max_length: int, remedy: str
-) -> None:
-    """Raise `DataError` naming every row with more than ``max_length`` tokens."""
-    longer = {i: f"{length} tokens" for i, length in enumerate(lengths) if length > max_length}
-    _refuse_rows(table, longer, f"rows with more than max_length = {max_length} tokens; {remedy}")
+def refuse_longer(table: LabelledTexts, lengths: Sequence[int], limit: int, remedy: str) -> None:
+    """Raise `DataError` naming every row with more than ``limit`` tokens."""
+    longer = {i: f"{length} tokens" for i, length in enumerate(lengths) if length > limit}
+    _refuse_rows(table, longer, f"rows with more than max_length = {limit} tokens; {remedy}")
 
 
 def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) -> None:

@@ -92,12 +92,9 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         references: Mapping[Split, Sequence[str]],
         **parts: Any,
     ) -> None:
-        pairs: dict[Split, PairExamples] = {
-            split: PairExamples(*sides) for split, sides in encoded.items()
-        }
-        super().__init__(
-            encoder=encoder, examples=pairs, max_length=self.options.max_tokens, **parts
-        )
+        pairs: dict[Split, PairExamples] = {s: PairExamples(*sides) for s, sides in encoded.items()}
+        longest = self.options.max_tokens
+        super().__init__(encoder=encoder, examples=pairs, max_length=longest, **parts)
         self._start_id = encoder.start_id
         self._references = dict(references)
         self._signatures: dict[str, str] = {}
@@ -128,9 +125,8 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         """Return both sides, padded; the decoder reads the target moved right by one, so that
         position t predicts ``labels[:, t]``."""
         moved = [[self._start_id, *each["labels"][:-1]] for each in examples]
-        rows = [
-            {**each, "decoder_input_ids": ids} for each, ids in zip(examples, moved, strict=True)
-        ]
+        pairs = zip(examples, moved, strict=True)
+        rows = [{**each, "decoder_input_ids": ids} for each, ids in pairs]
         return batches.pad_examples(rows, pad_id=self._encoder.pad_id)
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:

@@ -126,9 +126,7 @@ def read_word_vectors(path: Path) -> WordVectors:
     if not width:
         problems.append(f"{path}:1: expected a word and its numbers separated by spaces")
     elif count not in (None, len(rows)) and not problems:
-        problems.append(
-            f"{path}:1: says {count} words, the file holds {len(rows)}; it may be cut short"
-        )
+        problems.append(f"{path}:1: says {count} words, the file holds {len(rows)}; is it cut?")
     refuse("the word vectors cannot be read; correct or remove these lines", problems)
     return WordVectors(rows, width or 0)
 
@@ -150,9 +148,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         except UnicodeDecodeError as error:
             raise errors.DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
         except (EOFError, OSError, zlib.error) as error:
-            raise errors.DataError(
-                f"{path}: gzip damaged or cut short ({error}); copy it"
-            ) from None
+            raise errors.DataError(f"{path}: gzip damaged or cut short ({error})") from None
 
 
 def _parse(line: str, width: int) -> tuple[str, Vectors]:
@@ -180,13 +176,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-SentenceEncoder = Callable[[Sequence[str]], Any]
+Encode = Callable[[Sequence[str]], Any]
 """From n sentences to an (n, width) array."""
 
 
-def sentence_cosine(
-    hypotheses: Sequence[str], references: Sequence[str], encode: SentenceEncoder
-) -> float:
+def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: Encode) -> float:
     """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
 
     Status: exact for the encoder given, a function from n sentences to an (n, width) array. Values
@@ -208,9 +202,7 @@ def sentence_cosine(
     return float((rows[::2] * rows[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
 
 
-def hf_sentence_encoder(
-    name: str, *, batch_size: int = 64, max_length: int = 128
-) -> SentenceEncoder:
+def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 128) -> Encode:
     """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
 
     ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens.

@@ -316,9 +316,8 @@ def dialogue_scores(
         "cider_d": sum(cider(said, wanted, variant="cider_d")) / count,
     }
     for order in (1, 4):
-        score, signature = corpus_bleu(
-            hypotheses, references, max_ngram_order=order, lowercase=True
-        )
+        how = {"max_ngram_order": order, "lowercase": True}
+        score, signature = corpus_bleu(hypotheses, references, **how)
         scores[f"bleu_{order}"] = score / 100
         details[f"bleu_{order}"] = f"{signature}|max_ngram_order:{order}"
     missing: dict[str, str] = {}

@@ -117,9 +117,8 @@ class CharacterEncoder(TextEncoder):
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
         points = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
         table = np.full(0x110000, UNK_ID, dtype=np.int32)
-        table[[ord(character) for character in self.characters]] = np.arange(
-            NUM_SPECIAL, self.vocab_size
-        )
+        points_known = [ord(character) for character in self.characters]
+        table[points_known] = np.arange(NUM_SPECIAL, self.vocab_size)
         flat = table[points]
         missing, counts = np.unique(points[flat == UNK_ID], return_counts=True)
         unknown = {chr(point): int(count) for point, count in zip(missing, counts, strict=True)}
@@ -148,9 +147,8 @@ class ByteEncoder(TextEncoder):
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         tokenizers, inner = tokenizers_library(), symbol_tokenizer(_byte_symbols())
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        )
+        before = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = before
         inner.decoder = tokenizers.decoders.ByteLevel()
         return wrap_tokenizer(inner, max_length)
 
@@ -185,9 +183,8 @@ class WordEncoder(TextEncoder):
             spaces = str.maketrans(dict.fromkeys(self.drop, " "))
             texts = [text.translate(spaces) for text in texts]
         ids = _CountingIds(self._ids)
-        return Ragged.from_lists(
-            [list(map(ids.__getitem__, split_words(text))) for text in texts]
-        ), ids.unknown
+        rows = [list(map(ids.__getitem__, split_words(text))) for text in texts]
+        return Ragged.from_lists(rows), ids.unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         tokenizers = tokenizers_library()
@@ -357,9 +354,7 @@ class PretrainedEncoder(TextEncoder):
         unknown = count_unknown(self._tokenizer, ids.flat)
         return Encoded(ids, full_lengths, unknown, segments=segments)
 
-    def _columns(
-        self, rows: Sequence[tuple[str, ...]], **options: Any
-    ) -> dict[str, list[list[int]]]:
+    def _columns(self, rows: Sequence[tuple[str, ...]], **options: Any) -> dict[str, list[Any]]:
         """Return the ids of rows of one text or two, and the token types of pairs where the
         tokenizer gives them."""
         if not rows:
