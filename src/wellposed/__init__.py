@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wellposed.lazy import import_on_first_use
+from wellposed.lazy import after_import, import_on_first_use
 from wellposed.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -89,3 +89,6 @@ else:
             "roles": "Roles find_roles",
         },
     )
+
+# So that attn_implementation="wellposed_l2" is known wherever both libraries are.
+after_import("transformers.modeling_utils", "wellposed.integrations._attention_interface")

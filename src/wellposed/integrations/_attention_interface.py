@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 
 def register_attention() -> tuple[str, ...]:
     r"""Make ``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to
-    transformers.
+    transformers; importing wellposed does it, before or after transformers.
 
     Exact up to rounding. A model with such a name computes, for each head, with q, k, v its own
     projections (rotated by position where it does so), ``s`` the factor by which it scales dot
@@ -86,7 +86,9 @@ def set_attention_(model: nn.Module, name: str) -> None:
     `wellposed.models.load_saved_model` reads it; ``from_pretrained`` alone does not.
 
     Args:
-        model: a model of Hugging Face.
+        model: a model of transformers, each part of which asks `transformers.AttentionInterface`
+            for the function of (query, key, value) that ``config._attn_implementation`` names: the
+            families whose ``attn_implementation`` may be ``"sdpa"``.
         name: ``"wellposed_l2"`` or ``"wellposed_cosine"``.
 
     Raises:
@@ -107,8 +109,10 @@ def set_attention_(model: nn.Module, name: str) -> None:
         raise unknown_name("attention implementation", name, _FORWARD)
     if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("wellposed."):
         raise ConfigError(
-            f"set_attention_: {type(model).__name__} is no model of transformers that is told its"
-            " attention by name; build wellposed's own with attention='l2' or 'cosine'"
+            "set_attention_: needs a model of transformers whose attention asks"
+            " transformers.AttentionInterface for the function that attn_implementation names;"
+            f" received {type(model).__name__}; build wellposed's own with attention='l2' or"
+            " 'cosine', and put wellposed.nn.L2SelfAttention into one of your own"
         )
     before = model.config._attn_implementation or "eager"
     # A part that has an attention of its own keeps whichever name it had, so one of two does not
@@ -118,7 +122,8 @@ def set_attention_(model: nn.Module, name: str) -> None:
         model.set_attn_implementation(before)
         raise ConfigError(
             f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention"
-            " of its own:\n" + listed(sorted(deaf))
+            " of its own and does not ask transformers.AttentionInterface; take a family that"
+            " does, as all do whose attn_implementation may be 'sdpa':\n" + listed(sorted(deaf))
         )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._supports_sdpa or part._supports_attention_backend for part in parts):
@@ -207,3 +212,6 @@ def _check_scaling(module: nn.Module, scaling: float | None) -> None:
             f" attention is told {scaling}), so |q - k| would compare vectors of two scales; use"
             " attn_implementation='wellposed_cosine', which does not depend on lengths"
         )
+
+
+register_attention()
