@@ -108,6 +108,9 @@ class _Reader:
         """Return the role of one call; none where a part of it is no product with a parameter."""
         tensors = {name: getattr(call, name) for name in _PROJECTIONS}
         found = {name: self._projection(tensor) for name, tensor in tensors.items()}
+        for number, pair in enumerate(call.beside):
+            for name, tensor in zip(("query", "key"), pair, strict=True):
+                found[f"{name} {number + 2}"] = self._projection(tensor)
         own = [product for each in found.values() if each for product in each.products]
         self.used |= {id(product) for product in own}
         outputs = self._outputs(call, own)
@@ -118,15 +121,20 @@ class _Reader:
             self._incomplete(found, missing)
             return []
         whole: dict[str, Any] = {name: each for name, each in found.items() if each is not None}
-        views = {name: each.views[0] for name, each in whole.items()}
+        views = {name: whole[name].views[0] for name in _PROJECTIONS}
         views["output"] = outputs[0].view_of()
-        further = [(name, view) for name, each in whole.items() for view in each.views[1:]]
+        further = [
+            (name.split()[0], view)
+            for name, each in whole.items()
+            for view in each.views[name in _PROJECTIONS :]
+        ]
         further += [("latent", view) for view in self._latents(own)]
         heads = {
             name: tuple(
                 spans_of(sorted(each.products[0].rows[row] for row in rows)) for rows in each.heads
             )
             for name, each in whole.items()
+            if name in _PROJECTIONS
         }
         cross = self._is_cross(whole["query"].products[0], whole["key"].products[0])
         path = _common_path(self.model, [view.owner_path for view in views.values()])
@@ -295,7 +303,9 @@ class _Reader:
         for role, projection in found.items():
             for view in projection.views if projection else ():
                 place = LocatedModule(view.owner_path, view.owner, self.model)
-                weights.append(RoleWeight(role, place.stack, place.layer, place.path, view, "self"))
+                weights.append(
+                    RoleWeight(role.split()[0], place.stack, place.layer, place.path, view, "self")
+                )
         self.incomplete.append(Incomplete(tuple(weights), tuple(missing)))
 
 

@@ -71,6 +71,8 @@ class Attention(Cut):
     key: Tensor
     value: Tensor
     causal: bool
+    beside: Sequence[tuple[Tensor, Tensor]] = ()
+    """Further queries and keys, whose weights are combined with these before they meet the value."""
 
 
 @dataclass
@@ -345,8 +347,9 @@ class Tracer(TorchFunctionMode):
             return output
         if self._neutral.get(_address(right)):
             return self._product(left, right, output)
-        if (scores := self._attention_of(left)) is not None:
-            return self._attended(*scores[:2], right.mT, output, scores[2])
+        if scores := self._attention_of(left):
+            causal = _is_causal(left[..., -1] == 0)
+            return self._attended(*scores[0], right.mT, output, causal, beside=scores[1:])
         if output.grad_fn is not None:
             self._scores[output.grad_fn] = (left, right)
             self._kept.append(output)
@@ -364,32 +367,39 @@ class Tracer(TorchFunctionMode):
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
         own = [x for x in terms[-1] if x not in terms[0]]
         if len(summed) != 1 or not own or out[-1] != own[-1]:
-            return output if self._at(given[-1]) is None else self._cut(output)
+            # heads or tokens that are mixed keep the rows that their numbers came from
+            mixed = readable and terms[0][-1] == out[-1] not in terms[1]
+            return output if mixed or self._at(given[-1]) is None else self._cut(output)
         sides: list[Tensor] = []
         for mine, other, tensor in zip(terms, terms[::-1], given, strict=True):
             order = sorted(mine, key=lambda x: (x in summed, x not in other))
             sides.append(tensor.permute([mine.index(x) for x in order]))
         return self._pair(sides[0], sides[1], output)
 
-    def _attention_of(self, weights: Tensor) -> tuple[Tensor, Tensor, bool] | None:
-        """Return query and key where a tensor comes from the softmax of a product of the two."""
-        node = next((n for n in ancestors([weights]) if n in self._weights), None)
-        if node is None:
-            return None
-        logits = self._weights[node]
-        scores = next((n for n in ancestors([logits]) if n in self._scores), None)
-        if scores is None:
-            return None
-        return (*self._scores[scores], _is_causal(weights[..., -1] == 0))
+    def _attention_of(self, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the queries and keys of whose products a tensor has the softmax."""
+        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        for node in ancestors([weights]):
+            if node in self._weights:
+                above = ancestors([self._weights[node]])
+                scores = next((each for each in above if each in self._scores), None)
+                if scores is not None:
+                    found[scores] = self._scores[scores]
+        return list(found.values())
 
     def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        causal: bool,
+        *,
+        beside: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
+        given = {"query": query, "key": key, "value": value, "causal": causal, "beside": beside}
         output, cut = self._leaf(
-            output,
-            lambda leaf: Attention(
-                order=self._order, leaf=leaf, query=query, key=key, value=value, causal=causal
-            ),
+            output, lambda leaf: Attention(order=self._order, leaf=leaf, **given)
         )
         self.record.attention.append(cut)
         return output

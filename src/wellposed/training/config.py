@@ -91,6 +91,8 @@ class ConstrainOptions(options.CheckedOptions):
     """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it
     least,
     or auto: fit for a pretrained model of --from, one else."""
+    per: Literal["weight", "head"] = "weight"
+    """What is in the set: each weight, or of a query, key or value the rows of each head."""
 
     def problems(self) -> Iterator[str]:
         """Yield a line for an empty pattern, and for each option that nothing would read."""
@@ -100,6 +102,8 @@ class ConstrainOptions(options.CheckedOptions):
             yield "embeddings = 'fit' without where, so no weight is held; name the embedding in where"
         if self.to == "logits" and not self.where:
             yield "to = 'logits' without where, so no head is held; give where = query"
+        if self.per == "head" and not self.where:
+            yield "per = 'head' without where, so no weight is held; name queries or keys in where"
         for name in ("embeddings", "gain"):
             if getattr(self, name) == "fit" and self.to != "orthogonal":
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"

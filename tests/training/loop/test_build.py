@@ -34,7 +34,7 @@ from wellposed.training import (
     train,
 )
 from wellposed.training.config import StartOptions
-from wellposed.training.loop.build import build_optimizer, build_start
+from wellposed.training.loop.build import build_constraint, build_optimizer, build_start
 
 
 @pytest.mark.parametrize("kind", ["muon", "sgd"])
@@ -221,3 +221,14 @@ def _mean_norm_of_tokens(model: torch.nn.Module, task: Task) -> float:
         model(pixel_values=batch["pixel_values"])
     hook.remove()
     return float(entering[0].norm(dim=-1).mean())
+
+
+def test_the_heads_of_a_query_are_held_by_themselves_where_asked_for() -> None:
+    model = torch.nn.TransformerEncoderLayer(8, 2, 12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = build_constraint(ConstrainOptions("query", per="head"), model, optimizer)
+    assert handle is not None
+    name = "self_attn.in_proj_weight"
+    assert [row.path for row in handle.report.rows] == [f"{name}[0:4]", f"{name}[4:8]"]
+    with pytest.raises(ConfigError, match="per = 'head' without where"):
+        ConstrainOptions(per="head")

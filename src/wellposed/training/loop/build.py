@@ -276,13 +276,14 @@ def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.
     from wellposed.constrain import select_weights
 
     try:
-        found = select_weights(model, options.patterns)
+        found = select_weights(model, options.patterns, per=_PER[options.per])
     except RoleNotFoundError as error:
         raise _unusable(options, error) from error
     return [candidate.parameter for candidate in found if candidate.parameter is not None]
 
 
 _GAINS: dict[str, Literal["fit"] | float | None] = {"auto": None, "one": 1.0, "fit": "fit"}
+_PER: dict[str, Literal["head"] | None] = {"weight": None, "head": "head"}
 
 
 def build_constraint(
@@ -301,7 +302,7 @@ def build_constraint(
     from wellposed.constrain import constrain_
 
     how = {"to": options.to, "bound": options.bound, "embeddings": options.embeddings}
-    how |= {"gain": _GAINS[options.gain]}
+    how |= {"gain": _GAINS[options.gain], "per": _PER[options.per]}
     try:
         return constrain_(model, optimizer, options.patterns, **how)
     except ShapeError as error:
