@@ -88,8 +88,8 @@ def some(parts: Iterable[bool | None]) -> bool | None:
     return True if True in found else None if None in found else False
 
 
-def agreed(of_seeds: Sequence[bool]) -> bool | None:
-    """Return what every seed says; None where they differ.
+def agreed(of_seeds: Sequence[bool | None]) -> bool | None:
+    """Return what every seed, or every reading of a claim, says; None where they differ.
 
     >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
     (True, False, None)

@@ -318,7 +318,7 @@ def _made(
 def _curves(
     runs: Sequence[FinishedRun], printed: Printed, *, split: str = "valid"
 ) -> tuple[list[Row], list[Panel]]:
-    rows = [
+    rows: list[Row] = [
         {**_of(run), "step": step, "split": name, "nll": loss}
         for run in runs
         for step, name, loss in run.losses()

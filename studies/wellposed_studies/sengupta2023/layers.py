@@ -157,8 +157,8 @@ def _measured(
     found: dict[str, list[tuple[FinishedRun, Layers, Layers]]] = {}
     for run in runs:
         if run.metrics:
-            layers = (measure_layers(model, batches) for model in (run.model, run.untrained))
-            found.setdefault(study.model_name(run.variant), []).append((run, *layers))
+            after, before = (measure_layers(of, batches) for of in (run.model, run.untrained))
+            found.setdefault(study.model_name(run.variant), []).append((run, after, before))
     missing = {study.model_name(variant) for variant in variants}.difference(found)
     if missing:
         raise ConfigError(f"{study.name}: training diverged for {', '.join(sorted(missing))}")

@@ -348,7 +348,7 @@ def _reproduce(
         told = about_gains(paper, gains)
         recomputed = f"gain of the best variant in %, as printed (recomputed): {told}"
     panels = [
-        panel for study in studies for panel in panels(study, where(rows, corpus=study.label))
+        panel for study in studies for panel in _panels(study, where(rows, corpus=study.label))
     ]
     got = "; ".join(texts)
     holds = None if request.data is None else every(verdicts)
@@ -425,7 +425,7 @@ def _row(study: Study, run: FinishedRun) -> Row:
     return {**row, "seed": run.seed, "valid_perplexity": perplexity, **scores}
 
 
-def panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
+def _panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
     """Return a panel for each measure that was computed: means and errors by strength."""
     strengths = list(dict.fromkeys(row["strength"] for row in rows))
     names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
