@@ -1,4 +1,5 @@
-"""Checks that public calls share: keywords by their names, a model that is one, and how far weights moved."""
+"""Checks that public calls share: known keywords, a model that is one; and a line on how far
+weights moved."""
 
 from __future__ import annotations
 

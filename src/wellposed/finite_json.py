@@ -1,5 +1,4 @@
-"""JSON without NaN and infinities, which the format does not have, and read with one kind of
-error."""
+"""Strict JSON: NaN and infinities are written as null, and refused when read."""
 
 from __future__ import annotations
 

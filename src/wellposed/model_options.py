@@ -105,7 +105,7 @@ def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> lis
 
 @dataclass(frozen=True)
 class SharedOptions(CheckedOptions):
-    """What every architecture reads."""
+    """Options of every architecture."""
 
     architecture: str = "wellposed"
     """Registered architecture."""
@@ -133,7 +133,7 @@ class HeadOptions(PartOptions):
 @read_by(architecture=("wellposed", "transject"))
 @dataclass(frozen=True)
 class TokenOptions(PartOptions):
-    """Where tokens stand, and how they become one vector."""
+    """Position codes, and how a classifier pools tokens into one vector."""
 
     position: Literal["learned", "sinusoidal", "none"] = "learned"
     """Position code; none where the attention knows positions."""
@@ -176,7 +176,7 @@ class TransformerOptions(PartOptions):
 @read_by(architecture="wellposed", feedforward="mlp")
 @dataclass(frozen=True)
 class MLPOptions(PartOptions):
-    """What the feed-forward with a scalar nonlinearity reads."""
+    """Options of the feed-forward with a scalar nonlinearity."""
 
     activation: Literal["relu", "gelu", "unit_gelu"] = "gelu"
     """Feed-forward nonlinearity; unit_gelu is gelu over its largest slope."""
@@ -185,7 +185,7 @@ class MLPOptions(PartOptions):
 @read_by(norm="dyt")
 @dataclass(frozen=True)
 class DynamicTanhOptions(PartOptions):
-    """What a tanh in the place of LayerNorm reads."""
+    """Options of the tanh that stands in the place of LayerNorm."""
 
     dyt_alpha: Positive = 0.5
     """alpha of norm dyt at the start."""
@@ -194,7 +194,7 @@ class DynamicTanhOptions(PartOptions):
 @read_by(position="sinusoidal")
 @dataclass(frozen=True)
 class SinusoidalOptions(PartOptions):
-    """What sines and cosines read."""
+    """Options of sinusoidal position codes."""
 
     position_scale: Positive | None = None
     """Factor on sinusoidal positions. None is 1, and under init t_fixup the factor that T-Fixup
@@ -215,7 +215,7 @@ class Kim2021Options(PartOptions):
 @read_by(attention=("l2", "l2_tied"))
 @dataclass(frozen=True)
 class L2Options(Kim2021Options):
-    """What every L2 attention reads."""
+    """Options of every L2 attention."""
 
     query_width: Literal[1, 2] = 1
     """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
@@ -224,7 +224,7 @@ class L2Options(Kim2021Options):
 @read_by(attention="l2_contractive")
 @dataclass(frozen=True)
 class ContractiveOptions(L2Options):
-    """What an L2 attention reads that is divided by its bound."""
+    """Options of contractive L2 attention, which is divided by its Lipschitz bound."""
 
     contractive: Annotated[float, Gt(0), Lt(1)] | None = None
     """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
@@ -238,7 +238,7 @@ class ContractiveOptions(L2Options):
 @read_by(attention="cosine")
 @dataclass(frozen=True)
 class CosineOptions(PartOptions):
-    """What cosine attention reads."""
+    """Options of cosine attention."""
 
     cosine_eps: Positive = 0.01
     """eps of cosine attention: a vector a is replaced by a / sqrt(|a|^2 + eps)."""
@@ -247,7 +247,7 @@ class CosineOptions(PartOptions):
 @read_by(attention="ball")
 @dataclass(frozen=True)
 class BallOptions(PartOptions):
-    """What attention on the unit ball reads."""
+    """Options of attention on the unit ball."""
 
     ball_temperature: Positive = 2.0
     """Temperature of every head of attention ball at the start; it is learnt between 0 and ball_max_temperature."""
@@ -258,7 +258,7 @@ class BallOptions(PartOptions):
 @read_by(residual="budget")
 @dataclass(frozen=True)
 class BudgetOptions(PartOptions):
-    """What a residual with a share of a Lipschitz budget reads."""
+    """Options of the residual that has a share of a Lipschitz budget."""
 
     budget: Annotated[float, Gt(1)] = 2.0
     """L of residual budget: all residuals together multiply distances by at most L, if no branch multiplies any."""
@@ -267,7 +267,7 @@ class BudgetOptions(PartOptions):
 @read_by(architecture="transject")
 @dataclass(frozen=True)
 class TransJectOptions(PartOptions):
-    """What TransJect reads alone."""
+    """Options of TransJect alone."""
 
     num_experts: Size = 1
     """Expert mixtures of TransJect: number of experts in a layer."""

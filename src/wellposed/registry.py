@@ -1,4 +1,4 @@
-"""Names to objects, with errors that help: the one registration mechanism of the house."""
+"""Tables from names to registered objects, whose errors list the nearest names."""
 
 from __future__ import annotations
 

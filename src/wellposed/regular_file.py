@@ -1,4 +1,5 @@
-"""Files of folders that came from elsewhere, where a pipe or a device may stand in their place."""
+"""Reads files of folders that came from elsewhere, and refuses a pipe or a device in their
+place."""
 
 from __future__ import annotations
 

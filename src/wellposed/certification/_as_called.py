@@ -1,5 +1,5 @@
-"""Whether a call of a module computes what its class and its weights say: the one list that every
-certificate goes by.
+"""Checks that a call of a module computes what its class and its weights say, as every certificate
+assumes.
 
 A rule bounds the `forward` of one class from the weights of a module. A call may run something
 else: hooks, a replaced `forward`, an adapter of another class in place of a projection, weights

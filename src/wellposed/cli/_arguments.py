@@ -1,4 +1,4 @@
-"""Turning words into a `RunConfig`: what `train` and `compare` share.
+"""The options of `train` and `compare`: from command-line words to a `RunConfig`.
 
 Precedence, lowest first: defaults, ``--preset`` or ``--config``, or what a model named ``--from``
 asks for, the variant (``train`` only), the command line.

@@ -1,4 +1,4 @@
-"""Which extra brings which package, of those that may be missed."""
+"""Optional packages by the extra that installs them."""
 
 EXTRAS = {
     "hf": ("transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub"),

@@ -1,4 +1,4 @@
-"""Options that decide the defaults of the others, read by argparse before the rest is parsed."""
+"""Reads a few options before the rest is parsed, since they decide the defaults of the others."""
 
 from __future__ import annotations
 

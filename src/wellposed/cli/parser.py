@@ -1,5 +1,5 @@
-"""One parser for all commands: tyro, with optional values shown as what they are and help that fits
-a screen first."""
+"""The parser of every command: tyro, with help that shows the most used options first and errors of
+one line."""
 
 from __future__ import annotations
 

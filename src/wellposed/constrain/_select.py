@@ -1,5 +1,4 @@
-"""Which weights of a model are meant: by names, patterns, types, a function, or the roles they
-play."""
+"""Selects weights of a model by names, patterns, types, a function, or the roles they play."""
 
 from __future__ import annotations
 

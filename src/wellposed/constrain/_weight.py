@@ -1,4 +1,5 @@
-"""Held matrices: what the handle asks of one whatever its set, the sets that leave directions free, and batches."""
+"""The matrices that a handle holds: their common interface, two of the sets, and batches of one
+shape."""
 
 from __future__ import annotations
 

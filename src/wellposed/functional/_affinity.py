@@ -218,7 +218,7 @@ class _Exact(torch.autograd.Function):
 
 
 class _FromLogits(torch.autograd.Function):
-    """The same for logits that somebody else formed."""
+    """As `_Exact`, from logits that are given."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

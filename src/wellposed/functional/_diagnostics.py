@@ -1,5 +1,4 @@
-"""What a softmax row says about itself: how spread it is, and how strongly it reacts to its
-logits."""
+"""Entropy of softmax rows, and how strongly they react to a change of their logits."""
 
 from __future__ import annotations
 

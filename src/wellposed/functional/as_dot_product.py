@@ -1,5 +1,5 @@
-"""L2 and cosine attention as dot-product attention: the other vectors to call a fused kernel
-with."""
+"""L2 and cosine attention rewritten as dot-product attention on other vectors, for fused
+kernels."""
 
 from __future__ import annotations
 

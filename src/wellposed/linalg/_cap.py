@@ -1,5 +1,5 @@
-"""The largest singular value held below a bound by products alone, with a proof in place of a trust in
-convergence."""
+"""Keeps the largest singular value of a matrix below a bound by matrix products alone, with a
+proved error."""
 
 from __future__ import annotations
 

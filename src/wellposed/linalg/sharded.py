@@ -1,5 +1,4 @@
-"""Plain tensors and DTensors (FSDP2, tensor parallel) behind the same verbs: read all of it, write
-it back."""
+"""Reads and writes plain tensors and DTensors (FSDP2, tensor parallel) by the same functions."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ class LSTMConfig(WellposedConfig):
 
 @dataclass
 class LSTMInputs(TokenLabelInputs):
-    """What an LSTM is given."""
+    """Inputs of an LSTM."""
 
     input_ids: Tensor | None = None
     attention_mask: Tensor | None = None

@@ -1,5 +1,4 @@
-"""What a configuration names beside the parts of `wellposed.nn`: initial weights, and how a classifier
-pools tokens."""
+"""Initial weights by name, and how a classifier pools tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class SequenceInputs:
 
 @dataclass(kw_only=True)
 class ModelInputs(SequenceInputs):
-    """What a body is given: a sequence, and what it keeps of earlier tokens."""
+    """Inputs of a body: a sequence, and the cache of earlier tokens."""
 
     past_key_values: Any = None
     use_cache: bool | None = None
@@ -78,7 +78,7 @@ class Seq2SeqInputs:
 
 @dataclass(kw_only=True)
 class LabelInputs:
-    """What a head is given besides, which its body does not read."""
+    """Labels and the like, which a head reads and its body does not."""
 
     labels: Tensor | None = None
     own: ClassVar = ("labels", "logits_to_keep", "num_items_in_batch")
@@ -98,22 +98,22 @@ class TokenLabelInputs(LabelInputs):
 
 @dataclass(kw_only=True)
 class CausalLMInputs(TokenLabelInputs, ModelInputs):
-    """What a language model is given."""
+    """Inputs of a language model."""
 
 
 @dataclass(kw_only=True)
 class Seq2SeqLMInputs(TokenLabelInputs, Seq2SeqInputs):
-    """What an encoder-decoder with an output layer is given."""
+    """Inputs of an encoder-decoder with an output layer."""
 
 
 @dataclass(kw_only=True)
 class ClassifierInputs(LabelInputs, SequenceInputs):
-    """What a classifier of one sequence is given."""
+    """Inputs of a classifier of one sequence."""
 
 
 @dataclass
 class PairInputs:
-    """What a classifier of two sequences is given."""
+    """Inputs of a classifier of two sequences."""
 
     input_ids: Tensor | None = None
     attention_mask: Tensor | None = None

@@ -24,7 +24,7 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 
 @dataclass(frozen=True)
 class Request:
-    """What a recipe is asked for."""
+    """The scale, folder, data and other inputs of a call of a recipe."""
 
     scale: Scale
     out: Path
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What decides a verdict."""
+    """The test, seeds and uncertainty that decide a verdict."""
 
     test: str
     """When the claim counts as confirmed, in words."""

@@ -1,5 +1,5 @@
-"""See what happens inside a model while it runs, without editing or disturbing it: what several
-verbs share."""
+"""Hooks that several verbs share: they see what happens inside a model while it runs, without
+editing it."""
 
 from wellposed.watch._attention import AttentionWatcher as AttentionWatcher
 from wellposed.watch._attention import ObservingHook as ObservingHook

@@ -1,5 +1,4 @@
-"""Lines read and written back: numbered, strict UTF-8, streamed, complete under the final name or
-absent."""
+"""Reads lines of text as strict UTF-8, and writes a file that is complete or absent."""
 
 from __future__ import annotations
 
