@@ -79,7 +79,7 @@ def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(
     records = json.loads(found.to_json(tmp_path / "c.json").read_text())["results"]
     assert [r["verdict"] for r in records if r["variant"] == "rezero" and r["verdict"]] == [said]
     page = build_report([folder], tmp_path / "report.html").read_text()
-    assert page.count(f'<td class="words">{said}</td>') == 0  # no difference, no plot
+    assert page.count(f'<td class="words">{said}</td>') == 2
     assert "By test accuracy, rezero, pre_ln: it cannot be said." in page
     assert "Every variant learned" not in page
     assert page.count("no result") == 3

@@ -116,6 +116,18 @@ def test_what_all_rows_say_is_said_once(report: tuple[Path, str]) -> None:
     assert Page(report[1]).csv("2-listops-training")[1]["parameters"] == "123456.0"
 
 
+@pytest.mark.parametrize(
+    "loss", [[1.7e308, -1.7e308], [0.0, 0.0], [1e-320, 1e300]], ids=["ends", "zero", "far"]
+)
+def test_values_of_any_size_are_drawn(make_run: Any, tmp_path: Path, loss: list[float]) -> None:
+    run = make_run(tmp_path / "a")
+    rows = [{"step": k, "split": "train", "loss": value} for k, value in enumerate(loss)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    drawn = text.split("<h4>training loss (nats)")[1].split("</div>")[0]
+    assert not re.search(r"\b(nan|inf)\b", drawn)
+
+
 def test_one_variant_does_not_squash_the_others(make_run: Any, tmp_path: Path) -> None:
     for name, factor in {"a": 1.0, "b": 1.1, "c": 1.2, "blown": 1e4}.items():
         run = make_run(tmp_path / name, variant=name)
@@ -220,6 +232,13 @@ def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(
     assert "2 runs not counted" in words
     assert "cancelled" in words
     assert "no result.json: still running, or killed" in words
+
+
+def test_one_variant_that_did_not_learn_is_said_so(make_run: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "a", value=0.1)
+    words = Page(build_report([tmp_path], tmp_path / "report.html").read_text()).words
+    assert "One variant: nothing to compare with" in words
+    assert "did not learn: validation accuracy 0.11 is no better than the reference 0.18" in words
 
 
 def test_only_failed_runs_give_a_page(make_run: Any, tmp_path: Path) -> None:

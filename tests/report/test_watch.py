@@ -86,6 +86,6 @@ def test_runs_that_go_on_are_shown_apart(compare: Any, make_run: Any, tmp_path: 
     (row,) = page.csv("running")
     last = [json.loads(line) for line in rows[:6] if '"train"' in line][-1]
     assert (row["step"], float(row["train"])) == (str(last["step"]), last["loss"])
-    labels = [str(svg["aria-label"]) for svg in page.tags["svg"]]
+    labels = [str(svg.get("aria-label")) for svg in page.tags["svg"]]
     assert "listops: training loss (nats) over step: rezero, seed 0" in labels
     assert {row["variant"] for row in page.csv("1-listops-curves")} == {"post_ln"}

@@ -29,6 +29,8 @@ WIDEST = 3.0
 """Longest interval that is drawn whole, as a multiple of the median."""
 CROWDED = 14
 """Characters that the axis of a forest plot has room for."""
+HUGE = 1e250
+"""Largest value that an axis reaches; twice the room of it is still a number."""
 LEVELS = 9
 """Colours of a map; the page's style names them h0, h1, ..."""
 CLOSE = 1.05
@@ -105,7 +107,8 @@ def _limits(panels: Sequence[Panel]) -> tuple[Any, tuple[float, float], dict[str
         # The fall of the first steps would squash all that comes after it.
         start = len(each.y) // 10 if label else 0
         for line in (each.y, *each.band):
-            spans.setdefault(each.label, []).extend([min(line), *line[start:]])
+            values = [min(line), *line[start:]]
+            spans.setdefault(each.label, []).extend(max(-HUGE, min(HUGE, v)) for v in values)
     levels = [panel.level[1] for panel in panels if panel.level]
     every = [*levels, *(value for values in spans.values() for value in values)] or [0.0]
     logarithmic = min(every) > 0 and max(every) > LOGARITHMIC * min(every)
@@ -171,7 +174,7 @@ def chart(panel: Panel, note: str = "", *, quiet: bool = False) -> dict[str, Any
         "x_ticks": x_axis.ticks(),
         "y_ticks": [(round(100 - place, 2), text) for place, text in y_axis.ticks()],
         "marks": marks,
-        "ends": _apart(ends),
+        "ends": _apart(ends) if LABEL * len(ends) < 100 else [],
         "level": panel.level and (panel.level[0], round(100 * up(panel.level[1]), 2)),
         "note": note,
         "hover": "" if quiet else json.dumps(_hover(panel, places, x_axis), separators=(",", ":")),
@@ -230,14 +233,14 @@ def forest(
     title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]
 ) -> dict[str, Any] | None:
     """Return the plot of ``rows``, (variant, number, mean, sentence, bad), with the test of each;
-    None where no difference is known."""
+    None where no difference is known and nothing is said."""
     middles = [test.mean_difference for test in tests if test and test.mean_difference is not None]
     intervals = [test.interval for test in tests if test and test.interval]
-    if not middles:
+    if not middles and not any(said for *_, said, _ in rows):
         return None
     # Two seeds have intervals of twelve standard errors: one of them would squash all others.
     ends = sorted(max(map(abs, pair)) for pair in intervals) or [math.inf]
-    reach = max(WIDEST * ends[len(ends) // 2], *map(abs, middles))
+    reach = max(WIDEST * ends[len(ends) // 2], *map(abs, [0.0, *middles]))
     known = [0.0, *middles, *(max(-reach, min(reach, end)) for ends in intervals for end in ends)]
     margin = 0.05 * (max(known) - min(known)) or 1.0
     axis = Axis("linear", min(known) - margin, max(known) + margin)
@@ -249,7 +252,7 @@ def forest(
             low, high = test.interval or (test.mean_difference,) * 2
             ends = place(low), place(test.mean_difference), place(high)
         bars.append((*row, ends, bool(test and test.significant)))
-    ticks = axis.ticks(3)
+    ticks = axis.ticks(3) if middles else []
     if sum(len(text) for _, text in ticks) > CROWDED:
         ticks = ticks[::2]
     better = "right" if any(test and test.higher_is_better for test in tests) else "left"
@@ -257,7 +260,7 @@ def forest(
         "title": title,
         "better": better,
         "zero": place(0.0),
-        "ticks": axis.ticks(),
+        "ticks": ticks,
         "bars": bars,
     }
 
