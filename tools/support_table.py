@@ -1,6 +1,7 @@
 """Try every verb on a small model of each family and write what came of it into docs/families.md.
 
-    python tools/support_table.py
+    python tools/support_table.py            tries all, minutes
+    python tools/support_table.py --verbs    writes the second table alone, which holds what tests/roles tries
 
 A test tries each family again and compares its row with the page.
 """
@@ -14,17 +15,27 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- support table: tools/support_table.py -->\n", "<!-- end of the support table -->"
+VERBS_BEGIN, VERBS_END = (
+    "<!-- table of verbs: tools/support_table.py -->\n",
+    "<!-- end of the table of verbs -->",
+)
 
 
 def main() -> None:
-    """Write the table between its marks."""
+    """Write the tables between their marks."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT))
+    from tests.support.many_families import verbs_table
     from tests.support.support_table import FAMILIES, row, table
 
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    found = table({family: row(family) for family in FAMILIES})
-    PAGE.write_text(f"{before}{BEGIN}\n{found}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    _write(verbs_table(), VERBS_BEGIN, VERBS_END)
+    if "--verbs" not in sys.argv:
+        _write(table({family: row(family) for family in FAMILIES}), BEGIN, END)
+
+
+def _write(found: str, begin: str, end: str) -> None:
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{found}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
     sys.stdout.write(found)
 
 

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.many_families import FAMILIES, batch_of
+from tests.support.many_families import FAMILIES, REFUSED, UNTRIED, batch_of, verbs_table
 from torch import nn
 
 import wellposed as wp
 from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError
 
-UNSEEN = "affinities cannot be seen in these attention modules"
-REFUSED = {
-    ("gpt-oss", "affinity"): UNSEEN,  # its softmax has a column more, the sink
-    ("funnel", "affinity"): UNSEEN,  # its queries are pooled, so that weights are not square
-    ("longformer", "affinity"): UNSEEN,  # its softmax is over windows
-    **dict.fromkeys(
-        (("squeezebert", verb) for verb in ("penalize", "constrain", "measure", "affinity")),
-        "no attention or feed-forward weight was recognised",
-    ),
-    ("xlnet", "penalize"): "the model has no such weight",
-    ("xlnet", "constrain"): "no weight of the model plays the role query, key",
-    ("xlnet", "affinity"): "no self-attention module was found",
-}
-BUILT = [name for name in FAMILIES if name not in {"wav2vec2", "hubert"}]
-"""Those that eat tokens or images: others need longer inputs to train."""
+BUILT = [name for name in FAMILIES if name not in UNTRIED]
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
 def penalize(model: nn.Module, batch: Any) -> None:
@@ -85,8 +73,19 @@ def affinity(model: nn.Module, batch: Any) -> None:
     assert first.query.seen(gradient).any()
 
 
+def t_fixup(model: nn.Module, batch: Any) -> None:
+    report = wp.t_fixup_(model, batch=batch)
+    assert report.norms_removed
+    assert not wp.find_roles(model, batch).norms
+    assert model(**batch)[0].isfinite().all()
+
+
+def test_the_page_has_the_table_of_these_tests() -> None:
+    assert f"\n{verbs_table()}\n" in PAGE.read_text("utf-8"), "run: python tools/support_table.py"
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("verb", [penalize, constrain, measure, affinity])
+@pytest.mark.parametrize("verb", [penalize, constrain, measure, affinity, t_fixup])
 @pytest.mark.parametrize("name", BUILT)
 def test_a_verb_works_on_a_family_or_is_refused(
     name: str, verb: Callable[[nn.Module, Any], None]

@@ -320,3 +320,53 @@ def batch_of(name: str, model: Any) -> dict[str, Tensor]:
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"]
     return batch
+
+
+UNSEEN = "affinities cannot be seen in these attention modules"
+EXPERTS = "only some tokens go through an expert"
+NO_ROLE = "weights match no role, so the rule does not say what to do with them"
+VERBS = ("find_roles", "penalize", "constrain", "measure", "affinity", "t_fixup")
+UNTRIED = ("wav2vec2", "hubert")
+"""Those that eat neither tokens nor images: they need longer inputs to train."""
+REFUSED: dict[tuple[str, str], str] = {
+    ("gpt-oss", "affinity"): UNSEEN,  # its softmax has a column more, the sink
+    ("funnel", "affinity"): UNSEEN,  # its queries are pooled, so that weights are not square
+    ("longformer", "affinity"): UNSEEN,  # its softmax is over windows
+    **{("squeezebert", verb): "no attention or feed-forward weight was recognised" for verb in VERBS},
+    ("xlnet", "find_roles"): "an attention call: its query, key, value, output is no product with one parameter",
+    ("xlnet", "penalize"): "the model has no such weight",
+    ("xlnet", "constrain"): "no weight of the model plays the role query, key",
+    ("xlnet", "affinity"): "no self-attention module was found",
+    ("albert", "t_fixup"): "weights shared between layers have no T-Fixup rule",
+    **{
+        (name, "t_fixup"): EXPERTS
+        for name in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "llama4", "olmoe")
+    },
+    **{
+        (name, "t_fixup"): NO_ROLE
+        for name in (
+            "whisper", "clip-vision", "dinov2", "swin", "deit", "beit", "xlnet", "longformer", "perceiver",
+        )
+    },
+    **dict.fromkeys(
+        [("funnel", "t_fixup"), ("segformer", "t_fixup")],
+        "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it",
+    ),
+}  # fmt: skip
+"""What each verb cannot do, and a part of the message that says so."""
+
+
+def verbs_table() -> str:
+    """Return what each verb does with each family as Markdown, from the truth that tests hold."""
+    reasons = list(dict.fromkeys(REFUSED.values()))
+
+    def cell(name: str, verb: str) -> str:
+        if name in UNTRIED and verb != "find_roles":
+            return "not tried"
+        reason = REFUSED.get((name, verb))
+        return "yes" if reason is None else f"no ({reasons.index(reason) + 1})"
+
+    lines = [("family", *(f"`{verb}`" for verb in VERBS)), ("---",) * (1 + len(VERBS))]
+    lines += [(name, *(cell(name, verb) for verb in VERBS)) for name in FAMILIES]
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes])

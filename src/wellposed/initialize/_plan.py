@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -70,9 +71,18 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
     Raises:
         ConfigError: experts, parts that are added to nothing, norms that cannot be taken out.
     """
+    inner = Counter(
+        place.rpartition(".")[0]
+        for place in (part.path for part in roles.feedforward)
+        if place.rpartition(".")[2].isdigit() and place != split_path(place)[1]
+    )
     problems = {
         "only some tokens go through an expert, so that no size of a step follows; use a model"
-        " without experts": [network.path for network in roles.feedforward if _is_expert(network)],
+        " without experts": [
+            part.path
+            for part in roles.feedforward
+            if part.down.entry is not None or inner[part.path.rpartition(".")[0]] > 1
+        ],
         "these parts are added to nothing, so they are no residual blocks, for which the rule is": list(
             roles.not_added
         ),
@@ -83,13 +93,6 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
     for problem, found in problems.items():
         if found:
             raise ConfigError(f"{type(model).__name__}: {problem}:\n{listed(found)}")
-
-
-def _is_expert(network: FeedForwardRole) -> bool:
-    parent, _, number = network.path.rpartition(".")
-    layer = split_path(network.path)[1]
-    listed_inside = number.isdigit() and parent.startswith(f"{layer}.")
-    return network.down.entry is not None or listed_inside
 
 
 def layer_paths(roles: Roles) -> list[str]:
