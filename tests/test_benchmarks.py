@@ -4,6 +4,7 @@ last run."""
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def test_two_runs_leave_rows_a_page_and_a_comparison(
     assert runner.main(["ball", "norms", "--quick", "--out", str(tmp_path)]) == 0
     (file,) = (tmp_path / "results").glob("*.json")
     record = json.loads(file.read_text("utf-8"))
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == importlib.metadata.version("torch")
     assert record["machine"]["cores"] >= 1
     assert set(record["benchmarks"]) == {"ball", "norms"}
     (ball,) = rows_in(tmp_path, "ball")

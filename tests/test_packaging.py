@@ -12,7 +12,7 @@ import yaml
 
 import wellposed
 from wellposed.cli import main
-from wellposed.cli.extras import EXTRAS as NAMED_EXTRAS
+from wellposed.errors import EXTRAS as NAMED_EXTRAS
 from wellposed.training.folder.run_folder import versions
 
 ROOT = Path(__file__).parents[1]

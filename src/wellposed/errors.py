@@ -136,6 +136,16 @@ def shortened(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MAX_LISTED])}{more}"
 
 
+EXTRAS = {
+    "hf": ("transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub"),
+    "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy", "scikit-learn", "nltk"),
+    "report": ("matplotlib", "jinja2"),
+    "lightning": ("lightning",),
+    "tensorboard": ("tensorboard",),
+}
+"""Optional packages by the extra that installs them."""
+
+
 def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
     """Build the error for an optional dependency that is not installed.
 

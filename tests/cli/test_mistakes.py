@@ -65,7 +65,7 @@ train char_lm --push-to-hub a/b/c           | a/b/c: not the name of a repositor
 train text_classification                   | Missing | --data STR | builtin
 train text_classification --data one.csv    | one.csv:1: one column, expected label and text: another delimiter?
 train text_classification --data open.csv   | open.csv:2: not a row of quoted fields | give --quoting none
-train text_classification --data short.csv  | short.csv:3: 1 columns, expected 2 columns | correct or remove
+train text_classification --data short.csv  | short.csv:3: 1 columns, expected 2 | correct or remove
 train text_classification --data same.csv   | same.csv: every row has label 'pos' | --label-column
 train text_classification --data many.csv   | many.csv: 26 different labels | not the label column | --label-column
 train text_classification --data films.tsv --label-column labl | no label column 'labl' (nearest: label); give --label
@@ -150,7 +150,7 @@ CALLS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: wp.mesure(Desk.bert), "'mesure'", "nearest: measure"),  # pyright: ignore
     (lambda: wp.measure("bert"), "expected a model", "from_pretrained('bert')"),  # pyright: ignore
     (lambda: wp.OrthogonalityPenalty(Desk.bert, atention=1.0), "'atention'", "nearest: attention"),  # pyright: ignore
-    (lambda: wp.OrthogonalityPenalty(Desk.bert), "no strength above zero", "set at least one of"),
+    (lambda: wp.OrthogonalityPenalty(Desk.bert), "no strength above zero", "one of affinity"),
     (lambda: wp.OrthogonalityPenalty(Desk.bert, key=1.0, form="gramm"), "'gramm'", "nearest: gram"),  # pyright: ignore
     (lambda: wp.constrain_(Desk.bert, Desk.optimizer), "which weights", "expected where="),
     (lambda: wp.constrain_(Desk.bert, Desk.optimizer, roles=("quary",)), "'quary'", "nearest: query"),

@@ -16,9 +16,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from wellposed.cli.extras import EXTRAS
 from wellposed.cli.first_look import first_look
 from wellposed.errors import (
+    EXTRAS,
     ConfigError,
     WellposedError,
     is_out_of_memory,

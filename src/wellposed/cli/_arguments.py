@@ -227,11 +227,9 @@ def parse(
 ) -> tuple[RunConfig, Any]:
     """Parse the options of a task, a run and a command; return the configuration and the ``extra``
     options."""
-    strangers, _ = first_look(words, strangers=[name[2:] for name in OTHER_SPELLINGS])
-    for name, value in strangers.items():
-        if value is not None:
-            meant = OTHER_SPELLINGS[f"--{name}"]
-            raise ConfigError(f"{command} {base.task}: no option --{name}; did you mean {meant}?")
+    for name in (word.partition("=")[0] for word in words):
+        if meant := OTHER_SPELLINGS.get(name):
+            raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
     task = TASKS.get(base.task)
     hints = {
         "command": Annotated[extra, Flat],

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wellposed.cli.extras import EXTRAS
-from wellposed.errors import ConfigError
+from wellposed.errors import EXTRAS, ConfigError
 from wellposed.version import __version__
 
 USAGE = """usage: wellposed doctor

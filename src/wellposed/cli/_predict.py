@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.cli.parser import ModelArguments, parse_with_model
 from wellposed.cli.prediction.lines import LineSource, column_lines, line_writer
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.options import Seed, Size, Strength
 from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.images import IMAGE_SUFFIXES
@@ -100,11 +100,7 @@ def run(words: Sequence[str]) -> int:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
     if model.can_generate():
-        from wellposed.cli.prediction.continuation import continue_text
-
-        count = options.max_new_tokens or MAX_NEW_TOKENS
-        how = {"max_new_tokens": count, "temperature": options.temperature, "seed": options.seed}
-        lines: Iterable[str] = [continue_text(model, tokenizer, _text(options), **how)]
+        lines: Iterable[str] = [_continued(model, tokenizer, _text(options), options)]
     else:
         from wellposed.cli.prediction.labels import label_lines
 
@@ -178,6 +174,43 @@ def _translate(
     with LineSource(text=options.text, path=options.input) as source:
         translate_lines(source, options.output, translator, n_best=options.n_best)
     return 0
+
+
+def _continued(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: PredictArguments
+) -> str:
+    """Return ``text`` and more tokens, sampled, or the most probable at temperature 0."""
+    import torch
+
+    if not text:
+        raise ConfigError(
+            "predict: --text is empty; a language model needs at least one character to continue"
+        )
+    torch.manual_seed(options.seed)
+    ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if not ids.numel():
+        raise ShapeError(
+            f"predict: the tokenizer, a {type(tokenizer).__name__}, makes no token of"
+            f" {text[:40]!r}; give another text, or the tokenizer that belongs to the model"
+        )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if options.temperature > 0:
+        sampling = {"do_sample": True, "temperature": options.temperature}
+    wanted = ids.shape[1] + (options.max_new_tokens or MAX_NEW_TOKENS)
+    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or wanted
+    while ids.shape[1] < wanted:
+        # The model sees at most `positions` tokens: past them it goes on from the last half of what
+        # it can see.
+        window = ids if ids.shape[1] < positions else ids[:, -max(1, positions // 2) :]
+        count = min(wanted - ids.shape[1], positions - window.shape[1])
+        seen = {"input_ids": window, "attention_mask": torch.ones_like(window)}
+        with torch.inference_mode():
+            out = model.generate(**seen, max_new_tokens=count, **sampling)  # type: ignore[operator]
+        added = out[:, window.shape[1] :]
+        ids = torch.cat([ids, added], dim=1)
+        if added.shape[1] < count:  # an end-of-text token
+            break
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def _text(options: PredictArguments) -> str:

@@ -15,7 +15,6 @@ def first_look(
     flags: Iterable[str] = (),
     *,
     many: Iterable[str] = (),
-    strangers: Iterable[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what some options say, the last value or None, whether a flag is given, and the rest.
 
@@ -24,7 +23,6 @@ def first_look(
         values: names of options that take a value.
         flags: names of options that take none, or are given as ``--no-NAME``.
         many: names of options that may be given several times, each with a value.
-        strangers: names that are none of ours; "" where one is given without a value.
 
     Raises:
         ConfigError: an option without its value.
@@ -43,8 +41,6 @@ def first_look(
         )
     for name in many:
         parser.add_argument(f"--{name}", dest=name, action="append", default=[])
-    for name in strangers:
-        parser.add_argument(f"--{name}", dest=name, nargs="?", const="")
     try:
         found, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
