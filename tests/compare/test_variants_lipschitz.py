@@ -14,7 +14,7 @@ import torch
 import wellposed as wp
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
-from wellposed.models import WellposedConfig, build_model, input_vectors, model_keywords
+from wellposed.models import build_model, input_vectors, model_keywords
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
 from wellposed.training.certified.accuracy import certified_accuracy
@@ -48,12 +48,6 @@ def model_of(spec: str, kind: str = "sequence_classification", **sizes: Any) -> 
     return model.eval(), handle
 
 
-def certified_part(model: Any, kind: str) -> Any:
-    """Return what has a certificate: of an encoder-decoder, whose decoder reads two sequences, the
-    encoder."""
-    return model.model.encoder if kind == "seq2seq_lm" else model
-
-
 @pytest.mark.parametrize("budget", [1.0, 3.0])
 @pytest.mark.parametrize(
     "kind", ["sequence_classification", "sequence_pair_classification", "causal_lm", "seq2seq_lm"]
@@ -61,7 +55,8 @@ def certified_part(model: Any, kind: str) -> Any:
 def test_every_kind_of_model_keeps_its_budget_after_training(kind: str, budget: float) -> None:
     model, handle = model_of(f"lipschitz:{budget}", kind)
     assert handle.error().worst <= 1e-5
-    part = certified_part(model, kind)
+    # of an encoder-decoder, whose decoder reads two sequences, the encoder
+    part = model.model.encoder if kind == "seq2seq_lm" else model
     certificate = wp.certify(part, seq_len=4).require()
     assert 0.3 < certificate.total <= budget * OFF
     found = wp.lipschitz_lower_bound(part, (4, 16), restarts=2, steps=8)
@@ -103,66 +98,48 @@ def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
         model_of("lipschitz", "seq2seq_lm", num_hidden_layers=0)
 
 
+BALL = {"attention": "ball"}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"attention": "ball", "ball_temperature": 0.0},
-            "ball_temperature: received 0.0; expected",
-        ),
-        ({"attention": "ball", "ball_max_temperature": math.inf}, "ball_max_temperature: received"),
+        ({**BALL, "ball_temperature": 0.0}, "ball_temperature: received 0.0; expected"),
+        ({**BALL, "ball_max_temperature": math.inf}, "ball_max_temperature: received"),
+        ({**BALL, "attention_dropout": 0.1}, "attention 'ball' with attention_dropout=0.1"),
+        ({**BALL, "qk_norm": True}, "attention 'ball' with .*qk_norm=True"),
+        ({**BALL, "ball_temperature": 11.0}, "expected temperature < max_temperature"),
         ({"ball_temperature": 1.0}, "received 1.0, which only attention 'ball' reads"),
         ({"residual": "budget", "budget": 1.0}, "budget: received 1.0; expected a finite number >"),
         ({"residual": "convex", "budget": 3.0}, "received 3.0, which only residual 'budget' reads"),
         ({"feedforward": "maxmin", "activation": "relu"}, "'relu', which only feedforward 'mlp'"),
     ],
 )
-def test_options_out_of_range_or_unread_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        WellposedConfig(**options)
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"attention_dropout": 0.1}, "attention 'ball' with attention_dropout=0.1"),
-        ({"qk_norm": True}, "attention 'ball' with .*qk_norm=True"),
-        ({"ball_temperature": 11.0}, "expected temperature < max_temperature"),
-    ],
-)
-def test_what_the_bound_does_not_cover_is_refused(options: dict[str, Any], says: str) -> None:
+def test_options_out_of_range_unread_or_beyond_the_bound_are_refused(
+    options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_model("wellposed", "causal_lm", attention="ball", **options)
+        build_model("wellposed", "causal_lm", **options)
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lipschitz")
+def test_a_trained_run_keeps_its_budget_and_its_certified_examples(tmp_path: Path) -> None:
     words = {"good": "fine great lovely", "bad": "awful dull poor"}
     each = [(i, label, text.split()) for i in range(60) for label, text in words.items()]
     rows = [f"{label}\t{text[i % 3]} film {i % 7}" for i, label, text in each]
-    (folder / "train.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
+    (tmp_path / "train.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
+    data = {"data": str(tmp_path / "train.tsv"), "max_length": 8}
+    options = TrainOptions(steps=60, batch_size=16, learning_rate=0.004, eval_every=60)
     base = RunConfig(
-        "text_classification",
-        {"data": str(folder / "train.tsv"), "max_length": 8},
-        model=replace(SIZES, hidden_size=8),
-        train=TrainOptions(steps=60, batch_size=16, learning_rate=0.004, eval_every=60),
+        "text_classification", data, model=replace(SIZES, hidden_size=8), train=options
     )
-    result = train(apply_variant("lipschitz:2", base), folder / "run", progress=False, command=[])
+    config = apply_variant("lipschitz:2", base)
+    result = train(config, tmp_path / "run", progress=False, command=[])
     assert result.status == "success", result.message
-    return folder / "run"
-
-
-def test_a_trained_run_keeps_its_budget_and_its_certified_examples(
-    run_folder: Path,
-) -> None:
-    model, _ = load_run_model(run_folder)
+    model, _ = load_run_model(tmp_path / "run")
     certificate = wp.certify(model, seq_len=8).require()
     assert 0.3 < certificate.total <= 2 * OFF
     found = wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20)
     assert found.ratio(certificate) <= 1 + 1e-6
-    data = {"data": str(run_folder.parent / "train.tsv"), "max_length": 8}
     task = build_task("text_classification", data)
     examples = task.dataset("test")
     batch = task.collate([examples[index] for index in range(len(examples))])

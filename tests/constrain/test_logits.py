@@ -154,6 +154,8 @@ def test_what_was_not_seen_or_not_finite_is_said() -> None:
     batch = batch_for("torch", layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     handle = constrain_(layer, optimizer, to="logits", batch=batch)
+    with pytest.raises(ConfigError, match="constrained already"):
+        constrain_(layer, optimizer, "self_attn", to="spectral")
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with pytest.warns(ConstraintWarning, match="no forward pass with gradients"):
@@ -198,13 +200,3 @@ def test_what_cannot_be_held_is_refused(build: Any, options: Any, error: Any, sa
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
     with pytest.raises(error, match=says):
         constrain_(built, optimizer, to="logits", **options)
-
-
-def test_a_head_is_held_once() -> None:
-    built = ours()
-    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    handle = constrain_(built, optimizer, to="logits")
-    for options in ({"to": "logits"}, {"where": "*.k_proj", "to": "spectral"}):
-        with pytest.raises(ConfigError, match="constrained already"):
-            constrain_(built, optimizer, **options)
-    handle.remove()

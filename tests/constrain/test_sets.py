@@ -113,12 +113,6 @@ class TestSpectral:
         assert wp.certify(model, seq_len=4).total == pytest.approx(first * second, rel=1e-5)
         assert handle.error().worst == pytest.approx(first - 1.0, rel=1e-4)
 
-    def test_a_step_that_is_not_finite_is_named(self) -> None:
-        model, optimizer, _ = held(to="spectral")
-        model.tall.weight.grad = torch.full_like(model.tall.weight, torch.nan)
-        with pytest.raises(ConvergenceError, match=r"tall\.weight.*not finite"):
-            optimizer.step()
-
 
 class TestColumns:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

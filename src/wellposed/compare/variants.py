@@ -74,11 +74,9 @@ class _OwnArchitectureError(ConfigError):
 def _of_start_model(base: RunConfig) -> list[str]:
     names = []
     for name in VARIANTS:
-        try:
+        with suppress(ConfigError):
             VARIANTS.get(name)(base)
-        except ConfigError:
-            continue
-        names.append(name)
+            names.append(name)
     return names
 
 
@@ -321,21 +319,14 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     if not 1 <= budget < float("inf"):
         problem = f"budget = {budget}, expected a finite number, 1 or more"
         raise ConfigError(f"lipschitz: {problem}: a residual keeps its input")
-    residual: dict[str, Any] = {"residual": "budget", "budget": budget}
-    if budget == 1:
-        residual = {"residual": "convex"}
+    residual: dict[str, Any] = {"residual": "convex"}
+    if budget > 1:
+        residual = {"residual": "budget", "budget": budget}
     embeddings: dict[str, Any] = {"unit_embeddings": True}
     if (base.train.margin_loss or "").startswith("words"):
         embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}
-    config = _with_model(
-        base,
-        attention="ball",
-        feedforward="maxmin",
-        norm="none",
-        attention_dropout=0.0,
-        **embeddings,
-        **residual,
-    )
+    parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "attention_dropout": 0.0}
+    config = _with_model(base, **parts, **embeddings, **residual)
     temperature = LIPSCHITZ_TEMPERATURE if base.train.temperature == 1 else base.train.temperature
     train = replace(_faster(config.train, LIPSCHITZ_RATE), temperature=temperature)
     return _held(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")

@@ -88,10 +88,10 @@ class Constraint:
 
         Moments of square weights restart from zero, because they are in Lie coordinates.
         """
-        for hook in (*self._hooks, *self._idle.values()):
-            hook.remove()
-        self._hooks.clear()
-        self._idle.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._idle:
+            self._idle.popitem()[1].remove()
         for optimizer in self._optimizers():
             if not handles_of(optimizer):
                 optimizer.__dict__.pop("__getstate__", None)

@@ -154,15 +154,11 @@ def attention_of(
             "constrain_: to='logits' holds the logits of attention modules, and none of these weights"
             f" is a query or key of one:\n{listed([place.label for place in chosen])}"
         )
-    unknown = [
-        role.path
-        for role in roles
-        if "query" in dict(role.further) or not {"query", "key"} <= set(role.heads)
-    ]
-    if unknown:
+    known = [r for r in roles if {"query", "key"} <= {*r.heads} and "query" not in dict(r.further)]
+    if unknown := [role.path for role in roles if role not in known]:
         raise ConfigError(
-            "constrain_: to='logits' scales rows by head, and in these modules which rows a head has"
-            f" is not known, or more than one weight makes its query:\n{listed(unknown)}"
+            "constrain_: to='logits' scales rows by head, and which rows these have is not known, or"
+            f" more than one weight makes a query:\n{listed(unknown)}"
         )
     return roles
 

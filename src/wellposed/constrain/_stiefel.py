@@ -71,9 +71,8 @@ class OrthogonalWeight(Weight):
         self.is_direct = not (self.is_half or is_sharded(self.parameter))
         self.tolerance = TOLERANCES[self.stored_dtype]
         kind = type(optimizer)
-        self.step_is_skew = (
-            kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
-        )
+        is_torchs = kind.__module__.startswith("torch.optim.")
+        self.step_is_skew = is_torchs and kind.__name__ in _ELEMENTWISE
         # Half weights are kept in float32 here, or every step smaller than their spacing would be
         # lost.
         self.master: Tensor | None = None
@@ -226,12 +225,12 @@ class OrthogonalWeight(Weight):
             # torch's version of a tensor does not count what goes through ``.data``, so the entries
             # are compared; by `dist`, which on a CPU takes half the time of `equal`.
             before, value = self.before, self.value
-            self._kept = (
-                self._kept
-                and before is not None
-                and _alike(before, value)
-                and float(torch.dist(before, value)) == 0.0
-            )
+            if (
+                before is None
+                or not _alike(before, value)
+                or float(torch.dist(before, value)) != 0.0
+            ):
+                self._kept = False
             self.drift = self.drift if self._kept else math.inf
         state = self.optimizer.state.get(self.parameter)
         if not self.square or not state:
@@ -239,10 +238,9 @@ class OrthogonalWeight(Weight):
         if _LIE_MARK in state:
             # The drift that was saved with these weights, if it is these: the run goes on bit for bit.
             saved = state[_LIE_MARK] if self._is_fresh else None
-            if saved is not None and (
-                self.master is not None or self.error() <= TOLERANCES[self.dtype]
-            ):
-                self.drift = saved
+            if saved is not None:
+                is_own = self.master is not None or self.error() <= TOLERANCES[self.dtype]
+                self.drift = saved if is_own else self.drift
             return False
         stale = _has_stepped(state)
         if stale:
