@@ -240,7 +240,9 @@ def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted: Any) 
 
 
 def test_weights_without_an_adapter_are_named(adapted: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no adapter(.|\n)*attention\.self\.key\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"no factor of an adapter(.|\n)*attention\.self\.key\.weight"
+    ):
         constrain_(adapted, sgd(adapted), roles=("query", "key"), adapters=True)
 
 

@@ -208,9 +208,8 @@ def constrain_(
     model = unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
-    tables = {
-        id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    embedded = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(module.weight): module for module in embedded}
     found = select_weights(model, where, roles=roles, adapters=adapters, per=per, batch=batch)
     if to == "columns" or isinstance(bound, str):
         found = [_oriented(place, tables) for place in found]
@@ -284,16 +283,14 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     for entry in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while isinstance(getattr(entry, "optimizer", None), Optimizer):
             entry = entry.optimizer  # pyright: ignore[reportAttributeAccessIssue]
+        name = type(entry).__name__
         if not isinstance(entry, Optimizer) or not hasattr(entry, "_optimizer_step_pre_hooks"):
             raise ConfigError(
-                f"constrain_: expected a torch.optim.Optimizer, received {type(entry).__name__};"
-                " its step has no hooks to project the gradient and retract the weight"
+                f"constrain_: expected a torch.optim.Optimizer, whose step has hooks, received {name}"
             )
-        if type(entry).__name__ in _NO_STEPS:
-            raise ConfigError(
-                f"constrain_: {type(entry).__name__} does not take one step from one gradient, so"
-                " there is no step to retract; use AdamW, SGD, Adafactor or Muon"
-            )
+        if name in _NO_STEPS:
+            problem = f"{name} does not take one step from one gradient"
+            raise ConfigError(f"constrain_: {problem}; use AdamW, SGD, Adafactor or Muon")
         inner.append(entry)
     return inner
 
@@ -350,24 +347,19 @@ def _problems(
     parameter = place.parameter
     held = owners.get(id(parameter), [])
     if parameter is None:
-        yield ConfigError(
-            f"{type(place.module).__name__} computes or packs its weight (a parametrisation, or"
-            " quantised); a plain nn.Parameter is needed"
-        )
+        how = "computes or packs its weight (a parametrisation, or quantised)"
+        yield ConfigError(f"{type(place.module).__name__} {how}; a plain nn.Parameter is needed")
         return
     if is_lazy(parameter):
         yield ConfigError(
-            "not initialised; run the model once on a batch before (lazy modules take their sizes"
-            " from it)"
+            "not initialised; run the model once on a batch, which gives it its sizes"
         )
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
-        yield ConfigError(
-            f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating; expected"
-            " float32, float64, bfloat16 or float16"
-        )
+        kind = f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating"
+        yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError(
-            "float16 on a CPU; load the model in float32 or bfloat16, or move it to a GPU first"
+            "float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU first"
         )
     if parameter.is_meta:
         yield ConfigError("on the meta device, without values; load the weights first")
@@ -387,15 +379,11 @@ def _problems(
         )
     if not parameter.requires_grad:
         adapted = ", or pass adapters=True to hold the factors of its adapter"
-        yield ConfigError(
-            "frozen (requires_grad is False), so no step would ever be taken; unfreeze it or leave"
-            f" it out{adapted if place.is_adapted else ''}"
-        )
+        more = adapted if place.is_adapted else ""
+        yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
     if is_sharded(parameter) and (place.rows is not None or to == "logits"):
-        yield ConfigError(
-            "a part of a fused weight that is sharded, or rows of one; leave its module out of"
-            " fully_shard, or leave it out here"
-        )
+        what = "a part of a fused weight that is sharded, or rows of one"
+        yield ConfigError(f"{what}; leave its module out of fully_shard, or leave it out here")
     if len(held) != 1:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         yield ConfigError(
@@ -421,7 +409,6 @@ def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: 
             empty.append(f"{place.label}: zero, as an adapter's last factor starts")
     if empty:
         raise ConfigError(
-            "constrain_: these have no direction to keep, and any would change what the model"
-            " computes; choose others (where='*.lora_A.*'), or to='spectral', in which zero may"
-            f" stay:\n{listed(empty)}"
+            "constrain_: these have no direction to keep; choose others (where='*.lora_A.*'), or"
+            f" to='spectral', in which zero may stay:\n{listed(empty)}"
         )

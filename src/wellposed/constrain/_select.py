@@ -120,9 +120,8 @@ def select_weights(
         raise ConfigError(f"roles={roles!r}: expected names of roles, as in ('query', 'key')")
     wanted = list(wanted)
     if where is None and not wanted:
-        raise ConfigError(
-            "which weights: expected where= (names, patterns, types, a function) or roles="
-        )
+        expected = "expected where= (names, patterns, types, a function) or roles="
+        raise ConfigError(f"which weights: {expected}")
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
     try:
@@ -153,9 +152,8 @@ def select_weights(
     scattered = [place.label for place in found if place.scattered and id(place) in played]
     if scattered:
         raise ConfigError(
-            "the rows of a role lie between those of others in these weights; give per='head' to hold"
-            f" the rows of each head by themselves, or name the whole weight in where=:\n"
-            f"{listed(scattered)}"
+            "the rows of a role lie between those of others in these weights; give per='head', or name"
+            f" the whole weight in where=:\n{listed(scattered)}"
         )
     return _factors(found, candidates) if adapters else found
 
@@ -230,8 +228,8 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
         result.update((other.label, other) for other in own if place.is_adapted)
     if bare:
         raise ConfigError(
-            "adapters=True, but these weights have no adapter with a factor that trains; narrow"
-            f" the selection, or leave adapters=False for them:\n{listed(bare)}"
+            "adapters=True, but no factor of an adapter trains on these weights; narrow the selection,"
+            f" or leave adapters=False:\n{listed(bare)}"
         )
     return list(result.values())
 

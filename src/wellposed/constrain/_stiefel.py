@@ -225,12 +225,8 @@ class OrthogonalWeight(Weight):
             # torch's version of a tensor does not count what goes through ``.data``, so the entries
             # are compared; by `dist`, which on a CPU takes half the time of `equal`.
             before, value = self.before, self.value
-            if (
-                before is None
-                or not _alike(before, value)
-                or float(torch.dist(before, value)) != 0.0
-            ):
-                self._kept = False
+            if self._kept and before is not None:
+                self._kept = _alike(before, value) and float(torch.dist(before, value)) == 0.0
             self.drift = self.drift if self._kept else math.inf
         state = self.optimizer.state.get(self.parameter)
         if not self.square or not state:
