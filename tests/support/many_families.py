@@ -322,7 +322,7 @@ def batch_of(name: str, model: Any) -> dict[str, Tensor]:
     return batch
 
 
-UNSEEN = "affinities cannot be seen in these attention modules"
+UNSEEN = "affinities cannot be seen in attention that runs neither scaled_dot_product_attention"
 EXPERTS = "only some tokens go through an expert"
 NO_ROLE = "weights match no role, so the rule does not say what to do with them"
 VERBS = ("find_roles", "penalize", "constrain", "measure", "affinity", "t_fixup")
