@@ -369,6 +369,8 @@ def verdict(task: TaskComparison) -> str:
         side = f"no significant difference from {first.variant}"
         if test is None or test.obstacle or test.mean_difference is None:
             side = "it cannot be said"
+        elif test.p_holm is None:
+            side = f"no test against {first.variant}"
         elif test.significant:
             gains = (test.mean_difference > 0) is task.higher_is_better
             side = f"{'better' if gains else 'worse'} than {first.variant}"

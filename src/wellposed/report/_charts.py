@@ -5,7 +5,6 @@ Places are whole numbers from 0 to `SIDE`, from the left and from the top of a p
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -33,8 +32,9 @@ HUGE = 1e250
 """Largest value that an axis reaches; twice the room of it is still a number."""
 LEVELS = 9
 """Colours of a map; the page's style names them h0, h1, ..."""
-CLOSE = 1.05
-"""Ratio of two values that share a colour."""
+CLOSE = 1.02
+"""Largest over smallest value up to which all have one colour."""
+TINY = 1e-300
 DECADES = 1e-4
 """Smallest value of a logarithmic axis, as a share of the largest."""
 
@@ -50,7 +50,7 @@ class Axis:
         if self.scale == "symlog":
             share = value / self.threshold
             return share if share <= 1 else 1 + math.log10(share)
-        return value if self.scale == "linear" else math.log10(max(value, 1e-300))
+        return value if self.scale == "linear" else math.log10(max(value, TINY))
 
     def place(self, value: float) -> float:
         """Return where a value stands; beyond the ends at most a plot away."""
@@ -266,26 +266,29 @@ def forest(
 
 
 def level_bounds(values: Iterable[float]) -> list[float]:
-    """Return the least value of each colour: as many values to each, which so tells apart what lies
-    close together beside what lies far off.
+    """Return the value of each colour: half way, in logarithms, from even steps to as many values
+    near each, which tells apart what lies close together beside what lies far off.
 
-    >>> level_bounds([1e-7, 0.2, 0.3, 0.4])
-    [1e-07, 0.2, 0.3, 0.4]
+    >>> [short_number(bound) for bound in level_bounds([0.4, 0.45, 0.45, 0.7, 0.7, 0.7, 0.8])]
+    ['0.40', '0.44', '0.46', '0.48', '0.63', '0.66', '0.69', '0.72', '0.80']
     """
-    ordered = sorted(values)
-    bounds = ordered[:1]
-    for k in range(1, LEVELS):
-        bound = ordered[k * len(ordered) // LEVELS] if ordered else 0.0
-        if bounds and bound > CLOSE * bounds[-1]:
-            bounds.append(bound)
-    return bounds
+    ordered = sorted(max(value, TINY) for value in values)
+    if not ordered or ordered[-1] < CLOSE * ordered[0]:
+        return ordered[:1]
+    low, high = ordered[0], ordered[-1]
+    shares = [k / (LEVELS - 1) for k in range(LEVELS)]
+    quantiles = [ordered[round(share * (len(ordered) - 1))] for share in shares]
+    even = [low * (high / low) ** share for share in shares]
+    return [math.sqrt(of) * math.sqrt(step) for of, step in zip(quantiles, even, strict=True)]
 
 
 def level_style(value: float, bounds: Sequence[float]) -> str:
-    """Return the class of the colour of a value."""
+    """Return the class of the colour of a value: that of the bound it is nearest to."""
     if not math.isfinite(value):
         return "h-bad"
-    place = max(0, bisect.bisect_right(bounds, value) - 1)
+    logs = [math.log(max(each, TINY)) for each in bounds]
+    of = math.log(max(value, TINY))
+    place = min(range(len(logs)), key=lambda k: abs(logs[k] - of))
     return f"h{round(place * (LEVELS - 1) / max(1, len(bounds) - 1))}"
 
 

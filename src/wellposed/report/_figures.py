@@ -182,7 +182,7 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure 
     values = [
         value for *_, heat in found for line in heat.values for value in line if value is not None
     ]
-    bounds = charts.level_bounds(value for value in values if math.isfinite(value))
+    bounds = charts.level_bounds(value for value in values if 0 < value < math.inf)
     if not bounds:
         return None
     maps: dict[str, list[Any]] = {}
@@ -195,10 +195,9 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure 
     roles = list(dict.fromkeys(role for row in largest for role in row))
     columns = [Column(role, role, "text") for role in roles[:2]]
     columns += [Column(role, short_role(role), digits=2) for role in roles[2:]]
-    ends = [*bounds, max(values)]
     return {
         "formula": error.formula,
-        "scale": [(charts.level_style(bound, bounds), short_number(bound)) for bound in ends],
+        "scale": [(charts.level_style(bound, bounds), short_number(bound)) for bound in bounds],
         "rows": [(variant, numbers[variant], pair) for variant, pair in maps.items()],
         "largest": Table(f"{name}-largest", "Largest error over layers", columns, largest),
     }
