@@ -103,7 +103,12 @@ def run(words: Sequence[str]) -> int:
         print(f"of no use: L = {certificate.total:.3g}, see why below{skipped}")
     print(certificate.table())
     print(f"tried out: {certificate.cross_check}")
-    _print_losses(certificate)
+    losses = certificate.losses()
+    counts = f"({len(losses)} of {len(certificate.layers)})"
+    some = f"modules that enlarge a change, largest first {counts}:"
+    print(some if losses else "no module enlarges a change of its input")
+    for layer in losses[:_LOSSES]:
+        print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
     if math.isinf(certificate.total):
         _say_why(certificate, model, ask, options)
     if options.out is not None:
@@ -181,20 +186,6 @@ def _accuracy(
         counted = {"split": options.split, "examples": options.examples, **attack}
         keep(folder, curve, TOKEN_SHARES, key(folder, task, **counted, certificate=asked))
         print(f"kept for `wellposed report`: {folder / NAME}")
-
-
-def _print_losses(certificate: Certificate) -> None:
-    """Print which innermost modules enlarge a change, the largest factor first."""
-    losses = certificate.losses()
-    if not losses:
-        print("no module enlarges a change of its input")
-        return
-    print(
-        f"modules that enlarge a change, largest first ({len(losses)} of"
-        f" {len(certificate.layers)}):"
-    )
-    for layer in losses[:_LOSSES]:
-        print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
 
 
 def _certified_task(model: Any, options: CertifyArguments) -> Task | None:

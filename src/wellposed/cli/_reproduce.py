@@ -4,7 +4,7 @@ what we got."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -77,25 +77,20 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             "name a recipe, for instance kim2021/figure-2; `wellposed reproduce --list` shows all"
         )
-    if "all" in options.names and not options.plan:
-        return _run_all(options)
     if options.plan:
-        print(
-            "\n".join(_plan(recipe, options) for name in options.names for recipe in _expand(name))
-        )
+        recipes = [recipe for name in options.names for recipe in _expand(name)]
+        print("\n".join(_plan(recipe, options) for recipe in recipes))
         return 0
+    if "all" in options.names:
+        return _run_all(options)
     held = [_make(name, options, given) for name, given in _requested(options)]
     return 0 if all(held) or not options.strict else 1
 
 
-def _given(options: ReproduceArguments) -> dict[str, str]:
-    """Return what the user gives for recipes to read."""
-    given = {option: getattr(options, option) for option in get_args(Given)}
+def _given(options: ReproduceArguments, to: Collection[str] = get_args(Given)) -> dict[str, str]:
+    """Return what the user gives for recipes to read, of the options named ``to``."""
+    given = {option: getattr(options, option) for option in to}
     return {option: value for option, value in given.items() if value is not None}
-
-
-def _read_by(name: str, given: Mapping[str, str]) -> dict[str, str]:
-    return {option: value for option, value in given.items() if option in RECIPES.get(name).takes}
 
 
 def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
@@ -106,10 +101,9 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
     for name in options.names:
         recipes = _expand(name)
         if recipes == [name]:
-            RECIPES.get(name)
             requested.append((name, given))
             continue
-        some = [(recipe, _read_by(recipe, given)) for recipe in recipes]
+        some = [(recipe, _given(options, RECIPES.get(recipe).takes)) for recipe in recipes]
         if unread := [option for option in given if not any(option in read for _, read in some)]:
             raise ConfigError(
                 f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out"
@@ -133,7 +127,7 @@ def _run_all(options: ReproduceArguments) -> int:
             held = held and done["holds"] is not False
             continue
         try:
-            held = _make(name, options, _read_by(name, _given(options))) and held
+            held = _make(name, options, _given(options, RECIPES.get(name).takes)) and held
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
