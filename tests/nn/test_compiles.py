@@ -97,7 +97,8 @@ def test_cross_attention(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_maps_of_tokens(name: str) -> None:
-    check(TOKENWISE[name](), torch.randn(2, N, D))
+    how = {"key_padding_mask": PADDING} if name == "transject" else {}
+    check(TOKENWISE[name](), torch.randn(2, N, D), **how)
 
 
 @pytest.mark.slow

@@ -86,18 +86,6 @@ def test_forward_derivatives_without_gradients():
     within(tangent, (ends[0] - ends[1]) / (2 * step), 1e-7)
 
 
-def test_a_mask_does_not_break_the_compiled_graph():
-    stack, x = make(), torch.randn(2, N, D)
-    padding = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
-
-    def run(x, padding):
-        return stack(x, key_padding_mask=padding).last_hidden_state
-
-    torch._dynamo.reset()
-    compiled = torch.compile(run, backend="eager", fullgraph=True)
-    within(compiled(x, padding), run(x, padding), 1e-6)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal):
     stack, x = make(is_causal=is_causal), torch.randn(2, N, D)

@@ -47,7 +47,6 @@ from wellposed.linalg._retraction import tangent_gradient_ as tangent_gradient_
 from wellposed.linalg._singular import LanczosEstimate as LanczosEstimate
 from wellposed.linalg._singular import Spectrum as Spectrum
 from wellposed.linalg._singular import condition_number as condition_number
-from wellposed.linalg._singular import condition_of as condition_of
 from wellposed.linalg._singular import lanczos_singular_value as lanczos_singular_value
 from wellposed.linalg._singular import largest_singular_value as largest_singular_value
 from wellposed.linalg._singular import singular_values as singular_values

@@ -278,7 +278,9 @@ def condition_number(weight: Tensor) -> float:
     >>> condition_number(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
     inf
     """
-    return condition_of(singular_values(weight))
+    values = singular_values(weight)
+    largest, smallest = values[0].item(), values[-1].item()
+    return largest / smallest if smallest > 0 else math.inf
 
 
 def stable_rank(weight: Tensor) -> float:
@@ -307,10 +309,3 @@ def stable_rank(weight: Tensor) -> float:
             f"the weight of shape {tuple(weight.shape)} is zero; its stable rank does not exist"
         )
     return (values / values[0]).square().sum().item()
-
-
-def condition_of(values: Tensor) -> float:
-    """Return the ratio of the first to the last of descending singular values; infinite where the
-    last is 0."""
-    largest, smallest = values[0].item(), values[-1].item()
-    return largest / smallest if smallest > 0 else math.inf
