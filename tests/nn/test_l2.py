@@ -7,12 +7,14 @@ import pytest
 import torch
 from tests.support.layers import stack_config
 from tests.support.refusal import bad_config
+from torch.library import opcheck
 from torch.testing import assert_close
 
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.linalg import full_precision, l2_constants
 from wellposed.nn import ATTENTIONS, AttentionMask, L2SelfAttention
+from wellposed.nn.attention.l2_bound import compiled_contraction, division
 
 D, N = 8, 5
 NORMS = ("tok", "inf", 2)
@@ -204,6 +206,17 @@ def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), layer(x))
+    for values, norm in (("paper", 2), ("free", "tok")):
+        made = L2SelfAttention(D, 2, values=values)
+        last = made.mix if made.v_proj is None else made.v_proj.weight
+        options = division(2, 0.9, norm, "sharp", "full", N, made.mix is None)
+        weights = [made.q_proj.weight, made.o_proj.weight, last]
+        given = (weights, torch.tensor([N]), None, options)
+        # The declared shapes and strides, which the kernels of a graph are made for.
+        opcheck(compiled_contraction, given, test_utils=("test_schema", "test_faketensor"))
+        torch.compile(L2SelfAttention(D, 2, contractive=0.9, max_tokens=N, values=values))(
+            x
+        ).sum().backward()
     short = L2SelfAttention(D, 2, contractive=0.9, max_tokens=N - 1)
     refused = torch.compile(short, backend="aot_eager", fullgraph=True)
     with pytest.raises(ShapeError, match="covers at most max_tokens"):

@@ -301,7 +301,8 @@ def compiled_contraction(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `contract` as one step of a compiled graph, whose kernels would choose the precision of
     products for themselves; weights of `q_proj`, `o_proj`, and `v_proj` or `mix`."""
-    return _contracted(weights, counts, seen, options)
+    read, mixing, factor = _contracted(weights, counts, seen, options)
+    return read.contiguous(), mixing.contiguous(), factor.contiguous()
 
 
 @compiled_contraction.register_fake
@@ -331,12 +332,13 @@ def _gradients(
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         _, *made = _contracted(leaves, counts, None, options)
-        return list(torch.autograd.grad(made, leaves, (mixing, factor), materialize_grads=True))
+        found = torch.autograd.grad(made, leaves, (mixing, factor), materialize_grads=True)
+        return [gradient.contiguous() for gradient in found]
 
 
 @_gradients.register_fake
 def _(_mixing: Tensor, _factor: Tensor, weights: list[Tensor], *_: Any) -> list[Tensor]:
-    return [torch.empty_like(weight) for weight in weights]
+    return [weight.new_empty(weight.shape) for weight in weights]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
