@@ -153,11 +153,8 @@ def _max(site: Site) -> LayerBound:
     )
 
 
-_POOLINGS = {
-    mean_pool: certification.mean_pooling,
-    first_pool: certification.one_token,
-    max_pool: _max,
-}
+_POOLINGS: Any = {mean_pool: certification.mean_pooling, max_pool: _max}
+_POOLINGS[first_pool] = certification.one_token
 
 
 def before_output(head: PairHead, site: Site) -> LayerBound:

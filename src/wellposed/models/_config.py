@@ -387,11 +387,7 @@ class TransJectConfig(CheckedConfig):
         ),
         "num_attention_heads": "Gram attention has no heads: set num_experts",
     }
-    keys_to_ignore_at_inference = [  # noqa: RUF012
-        "past_key_values",
-        "sigma",
-        "gates",
-    ]
+    keys_to_ignore_at_inference = ["past_key_values", "sigma", "gates"]  # noqa: RUF012
 
     num_hidden_layers: Annotated[Depth, Ge(1)] = 2
     spectrum_eps: Eps = 1e-6

@@ -341,23 +341,18 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
         cache, expected = given.past_key_values, self.cache_class
         if cache is None and not given.use_cache:
             return None
-        reason = None
-        if given.use_cache is False:
-            reason = "past_key_values were given together with use_cache=False; give one of them"
-        elif not self.is_causal:
-            reason = (
-                "the model is not causal, so earlier tokens change with later ones; call it with"
-                " use_cache=False"
-            )
-        elif not self._has_blocks():
-            reason = "the model has no blocks, so nothing is kept; call it with use_cache=False"
-        elif torch.is_grad_enabled() and self._recomputes():
-            reason = (
-                "recomputed blocks (gradient checkpointing) would fill it twice; use"
-                " torch.no_grad() or eval()"
-            )
-        elif not isinstance(cache, expected | None):
-            reason = f"received {type(cache).__name__}; expected {expected.__name__}"
+        off = "call it with use_cache=False"
+        recomputed = torch.is_grad_enabled() and self._recomputes()
+        reasons = {
+            "past_key_values were given with use_cache=False; give one": given.use_cache is False,
+            f"earlier tokens change with later ones, it is not causal; {off}": not self.is_causal,
+            f"the model has no blocks, so nothing is kept; {off}": not self._has_blocks(),
+            "recomputed blocks would fill it twice; use torch.no_grad() or eval()": recomputed,
+            f"received {type(cache).__name__}; expected {expected.__name__}": (
+                not isinstance(cache, expected | None)
+            ),
+        }
+        reason = next((why for why, holds in reasons.items() if holds), None)
         if reason is not None:
             raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
         return self._new_cache() if cache is None else cache

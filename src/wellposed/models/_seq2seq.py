@@ -19,15 +19,10 @@ from transformers.modeling_outputs import (
 )
 
 from wellposed.errors import ConfigError
+from wellposed.models import _inputs
 from wellposed.models._config import WellposedConfig
 from wellposed.models._heads import IGNORED_LABEL, LanguageHead
-from wellposed.models._inputs import (
-    DecoderInputs,
-    Seq2SeqInputs,
-    Seq2SeqLMInputs,
-    padding_of,
-    takes,
-)
+from wellposed.models._inputs import padding_of, takes
 from wellposed.models._wellposed import (
     Embeddings,
     MemoryView,
@@ -126,8 +121,8 @@ class WellposedDecoder(WellposedBody):
         how = {"stack": "decoder", "is_causal": True, "is_part": True}
         super().__init__(config, DecoderBlock, config.decoder_depth, **how)
 
-    @takes(DecoderInputs)
-    def forward(self, given: DecoderInputs) -> BaseModelOutputWithPast:
+    @takes(_inputs.DecoderInputs)
+    def forward(self, given: _inputs.DecoderInputs) -> BaseModelOutputWithPast:
         """Return the hidden states of every target token; arguments as `WellposedModel.forward`,
         and the memory's.
 
@@ -177,8 +172,8 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
         """The embeddings of the source, whose tokens are the target's where they are shared."""
         return self.encoder.embeddings
 
-    @takes(Seq2SeqInputs)
-    def forward(self, given: Seq2SeqInputs) -> Seq2SeqModelOutput:
+    @takes(_inputs.Seq2SeqInputs)
+    def forward(self, given: _inputs.Seq2SeqInputs) -> Seq2SeqModelOutput:
         """Return the hidden states of every target token; arguments as
         `WellposedForSeq2SeqLM.forward`."""
         read = _as_output(given.encoder_outputs) or self.encoder(
@@ -265,8 +260,8 @@ class WellposedForSeq2SeqLM(
         # loaded
         self.generation_config._from_model_config = False
 
-    @takes(Seq2SeqLMInputs)
-    def forward(self, given: Seq2SeqLMInputs) -> Seq2SeqLMOutput:
+    @takes(_inputs.Seq2SeqLMInputs)
+    def forward(self, given: _inputs.Seq2SeqLMInputs) -> Seq2SeqLMOutput:
         """Return the logits of the next target token at every position and, with labels, their mean
         cross-entropy.
 

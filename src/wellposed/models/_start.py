@@ -203,9 +203,8 @@ def _check_tokens(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
 def _check_direction(source: str | Path, kind: str, model: PreTrainedModel) -> None:
     """Refuse a language model whose tokens see what they are to predict, and an encoder whose first
     token does not."""
-    if kind == "encoder" and (
-        model.config.is_encoder_decoder or not _first_token_sees_the_last(model)
-    ):
+    direct = kind != "encoder" or not model.config.is_encoder_decoder
+    if kind == "encoder" and not (direct and _first_token_sees_the_last(model)):
         raise ConfigError(
             f"{source}: a {type(model).__name__} is no encoder whose first token sees all others;"
             " give one such as BERT, RoBERTa or DistilBERT"

@@ -201,9 +201,8 @@ class WellposedBody(WellposedPreTrainedModel):
         # a decoder is causal and reads left to right: padding on the right needs no mask
         if ids is not None and on_host(ids) and not memory:
             self.warn_if_padding_and_no_attention_mask(ids, given.attention_mask)
-        mask = make_mask(
-            read.padding, self.is_causal, read.length, read.num_keys, read.positions.device
-        )
+        sizes = read.length, read.num_keys
+        mask = make_mask(read.padding, self.is_causal, *sizes, read.positions.device)
         x = self.embeddings(ids, read.positions, given.inputs_embeds, table=table)
         states, keep = [x], self.keeps_states(given)
         for index, layer in enumerate(self.layers):

@@ -17,20 +17,11 @@ from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import Ge, Size
+from wellposed.tasks import task
 from wellposed.tasks.batches import Ragged, Rows, bucketed_batches, pad_examples, shuffle_key
 from wellposed.tasks.data.splits import Loaded, Split
 from wellposed.tasks.data.texts import TextOptions, load_texts
-from wellposed.tasks.task import (
-    IGNORED_LABEL,
-    Batch,
-    Example,
-    Kind,
-    Sums,
-    TokenTask,
-    frequency_entropy,
-    perplexity,
-    register_task,
-)
+from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask, register_task
 from wellposed.tasks.text import tokenizers
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
@@ -189,7 +180,7 @@ class LanguageModelTask(TokenTask[BlockDataset]):
         """Return padded ids and, as labels, the same ids unshifted, -100 on padding."""
         batch = pad_examples(examples, pad_id=self._encoder.pad_id)
         ids, padding = batch["input_ids"], batch["attention_mask"] == 0
-        return {**batch, "labels": ids.masked_fill(padding, IGNORED_LABEL)}
+        return {**batch, "labels": ids.masked_fill(padding, task.IGNORED_LABEL)}
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
         total, count = self.loss_sum(logits.detach(), batch)
@@ -200,11 +191,11 @@ class LanguageModelTask(TokenTask[BlockDataset]):
         return self._metrics(total / count)
 
     def reference(self) -> dict[str, float]:
-        return self._metrics(frequency_entropy(self._examples["valid"].tokens[1:]))
+        return self._metrics(task.frequency_entropy(self._examples["valid"].tokens[1:]))
 
     def _metrics(self, nats: float) -> dict[str, float]:
         """Return the metrics of a mean of -ln p."""
-        return {self.nats_name: nats, "perplexity": perplexity(nats)}
+        return {self.nats_name: nats, "perplexity": task.perplexity(nats)}
 
     def _describe_examples(self) -> dict[str, Any]:
         return {
@@ -345,12 +336,10 @@ def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
     ids: list[NDArray[np.integer]] = []
     sizes: list[NDArray[np.integer]] = []
     for piece in cut_lines(text, PIECE):
-        found = tokenizer(
-            piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        ends = np.fromiter(
-            (end for _, end in found["offset_mapping"]), np.int64, len(found["input_ids"])
-        )
+        how = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        found = tokenizer(piece, **how)
+        offsets = found["offset_mapping"]
+        ends = np.fromiter((end for _, end in offsets), np.int64, len(offsets))
         ids.append(np.array(found["input_ids"], np.int32))
         sizes.append(_bytes_up_to(piece, ends))
     tokens = np.concatenate(ids)

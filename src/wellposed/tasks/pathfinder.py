@@ -389,7 +389,7 @@ def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
     problems: list[str] = []
     skipped: list[str] = []
     for file in numbered:
-        for number, line in enumerate(_metadata_lines(file), 1):
+        for number, line in files.read_text(file).lines():
             fields, where = line.split(), f"{file}:{number}"
             path = folder.joinpath(*fields[:2])
             if len(fields) < 4 or fields[3] not in ("0", "1"):
@@ -415,12 +415,3 @@ def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
         "skipped_images": skipped,
     }
     return splits.cut_missing({"train": everything}, str(folder), described, share=_CUT_SHARE)
-
-
-def _metadata_lines(file: Path) -> list[str]:
-    """Return the lines of a metadata file; a real npy file is refused, as it would hold pickled
-    objects."""
-    with file.open("rb") as stream:
-        if stream.read(6) == b"\x93NUMPY":
-            raise DataError(f"{file}: is a binary npy file, expected lines of text as released")
-    return [line for _, line in files.read_text(file).lines()]

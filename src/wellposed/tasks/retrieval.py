@@ -88,9 +88,8 @@ class RetrievalTask(classification.ClassificationTask):
         self.options = options
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {s: each.documents for s, each in tables.items()}
-        encoder, encoded, details = classification.encode_labelled(
-            documents, options, noun="documents"
-        )
+        found = classification.encode_labelled(documents, options, noun="documents")
+        encoder, encoded, details = found
         counts = {split: len(held) for split, held in documents.items()}
         super().__init__(
             encoder=encoder,

@@ -104,42 +104,30 @@ class TranslationTask(Seq2SeqTask):
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
         """Return the pairs of at most ``max_tokens`` tokens; longer ones are refused, or dropped from
         train and cut elsewhere, before their end token."""
-        limit, sides = self.options.max_tokens, [side.lengths for side in encoded]
-        longer = np.flatnonzero(np.maximum(*sides) > limit)
-        if not len(longer):
+        limit, sizes = self.options.max_tokens, [side.lengths for side in encoded]
+        longer = np.flatnonzero(np.maximum(*sizes) > limit).tolist()
+        if not longer:
             return texts, encoded
+        longest = int(np.maximum(*sizes).max())
         if self.options.overflow == "error":
-            problems = [
-                f"{texts.where(int(i), side)}: {sides[side][i]} tokens"
-                for i in longer
-                for side in (0, 1)
-                if sides[side][i] > limit
-            ]
-            needed = max(int(side[longer].max()) for side in sides)
+            both = [(i, side) for i in longer for side in (0, 1) if sizes[side][i] > limit]
             raise DataError(
                 f"{split}: sentences with more tokens than the positions of the model, max_tokens ="
-                f" {limit}; raise max_tokens (the longest has {needed}) or give overflow='drop':\n"
-                + listed(problems)
+                f" {limit}; raise max_tokens (the longest has {longest}) or give overflow='drop':\n"
+                + listed([f"{texts.where(i, side)}: {sizes[side][i]} tokens" for i, side in both])
             )
-        if split != "train":
+        rows = [[ids.tolist() for ids in side] for side in encoded]
+        if split == "train":
+            self._dropped = {"pairs": len(longer), "longest": longest}
+            kept = sorted({*range(len(texts))} - {*longer})
+            if not kept:
+                raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
+            texts, rows = texts.select(kept), [[side[i] for i in kept] for side in rows]
+        else:
             self._cut[split] = len(longer)
-            source, target = (
-                Ragged.from_lists(
-                    [
-                        [*ids[: limit - 1], *ids[limit - 1 :][-1:]]
-                        for ids in (side[i].tolist() for i in range(len(side)))
-                    ]
-                )
-                for side in encoded
-            )
-            return texts, (source, target)
-        longest = max(int(side[longer].max()) for side in sides)
-        self._dropped = {"pairs": len(longer), "longest": longest}
-        kept = np.setdiff1d(np.arange(len(texts)), longer).tolist()
-        if not kept:
-            raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
-        source, target = (Ragged.from_lists([side[i].tolist() for i in kept]) for side in encoded)
-        return texts.select(kept), (source, target)
+            rows = [[ids[: limit - 1] + ids[limit - 1 :][-1:] for ids in side] for side in rows]
+        source, target = map(Ragged.from_lists, rows)
+        return texts, (source, target)
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)

@@ -316,23 +316,18 @@ def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loade
 def read_npz(path: Path) -> tuple[Images, Described]:
     """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz
     file."""
-    size = path.stat().st_size
-    if not zipfile.is_zipfile(path):
-        raise DataError(
-            f"{path}: is not an npz file (its {size} bytes are no whole zip archive), expected one"
-            f" with arrays x and y; write it with {HOW_TO_SAVE}"
-        )
     try:
         with zipfile.ZipFile(path) as archive:
-            files.refuse_bomb(path, size, sum(member.file_size for member in archive.infolist()))
+            unpacked = sum(member.file_size for member in archive.infolist())
+        files.refuse_bomb(path, path.stat().st_size, unpacked)
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except DataError:
         raise
     except Exception as error:  # a damaged archive raises whatever its reader meets in it
         raise DataError(
-            f"{path}: cannot be read as npz without unpickling ({error}); save it again with"
-            f" {HOW_TO_SAVE}"
+            f"{path}: cannot be read as npz without unpickling ({error}), expected arrays x and y;"
+            f" write it with {HOW_TO_SAVE}"
         ) from None
     missing = [name for name in ("x", "y") if name not in found]
     if missing:
@@ -363,19 +358,20 @@ def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     """Read train batches, and of a folder the test batch; the classes have names beside them."""
     splits.refuse_split_files(options, "CIFAR-10")
     folder = batches[0].parent
-    read = [_read_cifar_batch(path) for path in batches]
-    items, labels = ([getattr(each, name) for each in read] for name in ("items", "labels"))
-    images: dict[Split, Images] = {"train": Images(np.concatenate(items), np.concatenate(labels))}
     test, names = folder / "test_batch.bin", folder / "batches.meta.txt"
+    held: dict[Split, Sequence[Path]] = {"train": batches}
     if test.exists() and Path(options.data).is_dir():
-        images["test"] = _read_cifar_batch(test)
-        batches = [*batches, test]
+        held["test"] = [test]
+    images: dict[Split, Images] = {}
+    for split, paths in held.items():
+        pixels, labels = zip(*map(_read_cifar_batch, paths), strict=True)
+        images[split] = Images(np.concatenate(pixels), np.concatenate(labels))
     classes = names.read_text(encoding="utf-8").split() if names.exists() else None
-    described = [files.describe_file(path) for path in batches]
+    described = [files.describe_file(path) for paths in held.values() for path in paths]
     return images, classes, {"source": str(folder), "files": described, "splits": "published"}
 
 
-def _read_cifar_batch(path: Path) -> Images:
+def _read_cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Read records of one label and 3 x 1024 bytes, the binary version of CIFAR-10."""
     if path.suffix != ".bin":
         raise DataError(
@@ -387,11 +383,11 @@ def _read_cifar_batch(path: Path) -> Images:
     if not len(stored) or len(stored) % (1 + CIFAR_WIDTH):
         raise DataError(f"{path}: {len(stored)} bytes, expected records of 3073: label and pixels")
     records = stored.reshape(-1, 1 + CIFAR_WIDTH)
-    wrong = np.flatnonzero(records[:, 0] > 9).tolist()
-    problems = [f"{path}: record {index}: label {records[index, 0]}" for index in wrong]
+    labels, pixels = records[:, 0], records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    wrong = np.flatnonzero(labels > 9).tolist()
+    problems = [f"{path}: record {index}: label {labels[index]}" for index in wrong]
     files.refuse("labels of CIFAR-10 are 0 to 9", problems)
-    pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return Images(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64))
+    return np.ascontiguousarray(pixels), labels.astype(np.int64)
 
 
 def to_gray(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -228,9 +228,7 @@ def _no_language(
     lacking = [language for language in options.both if language not in exist]
     if not lacking:
         stems = ", ".join(f"{stem} ({', '.join(sorted(held))})" for stem, held in train.items())
-        return DataError(
-            f"{root}: no train file in {options.src} and {options.tgt}; found: {stems}"
-        )
+        return DataError(f"{root}: no train file in {options.src} and {options.tgt}, only {stems}")
     nearest = {language: nearest_names(language, exist, count=1) for language in lacking}
     hints = [f"{name!r} (nearest: {near[0]})" if near else name for name, near in nearest.items()]
     return DataError(

@@ -9,19 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from wellposed.options import CheckedOptions, Size
-from wellposed.tasks import batches
+from wellposed.tasks import batches, task
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.splits import Split
 from wellposed.tasks.metrics.overlap import TextScores
-from wellposed.tasks.task import (
-    Batch,
-    Example,
-    Kind,
-    Sums,
-    TokenTask,
-    frequency_entropy,
-    perplexity,
-)
+from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
 from wellposed.tasks.text.tokenizers import TextEncoder
 
 if TYPE_CHECKING:
@@ -135,13 +127,13 @@ class Seq2SeqTask(TokenTask[PairExamples]):
 
     def summarize(self, totals: Sums) -> dict[str, float]:
         total, count = totals["perplexity"]
-        return {"perplexity": perplexity(total / count)}
+        return {"perplexity": task.perplexity(total / count)}
 
     def reference(self) -> dict[str, float]:
         """Return loss and perplexity of the frequencies of valid's own target tokens, which no
         fixed guess beats."""
-        nats = frequency_entropy(self._examples["valid"].target.flat)
-        return {"loss": nats, "perplexity": perplexity(nats)}
+        nats = task.frequency_entropy(self._examples["valid"].target.flat)
+        return {"loss": nats, "perplexity": task.perplexity(nats)}
 
     def generate_metrics(
         self,

@@ -48,15 +48,9 @@ def score_texts(
     """
     if len(hypotheses) != len(references) or not references:
         raise DataError(f"{len(hypotheses)} hypotheses for {len(references)} references")
-    chrf = _library().CHRF()
-    scored = {
-        "bleu": corpus_bleu(hypotheses, references, tokenize=bleu_tokens),
-        "chrf": (_score(chrf, hypotheses, references), str(chrf.get_signature())),
-    }
-    return TextScores(
-        {name: score for name, (score, _) in scored.items()},
-        {name: how for name, (_, how) in scored.items()},
-    )
+    bleu, how = corpus_bleu(hypotheses, references, tokenize=bleu_tokens)
+    chrf, form = _scored(_library().CHRF(), hypotheses, references)
+    return TextScores({"bleu": bleu, "chrf": chrf}, {"bleu": how, "chrf": form})
 
 
 def corpus_bleu(
@@ -65,12 +59,12 @@ def corpus_bleu(
     """Return sacrebleu's corpus BLEU in 0..100 and its signature; ``options`` are those of its
     class."""
     # `force`: text tokenised beforehand is what some corpora hold; sacrebleu only warns about it.
-    metric = _library().BLEU(force=True, **options)
-    return _score(metric, hypotheses, references), str(metric.get_signature())
+    return _scored(_library().BLEU(force=True, **options), hypotheses, references)
 
 
-def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    return float(metric.corpus_score(list(hypotheses), [list(references)]).score)
+def _scored(metric: Any, said: Sequence[str], wanted: Sequence[str]) -> tuple[float, str]:
+    score = metric.corpus_score(list(said), [list(wanted)]).score
+    return float(score), str(metric.get_signature())
 
 
 def _library() -> Any:

@@ -131,9 +131,8 @@ def _white_space(tokenizers: Any) -> Any:
     """Return the normaliser that makes runs of white space one space and takes them off both
     ends."""
     normalizers = tokenizers.normalizers
-    return normalizers.Sequence(
-        [normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Strip()]
-    )
+    one_space = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
+    return normalizers.Sequence([one_space, normalizers.Strip()])
 
 
 BUILDERS = {"bpe": _build_bpe, "char": _build_characters}
