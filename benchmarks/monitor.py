@@ -4,6 +4,7 @@ ten without a `Monitor`, in turns."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -22,7 +23,8 @@ def ten_steps(setup: Setup, *, watched: bool) -> Callable[[], object]:
         n_embd=width, n_layer=layers, n_head=4, vocab_size=1000, n_positions=tokens,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config).to(setup.device)
+    model: Any = GPT2LMHeadModel(config)
+    model.to(setup.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     monitor = wp.Monitor(model, optimizer, every=EVERY, weights=False) if watched else None
     ids = torch.randint(0, 1000, (8, tokens), device=setup.device)

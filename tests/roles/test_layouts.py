@@ -33,12 +33,15 @@ class Layout(nn.Module):
         self.mix = nn.Parameter(torch.randn(H, H))
         self.up, self.down = nn.Linear(D, 24), nn.Linear(24, D)
 
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return split(self.a(x)), split(self.b(x)), split(self.c(x))
+
 
 class TalkingHeads(Layout):
     """Logits and weights are mixed over heads (Shazeer et al. 2020)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = split(self.a(x)), split(self.b(x)), split(self.c(x))
+        q, k, v = self.heads(x)
         logits = torch.einsum("hg,bgij->bhij", self.mix, q @ k.mT)
         weights = torch.einsum("hg,bgij->bhij", self.mix, logits.softmax(-1))
         return x + self.d(merged(weights @ v))
@@ -60,7 +63,7 @@ class Parallel(Layout):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(x, (D,))
-        q, k, v = split(self.a(y)), split(self.b(y)), split(self.c(y))
+        q, k, v = self.heads(y)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.d(merged(mixed)) + self.down(F.gelu(self.up(y)))
 
@@ -69,7 +72,7 @@ class Sigmoid(Layout):
     """Attention by a sigmoid, which no softmax shows (Ramapuram et al. 2024)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = split(self.a(x)), split(self.b(x)), split(self.c(x))
+        q, k, v = self.heads(x)
         weights = (q @ k.mT / 2 - math.log(T)).sigmoid()
         x = x + self.d(merged(weights @ v))
         return x + self.down(F.gelu(self.up(x)))
@@ -96,7 +99,7 @@ class RoutedHeads(Layout):
         self.router = nn.Linear(D, H, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = split(self.a(x)), split(self.b(x)), split(self.c(x))
+        q, k, v = self.heads(x)
         share = self.router(x).softmax(-1).mT[..., None]
         return x + self.d(merged(share * F.scaled_dot_product_attention(q, k, v)))
 

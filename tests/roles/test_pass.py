@@ -168,7 +168,7 @@ def test_latent_attention_names_both_factors() -> None:
     assert len(roles.feedforward) == 1 + 4 + 1  # dense; routed experts and the shared one
 
 
-@pytest.mark.parametrize("name", ["gpt-neox", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gpt-neox", "gpt-oss", "deepseek-v3", "gpt-bigcode"])
 def test_the_gradient_of_a_view_lands_in_its_rows(name: str) -> None:
     _, roles = roles_of(name)
     for weight in roles.weights():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -268,7 +268,9 @@ def _in_stacks(
 def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[EmbeddingRole, ...]:
     """Return the tables that the pass shows, and those that have a name of one; what is looked up by
     given numbers may be of segments, which only a name tells."""
-    kinds = {id(table.weight.parameter): table.kind for table in seen}
+    kinds: dict[int, Literal["token", "position"]] = {
+        id(table.weight.parameter): table.kind for table in seen
+    }
     found: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding)
@@ -278,13 +280,15 @@ def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[E
             view = WeightView(path, module, name)
             kind, known = kinds.get(id(view.parameter)), _named_kind(path, name, is_table=is_table)
             kind = known if known and kind != "position" else kind
-            if kind in {"token", "position"}:
+            if kind is not None and kind != "none":
                 found.setdefault(id(view.parameter), EmbeddingRole(path, kind, view))
     return tuple(found.values())
 
 
-def _named_kind(path: str, name: str, *, is_table: bool) -> str | None:
-    """Return what a name says that a parameter is: "token", "position", "none", or nothing."""
+def _named_kind(
+    path: str, name: str, *, is_table: bool
+) -> Literal["token", "position", "none"] | None:
+    """Return what a name says that a parameter is, or nothing."""
     if not is_table:
         return "position" if _POSITION_TABLE.fullmatch(name) else None
     name = path.rpartition(".")[2].lower()
