@@ -211,6 +211,16 @@ def test_words_of_a_text_are_found_by_an_attack_and_never_above_it():
     ]  # fmt: skip
 
 
+def test_an_attack_by_edits_proposes_texts_one_word_away_of_every_kind():
+    bounds = bound_words(model_of(0), seq_len=5)
+    text = (2, 3, 4, 5)
+    for within, lengths in ((5, {3, 4, 5}), (4, {3, 4})):
+        swaps = WordSwaps(bounds.model, bounds.vectors, torch.tensor(text), 0, edits_within=within)
+        found = {tuple(each.tolist()) for each in swaps(torch.tensor(text), 1)}
+        assert {len(each) for each in found} == lengths
+        assert found <= {each[:within] for each in edited(text)} | {text}
+
+
 def test_padding_and_wrong_answers_and_all_words():
     bounds = bound_words(model_of(0), seq_len=6)
     texts = [*drawn(3), [2], []]

@@ -48,7 +48,6 @@ class CharacterEdits:
                 self._gaps[place, word[:place] + word[place + 1 :]].append(number)
         self._edits: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._known: dict[tuple[int, tuple[int, ...]], dict[Shape, Tensor]] = {}
-        self._projected: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, limit: int, *, required: bool = True) -> CharacterEdits:
@@ -115,7 +114,7 @@ class CharacterEdits:
         by how many words it removes and adds."""
         key = (label, words)
         if key not in self._known:
-            along = self._along(label)
+            along = self.bounds.along(label)
             best, lost = along.amax(0), along[list(words)].sum(0)
             if set(words) <= self.words.keys():
                 by_size: dict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -129,12 +128,6 @@ class CharacterEdits:
                 gains = {size: size * best for size in ((0, 1, 2) if len(words) == 1 else (1,))}
             self._known[key] = {(len(words), size): gain - lost for size, gain in gains.items()}
         return self._known[key]
-
-    def _along(self, label: int) -> Tensor:
-        if label not in self._projected:
-            directions = self.bounds.directions(label)
-            self._projected[label] = self.bounds.vectors @ directions.mT
-        return self._projected[label]
 
     def _alone(self, sums: Mapping[Shape, Tensor], count: int) -> dict[Shape, Tensor]:
         """Return the most that up to ``count`` edits of words of their own gain, for each number of
@@ -212,6 +205,6 @@ class CharacterEdits:
         found = [torch.tensor(text) for text in sorted(texts) if 0 < len(text) <= self.limit]
         if tries is None:
             return found
-        ahead = self._along(label)[:, target].tolist()
+        ahead = self.bounds.along(label)[:, target].tolist()
         found.sort(key=lambda text: -sum(ahead[word] for word in text.tolist()) / len(text))
         return found[:tries]

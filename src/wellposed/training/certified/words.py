@@ -56,6 +56,7 @@ class WordBounds:
     reason: str = ""
     """Why nothing is certified, where nothing is; an attack needs no certificate."""
     tables: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    projected: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def exact(self) -> bool:
@@ -77,19 +78,26 @@ class WordBounds:
         ``max_w s (w_c - w_y) . (e_w - e_v) + rest |w_c - w_y| |e_w - e_v|``; computed once for
         each word and label.
         """
-        rows = len(self.vectors)
-        table = self.tables.setdefault(
-            label, self.weight.new_full((rows, len(self.weight)), math.nan)
-        )
-        new = ids.unique()
-        new = new[table[new, label].isnan()]
-        if len(new):
-            table[new] = self._computed(label, new)
+        if label not in self.tables:
+            whole = torch.arange(len(self.vectors))
+            none = torch.full_like(self.along(label), math.nan)
+            self.tables[label] = self._computed(label, whole) if self.exact else none
+        table = self.tables[label]
+        if not self.exact:
+            new = ids.unique()
+            new = new[table[new, label].isnan()]
+            if len(new):
+                table[new] = self._computed(label, new)
         return table[ids]
 
+    def along(self, label: int) -> Tensor:
+        """Return ``s (w_c - w_y) . e_w`` of every word and class, (words, classes), made once."""
+        if label not in self.projected:
+            self.projected[label] = self.vectors @ self.directions(label).mT
+        return self.projected[label]
+
     def _computed(self, label: int, ids: Tensor) -> Tensor:
-        along = self.vectors @ self.directions(label).mT
-        widen = self.rest * self.sizes(label)
+        along, widen = self.along(label), self.rest * self.sizes(label)
         if self.exact:
             return along.amax(0) - along[ids] + 2 * self.longest * widen
         squares = self.vectors.square().sum(-1)
@@ -116,7 +124,7 @@ class WordBounds:
         ahead, n = ahead_of(logits, label), len(ids)
         if not bool((ahead > 0).all()) or math.isinf(self.free_rest):
             return False
-        linear = (self.vectors[ids] @ self.directions(label).mT).sum(0)
+        linear = self.along(label)[ids].sum(0)
         widen = 2 * self.longest * self.free_rest * self.sizes(label)
         for (removed, added), gain in menu.items():
             left = n + added - removed
@@ -188,9 +196,8 @@ class WordBounds:
     def any_words(self, ids: Tensor, label: int, most: Sequence[tuple[int, int, int]]) -> Menu:
         """Return the menu of removing the d least helpful words and adding b of the best, for every
         d <= D, b <= B, d + b <= T of one of ``most = [(D, B, T), ...]``."""
-        directions = self.directions(label)
-        best = (self.vectors @ directions.mT).amax(0)
-        along = (self.vectors[ids] @ directions.mT).sort(0).values
+        best = self.along(label).amax(0)
+        along = self.along(label)[ids].sort(0).values
         lost = torch.cat([along.new_zeros(1, along.shape[1]), along.cumsum(0)])
         return {
             (removed, added): added * best - lost[removed]
