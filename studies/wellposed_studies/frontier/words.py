@@ -90,7 +90,7 @@ def words(request: Request) -> Reproduction:
     Note: any words by any words; every model is trained for the number of words, of two, that is
     best on valid with the first seed (mean certified share over {COUNTS})
 
-    Note: printed elsewhere for AG News, on 120,000 texts: LipsLev (Rocamora et al. 2025) .748 clean,
+    Note: printed elsewhere for AG News, on 120,000 texts: LipsLev (Abad Rocamora et al. 2025) .748 clean,
     .388 / .139 against any 1 / 2 characters; RanMASK (Zeng et al. 2023, probabilistic, thousands of
     passes a text) over half against any 5 words; IBP (Jia et al. 2019) counts synonyms from a list
     alone. None of these chose anything here
