@@ -201,6 +201,8 @@ def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_tr
     layers = [weight for path, weight in model.named_parameters() if ".layers." in path]
     assert held == {id(weight) for weight in layers if weight.ndim == 2}
     assert len(held) == 12
+    clipped = apply_variant("qk_clip", RunConfig("listops")).constrain
+    assert (clipped.bound, constrained_weights(clipped, model)) == (100.0, [])  # which may decay
 
 
 BASES = [

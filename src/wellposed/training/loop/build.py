@@ -271,7 +271,7 @@ def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.
     Raises:
         ConfigError: a pattern that matches nothing; near names are listed.
     """
-    if not options.where:
+    if not options.where or options.to == "logits":  # whose weights may decay
         return []
     from wellposed.constrain import select_weights
 

@@ -76,8 +76,9 @@ class Run:
         self.shards = ShardedModel(self.model, accelerator) if sharded else None
         self.penalty = build.build_penalty(config.penalty, self.model)
         constrained = build.constrained_weights(config.constrain, self.model)
+        where = config.constrain.patterns if constrained else []
         self.optimizer = build.build_optimizer(
-            self.model, config.train, constrained=constrained, where=config.constrain.patterns
+            self.model, config.train, constrained=constrained, where=where
         )
         # `prepared` is what runs forward (DistributedDataParallel wraps it); `model` is what is
         # saved and measured. The optimizer is used without Accelerate's wrapper: with no gradient
