@@ -4,8 +4,8 @@ of it at once."""
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -171,7 +171,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
     loaded = [
         replace(
             run,
-            metrics=problems.tried(_read_metrics, run.folder / "metrics.jsonl") or (),
+            metrics=problems.tried(read_metrics, run.folder / "metrics.jsonl") or (),
             initial=problems.tried(_read_measurement, run.folder, INITIAL),
             final=problems.tried(_read_measurement, run.folder, FINAL),
             environment=problems.tried(_read_environment, run.folder / "env.json") or {},
@@ -222,7 +222,7 @@ class Problems:
 
 def is_finite(value: Any) -> bool:
     """Return whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -275,13 +275,16 @@ def _read_measurement(folder: Path, name: str) -> Measurement | None:
     return Measurement.from_json(folder / name)
 
 
-def _read_metrics(file: Path) -> tuple[Mapping[str, Any], ...]:
+def read_metrics(file: Path, *, going: bool = False) -> tuple[Mapping[str, Any], ...]:
     """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later
-    one."""
-    verify_run_file(file)
+    one; of a run that is ``going`` on those before the first that is not whole."""
     try:
+        if not going:
+            verify_run_file(file)
         lines = read_text(file).removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
+        if going:
+            return ()
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{file}: cannot be read ({why})") from None
     rows: dict[tuple[str, int], Mapping[str, Any]] = {}
@@ -292,6 +295,8 @@ def _read_metrics(file: Path) -> tuple[Mapping[str, Any], ...]:
                 raise TypeError("a value that is no number")
             rows[str(row["split"]), int(row["step"])] = row
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            if going:
+                break
             expected = "expected a JSON object with step, split and numbers"
             raise DataError(f"{file}:{number}: {expected}, received {line[:60]!r}") from None
     return tuple(rows.values())
@@ -407,7 +412,7 @@ def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
         what = diverged.get("what", "not finite")
         short = f"diverged at step {diverged.get('step', '?')}: {what}"
     with suppress(DataError):
-        alarm = first_alarm(_read_metrics(folder / "metrics.jsonl"))
+        alarm = first_alarm(read_metrics(folder / "metrics.jsonl"))
         reason += f"; {alarm}" if alarm else ""
     return _without_number(folder, result, str(info.get("status")), reason, short)
 

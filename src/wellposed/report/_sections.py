@@ -3,16 +3,13 @@ that have not ended."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from wellposed.charts import Panel, lines, where
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
-from wellposed.regular_file import read_bytes
 from wellposed.report import _figures as figures
 from wellposed.report._aggregate import (
     TaskComparison,
@@ -24,7 +21,7 @@ from wellposed.report._aggregate import (
 from wellposed.report._charts import LEVELS, chart, fitted, forest
 from wellposed.report._figures import Groups, Numbers, Weights, mean_rows, weight_rows
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
-from wellposed.report._runs import Run, first_alarm
+from wellposed.report._runs import Run, first_alarm, is_finite, read_metrics
 from wellposed.text_table import MISSING, format_number
 
 SEED_COLUMNS = 8
@@ -36,7 +33,6 @@ TRAINING = {
     "parameters": "parameters", "steps": "steps", "best_step": "best step", "tokens": "tokens",
     "seconds": "time, s", "tokens_per_second": "tokens per second", "peak_memory_mib": "peak memory, MiB",
 }  # fmt: skip
-LARGEST = 1e300
 MEASURED = {"peak_memory_mib": "peak_memory_bytes"}
 
 
@@ -311,15 +307,15 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
     table, colours = [], {}
     curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
-        rows = rows_so_far(run.folder / "metrics.jsonl")
+        rows = read_metrics(run.folder / "metrics.jsonl", going=True)
         steps = flat_options(run.result["config"]).get("train.steps")
         row = {"run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed}
         row |= {"step": max((each["step"] for each in rows), default=0)}
-        table.append(row | {"steps": steps if _is_number(steps) else None})
+        table.append(row | {"steps": steps if is_finite(steps) else None})
         label = f"{run.variant}, seed {run.seed}"
         colours[label] = numbers[run.variant]
         for split in ("train", "valid"):
-            mine = [each for each in where(rows, split=split) if _is_number(each.get("loss"))]
+            mine = [each for each in where(rows, split=split) if is_finite(each.get("loss"))]
             curves.setdefault((run.task, split), []).extend({**each, "of": label} for each in mine)
             table[-1] |= {split: mine[-1]["loss"]} if mine else {}
     charts = []
@@ -335,25 +331,3 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
     columns += [Column(name, words, digits=6) for name, words in headings.items()]
     words = "Still running, or killed: last values logged"
     return {"table": Table("running", words, columns, table), "charts": charts}
-
-
-def rows_so_far(file: Path) -> list[Mapping[str, Any]]:
-    """Return the whole rows of ``metrics.jsonl``; the last may be half written, as the run goes
-    on."""
-    try:
-        text = read_bytes(file).decode("utf-8", "replace")
-    except OSError:
-        return []
-    rows = []
-    for line in text.split("\n")[:-1]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if isinstance(row, dict) and _is_number(row.get("step")):
-            rows.append(row)
-    return rows
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
