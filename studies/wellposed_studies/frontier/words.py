@@ -66,14 +66,14 @@ def sizes_of(request: Request) -> Sizes:
     return request.pick(
         toy=Sizes(3, 1, 8, heads=2, batch_size=4, examples=4, options=few),
         mini=Sizes(300, 3, 32, batch_size=32, evaluations=8, examples=1000, options=every),
-        medium=Sizes(2000, 5, 64, batch_size=64, evaluations=10, examples=2000, options=every),
+        medium=Sizes(1300, 5, 64, batch_size=64, evaluations=10, examples=2000, options=every),
         paper=Sizes(8000, 5, 256, batch_size=64, evaluations=10, examples=4000, options=every),
     )
 
 
 @recipe(
     "frontier/words",
-    estimated={"mini": 30, "medium": 900, "paper": 900},
+    estimated={"mini": 30, "medium": 585, "paper": 900},
     takes=("data",),
     power=Power(sizes_of, "certified share at two words", 0.02, "the bag on AG News"),
 )
