@@ -118,7 +118,7 @@ class Monitor:
     ...     optimizer.step()
     ...     numbers = monitor.step()
     ...     print(len(numbers), "vital/encoder.0.head3/logit_max" in numbers)
-    47 True
+    55 True
     0 False
     >>> monitor.alarms
     []
