@@ -256,13 +256,7 @@ def forest(
     if sum(len(text) for _, text in ticks) > CROWDED:
         ticks = ticks[::2]
     better = "right" if any(test and test.higher_is_better for test in tests) else "left"
-    return {
-        "title": title,
-        "better": better,
-        "zero": place(0.0),
-        "ticks": ticks,
-        "bars": bars,
-    }
+    return {"title": title, "better": better, "zero": place(0.0), "ticks": ticks, "bars": bars}
 
 
 def level_bounds(values: Iterable[float]) -> list[float]:
