@@ -44,7 +44,7 @@ def test_options_of_transformers_are_refused_together():
 
 def test_padding_on_the_left_is_refused():
     model = build_model("lstm", "causal_lm", **SIZES)
-    with bad_shape(match="on the right only"):
+    with bad_shape(match="expected it on the right"):
         model(
             input_ids=torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1]])
         )
