@@ -101,6 +101,7 @@ def _section(values: Mapping[str, Any]) -> str:
     power = values.get("power")  # none where nothing is trained
     seen = power and {"could be seen": power["words"], "levelled off": power["levelled_off"]}
     recipe = RECIPES.get(values["recipe"])
+    unsaid = values["holds"] is None and values["criterion"]
     rows = {
         "paper": values["paper_says"],
         **({"quoted": "; ".join(quotes)} if (quotes := recipe.told("Quote")) else {}),
@@ -109,7 +110,7 @@ def _section(values: Mapping[str, Any]) -> str:
         "test": criterion["test"],
         "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],
-        **({"to decide": _needs(recipe, values["scale"])} if values["holds"] is None else {}),
+        **({"to decide": _needs(recipe, values["scale"])} if unsaid else {}),
         **(seen or {}),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
