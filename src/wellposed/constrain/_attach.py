@@ -173,13 +173,11 @@ def constrain_(
     but two. One d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones; a
     spectral one 2 while it is inside and 6 where it is capped, 35 where a step takes it more than
     an eighth above the bound; columns add a pass over the weight; logits add norms of queries and
-    keys, and one product of them for heads in which ``|q| |k|`` allows a logit above the bound: 1 to
-    2 % of a step and 6 % where all do (width 256, 128 tokens, one core).
+    keys, and one product of them for heads in which ``|q| |k|`` allows a logit above the bound: up
+    to 2 % of a step, and 6 to 8 % where all do (width 256, 128 tokens, one core).
     `torch.nn.MultiheadAttention` with dropout on a CPU, or returning its weights, adds its two
-    projections, 9 %.
-    Memory: one copy of each square
-    orthogonal weight, a float32 copy of each half one. Attaching takes up to three SVDs for each
-    weight.
+    projections, 9 %. Memory: one copy of each square orthogonal weight, a float32 copy of each half
+    one. Attaching takes up to three SVDs for each weight.
 
     When not to use: a weight that must shrink or grow freely (use
     `wellposed.OrthogonalityPenalty`), or an optimizer that keeps its own copy of the weights
