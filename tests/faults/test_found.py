@@ -261,7 +261,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Four gigabytes of one letter, packed to four megabytes, took all memory."""
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     path = tmp_path / "lines.gz"
-    beyond = r"lines\.gz:2: a line of more than"
+    beyond = r"lines\.gz:2: over 1,000 bytes in a line"
     path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
     with LineSource(text=None, path=path) as source, pytest.raises(DataError, match=beyond):
         list(source)
