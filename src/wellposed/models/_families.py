@@ -24,7 +24,9 @@ from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 from wellposed.nn import TransJectCache
 from wellposed.options import Ge
 
-_BODY = partial(WellposedModel, is_part=True)
+_BODY = staticmethod(
+    partial(WellposedModel, is_part=True)
+)  # a bare partial would bind, from 3.14 on
 
 
 class WellposedForCausalLM(
