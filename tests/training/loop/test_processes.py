@@ -164,7 +164,7 @@ def test_commands_of_one_process_refuse_several(
         assert main([name]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert f"wellposed {name} runs in one process" in said
+        assert f"wellposed: {name} runs in one process" in said
         assert says in said
 
 
