@@ -104,7 +104,7 @@ class Monitor:
 
     Of a compiled model a step that is measured runs as it is written, not compiled.
 
-    Cost: on a GPT-2 of width 256 without ``weights``, at ``every=10``, 2.1 % of a step (``python -m
+    Cost: on a GPT-2 of width 256 without ``weights``, at ``every=10``, 1 % of a step (``python -m
     benchmarks monitor``); steps that are not measured have no hooks.
 
     When not to use: under sharding (FSDP), where ``vitals`` are refused.
