@@ -12,9 +12,8 @@ from wellposed.attack import Propose, WindowSwaps, in_dtype
 from wellposed.tasks.text.windows import cut_windows, encode_windows
 from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.words import EditKind, above, most_held
+from wellposed.training.folder.examples import UNKNOWN
 
-_UNKNOWN = "\u2612"
-"""Stands for a word that the tokenizer does not know."""
 _POOL, _STRONGEST = 2048, 12
 """Words whose votes alone are looked at for an attack, and how many of them it tries for a class."""
 
@@ -103,7 +102,7 @@ class WindowBounds:
         left_out = set(self.tokenizer.all_special_ids) - {unknown}
         rows = [[n for n in row if n not in left_out] for row in ids.view(-1, self.tokens).tolist()]
         rows = [self.tokenizer.decode(row) for row in rows]
-        return [row.replace(self.tokenizer.unk_token or "\n", _UNKNOWN) for row in rows]
+        return [row.replace(self.tokenizer.unk_token or "\n", UNKNOWN) for row in rows]
 
     def _votes(self, windows: Tensor) -> Tensor:
         return self.model.votes(windows)[:, 0]

@@ -18,6 +18,8 @@ from wellposed.training.loop.batches import forward, to_device
 NAME = "examples.json"
 COUNTED, BATCH, SHOWN = 512, 32, 48
 """Examples whose answers are counted, those of one pass, and texts that are kept."""
+UNKNOWN = "\u2612"
+"""Stands for a word that the tokenizer does not know."""
 SAMPLES, PROMPT, WRITTEN, LONGEST = 3, 16, 48, 300
 """Texts that are written, tokens given and added, and characters kept of a text."""
 
@@ -74,4 +76,8 @@ def _sample(model: Any, task: Task, number: int) -> dict[str, str]:
 
 
 def _text(task: Task, ids: list[int]) -> str:
-    return str(task.tokenizer.decode(ids, skip_special_tokens=True))[:LONGEST]
+    """Return the text of tokens, a word that is not known by a sign of its own."""
+    tokenizer: Any = task.tokenizer
+    left_out = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    text = str(tokenizer.decode([number for number in ids if number not in left_out]))
+    return text.replace(tokenizer.unk_token or UNKNOWN, UNKNOWN)[:LONGEST]
