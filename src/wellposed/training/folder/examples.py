@@ -79,5 +79,5 @@ def _text(task: Task, ids: list[int]) -> str:
     """Return the text of tokens, a word that is not known by a sign of its own."""
     tokenizer: Any = task.tokenizer
     left_out = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    text = str(tokenizer.decode([number for number in ids if number not in left_out]))
+    text = tokenizer.decode([number for number in ids if number not in left_out])
     return text.replace(tokenizer.unk_token or UNKNOWN, UNKNOWN)[:LONGEST]

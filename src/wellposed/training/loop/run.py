@@ -376,9 +376,8 @@ def validate(run: Run) -> None:
     may be averaged."""
     state = run.state
     found = evaluate(run, "valid")
-    better = state.record_evaluation(found, run.task)
     row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(run.model)}
-    run.add_row({**row, "best": better})
+    run.add_row({**row, "best": state.record_evaluation(found, run.task)})
     if run.history is not None:
         run.history.add(state.step, run.model, write=run.is_main)
 
@@ -483,9 +482,8 @@ def _blame(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
 def _losses(run: Run, model: nn.Module, penalty: Penalty | None, batch: Batch) -> dict[str, Any]:
     """Return every term of the loss of ``batch`` by the name that a message gives it."""
     batch = batches.to_device(batch, run.accelerator.device)
-    progress = (run.state.step + 1) / run.options.steps
     given = (model, model, run.task, batch, run.options)
-    loss, _, auxiliary = training_loss(*given, progress=progress)
+    loss, _, auxiliary = training_loss(*given, progress=(run.state.step + 1) / run.options.steps)
     extra = None if penalty is None else penalty()
     found = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
     return {name: value for name, value in found.items() if value is not None}

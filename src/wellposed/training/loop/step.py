@@ -179,8 +179,7 @@ def training_loss(
         logits = scaled(logits, options)
         if rows is not None and options.margin_loss == "hinge":
             return *hinge_sum(logits, rows), auxiliary
-        smoothing = options.label_smoothing
-        return *task.loss_sum(logits, batch, label_smoothing=smoothing), auxiliary
+        return *task.loss_sum(logits, batch, label_smoothing=options.label_smoothing), auxiliary
 
 
 def compute_gradients(
