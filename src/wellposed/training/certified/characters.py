@@ -31,16 +31,16 @@ class CharacterEdits:
     Args:
         bounds: of the model that reads the words.
         vocabulary: ids by word, without special tokens.
-        unknown: id of the unknown word.
+        tokenizer: that of the model.
         limit: most tokens of a text; one that is as long may have been cut, and its cut moves.
     """
 
     def __init__(
-        self, bounds: WordBounds, vocabulary: Mapping[str, int], unknown: int, limit: int
+        self, bounds: WordBounds, vocabulary: Mapping[str, int], tokenizer: Any, limit: int
     ) -> None:
         self.bounds, self.vocabulary = bounds, vocabulary
-        self.tokenizer: Any = None
-        self.unknown, self.limit = unknown, limit
+        self.tokenizer, self.limit = tokenizer, limit
+        self.unknown: int = tokenizer.unk_token_id
         self.words = {number: word for word, number in vocabulary.items()}
         self._gaps: dict[tuple[int, str], list[int]] = defaultdict(list)
         for word, number in vocabulary.items():
@@ -73,9 +73,7 @@ class CharacterEdits:
         bounds = bound_words(model, seq_len=limit, required=required)
         special = set(tokenizer.all_special_tokens)
         words = {word: n for word, n in tokenizer.get_vocab().items() if word not in special}
-        found = cls(bounds, words, tokenizer.unk_token_id, limit)
-        found.tokenizer = tokenizer
-        return found
+        return cls(bounds, words, tokenizer, limit)
 
     def menu(self, ids: Tensor, label: int, count: int) -> Menu:
         """Return the most that ``count`` edits can gain, for each number of words they remove and
