@@ -232,11 +232,10 @@ def _draw_series(axes: Any, panel: Panel) -> None:
         filling = colour if series.style in ("solid", "dots") else "none"
         axes.plot(
             series.x, series.y, color=colour, linestyle=dash or "none", linewidth=1.5, marker=marker, markersize=3,
-            markerfacecolor=filling, label=series.label, gid=f"variant-{number}",
+            markerfacecolor=filling, label=series.label,
         )  # fmt: skip
-        look = {"color": colour, "linewidth": 0, "gid": f"variant-{number}"}
         if series.band:
-            axes.fill_between(series.x, *series.band, alpha=0.18, **look)
+            axes.fill_between(series.x, *series.band, alpha=0.18, color=colour, linewidth=0)
         if len(series.errors):
             bars = {"color": colour, "linestyle": "none", "capsize": 2}
             axes.errorbar(series.x, series.y, series.errors, **bars)
