@@ -185,7 +185,6 @@ def test_the_modules_own_dtype_shows_what_a_float64_copy_hides():
     [(torch.float64, 0.999), (torch.float32, 0.99), (torch.bfloat16, 0.3), (torch.float16, 0.9)],
 )
 def test_rounding_fakes_no_violation_and_hides_little(norm, dtype, least):
-    torch.manual_seed(2)
     linear = nn.Linear(8, 8).to(dtype)
     nn.init.normal_(linear.bias, std=3.0)
     found = lipschitz_lower_bound(linear, (4, 8), norm=norm, restarts=4, steps=20, dtype=None)

@@ -48,7 +48,6 @@ def measured_pairs(
 def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_the_unit(
     norm: Any, dtype: torch.dtype, lengths: int
 ) -> None:
-    torch.manual_seed(0)
     start = torch.randn(2, 3, 4).to(dtype)
     pairs, found = measured_pairs(start, norm)
     # Along the direction found, along a random one, from start to start, and from start to twice

@@ -67,7 +67,6 @@ def _dot_product(module: DotProductAttention, bias: torch.Tensor):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
 def test_dot_product_on_a_ball(reference, mask, qk_norm, scale):
     tokens, radius = 6, 1.7
-    torch.manual_seed(4)
     for _ in range(3):
         module = _module(scale, qk_norm=qk_norm)
         attention = _dot_product(module, reference.mask_bias(mask, tokens))
@@ -85,7 +84,6 @@ def _one_head(reference, q, k, v, b, x):
 
 
 def test_local_bound_is_above_the_jacobian_and_below_the_ball(reference):
-    torch.manual_seed(9)
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
     for _ in range(40):
         q, k, v = (randn(3, 2) for _ in range(3))
@@ -106,7 +104,6 @@ def test_local_bound_is_above_the_jacobian_and_below_the_ball(reference):
 @pytest.mark.parametrize("tau", [0.3, 3.0])
 def test_cosine_attention_is_bounded_everywhere(reference, mask, eps, tau):
     tokens, width, heads = 6, 4, 2
-    torch.manual_seed(4)
     bias = reference.mask_bias(mask, tokens)
     for scale in (1e-3, 1.0, 1e3):
         q, k, v = (scale * randn(heads, width, 2) for _ in range(3))
@@ -126,7 +123,6 @@ def test_cosine_attention_is_bounded_everywhere(reference, mask, eps, tau):
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_cosine_cross_attention_is_bounded_in_both_sequences(reference, norm):
     queries, keys, width, heads = 5, 3, 4, 2
-    torch.manual_seed(4)
     q, k, v = (randn(heads, width, 2) for _ in range(3))
     o = randn(heads, 2, width)
 
@@ -222,7 +218,6 @@ def test_softmax_diagnostic_holds_is_tight_and_survives_saturation():
 
 def test_affinity_bound_holds_is_four_times_below_the_paper_and_tight():
     """B11: zhang2021 Theorem 2.1 with 1/2 in place of 2."""
-    torch.manual_seed(0)
     for scale in (0.1, 1.0, 10.0):
         key = randn(7, 4)
         query, change = randn(2, 200, 4).unbind()

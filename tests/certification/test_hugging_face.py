@@ -69,7 +69,6 @@ def row(certificate: Any, path: str) -> Any:
 )
 @pytest.mark.parametrize(("sample", "norm"), MODELS)
 def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: float):
-    torch.manual_seed(1)
     model = sample.build(WIDTH).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,7 +225,6 @@ def test_rotated_attention_with_biases_and_positions(
 def test_at_constant_tokens_the_bound_of_a_post_norm_model_is_all_but_attained():
     """Every norm divides by sqrt(eps) at once where tokens are constant and biases are zero, as
     they are at first."""
-    torch.manual_seed(0)
     model = modeling_roberta.RobertaModel(hf.roberta_config(16, layer_norm_eps=1e-5)).eval()
     table = model.embeddings
     positions, kinds = table.position_embeddings.weight, table.token_type_embeddings.weight

@@ -128,7 +128,6 @@ def test_no_ascent_over_inputs_and_weights_exceeds_the_bound(reference, norm, ma
     own."""
     tokens, width, heads = shape
     dim = width // heads
-    torch.manual_seed(11)
     draw = lambda *size: randn(RESTARTS, *size)  # noqa: E731
     scale = torch.logspace(-3, 3, RESTARTS, dtype=torch.float64)[:, None, None, None]
     w = (draw(heads, width, dim) * scale).requires_grad_()
@@ -208,7 +207,6 @@ def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
 def test_our_bound_is_never_above_kims(norm):
     """Same map, A_h = W_h W_h^T / sqrt d: ours must not exceed the (corrected) bound of the
     paper."""
-    torch.manual_seed(5)
     for tokens in (2, 17, 512):
         w, v = randn(2, 4, 12, 3).unbind()
         o = randn(12, 12)
@@ -237,7 +235,6 @@ def test_constant_four_is_optimal_in_one_dimension(reference):
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_additive_biases_are_covered(reference, norm):
     """ALiBi: the length-free constants hold at N = 16; any bias: those from its weights."""
-    torch.manual_seed(2)
     tokens, width = 16, 3
     position = torch.arange(tokens)
     apart = (position[:, None] - position).double()
@@ -259,7 +256,6 @@ def test_additive_biases_are_covered(reference, norm):
 
 def test_fixed_null_keys_are_covered(reference):
     """Keys that do not depend on the input only enlarge c (theory note B4, row 7)."""
-    torch.manual_seed(3)
     w, r, o = randn(3, 1, 3, 3).unbind()
     null = 2 * randn(2, 3)
 
@@ -285,7 +281,6 @@ TINY = 1e-9
 def test_the_ball_is_that_of_the_worst_number_of_tokens(
     options: dict[str, float], bias: str
 ) -> None:
-    torch.manual_seed(1)
     module = L2SelfAttention(4, 2, **options).double().eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():

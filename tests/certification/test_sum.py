@@ -37,7 +37,6 @@ def classifier(blocks: int = 1, **options: Any) -> WellposedForSequenceClassific
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens(exact: bool):
     """Independently: the largest sum of output norms over unit vectors in one token."""
-    torch.manual_seed(0)
     mixing = torch.randn(3, 3, dtype=torch.float64)
 
     def mix(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from wellposed.errors import ConfigError
 
 
 def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
-    torch.manual_seed(0)
     model = Mixed()
     twin = copy.deepcopy(model)
     both = MuonAndAdamW(model, lr=1e-2, adamw_lr=1e-3, weight_decay=0.1, adamw="head")
@@ -47,7 +46,6 @@ def test_embeddings_and_what_is_tied_to_them_go_to_adamw() -> None:
 
 
 def test_schedules_and_saved_states_reach_both() -> None:
-    torch.manual_seed(0)
     model = Mixed()
     optimizer = MuonAndAdamW(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

@@ -43,7 +43,6 @@ SHAPES = [(8, 8), (12, 5), (5, 12)]
 def test_fifty_steps_stay_within_the_tolerance(
     kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    torch.manual_seed(0)
     layers = nn.ModuleList(
         nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
     )

@@ -55,7 +55,6 @@ def in_set(weight: Tensor, to: Set) -> bool:
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "torch encoder"])
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> None:
-    torch.manual_seed(0)
     entry, model = ZOO[kind], ZOO[kind].build()
     query, key, value = (entry.known[role] for role in ("query", "key", "value"))
     fused = model.get_parameter(query.parameter)
@@ -80,7 +79,6 @@ def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 def test_parts_are_held_under_muon_and_in_half_precision(to: Set, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     model = ZOO["phi3"].build().to(dtype)
     optimizer = MuonAndAdamW(
         model, lr=5e-2, adamw_lr=1e-2, weight_decay=0.1, roles=("query", "key")
@@ -124,7 +122,6 @@ def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts() -> None:
 def test_part_by_part_steps_are_those_of_three_separate_weights() -> None:
     """The same numbers as three layers of their own, held in the ambient space as tall weights
     are."""
-    torch.manual_seed(0)
     attention = nn.TransformerEncoderLayer(16, 2, 32).double()
     fused = attention.get_parameter("self_attn.in_proj_weight")
     optimizer = torch.optim.SGD([fused], lr=0.1)

@@ -120,7 +120,6 @@ class TestColumns:
     def test_columns_have_their_length_after_every_step(
         self, kind: str, dtype: torch.dtype
     ) -> None:
-        torch.manual_seed(0)
         options = {"model": Mixed().to(dtype), "to": "columns", "bound": 0.5}
         model, optimizer, handle = held(kind, **options)
         # every entry is rounded by at most half an eps of itself, and so is the length; measuring

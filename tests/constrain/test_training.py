@@ -280,7 +280,6 @@ EDITS: dict[str, Callable[[nn.Linear], object]] = {
 def test_an_edit_is_noticed_at_the_next_step(
     edit: str, shape: tuple[int, int], dtype: torch.dtype, *, batched: bool
 ) -> None:
-    torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype) for _ in range(2))
     _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4, batched=batched)
 

@@ -161,7 +161,6 @@ def test_a_step_is_measured_and_taken_back() -> None:
 
 
 def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)
     ).double()

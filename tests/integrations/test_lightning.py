@@ -44,7 +44,6 @@ class Rows(lightning.Callback):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     net, rows = Net(), Rows()
     data = torch.utils.data.TensorDataset(torch.randn(40, 5, 16))
     trainer = lightning.Trainer(

@@ -41,7 +41,6 @@ def written_out(states: list[Tensor], lengths: list[int], metric: str) -> list[f
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
 def test_eq_5_with_padding(metric: DistanceMetric) -> None:
-    torch.manual_seed(0)
     states = [torch.randn(2, 6, 4) for _ in range(3)]
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     found = activation_factor(states, metric=metric, attention_mask=mask)
@@ -52,7 +51,6 @@ def test_eq_5_with_padding(metric: DistanceMetric) -> None:
 
 
 def test_more_tokens_than_a_block_holds() -> None:
-    torch.manual_seed(0)
     first, second = torch.randn(1, 700, 2).double(), torch.randn(1, 700, 2).double()
     ratios = torch.pdist(second[0]) / torch.pdist(first[0])
     found = activation_factor([first, second])
@@ -64,7 +62,6 @@ def test_more_tokens_than_a_block_holds() -> None:
 
 
 def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
-    torch.manual_seed(0)
     states = [torch.randn(20, 30, 8), torch.randn(20, 30, 8)]
     exact, drawn = activation_factor(states), activation_factor(states, pairs=100, seed=1)
     assert drawn.status == "empirical"
@@ -80,7 +77,6 @@ def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
 
 
 def test_ratios_lie_within_the_constants_of_the_map() -> None:
-    torch.manual_seed(0)
     x, weight = torch.randn(3, 9, 5), torch.randn(5, 5)
     values = torch.linalg.svdvals(weight)
     found = activation_factor([x, x @ weight])

@@ -28,7 +28,6 @@ def points(rows: list[dict[str, float]], layer: int) -> Tensor:
 
 
 def test_layers_that_keep_distances_coincide_in_the_picture() -> None:
-    torch.manual_seed(0)
     lifted = sheet() @ torch.linalg.qr(torch.randn(6, 2))[0].T
     rotation = torch.linalg.qr(torch.randn(6, 6))[0]
     found = isomap(
@@ -52,7 +51,6 @@ def test_a_bent_sheet_is_unrolled() -> None:
 
 
 def test_rows(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     states = [torch.randn(1, 20, 4) for _ in range(2)]
     found = isomap(states, TOKENS, chosen=["t3"], neighbors=6)
     assert [(row["layer"], row["position"]) for row in found.rows] == [

@@ -119,7 +119,6 @@ class Reference(nn.Module):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_vital_signs_are_what_a_reader_would_compute(causal: bool) -> None:
-    torch.manual_seed(0)
     model = Reference()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     monitor = Monitor(model, optimizer, every=1, weights=False)
@@ -192,7 +191,6 @@ def test_only_steps_that_are_due_and_passes_that_train_are_seen() -> None:
 
 
 def test_alarms_come_before_the_loss_shows_it_and_name_the_place() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = Monitor(model, optimizer, every=1, weights=False)

@@ -26,7 +26,6 @@ from wellposed.training.certified.accuracy import certified_accuracy
 
 
 def test_the_whole_model_against_the_formula_in_float64():
-    torch.manual_seed(2)
     model = awake(TransJectModel(TransJectConfig(**SIZES, num_experts=2))).double()
     output = model(input_ids=IDS, attention_mask=MASK)
     for row, length in enumerate(MASK.sum(1).tolist()):
@@ -42,7 +41,6 @@ def test_the_whole_model_against_the_formula_in_float64():
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padding_changes_no_logit(pooling, position, is_causal):
-    torch.manual_seed(6)
     how = {"pooling": pooling, "position": position, "is_causal": is_causal}
     config = TransJectConfig(**SIZES, num_experts=2, **how)
     model = awake(TransJectForSequenceClassification(config)).double()
@@ -61,7 +59,6 @@ def test_padding_changes_no_logit(pooling, position, is_causal):
 
 @torch.no_grad()
 def test_the_auxiliary_loss_is_that_of_training_alone():
-    torch.manual_seed(8)
     settings = {"reconstruction_weight": 0.3, "num_labels": 2}
     config = TransJectConfig(**SIZES, **settings)
     model = TransJectForSequenceClassification(config)
@@ -94,7 +91,6 @@ def test_the_auxiliary_loss_is_that_of_training_alone():
 
 
 def test_the_towers_of_a_pair_share_one_encoder():
-    torch.manual_seed(9)
     model = awake(TransJectForSequencePairClassification(CONFIG))
     first, _ = model.pooled(IDS, MASK)
     second, _ = model.pooled(IDS.flip(0), MASK.flip(0))
@@ -178,7 +174,6 @@ def test_half_precision_under_autocast_trains():
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_no_gradient_comes_from_later_tokens(settings):
-    torch.manual_seed(3)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, **settings)))
     start = torch.randn(1, 6, 16, requires_grad=True)
     logits = model(inputs_embeds=start).logits[0]
@@ -196,7 +191,6 @@ def test_no_gradient_comes_from_later_tokens(settings):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
 def test_generation_with_a_cache_is_that_without(settings, how):
-    torch.manual_seed(4)
     config = TransJectConfig(**SIZES, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = awake(TransJectForCausalLM(config))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -212,7 +206,6 @@ def test_generation_with_a_cache_is_that_without(settings, how):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings):
-    torch.manual_seed(5)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, **settings)))
     ids = torch.randint(0, 13, (2, 9))
     whole = model(input_ids=ids).logits
@@ -224,7 +217,6 @@ def test_a_cache_filled_in_portions_gives_the_logits_of_one_call(settings):
 
 
 def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
-    torch.manual_seed(5)
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
     how = options("do_sample=False max_new_tokens=3 min_new_tokens=3 return_dict_in_generate=True")
     first = model.generate(IDS[:1], **how)

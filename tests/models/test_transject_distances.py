@@ -70,7 +70,6 @@ def bounds(model):
 
 @pytest.mark.parametrize("which", ["random", "trained", "large residuals"])
 def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(trained, which):
-    torch.manual_seed(1)
     if which == "trained":
         model = trained.model
     else:
@@ -138,7 +137,6 @@ def test_a_fresh_model_is_the_identity(settings):
 @torch.no_grad()
 @pytest.mark.parametrize("settings", SETTINGS[:3])
 def test_the_way_back(settings):
-    torch.manual_seed(7)
     model = awake(TransJectModel(TransJectConfig(**SIZES, **settings)))
     output = model(input_ids=IDS, attention_mask=MASK, output_hidden_states=True)
     start, report = model.invert(output.last_hidden_state, output.sigma, output.gates)

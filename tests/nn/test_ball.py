@@ -76,7 +76,6 @@ def test_saved_and_loaded_it_is_the_same(name):
 def test_half_precision(name, dtype):
     """Close to float64 by the rounding of a few products; large tokens, whose squares overflow
     float16, included."""
-    torch.manual_seed(0)
     build_part, inputs = PARTS[name]
     part = build_part().to(dtype)
     for size in (1.0, 300.0 if name.startswith(("cross", "projection")) else 1.0):
@@ -96,7 +95,6 @@ def test_half_precision(name, dtype):
 
 @pytest.mark.parametrize("name", ["projection", "feed-forward", "convex", "budget"])
 def test_gradcheck(name):
-    torch.manual_seed(0)
     build_part, inputs = PARTS[name]
     part = build_part().double()
     x = [draw(1, 3, D, seed=seed).requires_grad_() for seed in range(inputs)]
@@ -159,7 +157,6 @@ def test_residuals_are_what_they_say():
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
 def test_unit_embedding(size):
-    torch.manual_seed(0)
     embedding = UnitEmbedding(7, D, padding_idx=2)
     embedding.weight.data.mul_(size)
     ids = torch.tensor([[0, 1, 2], [6, 5, 4]])

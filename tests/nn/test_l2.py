@@ -168,7 +168,6 @@ def test_the_token_at_zero_is_the_forward_pass_in_float64(options):
 @pytest.mark.parametrize("setting", ["highest", "high", "medium", "autocast"])
 @pytest.mark.parametrize("values", ["paper", "free"])
 def test_no_matmul_precision_moves_the_division(values, setting):
-    torch.manual_seed(0)
     layer = L2SelfAttention(192, 2, contractive=0.999, max_tokens=N, values=values, bias=False)
     noisy = torch.randn(192, 192)
 
@@ -319,7 +318,6 @@ def test_what_the_paper_does_not_bound_is_refused(options):
 
 @pytest.mark.parametrize("values", ["paper", "free"])
 def test_initial_weights(values):
-    torch.manual_seed(0)
     glorot = L2SelfAttention(64, 4, values=values)
     scaled = L2SelfAttention(64, 4, values=values, init_scale=0.25)
     limit = math.sqrt(6 / 128)

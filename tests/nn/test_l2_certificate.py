@@ -131,7 +131,6 @@ def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(max_to
 
 
 def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it():
-    torch.manual_seed(0)
     layer = L2SelfAttention(4, 2, contractive=0.9, norm=2, max_tokens=64, bias=False)
     x = torch.randn(1, 64, 4)
     every = torch.ones(1, 1, 64, 64, dtype=torch.bool)
@@ -155,7 +154,6 @@ def test_bound_of_a_layer_known_by_hand():
 
 
 def test_the_bound_carries_gradient_in_training():
-    torch.manual_seed(0)
     layer = L2SelfAttention(4, 2, contractive=0.9, max_tokens=8).double()
     x = torch.randn(2, 5, 4, dtype=torch.float64)
     parameters = dict(layer.named_parameters())

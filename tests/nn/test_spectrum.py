@@ -23,7 +23,6 @@ def gram_diagonal(module, tokens):
 
 @pytest.mark.parametrize("normalization", ["max", "trace"])
 def test_is_the_normalised_diagonal(normalization):
-    torch.manual_seed(0)
     module = spectrum(normalization=normalization, eps=0.3)
     x = torch.randn(2, 5, D, dtype=torch.float64)
     for sample, sigma in zip(x, module(x), strict=True):
@@ -34,7 +33,6 @@ def test_is_the_normalised_diagonal(normalization):
 
 
 def test_is_the_true_spectrum_in_the_basis_of_eigenvectors():
-    torch.manual_seed(1)
     x = torch.randn(1, 20, D, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(x[0].mT @ x[0])
     module = spectrum(eps=1e-12)
@@ -45,7 +43,6 @@ def test_is_the_true_spectrum_in_the_basis_of_eigenvectors():
 
 
 def test_padding_enters_nothing():
-    torch.manual_seed(2)
     module, x = spectrum(), torch.randn(1, 9, D, dtype=torch.float64)
     padding = torch.zeros(1, 9, dtype=torch.bool)
     padding[0, 5:] = True
@@ -60,7 +57,6 @@ def test_padding_enters_nothing():
 
 @pytest.mark.parametrize("normalization", ["max", "trace"])
 def test_causal_sigma_is_that_of_the_prefix(normalization):
-    torch.manual_seed(3)
     module, x = spectrum(normalization=normalization), torch.randn(2, 5, D, dtype=torch.float64)
     sigma = module(x, is_causal=True)
     for t in range(5):
@@ -80,7 +76,6 @@ def test_half_precision_sums_do_not_stall():
 
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens):
-    torch.manual_seed(4)
     module, x = spectrum(), torch.randn(2, tokens, D, dtype=torch.float64)
     basis = module.basis.weight.mT
     parts = []
@@ -94,7 +89,6 @@ def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens):
 
 
 def test_reconstruction_loss_is_float32_under_autocast():
-    torch.manual_seed(8)
     module, x = GramSpectrum(D), torch.randn(2, 20, D)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = module.reconstruction_loss(x)
@@ -102,7 +96,6 @@ def test_reconstruction_loss_is_float32_under_autocast():
 
 
 def test_reconstruction_loss_cannot_be_won_by_growing():
-    torch.manual_seed(5)
     module, x = spectrum(), torch.randn(1, 20, D, dtype=torch.float64)
     with torch.no_grad():
         module.basis.weight.mul_(3)
@@ -110,7 +103,6 @@ def test_reconstruction_loss_cannot_be_won_by_growing():
 
 
 def test_descent_on_the_loss_finds_the_spectrum():
-    torch.manual_seed(6)
     from wellposed.constrain import constrain_
 
     scales = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.5, 0.2])

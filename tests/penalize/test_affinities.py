@@ -69,7 +69,6 @@ def slow(output: Any, lengths: tuple[int, ...] | None) -> float:
 def test_equals_the_attentions_of_the_familys_own_code(
     family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     model: Any = FAMILIES[family]().double().eval()
     with torch.no_grad():  # far from uniform attention
         for name, parameter in model.named_parameters():
@@ -285,7 +284,6 @@ def test_flash_only_kernels_are_refused_at_attach_time() -> None:
     reason="inductor needs a C++ compiler",
 )
 def test_inductor_equals_eager() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(Mixer()), torch.randn(2, 6, 8)
     penalty = OrthogonalityPenalty(model, affinity=0.3, attention=0.7)
     compiled = torch.compile(model, backend="inductor")

@@ -55,7 +55,6 @@ def strengths_for(model: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
 def test_attach_train_save_load_and_detach(
     family: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     entry = ZOO[family]
     model = entry.build().train()
     before = everything_on(model)

@@ -222,7 +222,6 @@ class Tokenizer:
 
 
 def test_nearest_words_are_those_of_a_search_by_hand() -> None:
-    torch.manual_seed(0)
     config = WellposedConfig(vocab_size=20, num_hidden_layers=1, num_labels=2, **SMALL)
     model = WellposedForSequenceClassification(config).eval()
     ids = torch.tensor([[7, 7, 7, 3, 3, 0], [5, 3, 7, 7, 0, 0]])
@@ -242,7 +241,6 @@ def test_nearest_words_are_those_of_a_search_by_hand() -> None:
 def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit() -> None:
     """By hand: every other class gains what a vector of length r can add to it over the class that
     is right."""
-    torch.manual_seed(0)
     config = WellposedConfig(vocab_size=9, num_hidden_layers=0, num_labels=3, **SMALL)
     model = WellposedForSequenceClassification(config).double().eval()
     pooled, radius = torch.randn(5, 4, dtype=torch.float64), 0.3

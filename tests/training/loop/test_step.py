@@ -205,7 +205,6 @@ def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path: Path) -> None:
 
 
 def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:
-    torch.manual_seed(0)
     logits, labels = torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 4, (20,))
     expected = 0.0
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
@@ -225,7 +224,6 @@ def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:
 def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(
     tied: bool,
 ) -> None:
-    torch.manual_seed(0)
     config = WellposedConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, norm="none", unit_embeddings=True,
         attention="ball", feedforward="maxmin", residual="convex", max_position_embeddings=6, dropout=0.0,
