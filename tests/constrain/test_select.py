@@ -72,7 +72,7 @@ def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     place = select_weights(owner, "key")[0]
     weight = owner.self_attn.in_proj_weight
     assert torch.equal(place.seen(weight), weight[4:8])
-    assert (place.rows, place.transposed) == ((4, 8), False)
+    assert (place.rows, place.transposed) == (range(4, 8), False)
     assert place.parameter_name == "self_attn.in_proj_weight"
     assert place.roles == {"key"}
 

@@ -117,7 +117,8 @@ def constrain_(
             full parameter names, and if none fits, the names of `wellposed.roles.ROLE_NAMES`; a
             module type; a function (dotted name, module) -> bool; or a list of names and types,
             each of which must match. The parts of a fused weight (GPT-2's ``c_attn``,
-            ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are held each by itself.
+            ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are held each by itself, and so are
+            the matrices of each expert where those of all are one parameter (Mixtral, GPT-OSS).
         roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
             ``where`` matches. ``"logits"`` holds the attention modules of which a query or key is
             chosen; without ``where`` and ``roles``, all.
@@ -155,8 +156,8 @@ def constrain_(
 
     Raises:
         RoleNotFoundError: ``where`` or ``roles`` matches nothing; near names are listed.
-        ShapeError: a chosen parameter is no matrix, or is an embedding with more vectors than
-            dimensions.
+        ShapeError: a chosen parameter is no matrix and no stack of experts, or is an embedding
+            with more vectors than dimensions.
         ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen,
             quantised, parametrised, not initialised yet (``nn.LazyLinear``), constrained already,
             float16 on a CPU, or decayed; a misspelt keyword; what is no model; a part of a
@@ -268,7 +269,7 @@ def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> 
 
 def _oriented(place: Candidate, tables: Mapping[int, nn.Embedding]) -> Candidate:
     """Orient a whole weight as (out, in), for sets that tell rows from columns."""
-    if place.rows is not None:
+    if place.part:
         return place
     table = tables.get(id(place.parameter))
     padding = None if table is None else table.padding_idx
@@ -299,7 +300,7 @@ def _merge_tied(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
         names.setdefault(id(parameter), []).append(name)
     merged: dict[object, Candidate] = {}
     for index, place in enumerate(found):
-        key = index if place.parameter is None else (id(place.parameter), place.rows)
+        key = index if place.parameter is None else (id(place.parameter), place.entry, place.rows)
         if key in merged:
             continue
         own = place.parameter_name
@@ -362,11 +363,16 @@ def _problems(
     if parameter.is_meta:
         yield ConfigError("on the meta device, without values; load the weights first")
     shape = tuple(parameter.shape)
-    if len(shape) != 2 or 0 in shape:
+    if len(shape) != 2 + (place.entry is not None) or 0 in shape:
+        stack = (
+            "; of a stack of experts, a pass over batch= shows the matrices"
+            if len(shape) == 3
+            else ""
+        )
         flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
         yield ShapeError(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
-            f" types{flat if '_flat_param' in place.name else ''}"
+            f" types{flat if '_flat_param' in place.name else stack}"
         )
     if id(parameter) in tall_tables and shape[0] > shape[1]:
         yield ShapeError(
@@ -379,7 +385,7 @@ def _problems(
         adapted = ", or pass adapters=True to hold the factors of its adapter"
         more = adapted if place.is_adapted else ""
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
-    if is_sharded(parameter) and (place.rows is not None or to == "logits"):
+    if is_sharded(parameter) and (place.part or to == "logits"):
         what = "a part of a fused weight that is sharded, or rows of one"
         yield ConfigError(f"{what}; leave its module out of fully_shard, or leave it out here")
     if len(held) != 1:
@@ -389,7 +395,7 @@ def _problems(
             " build the optimizer from the parameters of this very model, after moving, sharding or"
             " tying it"
         )
-    if any(handle.holds(parameter, place.rows) for handle in handles_of(held[0])):
+    if any(handle.holds(place) for handle in handles_of(held[0])):
         yield ConfigError("constrained already; call remove() on the first handle")
 
 

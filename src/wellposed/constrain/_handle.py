@@ -3,7 +3,6 @@ removed."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -13,11 +12,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
+from wellposed.constrain._select import Candidate
 from wellposed.constrain._weight import Weight, batches, reads_weight_size
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
@@ -27,7 +27,6 @@ from wellposed.linalg.sharded import is_sharded
 _LOST = "wellposed_lost_constraint"
 # Changes by others before it is said; weights that are loaded or edited by hand change once.
 LIMIT = 3
-_ALL_ROWS = (0, sys.maxsize)
 
 
 class ConstraintWarning(UserWarning):
@@ -245,12 +244,9 @@ class Constraint:
             self._said.add(kind)
             warnings.warn(message, ConstraintWarning, stacklevel=2)
 
-    def holds(self, parameter: nn.Parameter, rows: tuple[int, int] | None) -> bool:
-        """Whether these rows of this parameter, or some of them, are held."""
-        start, end = rows or _ALL_ROWS
-        held = [pair for weight in self.weights for pair in weight.held]
-        own = [rows or _ALL_ROWS for each, rows in held if each is parameter]
-        return any(max(start, first) < min(end, last) for first, last in own)
+    def holds(self, place: Candidate) -> bool:
+        """Whether this matrix, or a part of it, is held."""
+        return any(place.overlaps(held) for weight in self.weights for held in weight.held)
 
     def _watch_idle_optimizers(self) -> None:
         """Until an optimizer takes its first step, count the backward passes before which one of its

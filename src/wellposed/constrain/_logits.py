@@ -42,7 +42,8 @@ class HeadRows:
         """The parameter, for the checks that every held weight passes."""
         view, parameter = self.view, self.view.parameter
         plain = parameter if isinstance(parameter, nn.Parameter) else None
-        return Candidate(view.owner_path, view.attribute, view.owner, plain, None, view.transposed)
+        transposed = view.transposed
+        return Candidate(view.owner_path, view.attribute, view.owner, plain, transposed=transposed)
 
     def scaled(self) -> Iterator[Tensor]:
         """Yield what is scaled: the matrix (out, in), and the bias where there is one."""
@@ -78,7 +79,7 @@ class HeadLogits(Weight):
         self.parts = head_rows(role)
         super().__init__(self.parts[0].place, owners[role.query.parameter], bound)
         self.path = role.path or type(model).__name__
-        self.held = [(part.view.parameter, None) for part in self.parts]
+        self.held = [part.place for part in self.parts]
         self._seen: Tensor | None = None
         self._excess = 0.0
 

@@ -21,7 +21,7 @@ from wellposed.errors import (
     nearest_names,
     unknown_name,
 )
-from wellposed.roles import ROLE_NAMES, RoleWeight, find_roles
+from wellposed.roles import ROLE_NAMES, RoleWeight, block_of, find_roles, spans_of
 
 Asked: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 Where: TypeAlias = Asked | Sequence["str | type[nn.Module]"]
@@ -39,7 +39,9 @@ class Candidate:
     parameter: nn.Parameter | None
     """None when the module computes its weight (parametrised or packed), so that there is nothing
     to constrain."""
-    rows: tuple[int, int] | None = None
+    entry: int | None = None
+    """Which matrix of a stack, such as that of one expert; None where the parameter is a matrix."""
+    rows: range | None = None
     """The output rows of one part of a fused weight, or None for all of the weight."""
     transposed: bool = False
     """Whether the parameter is stored (in, out) and is to be seen as (out, in)."""
@@ -59,13 +61,32 @@ class Candidate:
     @property
     def label(self) -> str:
         """The name of the matrix: that of the parameter, with the rows where it is a part of it."""
-        part = "" if self.rows is None else f"[{self.rows[0]}:{self.rows[1]}]"
-        return f"{self.parameter_name}{part}"
+        entry = "" if self.entry is None else f"[{self.entry}]"
+        if self.rows is None:
+            return f"{self.parameter_name}{entry}"
+        step = f":{self.rows.step}" if self.rows.step > 1 else ""
+        return f"{self.parameter_name}{entry}[{self.rows.start}:{self.rows.stop}{step}]"
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape: a view."""
-        oriented = tensor.mT if self.transposed else tensor
-        return oriented if self.rows is None else oriented[self.rows[0] : self.rows[1]]
+        matrix = tensor if self.entry is None else tensor[self.entry]
+        oriented = matrix.mT if self.transposed else matrix
+        if self.rows is None:
+            return oriented
+        return oriented[self.rows.start : self.rows.stop : self.rows.step]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """What tells the matrix from the others of its parameter; nothing where it is alone."""
+        rows = () if self.rows is None else (self.rows.start,)
+        return rows if self.entry is None else (self.entry, *rows)
+
+    def overlaps(self, other: Candidate) -> bool:
+        """Tell whether two matrices have numbers in common."""
+        if self.parameter is not other.parameter or self.entry != other.entry:
+            return False
+        mine, others = self.rows, other.rows
+        return mine is None or others is None or not set(mine).isdisjoint(others)
 
     @property
     def layer_path(self) -> str:
@@ -176,35 +197,54 @@ def _check_roles(
 def _parts(
     found: Candidate, weights: Sequence[RoleWeight], *, per: Literal["head"] | None
 ) -> list[Candidate]:
-    """Return the blocks of rows of a weight that play roles (with ``per``, those of each head) and
-    what lies between them, or the weight as a whole, with the roles it plays."""
+    """Return the matrices of a parameter: of each entry of a stack the blocks of rows that play roles
+    (with ``per``, those of each head) and what lies between them, or the weight as a whole, with the
+    roles it plays."""
     whole = replace(found, roles=frozenset(weight.role for weight in weights))
+    parameter, entries = found.parameter, {weight.view.entry for weight in weights}
+    if parameter is None or entries == {None}:
+        return _blocks(whole, weights, per=per)
+    if parameter.ndim != 3 or entries != set(range(len(parameter))):
+        return [whole]
+    return [
+        part
+        for entry in range(len(parameter))
+        for part in _blocks(
+            replace(whole, entry=entry, transposed=weights[0].view.transposed),
+            [weight for weight in weights if weight.view.entry == entry],
+            per=per,
+        )
+    ]
+
+
+def _blocks(
+    whole: Candidate, weights: Sequence[RoleWeight], *, per: Literal["head"] | None
+) -> list[Candidate]:
+    """Return the blocks of rows of one matrix, or all of it where what plays a role is no block."""
     pieces = [
         (spans, weight.role)
         for weight in weights
         for spans in ((per and weight.heads) or (weight.view.spans,))
     ]
-    if found.parameter is None or found.parameter.ndim != 2 or not pieces:
-        return [whole]
-    if any(spans is not None and len(spans) > 1 for spans, _ in pieces):
-        return [replace(whole, scattered=True)]
-    roles: dict[tuple[int, int], set[str]] = {}
+    if not pieces or whole.parameter is None or any(spans is None for spans, _ in pieces):
+        return [replace(whole, roles=frozenset(weight.role for weight in weights))]
+    roles: dict[range | None, set[str]] = {}
     for spans, role in pieces:
-        if spans is None:
-            return [whole]
-        roles.setdefault(spans[0], set()).add(role)
+        roles.setdefault(block_of(spans or ()), set()).add(role)
+    blocks = [rows for rows in roles if rows is not None]
+    if len(blocks) < len(roles):
+        return [replace(whole, scattered=True)]
     transposed = weights[0].view.transposed
-    result: list[Candidate] = []
-    done = 0
-    for start, stop in [*sorted(roles), (found.parameter.shape[-1 if transposed else 0],) * 2]:
-        if start < done:
+    left = set(range(whole.parameter.shape[-1 if transposed else -2]))
+    for rows in blocks:
+        if not left.issuperset(rows):
             return [whole]
-        for rows in ((done, start), (start, stop)):
-            if rows[0] < rows[1]:
-                played = frozenset(roles.get(rows, ()))
-                result.append(replace(found, rows=rows, transposed=transposed, roles=played))
-        done = stop
-    return result
+        left.difference_update(rows)
+    free = [range(*span) for span in spans_of(sorted(left))]
+    return [
+        replace(whole, rows=rows, transposed=transposed, roles=frozenset(roles.get(rows, ())))
+        for rows in sorted([*blocks, *free], key=lambda rows: (rows.start, rows.step))
+    ]
 
 
 def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -63,7 +63,7 @@ class OrthogonalWeight(Weight):
         # The moments of a fused weight belong to all its slices, so none of them can be in
         # coordinates of its own.
         rows, columns = self.value.shape
-        self.square = rows == columns and not is_frame and self.rows is None
+        self.square = rows == columns and not is_frame and not place.part
         self.stored_dtype = self.parameter.dtype
         self.dtype = compute_dtype(self.parameter)
         self.is_half = self.dtype != self.parameter.dtype
@@ -118,7 +118,7 @@ class OrthogonalWeight(Weight):
 
     @property
     def _master_key(self) -> str:
-        return _MASTER if self.rows is None else f"{_MASTER}_{self.rows[0]}"
+        return "_".join([_MASTER, *map(str, self.place.part)])
 
     def _saved_master(self) -> Tensor | None:
         """Return the float32 copy that a checkpoint brought beside the moments, if it is that of

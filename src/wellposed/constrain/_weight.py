@@ -47,8 +47,7 @@ class Weight:
         self.place = place
         self.path = place.label
         self.parameter: nn.Parameter = place.parameter
-        self.rows = place.rows
-        self.held: Sequence[tuple[Tensor, tuple[int, int] | None]] = [(self.parameter, self.rows)]
+        self.held: Sequence[Candidate] = [place]
         self.optimizer = optimizer
         self.gain = size
 

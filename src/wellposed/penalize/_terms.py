@@ -20,6 +20,7 @@ from wellposed.roles import (
     AttentionRole,
     Roles,
     WeightView,
+    block_of,
     joined_views,
 )
 from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
@@ -173,7 +174,7 @@ def check_in_place(terms: Sequence[Term]) -> None:
             problem = "the gradient goes to the factors of its adapters"
         elif not view.parameter.is_leaf:
             problem = "a parametrised weight, computed from another parameter"
-        elif view.spans is not None and len(view.spans) > 1:
+        elif view.spans is not None and block_of(view.spans) is None:
             problem = "its rows lie between those of other roles"
         elif is_sharded(view.parameter):
             problem = "sharded over processes"

@@ -128,8 +128,10 @@ class WeightView:
             tensor = tensor.t()
         if self.spans is None:
             return tensor
-        blocks = [tensor[start:stop] for start, stop in self.spans]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        rows = block_of(self.spans)
+        if rows is not None:
+            return tensor[rows.start : rows.stop : rows.step]
+        return torch.cat([tensor[start:stop] for start, stop in self.spans])
 
     def of_rows(self, start: int, stop: int) -> WeightView:
         """Return the view of some output rows of a whole weight."""
@@ -198,7 +200,11 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
 
 def _joint_rows(first: WeightView, second: WeightView) -> tuple[int, int] | None:
     """Return the rows of both where the second's follow the first's in one parameter."""
-    same = first.owner is second.owner and first.attribute == second.attribute
+    same = (first.owner, first.attribute, first.entry) == (
+        second.owner,
+        second.attribute,
+        second.entry,
+    )
     blocks = [view.spans[0] for view in (first, second) if view.spans and len(view.spans) == 1]
     if not same or len(blocks) != 2 or blocks[0][1] != blocks[1][0]:
         return None
@@ -218,6 +224,18 @@ def spans_of(rows: Iterable[int]) -> Spans:
         else:
             spans.append((row, row + 1))
     return tuple(spans)
+
+
+def block_of(spans: Spans) -> range | None:
+    """Return rows that are one block, or at one distance from each other; None where they are neither.
+
+    >>> block_of(((8, 16),)), block_of(((0, 1), (2, 3), (4, 5))), block_of(((0, 2), (4, 6)))
+    (range(8, 16), range(0, 5, 2), None)
+    """
+    start, stop = spans[0][0], spans[-1][1]
+    step = 1 if len(spans) == 1 else spans[1][0] - start
+    rows = range(start, stop, step)
+    return rows if len(spans) == 1 or spans == tuple((row, row + 1) for row in rows) else None
 
 
 def shown_spans(spans: Spans | None) -> str:

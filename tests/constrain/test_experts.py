@@ -1,0 +1,168 @@
+"""Weights of all experts in one parameter: each expert's matrices are held by themselves, rows that
+alternate too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.constrained import goes_on_bit_for_bit
+from tests.support.many_families import FAMILIES, batch_of
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import wellposed as wp
+from wellposed.constrain import Set, constrain_, parameter_groups
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.linalg import cap_spectral_norm_
+
+ROLES = ("feedforward_in", "feedforward_gate", "feedforward_out")
+Cut = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+CUTS: dict[str, Cut] = {
+    "gpt-oss": lambda both, down: (both.mT[:, 1::2], both.mT[:, ::2], down.mT),
+    "llama4": lambda both, down: (both.mT[:, 48:], both.mT[:, :48], down.mT),
+    "mixtral": lambda both, down: (both[:, 48:], both[:, :48], down),
+    "qwen3-moe": lambda both, down: (both[:, 24:], both[:, :24], down),
+}
+"""Value, gate and output of all experts, (experts, out, in), as the code of each family reads them."""
+
+
+def experts(name: str, model: nn.Module) -> list[Tensor]:
+    """Every matrix of every expert."""
+    found = []
+    for path, both in model.named_parameters():
+        if path.endswith("gate_up_proj"):
+            down = model.get_parameter(path.replace("gate_up_proj", "down_proj"))
+            found += [each for stack in CUTS[name](both.detach(), down.detach()) for each in stack]
+    return found
+
+
+def train(name: str, model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    batch, losses = batch_of(name, model), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(**batch)[0] - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def error(weight: Tensor, to: Set) -> float:
+    whole = weight.double()
+    if to == "columns":
+        return float((whole.norm(dim=0) - 1.0).abs().max())
+    values = torch.linalg.svdvals(whole)
+    return float((values - 1.0).abs().max() if to == "orthogonal" else values.max() - 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
+@pytest.mark.parametrize("name", CUTS)
+def test_every_matrix_of_every_expert_is_in_the_set_after_every_step(
+    name: str, to: Set, dtype: torch.dtype
+) -> None:
+    model = FAMILIES[name]().to(dtype)
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            parameter.data *= 40.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    handle = constrain_(model, optimizer, roles=ROLES, to=to)
+    routed = [path for path in handle.paths if ".experts." in path]
+    assert len(routed) == len(experts(name, model))
+    tolerance = {"spectral": 0.0, "columns": 1e-6}.get(to, 1e-5) if dtype.itemsize == 4 else 8e-3
+    start = [weight.clone() for weight in experts(name, model)]
+    for _ in range(3):
+        train(name, model, optimizer, 1)
+        assert max(error(weight, to) for weight in experts(name, model)) <= tolerance
+    assert any(not torch.equal(*pair) for pair in zip(start, experts(name, model), strict=True))
+    assert handle.error().worst <= tolerance
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("to", ["orthogonal", "spectral"])
+def test_a_step_is_that_of_each_matrix_alone(name: str, to: Set) -> None:
+    """By the projected gradient and the polar factor of an SVD in float64; capped ones by a call for
+    each."""
+    model = FAMILIES[name]()
+    path = next(path for path, weight in model.named_parameters() if weight.ndim == 3)
+    both = model.get_parameter(path)
+    optimizer = torch.optim.SGD([both], lr=0.02)
+    with torch.no_grad():
+        both.copy_(torch.randn_like(both))
+    constrain_(model, optimizer, f"{path}[[]*", to=to)
+    dtype = torch.float64 if to == "orthogonal" else torch.float32
+    expected, goals = both.detach().to(dtype), torch.randn_like(both)
+    for _ in range(2):
+        both.grad = both.detach() - goals
+        optimizer.step()
+        parts = [CUTS[name](each, each)[:2] for each in (expected, goals.to(dtype))]
+        for points, wanted in zip(*parts, strict=True):
+            for point, goal in zip(points, wanted, strict=True):
+                gradient = point - goal
+                if to == "spectral":
+                    point.sub_(gradient, alpha=0.02)
+                    point.copy_(capped(point))
+                    continue
+                tall = point.shape[0] >= point.shape[1]
+                at, slope = (point, gradient) if tall else (point.T, gradient.T)
+                inner = at.T @ slope
+                left, _, right = torch.linalg.svd(
+                    at - 0.02 * (slope - at @ (inner + inner.T) / 2), full_matrices=False
+                )
+                point.copy_(left @ right if tall else (left @ right).T)
+    assert float((both.detach() - expected).abs().max()) <= 1e-5
+
+
+def capped(weight: Tensor) -> Tensor:
+    alone = weight.clone(memory_format=torch.contiguous_format)
+    cap_spectral_norm_(alone)
+    return alone
+
+
+def test_the_penalty_sends_the_gradient_of_each_matrix_to_its_rows() -> None:
+    results = []
+    for direct in (True, False):
+        model = FAMILIES["gpt-oss"]()
+        penalty = wp.OrthogonalityPenalty(model, feedforward=1.0, form="gram")
+        if direct:
+            model.zero_grad()
+            penalty.accumulate_()
+        else:
+            penalty().backward()
+        results.append([p.grad for p in model.parameters() if p.ndim == 3])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision() -> None:
+    def build() -> tuple[nn.Module, Optimizer]:
+        model = FAMILIES["gpt-oss"]().bfloat16()
+        groups: Any = parameter_groups(model, 0.1, roles=ROLES)
+        return model, torch.optim.AdamW(groups, lr=1e-2)
+
+    goes_on_bit_for_bit(
+        build,
+        lambda *pair: constrain_(*pair, roles=ROLES),
+        lambda *run: train("gpt-oss", *run),
+    )
+
+
+def test_a_matrix_is_held_once_and_a_stack_that_nothing_reads_is_refused() -> None:
+    model = FAMILIES["mixtral"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    constrain_(model, optimizer, roles="feedforward_in")
+    constrain_(model, optimizer, roles="feedforward_gate", to="spectral")
+    with pytest.raises(ConfigError, match=r"gate_up_proj\[0\]\[48:96\]: constrained already"):
+        constrain_(model, optimizer, roles="feedforward_in", to="spectral")
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, 4, 4))
+
+    stack = Stack()
+    with pytest.raises(ShapeError, match=r"shape \(3, 4, 4\).*a pass over batch="):
+        constrain_(stack, torch.optim.SGD(stack.parameters(), lr=0.1), "weights")
