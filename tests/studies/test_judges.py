@@ -15,7 +15,6 @@ from tests.support.finished_runs import finished
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import RECIPES, Reproduction
 from wellposed.statistics import PairedComparison, paired_comparison
-from wellposed.training.config import RunConfig
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
 from wellposed_studies.frontier import translation as small_translation
@@ -132,7 +131,7 @@ def drift(key: float) -> list[dict[str, Any]]:
 
 
 def translated(gain: float) -> list[Any]:
-    """A study and its runs: BLEU of the Transformer and of VAR-III, which gains."""
+    """A corpus, its measure and runs: BLEU of the Transformer and of VAR-III, which gains."""
     variants = {bleu.TRANSFORMER: 20.0, f"{bleu.OC3}:1e-06": 20.0 + gain}
     runs = [
         finished("translation", variant, {"bleu,test": value, "perplexity,valid": 9.0}, seed=seed)
@@ -142,7 +141,7 @@ def translated(gain: float) -> list[Any]:
     kept = {
         name: [run for run in runs if run.variant.startswith(name)] for name in ("post_ln", "oc3")
     }
-    return [bleu.Study("corpus", RunConfig(task="translation")), kept]
+    return ["corpus", ["bleu"], kept]
 
 
 def scores(transject: float) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import SeedResults, compare_seeds, holm_correction
-from wellposed.training.config import RunConfig
+from wellposed.training.config import RunConfig, read_toml
 from wellposed_studies.sentences import READS, random_walk, splits, translation_data
 from wellposed_studies.study import (
     FinishedRun,
@@ -46,89 +46,23 @@ SUMMED = 128
 STRENGTHS = (SUMMED * 1e-6, 1e-6, 1e-8, 1e-10)
 """The printed three, and the largest of them as a sum over a batch."""
 
-Columns = Mapping[str, Mapping[str, float]]
-"""What is printed by measure and variant."""
-Gains = Mapping[str, Mapping[str, float]]
-"""In percent, by corpus and measure."""
+PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
+"""By table, corpus and measure: the value of each variant, and the gain of the best in percent."""
 
 
-def _bleu(names: Sequence[str], rows: Mapping[str, Sequence[float]]) -> dict[str, Columns]:
-    return {name: {"bleu": column} for name, column in _columns(names, rows).items()}
-
-
-def _columns(names: Sequence[str], rows: Mapping[str, Sequence[float]]) -> Columns:
-    return {
-        name: {variant: values[i] for variant, values in rows.items()}
-        for i, name in enumerate(names)
-    }
-
-
-TABLE_1 = _bleu(
-    ("De-En", "Ro-En", "En-Vi", "En-Id", "En-Et", "En-Mk"),
-    {
-        TRANSFORMER: (34.68, 32.36, 28.43, 47.40, 14.17, 13.96),
-        OC1: (34.87, 32.68, 30.16, 48.09, 14.83, 14.74),
-        OC2: (34.92, 32.63, 30.51, 48.05, 15.06, 14.70),
-        OC3: (35.20, 32.44, 30.42, 48.33, 14.87, 14.62),
-    },
-)
-TABLE_1_GAINS: Gains = {
-    pair: {"bleu": gain} for pair, gain in zip(TABLE_1, (1.5, 1.0, 7.3, 2.0, 6.3, 5.3), strict=True)
-}
-"""In percent, as printed. That of En-Mk is of VAR-II; its best, VAR-I, gains 5.6."""
-TABLE_2 = _bleu(("En-De base", "En-De big"), {TRANSFORMER: (27.3, 28.4), OC3: (28.5, 29.6)})
-TABLE_3 = _bleu(
-    ("En-Fr", "Ro-En", "De-En"), {TRANSFORMER: (18.74, 22.04, 27.59), OC3: (19.40, 22.61, 28.02)}
-)
-TABLE_3_GAINS: Gains = {
-    pair: {"bleu": gain} for pair, gain in zip(TABLE_3, (3.5, 2.6, 1.6), strict=True)
-}
-
-MEASURES = (
-    "bleu_1", "bleu_4", "meteor", "rouge_l", "cider", "skip_thought", "embedding_average", "vector_extrema",
-    "greedy_matching",
-)  # fmt: skip
-TABLE_4 = {
-    "PersonaChat": _columns(
-        MEASURES,
-        {
-            TRANSFORMER: (13.2, 2.04, 6.10, 14.2, 18.2, 41.9, 84.3, 49.0, 65.8),
-            OC1: (15.1, 2.28, 6.55, 14.7, 18.7, 42.8, 84.6, 48.2, 66.2),
-            OC2: (15.4, 2.38, 6.60, 15.1, 19.3, 43.9, 84.9, 49.0, 66.5),
-            OC3: (16.3, 2.50, 6.70, 15.1, 18.3, 43.3, 84.6, 48.6, 66.4),
-        },
-    ),
-    "DailyDialog": _columns(
-        MEASURES,
-        {
-            TRANSFORMER: (12.1, 6.22, 8.23, 21.1, 79.3, 66.9, 84.9, 53.1, 72.1),
-            OC1: (13.5, 6.70, 8.43, 21.4, 79.2, 67.1, 85.7, 53.3, 72.3),
-            OC2: (13.3, 6.52, 8.39, 21.7, 79.6, 67.1, 85.6, 53.4, 72.6),
-            OC3: (14.0, 7.11, 8.72, 21.7, 82.1, 67.2, 85.5, 53.2, 72.2),
-        },
-    ),
-}
-_PERSONACHAT = (23.5, 22.5, 9.8, 6.3, 6.0, 4.8, 0.7, 0.0, 1.1)
-_DAILYDIALOG = (15.7, 14.3, 6.0, 2.8, 3.5, 0.4, 0.9, 0.5, 0.7)
-TABLE_4_GAINS: Gains = {
-    label: dict(zip(MEASURES, gains, strict=True))
-    for label, gains in zip(TABLE_4, (_PERSONACHAT, _DAILYDIALOG), strict=True)
-}
-
-
-def about_gains(paper: Mapping[str, Columns], gains: Gains) -> str:
+def about_gains(paper: Mapping[str, Any]) -> str:
     """Return the printed gains in every measure of each corpus beside those that its printed values
     give.
 
-    >>> about_gains({"De-En": {"bleu": {TRANSFORMER: 20.0, OC1: 21.0}}}, {"De-En": {"bleu": 4.9}})
+    >>> about_gains({"De-En": {"bleu": {"post_ln": 20.0, "oc1": 21.0, "gain": 4.9}}})
     'De-En bleu 4.9 (5.0)'
     """
     texts = []
-    for label, columns in paper.items():
-        for measure, values in columns.items():
-            best = max(value for variant, value in values.items() if variant != TRANSFORMER)
+    for label, measures in paper.items():
+        for measure, values in measures.items():
+            best = max(values[variant] for variant in (OC1, OC2, OC3) if variant in values)
             gain = 100 * (best / values[TRANSFORMER] - 1)
-            texts.append(f"{label} {measure} {gains[label][measure]:g} ({gain:.1f})")
+            texts.append(f"{label} {measure} {values['gain']:g} ({gain:.1f})")
     return ", ".join(texts)
 
 
@@ -164,16 +98,6 @@ def _power(tests: int) -> Power:
     return Power(seeds_of, "BLEU on test", 1.0, scatter, tests=tests)
 
 
-@dataclass(frozen=True)
-class Study:
-    """One corpus with what is trained on it."""
-
-    label: str
-    base: RunConfig
-    metrics: tuple[str, ...] = ("bleu",)
-    """Metrics of the test split, the first one decides."""
-
-
 @recipe(
     "zhang2021/table-1", measured={"mini": 17}, estimated={"medium": 560}, power=_power(4), **READS
 )
@@ -185,8 +109,8 @@ def table_1(request: Request) -> Reproduction:
     Quote: "they are able to achieve +1.0% to +7.3% relative gain over the standard transformer"
     (section 3.1)
     """
-    studies = [_translation(request, "subwords", 128)]
-    return _reproduce(request, 1, studies, (OC1, OC2, *III), TABLE_1, TABLE_1_GAINS)
+    bases = {"subwords": _translation(request, 128)}
+    return _reproduce(request, "table-1", bases, (OC1, OC2, *III))
 
 
 @recipe(
@@ -199,8 +123,8 @@ def table_2(request: Request) -> Reproduction:
 
     Quote: "increasing the BLEU from 28.4 to 29.6" (section 3.1)
     """
-    studies = [_translation(request, "base", 64), _translation(request, "big", 64, twice=True)]
-    return _reproduce(request, 2, studies, III, TABLE_2)
+    bases = {of: _translation(request, 64, twice=of == "big") for of in ("base", "big")}
+    return _reproduce(request, "table-2", bases, III)
 
 
 @recipe(
@@ -215,8 +139,8 @@ def table_3(request: Request) -> Reproduction:
     Quote: "consistently boost the performance of standard transformers on all the three
     language pairs" (section 3.1)
     """
-    studies = [_translation(request, "characters", 64, tokenizer="char", vocab_size=None)]
-    return _reproduce(request, 3, studies, III, TABLE_3, TABLE_3_GAINS)
+    bases = {"characters": _translation(request, 64, tokenizer="char", vocab_size=None)}
+    return _reproduce(request, "table-3", bases, III)
 
 
 @recipe(
@@ -252,23 +176,20 @@ def table_4(request: Request) -> Reproduction:
         "vectors": request.vectors,
         "sentence_encoder": request.encoder,
     }
-    study = Study("dialogue", _run(request, "dialogue", options, 64), DIALOGUE_METRICS)
+    bases = {"dialogue": _run(request, "dialogue", options, 64)}
     notes = () if request.vectors and request.encoder else (EMBEDDINGS_NOTE,)
-    variants = (OC1, OC2, *III)
-    return _reproduce(request, 4, [study], variants, TABLE_4, TABLE_4_GAINS, notes)
+    return _reproduce(request, "table-4", bases, (OC1, OC2, *III), DIALOGUE_METRICS, notes)
 
 
-def _translation(
-    request: Request, label: str, width: int, *, twice: bool = False, **options: Any
-) -> Study:
-    """Return the user's sentences, or generated words, with what is trained on them."""
+def _translation(request: Request, width: int, *, twice: bool = False, **options: Any) -> RunConfig:
+    """Return what is trained on the user's sentences, or on generated words."""
     pairs, limit, generated = request.pick(
         toy=(60, 6000, 4), mini=(3000, 6000, 200), medium=(20_000, 100_000, 500), paper=()
     )
     corpus = translation_data(request, words=True, pairs=pairs)
     corpus |= {"max_tokens": 300, "overflow": "drop", "limit_pairs": limit, "tokenizer": "bpe"}
     corpus |= {"generate_beams": 1, "generate_max_examples": generated, "vocab_size": 2000}
-    return Study(label, _run(request, "translation", {**corpus, **options}, width, twice=twice))
+    return _run(request, "translation", {**corpus, **options}, width, twice=twice)
 
 
 def _run(
@@ -309,47 +230,45 @@ def _generate_dialogues(folder: Path, dialogues: int) -> Path:
 
 def _reproduce(
     request: Request,
-    table: int,
-    studies: Sequence[Study],
+    table: str,
+    bases: Mapping[str, RunConfig],
     variants: Sequence[str],
-    paper: Mapping[str, Columns],
-    gains: Mapping[str, Mapping[str, float]] | None = None,
+    metrics: Sequence[str] = ("bleu",),
     notes: Sequence[str] = (),
 ) -> Reproduction:
+    """Train the variants of each corpus from its base; the first of the metrics on test is quoted."""
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[1:2]
     names = [f"{variant}:{strength:g}" for variant in variants for strength in strengths]
     rows: list[Row] = []
-    found, chosen = [], []
-    folder = request.runs(f"zhang2021-table-{table}")
-    for study in studies:
+    texts, verdicts, panels, chosen = [], [], [], []
+    folder = request.runs(f"zhang2021-{table}")
+    for label, base in bases.items():
         planned = [
             PlannedRun(
-                folder / study.label / variant_folder(name) / f"seed-{seed}",
-                f"{study.label}, {name}, seed {seed}",
-                apply_variant(
-                    name, replace(study.base, train=replace(study.base.train, seed=seed))
-                ),
+                folder / label / variant_folder(name) / f"seed-{seed}",
+                f"{label}, {name}, seed {seed}",
+                apply_variant(name, replace(base, train=replace(base.train, seed=seed))),
             )
             for name, seed in itertools.product([TRANSFORMER, *names], range(seeds_of(request)))
         ]
         runs = train_grid(request, planned)
-        rows += [_row(study, run) for run in runs]
+        mine = [_row(label, metrics, run) for run in runs]
         kept = {name: _best_strength(runs, name) for name in (TRANSFORMER, *variants)}
-        found.append(compare_variants(study, kept))
+        text, verdict = compare_variants(label, metrics, kept)
+        rows += mine
+        texts.append(text)
+        verdicts.append(verdict)
+        panels += _panels(label, metrics, mine)
         chosen += itertools.chain(*kept.values())
-    texts, verdicts = zip(*found, strict=True)
-    printed = []
-    for label, columns in paper.items():
-        column, values = next(iter(columns.items()))
-        of_each = [f"{LABELS[variant]} {value:g}" for variant, value in values.items()]
-        printed.append(f"{label} {column} {', '.join(of_each)}")
-    of_paper, recomputed = f"paper, {studies[0].metrics[0]}: {'; '.join(printed)}", ""
-    if gains:
-        told = about_gains(paper, gains)
-        recomputed = f"gain of the best variant in %, as printed (recomputed): {told}"
-    panels = [
-        panel for study in studies for panel in _panels(study, where(rows, corpus=study.label))
-    ]
+    printed, recomputed = [], ""
+    for label, measures in PRINTED[table].items():
+        measure, values = next(iter(measures.items()))
+        of_each = [f"{LABELS[of]} {value:g}" for of, value in values.items() if of in LABELS]
+        printed.append(f"{label} {measure} {', '.join(of_each)}")
+        if "gain" in values:
+            told = about_gains(PRINTED[table])
+            recomputed = f"gain of the best variant in %, as printed (recomputed): {told}"
+    of_paper = f"paper, {metrics[0]}: {'; '.join(printed)}"
     got = "; ".join(texts)
     holds = None if request.data is None else every(verdicts)
     uncertainty = "paired t-tests over seeds, Holm-corrected, at 5 %"
@@ -368,37 +287,27 @@ def _split_name(run: FinishedRun) -> tuple[str, float | None]:
 def _best_strength(runs: Sequence[FinishedRun], variant: str) -> list[FinishedRun]:
     """Return a variant's runs at the strength with the least mean perplexity on valid, as the paper
     tunes it there."""
-    by_strength: dict[float | None, list[FinishedRun]] = {}
-    for run in runs:
-        name, strength = _split_name(run)
-        if name == variant:
-            by_strength.setdefault(strength, []).append(run)
-    return min(
-        by_strength.values(),
-        key=lambda mine: sum(run.metric("perplexity,valid", math.inf) for run in mine),
-    )
+    mine = (run for run in runs if _split_name(run)[0] == variant)
+    by_strength = [list(same) for _, same in itertools.groupby(mine, lambda run: run.variant)]
+    return min(by_strength, key=lambda of: sum(r.metric("perplexity,valid", math.inf) for r in of))
 
 
 def compare_variants(
-    study: Study, kept: Mapping[str, Sequence[FinishedRun]]
+    label: str, metrics: Sequence[str], kept: Mapping[str, Sequence[FinishedRun]]
 ) -> tuple[str, bool | None]:
     """Return what was found in words and whether in every measure some variant is better; None
     where the seeds cannot tell or a measure was not computed."""
     plain, *variants = kept
-    pairs = list(itertools.product(study.metrics, variants))
     by_seed = {
         (metric, name): seed_results(LABELS[name], kept[name], f"{metric},test")
-        for metric, name in itertools.product(study.metrics, kept)
+        for metric, name in itertools.product(metrics, kept)
     }
-    tests = holm_correction(
-        [
-            compare_seeds(by_seed[metric, name], by_seed[metric, plain], higher_is_better=True)
-            for metric, name in pairs
-        ]
-    )
-    tested, texts, verdicts = dict(zip(pairs, tests, strict=True)), [], []
-    for metric in study.metrics:
-        texts.append(f"{study.label}, {metric}: {LABELS[plain]} {_mean(by_seed[metric, plain])}")
+    pairs = list(itertools.product(metrics, variants))
+    tests = [compare_seeds(by_seed[pair], by_seed[pair[0], plain]) for pair in pairs]
+    tested = dict(zip(pairs, holm_correction(tests), strict=True))
+    texts, verdicts = [], []
+    for metric in metrics:
+        texts.append(f"{label}, {metric}: {LABELS[plain]} {_mean(by_seed[metric, plain])}")
         for name in variants:
             strength = _split_name(kept[name][0])[1]
             texts.append(f"{LABELS[name]} ({strength:g}) {_mean(by_seed[metric, name])}")
@@ -417,28 +326,29 @@ def _mean(results: SeedResults) -> str:
     return said(list(results.values.values())) if results.values else "failed"
 
 
-def _row(study: Study, run: FinishedRun) -> Row:
+def _row(label: str, metrics: Sequence[str], run: FinishedRun) -> Row:
     variant, strength = _split_name(run)
-    row = {"corpus": study.label, "variant": LABELS[variant], "strength": strength}
+    row = {"corpus": label, "variant": LABELS[variant], "strength": strength}
     perplexity = run.metric("perplexity,valid", math.inf)
-    scores = {f"{metric}_ours": run.metrics.get(f"{metric},test") for metric in study.metrics}
+    scores = {f"{metric}_ours": run.metrics.get(f"{metric},test") for metric in metrics}
     return {**row, "seed": run.seed, "valid_perplexity": perplexity, **scores}
 
 
-def _panels(study: Study, rows: Sequence[Row]) -> list[Panel]:
+def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Panel]:
     """Return a panel for each measure that was computed: means and errors by strength."""
     strengths = list(dict.fromkeys(row["strength"] for row in rows))
     names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     found = []
     placed = [{**row, "place": strengths.index(row["strength"])} for row in rows]
-    for metric in study.metrics:
-        column, title = f"{metric}_ours", f"{study.label}, {metric}"
+    for metric in metrics:
+        column = f"{metric}_ours"
         known = [row for row in placed if row[column] is not None]
         series = []
         for number, variant in enumerate(variants):
             mine, shift = where(known, variant=variant), 0.12 * (number - (len(variants) - 1) / 2)
             series.append(mean_series(mine, "place", column, variant, "dots", number, shift=shift))
         if known:
-            found.append(Panel(title, "strength", f"{metric} on test", series, names=names))
+            title, y = f"{label}, {metric}", f"{metric} on test"
+            found.append(Panel(title, "strength", y, series, names=names))
     return found
