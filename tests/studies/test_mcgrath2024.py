@@ -22,8 +22,14 @@ from wellposed.recipes.recipe import Request
 from wellposed.recipes.reproduce import Reproduced, reproduce
 from wellposed.training import RunConfig, read_metrics
 from wellposed_studies.mcgrath2024 import scores as study
-from wellposed_studies.mcgrath2024.sets import encode_rows, read_minbert, train_word_pieces
-from wellposed_studies.mcgrath2024.task import MinBertOptions, MinBertTask, overall_score
+from wellposed_studies.mcgrath2024.task import (
+    MinBertOptions,
+    MinBertTask,
+    encode_rows,
+    overall_score,
+    read_minbert,
+    train_word_pieces,
+)
 
 
 def test_the_overall_score_gives_every_row_of_his_table() -> None:
@@ -206,14 +212,13 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
         gzip.compress((HEADERS["quora"] + "7\tz\tone\ttwo\t1.0\n").encode())
     )
     (tmp_path / "ids-sst-test-student.csv").write_text("no labels here\n")
-    sets = read_minbert(tmp_path)
-    assert list(sets) == ["sst", "para", "sts"]
-    assert sets["sst"].train == [(("good film",), 4.0), (('"quoted" film',), 0.0)]
-    assert sets["para"].train[0] == (("one", "two"), 1.0)  # files in the order of their names
-    assert len(sets["para"].train) == 3
-    assert len(sets["para"].valid) == 2
-    assert sets["sts"].valid == [(("a cat", "a dog"), 0.8)]
-    assert [file["rows"] for file in sets["para"].files] == [1, 2, 2]
+    rows, files = read_minbert(tmp_path)
+    assert list(files) == ["sst", "para", "sts"]
+    assert rows["sst", "train"] == [(("good film",), 4.0), (('"quoted" film',), 0.0)]
+    assert rows["para", "train"][0] == (("one", "two"), 1.0)  # files in the order of their names
+    assert [len(rows["para", split]) for split in ("train", "valid")] == [3, 2]
+    assert rows["sts", "valid"] == [(("a cat", "a dog"), 0.8)]
+    assert [file["rows"] for file in files["para"]] == [1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +259,8 @@ def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
 
 
 def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> None:
-    sets = read_minbert(folder_of(tmp_path))
-    texts = [text for data in sets.values() for row, _ in data.train for text in row]
+    read, _ = read_minbert(folder_of(tmp_path))
+    texts = [text for rows in read.values() for row, _ in rows for text in row]
     tokenizer = train_word_pieces(texts, vocab_size=80, max_length=8)
     again = train_word_pieces(texts, vocab_size=80, max_length=8)
     assert tokenizer.get_vocab() == again.get_vocab()
@@ -263,8 +268,8 @@ def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> Non
     assert tokenizer.decode(pair["input_ids"]) == "[CLS] a cat [SEP] a dog [SEP]"
     first = pair["input_ids"].index(tokenizer.sep_token_id)
     assert pair["token_type_ids"] == [0] * (first + 1) + [1] * (len(pair["input_ids"]) - first - 1)
-    rows, cut = encode_rows(sets["para"].train, tokenizer, max_length=6)
-    sizes = [len(tokenizer(*row)["input_ids"]) for row, _ in sets["para"].train]
+    rows, cut = encode_rows(read["para", "train"], tokenizer, max_length=6)
+    sizes = [len(tokenizer(*row)["input_ids"]) for row, _ in read["para", "train"]]
     assert cut == sum(size > 6 for size in sizes) > 0
     assert [len(row["input_ids"]) for row in rows] == [min(size, 6) for size in sizes]
     assert all(row["input_ids"][-1] == tokenizer.sep_token_id for row in rows)
@@ -272,12 +277,14 @@ def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> Non
 
 @pytest.mark.data
 def test_the_shared_files_are_read_whole(shared_data: Path) -> None:
-    sets = read_minbert(shared_data / "minbert")
+    read, files = read_minbert(shared_data / "minbert")
     sizes = {"sst": (8544, 1101), "para": (28017, 2000), "sts": (6040, 863)}
-    assert {name: (len(data.train), len(data.valid)) for name, data in sets.items()} == sizes
+    assert {
+        of: tuple(len(read[of, split]) for split in ("train", "valid")) for of in files
+    } == sizes
     # The same rows by the csv module's own dictionary reader.
     path = shared_data / "minbert" / "quora-valid-2k.csv.gz"
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     wanted = [(row["sentence1"].strip(), row["sentence2"].strip()) for row in rows]
-    assert [row for row, _ in sets["para"].valid] == wanted
+    assert [row for row, _ in read["para", "valid"]] == wanted

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +22,6 @@ from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import (
-    Failure,
     PairedComparison,
     SeedResults,
     compare_seeds,
@@ -43,6 +41,7 @@ from wellposed_studies.study import (
     mean_series,
     run_config,
     said,
+    seed_results,
     train_grid,
 )
 from wellposed_studies.verdicts import UNCERTAINTY, Power, agreed, every, within
@@ -114,12 +113,18 @@ class CellResult:
 
     name: str
     every_run: Sequence[FinishedRun]
+    """Each with the scores of its last step beside those of its best."""
     against: PairedComparison | None = None
 
-    @cached_property
+    @property
     def scores(self) -> dict[int, Row]:
-        """The last evaluation of every seed that did not fail."""
-        return {run.seed: evaluations(run)[-1] for run in self.every_run if run.metrics}
+        """Those of every seed that did not fail."""
+        return {run.seed: run.metrics for run in self.every_run if run.metrics}
+
+    @property
+    def by_seed(self) -> SeedResults:
+        """The overall score of every seed, or why it has none."""
+        return seed_results(self.name, self.every_run, "overall")
 
     @property
     def group(self) -> str:
@@ -135,17 +140,9 @@ class CellResult:
         """Return mean and standard error of one score over the seeds."""
         return mean_and_standard_error([scores[column] for scores in self.scores.values()])
 
-    def by_seed(self) -> SeedResults:
-        """Return the overall score of every seed, or why it has none."""
-        failures = {
-            run.seed: Failure("failed", run.failure) for run in self.every_run if run.failure
-        }
-        values = {seed: scores["overall"] for seed, scores in self.scores.items()}
-        return SeedResults(self.name, values, failures)
-
     def words(self) -> str:
         """Return the overall score, and how it stands to the baseline's."""
-        values = list(self.by_seed().values.values())
+        values = list(self.by_seed.values.values())
         verdict = f": {self.against.verdict}" if self.against else ""
         return f"{self.name} {said(values, 4) if values else 'failed'}{verdict}"
 
@@ -172,6 +169,10 @@ def evaluations(run: FinishedRun) -> list[Row]:
     from wellposed.training import read_metrics
 
     return [row for row in read_metrics(run.folder) if row["split"] == "valid"]
+
+
+def _ended(run: FinishedRun) -> FinishedRun:
+    return replace(run, metrics={**run.metrics, **evaluations(run)[-1]}) if run.metrics else run
 
 
 @recipe("mcgrath2024/figure-1", **_SWEPT)
@@ -254,10 +255,10 @@ def figure_3(request: Request) -> Reproduction:
     orthogonal
     """
     cells = _cells(request, ())
-    rows = list(error_rows(cells))
-    pretrained = request.scale == "paper" or request.encoder is not None
+    errors = error_rows(cells)
+    rows, pretrained = errors[ERROR], request.scale == "paper" or request.encoder is not None
     holds = judge_drift(rows) if pretrained else None
-    return _made(request, cells, rows, _drift(rows), about_drift(cells), holds, UNCERTAINTY)
+    return _made(request, cells, rows, _drift(rows), about_drift(errors), holds, UNCERTAINTY)
 
 
 @recipe(
@@ -285,7 +286,8 @@ def pretrained(request: Request) -> Reproduction:
             " tokenizer"
         )
     cells = _cells(request, PRETRAINED)
-    drift = list(error_rows(cells))
+    errors = error_rows(cells)
+    drift = errors[ERROR]
     parts = {
         "drift to orthogonality": judge_drift(drift),
         "gain of key or query alone": judge_alone(_tests_alone(cells)),
@@ -293,7 +295,7 @@ def pretrained(request: Request) -> Reproduction:
     }
     words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
     said = "; ".join(f"{part}: {words[verdict]}" for part, verdict in parts.items())
-    got = " ".join([f"{said}.", about_scores(cells), about_drift(cells), about_qr(cells)])
+    got = " ".join([f"{said}.", about_scores(cells), about_drift(errors), about_qr(cells)])
     rows, uncertainty = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2)"
     holds = every(parts.values())
     return _made(request, cells, rows, _drift(drift), got, holds, f"{uncertainty} {_PAIRED}")
@@ -381,10 +383,10 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
     ]
     alone = request.scale == "toy" or sizes.steps > 2000
     jobs = request.jobs or (1 if alone else min(os.cpu_count() or 1, _MAX_JOBS))
-    runs = iter(train_grid(replace(request, jobs=jobs), planned, test_batches=1))
+    runs = map(_ended, train_grid(replace(request, jobs=jobs), planned, test_batches=1))
     found = [CellResult(name, list(itertools.islice(runs, sizes.seeds))) for name in names]
     base, *others = found
-    tests = holm_correction([compare_seeds(cell.by_seed(), base.by_seed()) for cell in others])
+    tests = holm_correction([compare_seeds(cell.by_seed, base.by_seed) for cell in others])
     tested = zip(others, tests, strict=True)
     return [base, *(replace(cell, against=test) for cell, test in tested)]
 
@@ -437,22 +439,20 @@ def judge_shares(shares: Sequence[Sequence[float]]) -> bool | None:
     return agreed(found) if found else None
 
 
-def error_rows(cells: Cells, prefix: str = ERROR) -> Iterator[Row]:
-    """Yield err_orth of the baseline over training, or its scale-free form, and over the first."""
+def error_rows(cells: Cells) -> dict[str, list[Row]]:
+    """Return err_orth of the baseline over training, and its scale-free form, each over the first."""
+    rows: dict[str, list[Row]] = {ERROR: [], SCALE_FREE: []}
     for run in (run for run in cells[0].every_run if run.metrics):
         task: Any = build_task(run.config.task, run.config.task_options)
         moments = [{"step": 0, **task.watch(run.untrained)}, *evaluations(run)]
-        for moment in moments:
+        for moment, (prefix, mine) in itertools.product(moments, rows.items()):
             for name, value in moment.items():
                 if name.startswith(prefix):
+                    row = {"seed": run.seed, "step": moment["step"]}
+                    row |= {"weight": name.removeprefix(prefix), "error": value}
                     first = moments[0][name]
-                    yield {
-                        "seed": run.seed,
-                        "step": moment["step"],
-                        "weight": name.removeprefix(prefix),
-                        "error": value,
-                        "error_over_initial": value / first if first else None,
-                    }
+                    mine.append({**row, "error_over_initial": value / first if first else None})
+    return rows
 
 
 def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -515,12 +515,12 @@ def about_scores(cells: Cells) -> str:
     return f"Overall scores: {'; '.join(cell.words() for cell in cells)}."
 
 
-def about_drift(cells: Cells) -> str:
+def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
     """Return how the baseline's own err_orth moved, and the error that does not change with the
     scale."""
     texts = []
-    for prefix, role in itertools.product((ERROR, SCALE_FREE), ROLES):
-        found = ratios_by_weight(list(error_rows(cells, prefix))).items()
+    for (prefix, rows), role in itertools.product(errors.items(), ROLES):
+        found = ratios_by_weight(rows).items()
         of = [ratio for name, ratios in found if name.split(".")[0] == role for ratio in ratios]
         if of:
             below = f"below 1 in {sum(ratio < 1 for ratio in of)} of {len(of)}"
