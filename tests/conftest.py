@@ -1,7 +1,5 @@
 """Fixtures every test may use."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -21,7 +19,7 @@ for number, usual in (
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """Return the folder of real data sets, or skip with the reason."""
     folder = Path(os.environ.get("WELLPOSED_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
@@ -33,7 +31,7 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _as_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_a_new_process(monkeypatch):
     """A file that one test imports is not recorded by the runs of the next."""
     torch.manual_seed(0)
     monkeypatch.setattr("wellposed.plugins._imported", {})

@@ -1,13 +1,10 @@
 """`python -m benchmarks` at its tiniest: the rows, the JSON, the page, and the comparison with the
 last run."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +14,17 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+def runner(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module("benchmarks.__main__")
 
 
-def rows_in(folder: Path, name: str) -> list[dict[str, Any]]:
+def rows_in(folder, name):
     (file,) = (folder / "results").glob("*.json")
     return json.loads(file.read_text("utf-8"))["benchmarks"][name]["rows"]
 
 
-def test_two_runs_leave_rows_a_page_and_a_comparison(
-    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_leave_rows_a_page_and_a_comparison(runner, tmp_path, capsys):
     assert runner.main(["ball", "norms", "--quick", "--out", str(tmp_path)]) == 0
     (file,) = (tmp_path / "results").glob("*.json")
     record = json.loads(file.read_text("utf-8"))
@@ -65,9 +60,7 @@ def test_two_runs_leave_rows_a_page_and_a_comparison(
 
 
 @pytest.mark.slow
-def test_one_command_for_a_gpu_runs_tiny_here(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_for_a_gpu_runs_tiny_here(runner, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert runner.main(["gpu", "--rounds", "1"]) == 0
     shown = capsys.readouterr().out
@@ -79,17 +72,13 @@ def test_one_command_for_a_gpu_runs_tiny_here(
     assert float(gap.rpartition(" ")[2]) < 1e-5
 
 
-def test_without_a_gpu_one_line_says_so(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_one_line_says_so(runner, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert runner.main(["--device", "cuda"]) == 0
     assert capsys.readouterr().out == "no CUDA here\n"
 
 
-def test_what_needs_a_model_says_so_and_names_are_checked(
-    runner: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_a_model_says_so_and_names_are_checked(runner, capsys):
     assert runner.main(["predict"]) == 0
     assert "python -m benchmarks predict --model ... --data ..." in capsys.readouterr().out
     assert runner.main(["bal"]) == 2
@@ -106,13 +95,13 @@ def test_what_needs_a_model_says_so_and_names_are_checked(
         ("1 to 2", 3, False),
     ],
 )
-def test_a_goal_is_met_or_not(runner: Any, goal: str, value: float, met: bool) -> None:
+def test_a_goal_is_met_or_not(runner, goal, value, met):
     assert importlib.import_module("benchmarks.rows").single("row", value, goal).met is met
 
 
-def test_sides_take_turns_and_the_first_round_is_left_out(runner: Any) -> None:
+def test_sides_take_turns_and_the_first_round_is_left_out(runner):
     rows = importlib.import_module("benchmarks.rows")
-    order: list[str] = []
+    order = []
     times = rows.Setup(rounds=2).interleave(
         {name: lambda name=name: order.append(name) for name in "abc"}, 9
     )

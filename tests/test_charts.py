@@ -1,36 +1,30 @@
 """Charts: axes that are compared are shared, legends stand outside, short logarithmic axes have
 numbers, boxes."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from wellposed.charts import Panel, Series, draw
 
 
-def texts(path: Path) -> list[str]:
+def texts(path):
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
 
 
-def panel(
-    values: Sequence[float], *, y_label: str = "loss", label: str = "a", **more: object
-) -> Panel:
+def panel(values, *, y_label="loss", label="a", **more):
     return Panel(
         "panel", "step", y_label, [Series(label, range(1, len(values) + 1), values)], **more
-    )  # type: ignore[arg-type]
+    )
 
 
-def numbers(path: Path) -> list[float]:
+def numbers(path):
     return [
         float(each.replace("−", "-")) for each in texts(path) if re.fullmatch(r"[−0-9.e+-]+", each)
     ]
 
 
-def test_panels_of_one_quantity_share_its_axis(tmp_path: Path) -> None:
+def test_panels_of_one_quantity_share_its_axis(tmp_path):
     draw([panel([1, 2]), panel([1, 90])], tmp_path / "shared.svg")
     assert sorted(numbers(tmp_path / "shared.svg")).count(80) == 2
     draw([panel([1, 2]), panel([1, 90], y_label="score")], tmp_path / "apart.svg")
@@ -40,15 +34,13 @@ def test_panels_of_one_quantity_share_its_axis(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "least"), [((1.0, 1.06), 3), ((1.0, 8.0), 3), ((2.0, 60.0), 3), ((1.0, 1e6), 3)]
 )
-def test_a_logarithmic_axis_has_three_numbers_however_short(
-    tmp_path: Path, values: tuple[float, ...], least: int
-) -> None:
+def test_a_logarithmic_axis_has_three_numbers_however_short(tmp_path, values, least):
     draw([panel(values, y_scale="log")], tmp_path / "log.svg")
     low, high = values[0] * 0.9, values[-1] * 1.1
     assert sum(low <= value <= high for value in numbers(tmp_path / "log.svg")) >= least
 
 
-def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path: Path) -> None:
+def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path):
     draw([panel([1, 2], label="same"), panel([1, 3], label="same")], tmp_path / "one.svg")
     assert texts(tmp_path / "one.svg").count("same") == 1
     other = Panel(
@@ -60,7 +52,7 @@ def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path: Path) 
     assert "a" not in texts(tmp_path / "none.svg")
 
 
-def test_many_long_labels_leave_room_for_the_axes(tmp_path: Path) -> None:
+def test_many_long_labels_leave_room_for_the_axes(tmp_path):
     many = [Series(f"a model with a long name and number {k}", [1, 2], [k, k]) for k in range(14)]
     for name, panels in (
         ("one", [Panel("p", "x", "y", many)]),
@@ -73,7 +65,7 @@ def test_many_long_labels_leave_room_for_the_axes(tmp_path: Path) -> None:
         assert height > 3 * 72
 
 
-def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path: Path) -> None:
+def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path):
     curve = Series("a", [0.0, 0.005, 0.01, 0.2], [1.0, 0.9, 0.5, 0.1])
     draw([Panel("p", "radius", "accuracy", [curve], x_scale="symlog")], tmp_path / "zero.svg")
     shown = texts(tmp_path / "zero.svg")
@@ -81,7 +73,7 @@ def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path: Path) -> None:
     assert "0.001" not in shown
 
 
-def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path: Path) -> None:
+def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
     names = [f"model {number}" for number in range(9)]
     dots = [Series(name, [place], [place], "dots") for place, name in enumerate(names)]
     curves = [Series(name, [1, 2], [place, 0]) for place, name in enumerate(names)]
@@ -96,7 +88,7 @@ def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path: Path) -> None:
     assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
 
 
-def test_boxes_of_two_models_stand_beside_each_other(tmp_path: Path) -> None:
+def test_boxes_of_two_models_stand_beside_each_other(tmp_path):
     band, whiskers = ([1.0, 2.0], [3.0, 4.0]), ([0.0, 1.0], [5.0, 6.0])
     boxes = [
         Series(name, [1, 2], [2.0, 3.0], "boxes", band=band, whiskers=whiskers)
@@ -112,7 +104,7 @@ def test_boxes_of_two_models_stand_beside_each_other(tmp_path: Path) -> None:
     assert {"ours", "plain"} <= set(texts(tmp_path / "boxes.svg"))
 
 
-def test_a_long_title_is_broken_into_lines(tmp_path: Path) -> None:
+def test_a_long_title_is_broken_into_lines(tmp_path):
     words = "the bound of the theorem over the sharper bound in the norm that is named here"
     draw([Panel(words, "x", "y", [Series("a", [1], [1])])] * 4, tmp_path / "title.svg")
     assert words not in texts(tmp_path / "title.svg")

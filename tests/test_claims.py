@@ -33,28 +33,28 @@ SMALL = {
 @pytest.mark.parametrize(
     "page", ["pyproject.toml", "mkdocs.yml", "docs/index.md", "src/wellposed/__init__.py"]
 )
-def test_no_page_certifies_any_model(page: str) -> None:
+def test_no_page_certifies_any_model(page):
     text = (ROOT / page).read_text("utf-8")
     assert "certified" in text or "certifies" in text or "Certificates" in text
     assert "any PyTorch model" not in text
 
 
-def plain() -> nn.Module:
+def plain():
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def own() -> nn.Module:
+def own():
     config = WellposedConfig(**SMALL, attention="l2_tied", norm="none", num_labels=2)
     return WellposedForSequenceClassification(config).eval()
 
 
-def bert() -> nn.Module:
+def bert():
     from transformers import BertConfig, BertModel
 
     return BertModel(BertConfig(**SMALL)).eval()
 
 
-def t5() -> nn.Module:
+def t5():
     from transformers import T5Config, T5Model
 
     return T5Model(
@@ -63,7 +63,7 @@ def t5() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [plain, own, bert, lambda: L2SelfAttention(8, 2).eval()])
-def test_what_is_said_to_have_a_certificate_has_one(build) -> None:
+def test_what_is_said_to_have_a_certificate_has_one(build):
     assert math.isfinite(wp.certify(build(), seq_len=4).total)
 
 
@@ -75,7 +75,7 @@ def test_what_is_said_to_have_a_certificate_has_one(build) -> None:
         (t5, "T5Model"),
     ],
 )
-def test_what_is_said_to_have_none_is_named(build, name: str) -> None:
+def test_what_is_said_to_have_none_is_named(build, name):
     """Whoever adds a rule for one of these corrects docs/index.md and docs/howto.md, and then this
     list."""
     certificate = wp.certify(nn.Sequential(nn.Linear(8, 8), build().eval()), seq_len=4, radius=1.0)
@@ -98,13 +98,13 @@ def test_the_page_of_the_command_lists_every_variant_and_every_task(
     assert sorted(names) == sorted(registered)
 
 
-def table_rows(text: str, heading: str) -> list[list[str]]:
+def table_rows(text, heading):
     """The cells of the table whose first heading this is."""
     lines = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_readme_and_the_page_of_families_agree() -> None:
+def test_the_readme_and_the_page_of_families_agree():
     page = (ROOT / "docs" / "families.md").read_text("utf-8")
     tried = {
         name: [cell.startswith("yes") for cell in cells]
@@ -123,14 +123,14 @@ def test_the_readme_and_the_page_of_families_agree() -> None:
 STALE = "run: python tools/support_table.py"
 
 
-def printed_table() -> str:
+def printed_table():
     """Return the table of the page."""
     tool = runpy.run_path(str(ROOT / "tools" / "support_table.py"))
     page = tool["PAGE"].read_text("utf-8")
     return page.partition(tool["BEGIN"])[2].partition(tool["END"])[0].strip()
 
 
-def test_the_page_has_a_row_for_every_family_and_a_column_for_every_verb() -> None:
+def test_the_page_has_a_row_for_every_family_and_a_column_for_every_verb():
     rows = read_table(printed_table())
     assert list(rows) == list(FAMILIES)
     assert len(FAMILIES) >= 10
@@ -139,5 +139,5 @@ def test_the_page_has_a_row_for_every_family_and_a_column_for_every_verb() -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_row_of_a_family_is_what_a_trial_gives(family: str) -> None:
+def test_the_row_of_a_family_is_what_a_trial_gives(family):
     assert read_table(printed_table())[family] == row(family), STALE

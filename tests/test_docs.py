@@ -1,7 +1,5 @@
 """The code of README, CONTRIBUTING and every page of the documentation does what the page says."""
 
-from __future__ import annotations
-
 import csv
 import doctest
 import gzip
@@ -12,7 +10,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,7 +34,7 @@ BLOCKS = [
     ("page", "code"),
     [pytest.param(page, code, id=f"{page.name}-{number}") for page, number, code in BLOCKS],
 )
-def test_the_block_runs(page: Path, code: str, tmp_path: Path) -> None:
+def test_the_block_runs(page, code, tmp_path):
     said = tmp_path / "said.txt"
     process = PROCESSES.Process(target=run_block, args=(code, ROOT, said))
     process.start()
@@ -45,7 +42,7 @@ def test_the_block_runs(page: Path, code: str, tmp_path: Path) -> None:
     assert process.exitcode == 0, f"{page.name}: {said.read_text('utf-8')[-2000:]}"
 
 
-def test_ten_answers_have_ten_lines_at_most() -> None:
+def test_ten_answers_have_ten_lines_at_most():
     page = ROOT / "docs" / "ten.md"
     blocks = [code for where, _, code in BLOCKS if where == page]
     assert (
@@ -56,7 +53,7 @@ def test_ten_answers_have_ten_lines_at_most() -> None:
     assert max(len([line for line in code.splitlines() if line.strip()]) for code in blocks) <= 10
 
 
-def test_the_readme_is_short_and_its_first_screen_says_what_what_for_and_how_to_start() -> None:
+def test_the_readme_is_short_and_its_first_screen_says_what_what_for_and_how_to_start():
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 150
     assert max(map(len, text.splitlines())) <= 120
@@ -77,9 +74,7 @@ SENTENCE = (
 )
 
 
-def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(capsys):
     readme, index = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/index.md"))
     main(["--help"])
     places = [readme, index, wellposed.__doc__ or "", capsys.readouterr().out]
@@ -93,12 +88,12 @@ def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(
         assert "seven verbs" in place.lower()
 
 
-def test_the_navigation_has_at_most_eight_entries() -> None:
+def test_the_navigation_has_at_most_eight_entries():
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("nav:\n")[2].partition("theme:")[0]
     assert len(re.findall(r"^  - ", nav, re.MULTILINE)) <= 8
 
 
-def test_every_public_name_has_its_place_in_the_reference() -> None:
+def test_every_public_name_has_its_place_in_the_reference():
     tool = runpy.run_path(str(ROOT / "tools" / "reference_pages.py"))
     stale = [
         path.name
@@ -117,7 +112,7 @@ class NearlyTheSame(doctest.OutputChecker):
     """Texts are equal but for numbers, which agree to a fifth: training differs with the
     processor."""
 
-    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+    def check_output(self, want, got, optionflags):
         """Return whether ``got`` is what the page shows."""
         if NUMBER.sub("#", want) != NUMBER.sub("#", got):
             return False
@@ -128,11 +123,11 @@ class NearlyTheSame(doctest.OutputChecker):
 @pytest.mark.parametrize(
     ("want", "got", "same"), [("0.97", "0.95", True), ("0.97", "0.5", False), ("1", "inf", False)]
 )
-def test_the_checker_tells_numbers_apart(want: str, got: str, same: bool) -> None:
+def test_the_checker_tells_numbers_apart(want, got, same):
     assert NearlyTheSame().check_output(want, got, 0) is same
 
 
-def shares(text: str) -> list[tuple[str, float]]:
+def shares(text):
     """Return the accuracies of the tables of the page, with the first word of their rows."""
     rows = re.findall(r"^(plain|key|orthogonal)\S* +\d+ +(0\.\d+)", text, re.MULTILINE)
     held = re.findall(r"^(?:none|words) +\d +(0\.\d+) +(0\.\d+)", text, re.MULTILINE)
@@ -142,16 +137,14 @@ def shares(text: str) -> list[tuple[str, float]]:
 
 
 @pytest.fixture
-def typist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[int, int], str]:
+def typist(tmp_path, monkeypatch, capsys):
     """Return what types blocks of the tutorial in, those from one number to another, and returns
     what the commands print; numbers of the page that are in no ``text`` block are checked."""
     monkeypatch.chdir(tmp_path)
     parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(NearlyTheSame()), {}
     blocks = [block for block in TYPED.findall(TUTORIAL.read_text("utf-8")) if block[0] != "text"]
 
-    def type_in(first: int, last: int) -> str:
+    def type_in(first, last):
         said = ""
         for kind, text in blocks[first:last]:
             if kind == "console":
@@ -169,7 +162,7 @@ def typist(
 
 
 @pytest.mark.slow
-def test_the_page_prints_what_it_shows(typist: Callable[..., str], tmp_path: Path) -> None:
+def test_the_page_prints_what_it_shows(typist, tmp_path):
     printed = typist(0, 99)
     shown = "".join(
         text for kind, text in TYPED.findall(TUTORIAL.read_text("utf-8")) if kind == "text"
@@ -187,7 +180,7 @@ def test_the_page_prints_what_it_shows(typist: Callable[..., str], tmp_path: Pat
     assert any((tmp_path / "measured").iterdir())
 
 
-def quoted(rows: Sequence[Sequence[str]], mark: str, ends: str = "\n") -> bytes:
+def quoted(rows, mark, ends="\n"):
     file = io.StringIO(newline="")
     csv.writer(file, delimiter=mark, lineterminator=ends).writerows(rows)
     return file.getvalue().encode("utf-8-sig" if ends == "\r\n" else "utf-8")
@@ -214,9 +207,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_unusual_files_go_through_the_commands_unchanged(
-    layout: str, typist: Callable[..., str], tmp_path: Path
-) -> None:
+def test_unusual_files_go_through_the_commands_unchanged(layout, typist, tmp_path):
     typist(0, 1)
     (tmp_path / "mine.csv").write_bytes(LAYOUTS[layout])
     said = typist(1, 4)
@@ -290,14 +281,14 @@ assert done.files[0].read_text().split() == ["x,y", "1,2"]
 """
 
 
-def test_every_block_is_short() -> None:
+def test_every_block_is_short():
     assert len(PASTED) == 6
     code = [re.sub(r"^(from|import) .*\n", "", block, flags=re.MULTILINE) for block in PASTED]
     assert [block for block in code if len(re.findall(r"\S.*\n", block)) > 7] == []
 
 
 @pytest.mark.slow
-def test_each_block_runs_as_pasted_and_adds_one_from_outside(tmp_path: Path) -> None:
+def test_each_block_runs_as_pasted_and_adds_one_from_outside(tmp_path):
     blocks, script = tmp_path / "blocks.txt", tmp_path / "mine.py"
     blocks.write_text("# block\n".join(PASTED), encoding="utf-8")
     script.write_text(BEFORE + AFTER, encoding="utf-8")

@@ -1,7 +1,5 @@
 """The exception family: every error is ours, and callers can catch the standard type too."""
 
-from __future__ import annotations
-
 import pytest
 
 from wellposed import errors
@@ -21,13 +19,13 @@ FAMILY = {
 
 
 @pytest.mark.parametrize(("name", "standard"), FAMILY.items())
-def test_every_error_is_ours_and_standard(name: str, standard: type[Exception]) -> None:
+def test_every_error_is_ours_and_standard(name, standard):
     error = getattr(errors, name)
     assert issubclass(error, WellposedError)
     assert issubclass(error, standard)
 
 
-def test_unknown_name_lists_near_names_or_all_where_none_is_near() -> None:
+def test_unknown_name_lists_near_names_or_all_where_none_is_near():
     known = ["oc1", "oc2", "oc3", "oc4", "post_ln", "zzz"]
     near = {"post_nl": "nearest: post_ln", "oc9": "nearest: oc4, oc3, oc2"}
     for name, hint in {**near, "qqqqq": f"expected one of {', '.join(known)}"}.items():
@@ -35,18 +33,18 @@ def test_unknown_name_lists_near_names_or_all_where_none_is_near() -> None:
     assert "no task is registered" in str(unknown_name("task", "x", []))
 
 
-def test_listed_counts_what_it_leaves_out() -> None:
+def test_listed_counts_what_it_leaves_out():
     text = listed([f"row {number}" for number in range(25)])
     assert text.count("\n") == 10
     assert text.endswith("... and 15 more")
 
 
-def test_missing_extra_gives_the_command() -> None:
+def test_missing_extra_gives_the_command():
     assert "pip install 'wellposed[report]'" in str(missing_extra("jinja2", "report", "reports"))
 
 
-def test_registry_refuses_a_second_entry() -> None:
-    table: Registry[int] = Registry("number")
+def test_registry_refuses_a_second_entry():
+    table = Registry("number")
     table.register("one")(1)
     with pytest.raises(errors.ConfigError, match="registered twice"):
         table.register("one")(2)

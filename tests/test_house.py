@@ -1,14 +1,12 @@
 """The rules of the house: what counts as a code line, and which imports reach into a package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from tools.house import circle, code_lines, private_imports
 
 
-def test_comments_docstrings_and_blank_lines_are_free() -> None:
+def test_comments_docstrings_and_blank_lines_are_free():
     assert code_lines('"""Doc\n\nstring."""\n\n# why\nx = (\n    1  # one\n)\n') == 3
     assert code_lines('def f():\n    """Doc."""\n    return """a\nb"""\n') == 3
     assert code_lines("def f():\n    ...\n") == 2
@@ -29,13 +27,13 @@ def test_comments_docstrings_and_blank_lines_are_free() -> None:
         ("tests/test_a.py", "from torch._dynamo import config", False),
     ],
 )
-def test_a_private_name_belongs_to_its_package(file: str, line: str, is_offence: bool) -> None:
+def test_a_private_name_belongs_to_its_package(file, line, is_offence):
     found = list(private_imports(Path(file), f"def late():\n    {line}\n"))
     assert bool(found) is is_offence
     assert all(said.startswith(f"{file}:2: ") for said in found)
 
 
-def test_a_circle_of_imports_is_named() -> None:
+def test_a_circle_of_imports_is_named():
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[0] in {"a", "b", "c"}
     assert circle({"a": {"a"}}) == ["a", "a"]

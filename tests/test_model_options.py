@@ -4,8 +4,6 @@ bring their own."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from wellposed.nn import ATTENTIONS, FEEDFORWARDS, POSITIONS, RESIDUALS
 from wellposed.option_checks import SIZE, option
 from wellposed.options import Size
 
-REGISTRIES: dict[str, Any] = {
+REGISTRIES = {
     "architecture": ARCHITECTURES,
     "attention": ATTENTIONS,
     "feedforward": FEEDFORWARDS,
@@ -39,13 +37,13 @@ NUMBERS = [
 ]
 
 
-def test_every_part_that_reads_options_is_registered() -> None:
+def test_every_part_that_reads_options_is_registered():
     for kind, registry in REGISTRIES.items():
         assert set(readers(kind)) <= set(registry.names())
 
 
-def test_no_option_is_declared_twice() -> None:
-    owners: dict[str, set[type]] = {}
+def test_no_option_is_declared_twice():
+    owners = {}
     declared = {
         options for kind in REGISTRIES for classes in readers(kind).values() for options in classes
     }
@@ -57,20 +55,20 @@ def test_no_option_is_declared_twice() -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_every_number_of_a_run_has_a_range(name: str) -> None:
+def test_every_number_of_a_run_has_a_range(name):
     with pytest.raises(ConfigError, match=f"{name} = -1, expected"):
         ModelOptions(**{name: -1})
 
 
-def test_all_values_out_of_range_are_in_one_error() -> None:
-    wrong: dict[str, Any] = {"hidden_size": 0, "dropout": 1.0, "query_width": 3, "spectrum": "gran"}
+def test_all_values_out_of_range_are_in_one_error():
+    wrong = {"hidden_size": 0, "dropout": 1.0, "query_width": 3, "spectrum": "gran"}
     with pytest.raises(ConfigError) as caught:
         ModelOptions(**wrong, cosine_eps=float("nan"))
     for name, value in {**wrong, "cosine_eps": "nan"}.items():
         assert f"{name} = {value if value == 'nan' else repr(value)}, expected" in str(caught.value)
 
 
-def test_heads_must_divide_the_width_of_a_model_that_has_heads() -> None:
+def test_heads_must_divide_the_width_of_a_model_that_has_heads():
     with pytest.raises(
         ConfigError, match="hidden_size = 30 is not divisible by num_attention_heads = 4"
     ):
@@ -78,7 +76,7 @@ def test_heads_must_divide_the_width_of_a_model_that_has_heads() -> None:
     assert ModelOptions(architecture="transject", hidden_size=30).num_attention_heads == 4
 
 
-def test_an_option_leaves_with_the_part_that_read_it() -> None:
+def test_an_option_leaves_with_the_part_that_read_it():
     options = ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
     kept = options.with_parts(attention="l2")
     assert (kept.attention, kept.contractive, kept.query_width) == ("l2", None, 2)
@@ -99,11 +97,11 @@ class WindowOptions(PartOptions):
 
 
 class Window(torch.nn.Module):
-    def __init__(self, window: int) -> None:
+    def __init__(self, window):
         super().__init__()
         self.window = window
 
-    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+    def forward(self, x, **_):
         return x
 
 
@@ -111,10 +109,10 @@ if NAME not in ATTENTIONS:
     ATTENTIONS.register(NAME)(lambda config: Window(WindowOptions.of(config).window_for_this_test))
 
 
-def test_an_attention_from_outside_brings_its_options(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2}
+def test_an_attention_from_outside_brings_its_options(tmp_path):
+    sizes = {"hidden_size": 8, "num_attention_heads": 2}
     config = WellposedConfig(attention=NAME, window_for_this_test=3, **sizes)
-    layer: Any = WellposedModel(config).layers[0]
+    layer = WellposedModel(config).layers[0]
     assert layer.attention.window == 3
     config.save_pretrained(str(tmp_path))
     assert WellposedConfig.from_pretrained(str(tmp_path)).to_dict()["window_for_this_test"] == 3
@@ -129,7 +127,7 @@ def test_an_attention_from_outside_brings_its_options(tmp_path: Path) -> None:
     assert options_read("attention", NAME) == {"window_for_this_test"}
 
 
-def test_options_declared_as_before_are_still_checked() -> None:
+def test_options_declared_as_before_are_still_checked():
     with pytest.warns(FutureWarning, match="write `window: Size = 64`"):
 
         @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -33,7 +32,7 @@ class Bounded(CheckedOptions):
     value: Size = 1
     share: Rate | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self):
         return ["value = 7 with share, expected another"] if self.value == 7 and self.share else []
 
 
@@ -48,13 +47,13 @@ class Bounded(CheckedOptions):
         ({"wide": 1}, "wide = 1, expected true or false"),
     ],
 )
-def test_types_of_options(values: Mapping[str, Any], expected: str | None) -> None:
+def test_types_of_options(values, expected):
     assert option_problems(Sized, values, where="x") == (
         [] if expected is None else [f"x: {expected}"]
     )
 
 
-def test_generic_types_are_looked_at_from_outside() -> None:
+def test_generic_types_are_looked_at_from_outside():
     @dataclass
     class Held:
         names: dict[str, int]
@@ -71,7 +70,7 @@ class Outer:
     bounded: Bounded = Bounded()
 
 
-def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
+def test_tables_are_built_and_every_problem_of_every_table_is_named():
     built = build_options(
         Outer, {"name": "a", "sized": {"wide": True}, "bounded": {"value": 2}}, where="x"
     )
@@ -90,7 +89,7 @@ def test_tables_are_built_and_every_problem_of_every_table_is_named() -> None:
         build_options(Outer, {"name": "a", "sized": 3}, where="x")
 
 
-def test_nested_options_are_flattened_with_dotted_names() -> None:
+def test_nested_options_are_flattened_with_dotted_names():
     assert flat_options({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {"a.b.c": 1, "a.d": 2, "e": 3}
 
 
@@ -107,9 +106,7 @@ def test_nested_options_are_flattened_with_dotted_names() -> None:
         ({"value": 7, "share": 0.5}, "value = 7 with share, expected another"),
     ],
 )
-def test_a_value_is_refused_alike_in_python_and_in_a_file(
-    values: dict[str, Any], line: str
-) -> None:
+def test_a_value_is_refused_alike_in_python_and_in_a_file(values, line):
     with pytest.raises(OptionsError) as in_python:
         Bounded(**values)
     with pytest.raises(OptionsError) as in_file:
@@ -118,6 +115,6 @@ def test_a_value_is_refused_alike_in_python_and_in_a_file(
     assert in_file.value.problems == [f"x: {problem}" for problem in in_python.value.problems]
 
 
-def test_what_fits_is_taken() -> None:
+def test_what_fits_is_taken():
     assert Bounded(2**63 - 1, 0).share == 0
     assert Bounded(7).problems() == []

@@ -1,13 +1,10 @@
 """What can be installed and cited: extras that exist, a test environment in which the README's line
 would have failed, one version wherever it is stated, and a citation of every paper."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 
 import wellposed
@@ -17,21 +14,21 @@ from wellposed.training.folder.run_folder import versions
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS: dict[str, list[str]] = SETTINGS["project"]["optional-dependencies"]
+EXTRAS = SETTINGS["project"]["optional-dependencies"]
 TOOLS = {"all", "test", "lint", "docs"}
 
 
-def names(requirements: list[str]) -> set[str]:
+def names(requirements):
     return {re.split(r"[\[<>=]", requirement)[0].lower() for requirement in requirements}
 
 
-def test_all_holds_every_extra_of_a_user() -> None:
+def test_all_holds_every_extra_of_a_user():
     everything, peft = EXTRAS["all"]
     assert peft in EXTRAS["test"]
     assert everything == f"wellposed[{','.join(extra for extra in EXTRAS if extra not in TOOLS)}]"
 
 
-def test_the_tests_run_on_all_extras_at_the_pinned_versions() -> None:
+def test_the_tests_run_on_all_extras_at_the_pinned_versions():
     makefile = (ROOT / "Makefile").read_text()
     assert "--constraint constraints.txt" in makefile
     assert re.search(
@@ -39,13 +36,13 @@ def test_the_tests_run_on_all_extras_at_the_pinned_versions() -> None:
     )
 
 
-def test_every_package_of_an_extra_is_pinned() -> None:
+def test_every_package_of_an_extra_is_pinned():
     lines = (ROOT / "constraints.txt").read_text().split()
     pins = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     assert names([line for extra in EXTRAS.values() for line in extra]) - {"wellposed"} <= pins
 
 
-def test_extras_that_messages_name_exist() -> None:
+def test_extras_that_messages_name_exist():
     for extra, packages in NAMED_EXTRAS.items():
         # transformers brings the hub's client
         assert set(packages) - {"huggingface-hub"} <= names(EXTRAS[extra]), extra
@@ -54,7 +51,7 @@ def test_extras_that_messages_name_exist() -> None:
     assert {"hf", "train", "report"} <= named <= set(EXTRAS)
 
 
-def test_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_comes_from_one_place(capsys):
     """The build reads the line of `__version__`; all that states a version states that one,
     installed afresh or not."""
     assert "version" not in SETTINGS["project"]
@@ -68,7 +65,7 @@ def test_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) ->
     assert versions()["wellposed"] == wellposed.__version__
 
 
-def test_the_citation_is_of_this_version_and_names_every_paper() -> None:
+def test_the_citation_is_of_this_version_and_names_every_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == wellposed.__version__
@@ -81,7 +78,7 @@ def test_the_citation_is_of_this_version_and_names_every_paper() -> None:
     assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes
 
 
-def test_every_tool_that_a_commit_hook_runs_is_in_make_check() -> None:
+def test_every_tool_that_a_commit_hook_runs_is_in_make_check():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repository["repo"] for repository in hooks] == ["local"], "a foreign index"
     checks = (ROOT / "Makefile").read_text().partition("\ncheck:")[2]
@@ -90,7 +87,7 @@ def test_every_tool_that_a_commit_hook_runs_is_in_make_check() -> None:
         assert f"\n{command}" in checks, hook["id"]
 
 
-def test_the_workflow_runs_what_a_contributor_runs() -> None:
+def test_the_workflow_runs_what_a_contributor_runs():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     setup, run = workflow["jobs"]["ci"]["steps"][1:]
     assert setup["with"]["python-version"] == "3.11"

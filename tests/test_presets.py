@@ -1,7 +1,5 @@
 """Presets are the papers' settings, and refuse what the papers do not have."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -19,23 +17,23 @@ from wellposed.presets import mcgrath2024, zhang2021
         ("III", {"affinity", "attention", "feedforward"}),
     ],
 )
-def test_zhang2021_adds_one_term_at_a_time(variant: str, terms: set[str]) -> None:
+def test_zhang2021_adds_one_term_at_a_time(variant, terms):
     keywords = zhang2021(variant, 1e-6)
     assert {name for name, value in keywords.items() if value == 1e-6} == terms
     assert keywords["form"] == "gram_squared"
     assert keywords["attention_mode"] == "joint"
 
 
-def test_zhang2021_as_printed_leaves_only_the_feedforward_norm_unsquared() -> None:
+def test_zhang2021_as_printed_leaves_only_the_feedforward_norm_unsquared():
     assert zhang2021("III", 1e-6, as_printed=True)["form"] == {"feedforward": "gram"}
 
 
-def test_mcgrath2024_chooses_key_and_query() -> None:
+def test_mcgrath2024_chooses_key_and_query():
     assert mcgrath2024(strength=1e-2) == {"key": 1e-2, "form": "gram"}
     assert mcgrath2024(key=False, query=True, strength=1e-2) == {"query": 1e-2, "form": "gram"}
 
 
-def test_errors() -> None:
+def test_errors():
     with pytest.raises(ConfigError, match="nearest: III, II"):
         zhang2021("IIII")
     with pytest.raises(ConfigError, match="positive"):
@@ -46,6 +44,6 @@ def test_errors() -> None:
         mcgrath2024(key=False)
 
 
-def test_presets_do_not_import_torch() -> None:
+def test_presets_do_not_import_torch():
     code = "import sys, wellposed.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,5 @@
 """The public names are pinned: adding or removing one is a decision, not an accident."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess
@@ -29,7 +27,7 @@ PACKAGES = {
 LAZY = ("wellposed", "wellposed.integrations", "wellposed.measurement", "wellposed.training")
 
 
-def seen_by_type_checkers(package: str) -> dict[str, str]:
+def seen_by_type_checkers(package):
     """Return public name -> module of the imports of a package's `__init__`, as a type checker
     reads them."""
     tree = ast.parse(Path(str(importlib.import_module(package).__file__)).read_text("utf-8"))
@@ -42,20 +40,20 @@ def seen_by_type_checkers(package: str) -> dict[str, str]:
     }
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_are_these():
     assert wellposed.__all__ == sorted(PUBLIC)
     assert set(seen_by_type_checkers("wellposed")) == PUBLIC.keys() | PACKAGES | {"__version__"}
     assert set(dir(wellposed)) >= PUBLIC.keys() | PACKAGES
 
 
-def test_a_star_import_gives_the_public_names() -> None:
-    found: dict[str, object] = {}
+def test_a_star_import_gives_the_public_names():
+    found = {}
     exec("from wellposed import *", found)
     assert found.keys() - {"__builtins__"} == PUBLIC.keys()
 
 
 @pytest.mark.parametrize(("name", "package"), PUBLIC.items())
-def test_a_public_name_is_what_its_package_publishes_and_defines(name: str, package: str) -> None:
+def test_a_public_name_is_what_its_package_publishes_and_defines(name, package):
     found = getattr(wellposed, name)
     assert found is getattr(importlib.import_module(f"wellposed.{package}"), name)
     assert found.__name__ == name
@@ -63,26 +61,26 @@ def test_a_public_name_is_what_its_package_publishes_and_defines(name: str, pack
 
 
 @pytest.mark.parametrize("package", LAZY)
-def test_python_gives_the_objects_that_type_checkers_see(package: str) -> None:
+def test_python_gives_the_objects_that_type_checkers_see(package):
     module, seen = importlib.import_module(package), seen_by_type_checkers(package)
     assert seen.keys() <= set(dir(module))
     assert set(module.__getattr__("__all__")) <= seen.keys()
     for name, home in seen.items():
         if home == package:
-            expected: object = importlib.import_module(f"{home}.{name}")
+            expected = importlib.import_module(f"{home}.{name}")
         else:
             expected = getattr(importlib.import_module(home), name)
         assert getattr(module, name) is expected
 
 
 @pytest.mark.parametrize("package", LAZY)
-def test_an_unknown_attribute_is_an_attribute_error(package: str) -> None:
+def test_an_unknown_attribute_is_an_attribute_error(package):
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'mesure'"):
         _ = importlib.import_module(package).mesure
 
 
 @pytest.mark.parametrize("package", LAZY)
-def test_importing_a_lazy_package_does_not_import_torch(package: str) -> None:
+def test_importing_a_lazy_package_does_not_import_torch(package):
     code = (
         f"import sys, {package}; print('torch' in sys.modules, 'torch' in sys.modules or"
         f" dir({package}) == [])"

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from html import unescape
@@ -61,13 +60,13 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, site: Path) -> None:
+    def __init__(self, site):
         self.pages = [
             path.relative_to(site).as_posix()
             for path in sorted(site.rglob("*.html"))
             if path.stem != "404"
         ]
-        self.missing: list[str] = []
+        self.missing = []
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(site)))
 
 
@@ -76,7 +75,7 @@ class Handler(SimpleHTTPRequestHandler):
 
     server: Any
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         if self.path.startswith("/around"):
             width = self.path.partition("?")[2]
             frames = [
@@ -94,7 +93,7 @@ class Handler(SimpleHTTPRequestHandler):
             else:
                 super().do_GET()
 
-    def answer(self, text: str) -> None:
+    def answer(self, text):
         body = text.encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -102,16 +101,16 @@ class Handler(SimpleHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def send_error(self, code: int, *rest: Any) -> None:
+    def send_error(self, code, *rest):
         self.server.missing.append(self.path)
         super().send_error(code, *rest)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         """Say nothing."""
 
 
 @contextmanager
-def serving(site: Path) -> Iterator[Server]:
+def serving(site):
     """Serve ``site`` from a thread."""
     server = Server(site)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -125,7 +124,7 @@ def serving(site: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "mkdocs.yml", folder)
     for name in ("docs", "src", "tools"):
@@ -137,7 +136,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def visit(server: Server, profile: Path, width: int) -> tuple[list[dict[str, Any]], list[str]]:
+def visit(server, profile, width):
     """Open every page in a frame of its own, where no other name resolves; return the findings and
     the console."""
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
@@ -155,7 +154,7 @@ def visit(server: Server, profile: Path, width: int) -> tuple[list[dict[str, Any
     return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def elsewhere(server: Server, found: dict[str, Any]) -> list[str]:
+def elsewhere(server, found):
     """Return what a page asked for outside the site."""
     home = f"http://127.0.0.1:{server.server_port}{FOLDER}"
     return [name for name in found["resources"] if not name.startswith((home, "data:", "blob:"))]
@@ -163,9 +162,7 @@ def elsewhere(server: Server, found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_page_opens_without_an_error_or_a_foreign_request(
-    server: Server, tmp_path: Path, width: int
-) -> None:
+def test_every_page_opens_without_an_error_or_a_foreign_request(server, tmp_path, width):
     assert len(server.pages) >= 25
     found, console = visit(server, tmp_path / "profile", width)
     assert console == []
@@ -178,7 +175,7 @@ def test_every_page_opens_without_an_error_or_a_foreign_request(
     assert sum(each["formulas"] for each in found) > 300
 
 
-def test_faults_are_seen(tmp_path: Path) -> None:
+def test_faults_are_seen(tmp_path):
     planted = (
         "<html><head></head><body><img"
         ' src="http://foreign.invalid/a.png"><script>nothing()</script></body></html>'

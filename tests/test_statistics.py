@@ -1,7 +1,5 @@
 """Statistics against hand-worked values and scipy."""
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -24,24 +22,24 @@ from wellposed.statistics import (
 )
 
 
-def test_mean_and_standard_error_by_hand() -> None:
+def test_mean_and_standard_error_by_hand():
     # 2, 4, 4, 4, 5, 5, 7, 9: mean 5, sum of squares 32, s^2 = 32/7, error = sqrt(32/7/8)
     mean, error = mean_and_standard_error([2, 4, 4, 4, 5, 5, 7, 9])
     assert mean == 5
     assert error == pytest.approx(math.sqrt(4 / 7), rel=1e-15)
 
 
-def test_one_value_has_no_standard_error() -> None:
+def test_one_value_has_no_standard_error():
     assert mean_and_standard_error([3.5]) == (3.5, None)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
-def test_no_or_non_finite_values_are_refused(values: list[float]) -> None:
+def test_no_or_non_finite_values_are_refused(values):
     with pytest.raises(DataError, match="received"):
         mean_and_standard_error(values)
 
 
-def test_paired_test_by_hand() -> None:
+def test_paired_test_by_hand():
     # differences 2, 2, 3: mean 7/3, s = 1/sqrt 3, error = 1/3, t = 7; two-sided p for 2 degrees = 1
     # - t/sqrt(t^2 + 2)
     c = paired_comparison([3, 4, 6], [1, 2, 3])
@@ -52,7 +50,7 @@ def test_paired_test_by_hand() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=3, max_size=9))
-def test_agrees_with_scipy(pairs: list[tuple[float, float]]) -> None:
+def test_agrees_with_scipy(pairs):
     values, first = ([pair[k] for pair in pairs] for k in (0, 1))
     differences = [a - b for a, b in pairs]
     if max(differences) - min(differences) < 1e-6:
@@ -64,7 +62,7 @@ def test_agrees_with_scipy(pairs: list[tuple[float, float]]) -> None:
     assert c.p_value == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
 
 
-def test_no_significant_difference_is_said() -> None:
+def test_no_significant_difference_is_said():
     c = paired_comparison([1.0, 2.0, 3.0], [1.1, 1.8, 3.05])
     assert c.p_value is not None
     assert c.p_value > 0.05
@@ -72,7 +70,7 @@ def test_no_significant_difference_is_said() -> None:
     assert c.verdict.startswith("no significant difference (")
 
 
-def test_one_seed_has_no_test() -> None:
+def test_one_seed_has_no_test():
     c = paired_comparison([2.0], [1.0])
     assert c.p_value is None
     assert c.standard_error is None
@@ -82,25 +80,25 @@ def test_one_seed_has_no_test() -> None:
     )
 
 
-def test_equal_pairs_give_p_one() -> None:
+def test_equal_pairs_give_p_one():
     c = paired_comparison([0.1, 0.2, 0.3], [0.1, 0.2, 0.3])
     assert (c.p_value, c.t_statistic, c.significant) == (1.0, None, False)
     assert c.verdict == "no significant difference (equal on all 3 seeds)"
 
 
-def test_equal_non_zero_differences_are_no_evidence_of_a_variance() -> None:
+def test_equal_non_zero_differences_are_no_evidence_of_a_variance():
     c = paired_comparison([1.1, 2.1, 3.1], [1.0, 2.0, 3.0])  # all differ by 0.1 up to rounding
     assert c.p_value is None
     assert not c.significant
     assert c.verdict.startswith("no test: the difference is +0.1 on every one of 3 seeds")
 
 
-def test_lengths_must_agree() -> None:
+def test_lengths_must_agree():
     with pytest.raises(DataError, match="received 2 and 1"):
         paired_comparison([1.0, 2.0], [1.0])
 
 
-def test_significance_uses_the_corrected_p_and_both_are_shown() -> None:
+def test_significance_uses_the_corrected_p_and_both_are_shown():
     one = paired_comparison([3, 4, 6], [1, 2, 3])
     corrected = holm_correction([one, one, one])
     assert corrected[0].p_value == pytest.approx(0.0198, abs=1e-4)
@@ -111,14 +109,14 @@ def test_significance_uses_the_corrected_p_and_both_are_shown() -> None:
     )
 
 
-def test_differences_that_cancel_are_zero_not_rounding() -> None:
+def test_differences_that_cancel_are_zero_not_rounding():
     found = paired_comparison([0.458, 0.458], [0.470, 0.446])
     assert found.mean_difference == 0.0
     assert found.p_value == pytest.approx(1.0)
     assert "+0;" in found.verdict
 
 
-def test_two_pairs_are_a_cauchy_distribution() -> None:
+def test_two_pairs_are_a_cauchy_distribution():
     # One degree of freedom: P(|T| > t) = 1 - 2 arctan(t) / pi; differences 1 and 2 give t = 1.5 /
     # 0.5 = 3.
     c = paired_comparison([2.0, 4.0], [1.0, 2.0])
@@ -129,9 +127,7 @@ def test_two_pairs_are_a_cauchy_distribution() -> None:
 @pytest.mark.parametrize(
     ("sign", "higher", "word"), [(1, True, "better"), (-1, True, "worse"), (-1, False, "better")]
 )
-def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(
-    sign: int, higher: bool, word: str
-) -> None:
+def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(sign, higher, word):
     values = [sign * (1e6 + noise) for noise in (0.0, 1e-3, -1e-3, 2e-3)]
     c = paired_comparison(values, [0.0] * 4, higher_is_better=higher)
     expected = scipy.stats.ttest_rel(values, [0.0] * 4)
@@ -140,7 +136,7 @@ def test_a_difference_far_beyond_its_spread_has_a_tiny_p_on_its_own_side(
     assert c.verdict.startswith(f"{word} by 1e+06")
 
 
-def slow_holm(p_values: list[float]) -> list[float]:
+def slow_holm(p_values):
     """Holm (1979): the smallest p times m, the next times m - 1, ...; never below the one before,
     at most 1."""
     corrected = [0.0] * len(p_values)
@@ -157,7 +153,7 @@ def slow_holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
-def with_p(p_value: float | None) -> PairedComparison:
+def with_p(p_value):
     return PairedComparison(
         3, 0.1, 0.1, None if p_value is None else 1.0, p_value, p_value, True, ""
     )
@@ -169,7 +165,7 @@ def with_p(p_value: float | None) -> PairedComparison:
         st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.05, 1.0])), min_size=0, max_size=8
     )
 )
-def test_holm_agrees_with_the_slow_loop(p_values: list[float]) -> None:
+def test_holm_agrees_with_the_slow_loop(p_values):
     """Ties included: equal p-values get the same corrected one."""
     found = [c.p_holm for c in holm_correction([with_p(p) for p in p_values])]
     assert found == pytest.approx(slow_holm(p_values), rel=1e-15)
@@ -178,7 +174,7 @@ def test_holm_agrees_with_the_slow_loop(p_values: list[float]) -> None:
         assert len(same) == 1
 
 
-def test_comparisons_without_a_test_take_no_part_in_the_correction() -> None:
+def test_comparisons_without_a_test_take_no_part_in_the_correction():
     failed = compare_seeds(
         SeedResults("a", {0: 9.0, 1: 9.1}, {2: Failure("failed", "diverged at step 3")}),
         SeedResults("base", {0: 1.0, 1: 1.1, 2: 1.2}),
@@ -192,13 +188,13 @@ def test_comparisons_without_a_test_take_no_part_in_the_correction() -> None:
     )
 
 
-def test_seeds_are_paired_by_number_not_by_place() -> None:
+def test_seeds_are_paired_by_number_not_by_place():
     variant = SeedResults("a", {2: 4.0, 0: 2.0, 1: 3.5, 7: 99.0})
     baseline = SeedResults("base", {1: 1.5, 0: 1.0, 2: 2.0})
     assert compare_seeds(variant, baseline) == paired_comparison([2.0, 3.5, 4.0], [1.0, 1.5, 2.0])
 
 
-def test_what_failed_is_counted_and_named_once() -> None:
+def test_what_failed_is_counted_and_named_once():
     nan, memory = Failure("failed", "loss is nan"), Failure("failed", "out of memory")
     stopped = Failure("cancelled", "interrupted")
     assert str(SeedResults("a", {0: 1.0}, {1: nan, 2: nan})) == "2 of 3 seeds failed (loss is nan)"
@@ -230,15 +226,13 @@ def test_what_failed_is_counted_and_named_once() -> None:
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_three_seeds_can_say_yes_no_and_neither(
-    differences: list[float], least: float, says: str, sign: int
-) -> None:
+def test_three_seeds_can_say_yes_no_and_neither(differences, least, says, sign):
     values = [sign * each for each in differences]
     found = paired_comparison(values, [0.0] * len(values), higher_is_better=sign > 0)
     assert worth_it(found, least).startswith(says if sign > 0 else says.replace("+0.02", "-0.02"))
 
 
-def test_the_seeds_that_are_named_would_see_the_gain() -> None:
+def test_the_seeds_that_are_named_would_see_the_gain():
     found = paired_comparison([0.02, 0.0, 0.01], [0.0, 0.0, 0.0])
     needed = int(re.findall(r"about (\d+) seeds", worth_it(found, 0.01))[0])
     # standard deviation 0.01: the least count whose t-test sees one deviation with a chance of 0.8
@@ -246,7 +240,7 @@ def test_the_seeds_that_are_named_would_see_the_gain() -> None:
     assert "100 or more seeds" in worth_it(found, 0.001)
 
 
-def test_an_answer_is_wrong_as_rarely_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_wrong_as_rarely_as_it_says(monkeypatch):
     """4,000 draws of three seeds: at most 0.025 and three standard errors of that share."""
     monkeypatch.setattr("wellposed.statistics.detectable_difference", lambda *_, **__: 0.0)
     draws = np.random.default_rng(0).normal(size=(4000, 3))

@@ -1,11 +1,8 @@
 """The theory pages and the gallery: formulas that will be rendered, anchors that are named, pictures that are fresh."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
-from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,17 +21,17 @@ ANCHOR = re.compile(r"^#+ .*\{ #([\w-]+) \}$", re.MULTILINE)
 NOTED = re.compile(r"theory notes?\s+(B\d+'?(?:(?:, | to | and )B\d+)*)")
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """The text of a page without code."""
     return CODE.sub("", page.read_text("utf-8"))
 
 
-def unrendered(text: str) -> list[str]:
+def unrendered(text):
     """Mathematics outside the delimiters of arithmatex."""
     return re.findall(r"\\[A-Za-z]+|\\[()\[\]]|\w\^\{|\$", FORMULA.sub("", text))
 
 
-def named(noted: str) -> list[str]:
+def named(noted):
     """The notes of ``B1``, of ``B1, B3`` and of ``B1 to B4``."""
     numbers = [int(number) for number in re.findall(r"B(\d+)", noted)]
     if " to " in noted:
@@ -42,13 +39,13 @@ def named(noted: str) -> list[str]:
     return [f"B{number}" for number in numbers]
 
 
-def files(*folders: str) -> Iterable[Path]:
+def files(*folders):
     for folder in folders:
         yield from (path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_no_formula_is_left_as_text(page: Path) -> None:
+def test_no_formula_is_left_as_text(page):
     text = prose(page)
     assert unrendered(text) == []
     assert [line for line in text.splitlines() if line.startswith("#") and "\\" in line] == [], (
@@ -65,14 +62,14 @@ def test_no_formula_is_left_as_text(page: Path) -> None:
         )
 
 
-def test_a_formula_outside_its_delimiters_is_found() -> None:
+def test_a_formula_outside_its_delimiters_is_found():
     assert unrendered(r"where \(c \le 1\) and (\text{tok})") == [r"\text"]
     assert unrendered(r"a line \(that is never closed, and \(c\)") == [r"\("]
     assert unrendered("where N^{1/4} and $x$") == ["N^{", "$", "$"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_is_one_that_the_site_can_render(page: Path) -> None:
+def test_every_command_is_one_that_the_site_can_render(page):
     assets = ROOT / "docs" / "assets"
     known = (assets / "katex" / "katex.min.js").read_text("utf-8") + (
         assets / "render_math.js"
@@ -85,7 +82,7 @@ def test_every_command_is_one_that_the_site_can_render(page: Path) -> None:
     assert unknown == []
 
 
-def test_every_note_that_is_named_has_its_anchor() -> None:
+def test_every_note_that_is_named_has_its_anchor():
     anchors = [anchor for page in PAGES for anchor in ANCHOR.findall(page.read_text("utf-8"))]
     assert sorted(set(anchors)) == sorted(anchors)
     assert {f"B{number}" for number in range(1, 14)} | {
@@ -102,7 +99,7 @@ def test_every_note_that_is_named_has_its_anchor() -> None:
     assert named("B1 to B4") == ["B1", "B2", "B3", "B4"]
 
 
-def test_every_link_to_a_note_leads_to_its_anchor() -> None:
+def test_every_link_to_a_note_leads_to_its_anchor():
     broken = []
     for path in files("docs"):
         for target, anchor in re.findall(
@@ -114,7 +111,7 @@ def test_every_link_to_a_note_leads_to_its_anchor() -> None:
     assert broken == []
 
 
-def test_every_picture_is_drawn_and_shown() -> None:
+def test_every_picture_is_drawn_and_shown():
     drawn = {path.stem for path in (FOLDER / "pictures").glob("*.svg")}
     numbered = {path.stem for path in (FOLDER / "pictures").glob("*.json")}
     shown = {
@@ -126,7 +123,7 @@ def test_every_picture_is_drawn_and_shown() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES))
-def test_a_picture_shows_the_bounds_of_today_above_the_attacks(name: str) -> None:
+def test_a_picture_shows_the_bounds_of_today_above_the_attacks(name):
     saved = json.loads((FOLDER / "pictures" / f"{name}.json").read_text("utf-8"))
     drawing = (FOLDER / "pictures" / f"{name}.svg").read_text("utf-8")
     for panel, expected in zip(saved, PICTURES[name], strict=True):
@@ -148,7 +145,7 @@ def test_a_picture_shows_the_bounds_of_today_above_the_attacks(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES))
-def test_the_attack_of_a_picture_can_be_repeated(name: str) -> None:
+def test_the_attack_of_a_picture_can_be_repeated(name):
     saved = json.loads((FOLDER / "pictures" / f"{name}.json").read_text("utf-8"))[0]
     number = next(n for n, curve in enumerate(PICTURES[name][0].curves) if curve.attack is not None)
     found = PICTURES[name][0].curves[number].attack(TOOL["TOKENS"][0], None)
@@ -161,7 +158,7 @@ GALLERY_PAGE = ROOT / "docs" / "gallery.md"
 TELL = "run: python -m tools.gallery"
 
 
-def test_every_picture_is_there_small_and_shown() -> None:
+def test_every_picture_is_there_small_and_shown():
     shown = re.findall(r"\]\(([^)]+\.(?:svg|png))\)", GALLERY_PAGE.read_text("utf-8"))
     files = {path.name for path in GALLERY["PICTURES"].iterdir()}
     made = {f"{name}.svg" for name in (*GALLERY["MADE"], "depth", "answer")}
@@ -176,13 +173,13 @@ def test_every_picture_is_there_small_and_shown() -> None:
 
 
 @pytest.mark.parametrize("name", GALLERY["DRAWN"])
-def test_a_picture_of_committed_rows_is_fresh(name: str) -> None:
+def test_a_picture_of_committed_rows_is_fresh(name):
     assert GALLERY["picture"](name) == (GALLERY["PICTURES"] / f"{name}.svg").read_text("utf-8"), (
         TELL
     )
 
 
-def test_ink_background_and_digits_are_made_fit_for_both_pages() -> None:
+def test_ink_background_and_digits_are_made_fit_for_both_pages():
     ground = '<g id="patch_1">\n <path d="M 1.23456 2" style="fill: #ffffff"/>\n</g>'
     drawn = f'{ground}<text style="fill: {GALLERY["INK"]}">0.12345</text>'
     made = GALLERY["for_both_pages"](drawn + '<path style="fill: #ffffff"/>')

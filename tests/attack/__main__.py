@@ -1,8 +1,6 @@
 """``python -m tests.attack --minutes N``: attack random compositions and print the largest ratio of
 every rule."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -15,7 +13,7 @@ from .measure import attacked, certified
 from .table import Table
 
 
-def main(words: list[str]) -> int:
+def main(words):
     """Return 1 where a certificate was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
     for name, kind, default, text in (
@@ -36,7 +34,7 @@ def main(words: list[str]) -> int:
     return 1 if table.violations else 0
 
 
-def _one(seed: int, number: int) -> int:
+def _one(seed, number):
     case = draw(seed, number)
     outcome = attacked(case)
     print(case.module, f"scales of the inputs {case.scales}, bound of the weights drawn "
@@ -44,7 +42,7 @@ def _one(seed: int, number: int) -> int:
     return 1 if outcome.violates else 0
 
 
-def _until(end: float, seed: int) -> Table:
+def _until(end, seed):
     table, told = Table(), time.monotonic()
     try:
         while time.monotonic() < end:

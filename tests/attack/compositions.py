@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +13,12 @@ from tests.support.sample import ALL_NORMS, Sample, output_of
 from tests.support.samples import ACTIVATIONS, SAMPLES
 from torch import Tensor, nn
 
-from wellposed.linalg import MaskKind, Norm
+from wellposed.linalg import Norm
 from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 Part = tuple[type[nn.Module], Sample]
-ACCEPTED: list[Part] = [
+ACCEPTED = [
     (kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.attackable
 ]
 KINDS = list(dict.fromkeys(kind for kind, _ in ACCEPTED))
@@ -50,19 +49,19 @@ class Case:
     scales: tuple[float, float] = (0.1, 10.0)
     ascends_weights: bool = False
 
-    def view(self, module: nn.Module) -> nn.Module:
+    def view(self, module):
         """Return a copy of the module, as drawn or with other weights, that shows what the
         certificate speaks of."""
         module = unrolled(module)
         return module if self.perturbed is None else RealTokens(module, self.perturbed)
 
     @property
-    def dtype(self) -> str:
+    def dtype(self):
         """Short name of the module's dtype."""
         parameter = next(self.module.parameters(), None)
         return str(torch.float32 if parameter is None else parameter.dtype).removeprefix("torch.")
 
-    def __str__(self) -> str:
+    def __str__(self):
         ball = "" if self.radius is None else f", tokens within {self.radius:.3g}"
         told = ", ".join([*self.how, *(f"{name}={value}" for name, value in self.asked.items())])
         more = (", " + told if told else "") + (
@@ -76,11 +75,11 @@ class Unrolled(nn.Module):
     """The blocks of a `ReversibleSequential` with an ordinary backward, which can be differentiated
     twice."""
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.blocks = blocks
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
+    def forward(self, x, **options):
         for block in self.blocks:
             x = block(x, **options)
         return x
@@ -89,16 +88,16 @@ class Unrolled(nn.Module):
 class RealTokens(nn.Module):
     """A module whose output at padded tokens, where it has them, is zero."""
 
-    def __init__(self, module: nn.Module, real: Tensor) -> None:
+    def __init__(self, module, real):
         super().__init__()
         self.module, self.real = module, real
 
-    def forward(self, x: Tensor, **how: Any) -> Tensor:
+    def forward(self, x, **how):
         y = output_of(self.module, x, **how)
         return y if y.ndim == 2 else y * self.real.unsqueeze(-1).to(y)
 
 
-def unrolled(module: nn.Module) -> nn.Module:
+def unrolled(module):
     """Return a copy that computes the same with gradients that an attack can use, under the same
     parameter names."""
     holder = nn.ModuleDict({"module": copy.deepcopy(module)})
@@ -109,7 +108,7 @@ def unrolled(module: nn.Module) -> nn.Module:
     return holder["module"]
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed, number):
     """Return case ``number`` of a seed; the same for the same two numbers."""
     dice = random.Random(f"{seed}/{number}")
     torch.manual_seed(dice.getrandbits(48))
@@ -143,9 +142,7 @@ def draw(seed: int, number: int) -> Case:
     )
 
 
-def _module(
-    dice: random.Random, shape: str, width: int
-) -> tuple[list[Part], nn.Module, Sample | None]:
+def _module(dice, shape, width):
     """The parts, the module, and the sample whose options its `forward` takes (None: no
     options)."""
     if shape == "alone":
@@ -167,7 +164,7 @@ def _module(
     return parts, nn.Sequential(*layers, *(layers[:1] if shape == "twice" else [])), None
 
 
-def _layer(dice: random.Random) -> Part:
+def _layer(dice):
     while True:
         (kind,) = dice.choices(KINDS, WEIGHTS)
         samples = [sample for sample in SAMPLES[kind] if sample.attackable and sample.keeps_width]
@@ -175,9 +172,7 @@ def _layer(dice: random.Random) -> Part:
             return kind, dice.choice(samples)
 
 
-def _mask(
-    dice: random.Random, outer: Sample | None, parts: Sequence[Part], tokens: int
-) -> tuple[dict[str, Any], dict[str, Any], Tensor | None]:
+def _mask(dice, outer, parts, tokens):
     """Draw a mask that the module takes, what may be told to `certify` of it, and the tokens that
     may move."""
     if outer is None or not outer.takes_mask:
@@ -189,9 +184,9 @@ def _mask(
         kept = torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()
         mask = AttentionMask(kept | torch.eye(tokens).bool(), False)
         return {"key_padding_mask": mask}, {}, None
-    pattern: MaskKind = "causal" if "causal" in kind else "full"
-    how: dict[str, Any] = {"is_causal": True} if "causal" in kind else {}
-    asked: dict[str, Any] = {"mask": pattern} if outer.takes_causal and dice.random() < 0.7 else {}
+    pattern = "causal" if "causal" in kind else "full"
+    how = {"is_causal": True} if "causal" in kind else {}
+    asked = {"mask": pattern} if outer.takes_causal and dice.random() < 0.7 else {}
     if "padding" not in kind:
         return how, {**asked, "min_tokens": tokens}, None
     padded = torch.rand(1, tokens, generator=generator) < 0.4
@@ -207,7 +202,7 @@ def _mask(
 
 
 @torch.no_grad()
-def _scale(dice: random.Random, module: nn.Module) -> None:
+def _scale(dice, module):
     """Multiply weights: as they are, all by one factor, each by its own, 1e-3 to 1e3, or 1e-12 to
     1e12."""
     how = dice.choice(("as drawn", "as drawn", "one", "each", "extreme"))

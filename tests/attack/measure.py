@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from wellposed.attack import LowerBound, lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
 from wellposed.errors import ConvergenceError, NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
@@ -37,17 +35,17 @@ class Outcome:
     slope_dtype: torch.dtype = torch.float32
 
     @property
-    def bounded(self) -> bool:
+    def bounded(self):
         """Whether there is something to attack."""
         return math.isfinite(self.total)
 
     @property
-    def by_slope(self) -> bool:
+    def by_slope(self):
         """Whether the worse of the two was measured in the module's own dtype."""
         return self.slope > self.jacobian
 
     @property
-    def ratio(self) -> float:
+    def ratio(self):
         """Attacked over certified."""
         worst = max(self.jacobian, self.slope)
         if worst == 0 or not self.bounded:
@@ -55,23 +53,23 @@ class Outcome:
         return worst / self.total if self.total else math.inf
 
     @property
-    def violates(self) -> bool:
+    def violates(self):
         """Whether the certificate is below what was found, by more than rounding."""
         found = ((self.jacobian, torch.float64), (self.slope, self.slope_dtype))
         return any(value > self.total * (1 + ALLOWANCE[dtype]) for value, dtype in found)
 
     @property
-    def dtype(self) -> str:
+    def dtype(self):
         """In which the worse of the two was found."""
         return (str(self.slope_dtype) if self.by_slope else "torch.float64").removeprefix("torch.")
 
-    def __str__(self) -> str:
+    def __str__(self):
         slopes = f"Jacobian {self.jacobian:.6g}, slope in {self.slope_dtype} {self.slope:.6g}"
         numbers = f"certified {self.total:.6g}, {slopes}, ratio {self.ratio:.6f}"
         return f"case {self.case.number}, {self.case}: {numbers}"
 
 
-def attacked(case: Case) -> Outcome:
+def attacked(case):
     """Attack the module, after an ascent of its weights where the case asks for one, and certify
     what was attacked."""
     torch.manual_seed(case.number)
@@ -100,7 +98,7 @@ def attacked(case: Case) -> Outcome:
     return Outcome(case, total, found.jacobian, found.slope, found.dtype)
 
 
-def _attack(case: Case, module: nn.Module, **how: Any) -> LowerBound:
+def _attack(case, module, **how):
     return lipschitz_lower_bound(
         case.view(module),
         (case.tokens, case.width),
@@ -117,7 +115,7 @@ def _attack(case: Case, module: nn.Module, **how: Any) -> LowerBound:
     )
 
 
-def certified(case: Case, module: nn.Module) -> float:
+def certified(case, module):
     """Return the certified bound; infinite where there is none, or where somebody has vouched for a
     part of it."""
     # The check that `certify` makes of itself would speak first.
@@ -129,11 +127,11 @@ def certified(case: Case, module: nn.Module) -> float:
     return math.inf if certificate.label == "empirical" else certificate.total
 
 
-def _matrices(module: nn.Module) -> list[Tensor]:
+def _matrices(module):
     return [parameter for parameter in module.parameters() if parameter.ndim == 2]
 
 
-def _size_of_weights(module: nn.Module) -> Tensor:
+def _size_of_weights(module):
     """What stands for the certificate while weights are ascended: it grows like the product of
     their norms.
 

@@ -16,17 +16,17 @@ class Table:
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
-    def violations(self) -> list[Outcome]:
+    def violations(self):
         """Cases whose slope is above their certificate by more than rounding."""
         return [outcome for outcome in self.outcomes if outcome.violates]
 
-    def progress(self) -> str:
+    def progress(self):
         """Return one line."""
         worst = max((outcome.ratio for outcome in self.outcomes), default=0.0)
         counts = f"{len(self.outcomes)} cases, {len(self.violations)} violations"
         return f"{counts}, largest ratio {worst:.6f}"
 
-    def markdown(self) -> str:
+    def markdown(self):
         """Return the table, the totals and every violation."""
         alone, inside = defaultdict(list), defaultdict(list)
         for outcome in self.outcomes:
@@ -51,7 +51,7 @@ class Table:
         return "\n".join(lines)
 
 
-def _row(name: str, alone: list[Outcome], inside: list[Outcome]) -> str:
+def _row(name, alone, inside):
     cells = [name, str(len(alone)), "", "", "", str(len(inside)), ""]
     if alone:
         worst = max(alone, key=lambda outcome: outcome.ratio)
@@ -63,6 +63,6 @@ def _row(name: str, alone: list[Outcome], inside: list[Outcome]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _number(ratio: float) -> str:
+def _number(ratio):
     """Six digits behind the point, never rounded up to 1."""
     return f"{min(ratio, 0.999999):.6f}" if ratio < 1 else f"{ratio:.6f}"

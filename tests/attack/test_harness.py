@@ -1,7 +1,5 @@
 """The harness runs, can repeat a case, and reports a rule that promises too little."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,25 +9,25 @@ from wellposed.nn import InvertibleResidual, ReversibleSequential
 
 from . import __main__ as command
 from .compositions import Case, draw, unrolled
-from .measure import Outcome, attacked
+from .measure import attacked
 from .table import Table
 
 
 class Doubled(nn.Module):
     """``2 x``, for which the test registers a rule that says 1."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return 2 * x
 
 
-def violation() -> Outcome:
+def violation():
     register_rule(Doubled)(lambda module, site: LayerBound(1.0, "wrong", "exact"))
     module = nn.Sequential(nn.Linear(8, 8), Doubled()).eval()
     return attacked(Case(5, 3, ("Sequential", "Linear", "Doubled"), module, 2, 4, 8))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 8])
-def test_cases_are_attacked_and_hold(number: int):
+def test_cases_are_attacked_and_hold(number):
     outcome = attacked(draw(0, number))
     assert not outcome.violates
     assert outcome.bounded

@@ -1,18 +1,15 @@
 """Images as tokens and back, pixel by pixel, where no two sizes are alike."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-from torch import Tensor
 
 from wellposed.attack import PatchGrid, patch_grid
 
 GRID = PatchGrid(channels=2, rows=3, columns=4, height=5, width=6)
 
 
-def test_every_pixel_lies_in_its_patch() -> None:
+def test_every_pixel_lies_in_its_patch():
     assert (GRID.tokens, GRID.size) == (12, 60)
     tokens = torch.arange(2 * 12 * 60).view(2, 12, 60)
     image = GRID.image(tokens)
@@ -38,14 +35,14 @@ class Patches:
 class Pixels:
     main_input_name = "pixel_values"
 
-    def __init__(self, patches: object) -> None:
+    def __init__(self, patches):
         self.patches = patches
 
-    def get_input_embeddings(self) -> object:
+    def get_input_embeddings(self):
         return self.patches
 
 
-def test_the_grid_of_a_model_is_read_from_its_patches() -> None:
+def test_the_grid_of_a_model_is_read_from_its_patches():
     assert patch_grid(Pixels(Patches())) == GRID
     square = type("Square", (Patches,), {"patch_size": 5})
     whole = type("Whole", (Patches,), {"image_size": 15})
@@ -55,6 +52,6 @@ def test_the_grid_of_a_model_is_read_from_its_patches() -> None:
         assert patch_grid(other) is None
 
 
-def test_tokens_of_one_image_are_those_of_its_model() -> None:
-    tokens: Tensor = torch.randn(1, 12, 60)
+def test_tokens_of_one_image_are_those_of_its_model():
+    tokens = torch.randn(1, 12, 60)
     torch.testing.assert_close(GRID.tokens_of(GRID.image(tokens)), tokens, rtol=0, atol=0)

@@ -1,8 +1,6 @@
 """The attack is a lower bound that an independent Jacobian confirms, and it finds what is known to
 be there."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -21,7 +19,7 @@ NORMS = ("tok", "inf", 2)
 
 
 @pytest.fixture
-def attention() -> L2SelfAttention:
+def attention():
     return L2SelfAttention(4, 2).eval()
 
 
@@ -88,7 +86,7 @@ def test_masks_are_passed_on_and_padding_is_left_alone(attention):
 def test_ascent_over_weights_as_well_stays_below_the_bound(attention, dtype):
     """log(true / bound) climbs over inputs and the weights of a real module."""
 
-    def bound(module: L2SelfAttention) -> torch.Tensor:
+    def bound(module):
         constants = l2_constants(3, mask="full")
         return l2_attention_bound(*module.head_weights(), constants, norm=2, method="gram").value
 
@@ -113,11 +111,11 @@ def test_functions_classifiers_and_models_with_embeddings():
     assert pooled.value <= certify(head, seq_len=5).total
 
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 2)
 
-        def get_input_embeddings(self) -> nn.Module:
+        def get_input_embeddings(self):
             return self.embed
 
         def forward(self, input_ids=None, inputs_embeds=None):
@@ -156,11 +154,11 @@ class DividedByItself(nn.Module):
     """``x W / |W|_F``: 1-Lipschitz; in float32 the squares of small weights underflow, and the
     division is by tiny."""
 
-    def __init__(self, size: float) -> None:
+    def __init__(self, size):
         super().__init__()
         self.weight = nn.Parameter(size * torch.eye(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         square = self.weight.square().sum()
         return x @ self.weight / square.sqrt().clamp_min(torch.finfo(square.dtype).tiny)
 
@@ -262,7 +260,7 @@ def test_bad_input(attention):
         lipschitz_lower_bound(broken, (3, 4), steps=2, dtype=None)
 
 
-def test_a_function_without_a_gradient_is_measured_all_the_same() -> None:
+def test_a_function_without_a_gradient_is_measured_all_the_same():
     how = {"restarts": 2, "steps": 3, "dtype": None, "start": torch.randn(2, 2, 2)}
     found = lipschitz_lower_bound(lambda x: 3 * x.detach(), (2, 2), **how)
     assert found.value == pytest.approx(3.0, rel=1e-4)
@@ -273,11 +271,11 @@ class KinkedSlope(nn.Module):
     """(x0^2 / 2, |x1|^1.5): its slope is finite everywhere, and has no finite derivative where x1 =
     0."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.stack([x[..., 0].square() / 2, x[..., 1].abs().pow(1.5)], -1)
 
 
-def test_the_ascent_goes_on_where_a_coordinate_has_no_gradient() -> None:
+def test_the_ascent_goes_on_where_a_coordinate_has_no_gradient():
     start = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
     found = lipschitz_lower_bound(
         KinkedSlope(), (1, 2), norm=2, restarts=1, steps=50, start=start, radius=100.0

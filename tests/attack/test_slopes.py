@@ -1,14 +1,10 @@
 """Which pairs of inputs an attack in the module's own dtype measures, and what it takes off their
 slopes."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.attack import (
     LowerBound,
@@ -23,17 +19,15 @@ from wellposed.errors import ConfigError, ConvergenceError
 class Recorded:
     """``x -> 3 x``, and every input it was called with, by dtype."""
 
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+    def __init__(self):
+        self.seen = []
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         self.seen.append(x.detach().clone())
         return 3 * x
 
 
-def measured_pairs(
-    start: Tensor, norm: Any, **options: Any
-) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+def measured_pairs(start, norm, **options):
     """Attack without any step, and return the pairs measured after the ascent, in the order they
     came."""
     function = Recorded()
@@ -46,8 +40,8 @@ def measured_pairs(
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 @pytest.mark.parametrize(("dtype", "lengths"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
 def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_the_unit(
-    norm: Any, dtype: torch.dtype, lengths: int
-) -> None:
+    norm, dtype, lengths
+):
     start = torch.randn(2, 3, 4).to(dtype)
     pairs, found = measured_pairs(start, norm)
     # Along the direction found, along a random one, from start to start, and from start to twice
@@ -83,12 +77,12 @@ def test_steps_along_a_direction_go_both_ways_from_one_down_to_the_cube_root_of_
     torch.testing.assert_close(found.direction * apart, y - x, rtol=1e-6, atol=1e-6)
 
 
-def test_pairs_too_close_do_not_count_and_tokens_that_are_held_do_not_move() -> None:
+def test_pairs_too_close_do_not_count_and_tokens_that_are_held_do_not_move():
     """A jump of one hundredth at zero: steep for close pairs, flat for those as far as rounding
     asks."""
     start = torch.full((1, 2, 1), 1.0)
 
-    def jump(x: Tensor) -> Tensor:
+    def jump(x):
         return torch.where(x > 1.0, 0.01, 0.0) + 0 * x
 
     how = {"restarts": 1, "start": start, "steps": 0, "dtype": None, "norm": "inf"}
@@ -102,7 +96,7 @@ def test_pairs_too_close_do_not_count_and_tokens_that_are_held_do_not_move() -> 
         assert not torch.equal(x[:, 0], y[:, 0])
 
 
-def test_pairs_stay_in_the_ball() -> None:
+def test_pairs_stay_in_the_ball():
     start = 5 * torch.randn(3, 2, 4)
     pairs, found = measured_pairs(start, 2, radius=0.25)
     for pair in pairs:
@@ -112,11 +106,11 @@ def test_pairs_stay_in_the_ball() -> None:
     assert found.value == pytest.approx(3.0, rel=1e-4)
 
 
-def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_said() -> None:
+def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_said():
     start = torch.ones(2, 1, 2)
     start[1] = 100.0
 
-    def overflows(x: Tensor) -> Tensor:
+    def overflows(x):
         return torch.where(x.abs() > 50.0, math.inf, 1.0) * x
 
     how = {"restarts": 2, "start": start, "steps": 0, "dtype": None}
@@ -128,7 +122,7 @@ def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_s
         lipschitz_lower_bound(lambda x: x * math.nan, (1, 2), **how)
 
 
-def test_both_inputs_climb_where_a_gradient_leads() -> None:
+def test_both_inputs_climb_where_a_gradient_leads():
     """x^2 on a ball of radius 1: the slope |x + y| is 2 at its end, found from far inside by moving
     both."""
     start = torch.full((1, 1, 1), 0.05)
@@ -140,7 +134,7 @@ def test_both_inputs_climb_where_a_gradient_leads() -> None:
     assert 1.2 < slopes[1] <= 2.0
 
 
-def test_directions_of_size_one() -> None:
+def test_directions_of_size_one():
     gradient = torch.tensor([[[3.0, -4.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]]])
     unit = torch.tensor([[[0.6, -0.8], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]])
     torch.testing.assert_close(steepest_direction(gradient, 2), unit)
@@ -160,9 +154,7 @@ def test_directions_of_size_one() -> None:
     ("value", "total", "ratio"),
     [(0.25, 0.5, 0.5), (3.0, 2.0, 1.5), (0.5, 0.0, math.inf), (0.0, 0.0, 0.0), (0.0, 2.0, 0.0)],
 )
-def test_the_ratio_of_what_was_found_to_what_was_certified(
-    value: float, total: float, ratio: float
-) -> None:
+def test_the_ratio_of_what_was_found_to_what_was_certified(value, total, ratio):
     found = LowerBound(value, "tok", torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), 0)
     in_tok, in_two = (
         Certificate(total, (), "certified", norm, 2, 1, "full", "all inputs", "float64")

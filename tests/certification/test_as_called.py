@@ -1,17 +1,15 @@
 """Every registered rule, every way in which a call can differ from its class: the certificate is
 right, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.sample import Sample, output_of
+from tests.support.sample import output_of
 from tests.support.samples import SAMPLES
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -44,42 +42,42 @@ def _larger(value):
     return LARGE * value if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _forward_hook(part: nn.Module) -> None:
+def _forward_hook(part):
     part.register_forward_hook(lambda module, args, output: _larger(output))
 
 
-def _pre_hook(part: nn.Module) -> None:
+def _pre_hook(part):
     part.register_forward_pre_hook(lambda module, args: tuple(_larger(value) for value in args))
 
 
-def _pre_hook_with_kwargs(part: nn.Module) -> None:
+def _pre_hook_with_kwargs(part):
     part.register_forward_pre_hook(
         lambda module, args, kwargs: (tuple(_larger(value) for value in args), kwargs),
         with_kwargs=True,
     )
 
 
-def _global_hook(part: nn.Module) -> contextlib.AbstractContextManager[object]:
+def _global_hook(part):
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, output: _larger(output) if module is part else None
     )
     return contextlib.closing(SimpleNamespace(close=handle.remove))
 
 
-def _global_pre_hook(part: nn.Module) -> contextlib.AbstractContextManager[object]:
+def _global_pre_hook(part):
     handle = nn.modules.module.register_module_forward_pre_hook(
         lambda module, args: tuple(_larger(value) for value in args) if module is part else None
     )
     return contextlib.closing(SimpleNamespace(close=handle.remove))
 
 
-def _patched_object(part: nn.Module) -> None:
+def _patched_object(part):
     forward = part.forward
     part.forward = lambda *args, **how: _larger(forward(*args, **how))
 
 
 @contextlib.contextmanager
-def _patched_class(part: nn.Module) -> Iterator[None]:
+def _patched_class(part):
     kind = next(base for base in type(part).__mro__ if "forward" in vars(base))
     forward = kind.forward
     kind.forward = lambda self, *args, **how: (
@@ -91,7 +89,7 @@ def _patched_class(part: nn.Module) -> Iterator[None]:
         kind.forward = forward
 
 
-def _subclass(part: nn.Module) -> None:
+def _subclass(part):
     kind = type(part)
 
     class Louder(kind):
@@ -101,7 +99,7 @@ def _subclass(part: nn.Module) -> None:
     part.__class__ = Louder
 
 
-def _offloaded(part: nn.Module) -> None:
+def _offloaded(part):
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     class Louder(ModelHook):
@@ -115,13 +113,13 @@ class Adapter(nn.Module):
     """A low-rank addition beside a layer, which offers the layer's own weight, as adapter libraries
     do."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.base_layer = layer
         self.down = nn.Parameter(LARGE * torch.randn_like(layer.weight[:1]))
         self.up = nn.Parameter(torch.randn_like(layer.weight[:, :1]))
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -143,26 +141,26 @@ class QuantisedTensor(torch.Tensor):
         return LARGE * out if function is nn.functional.linear else out
 
 
-def _adapted(part: nn.Module) -> None:
+def _adapted(part):
     for name, child in part._modules.items():
         if isinstance(child, nn.Linear):
             part._modules[name] = Adapter(child)
 
 
-def _quantised(part: nn.Module) -> None:
+def _quantised(part):
     for name, weight in part._parameters.items():
         if name == "weight" and weight is not None and weight.ndim == 2:
             part._parameters[name] = weight.detach().as_subclass(QuantisedTensor)
 
 
-def _stale_weight_norm(part: nn.Module) -> None:
+def _stale_weight_norm(part):
     if isinstance(part, nn.Linear):
         with pytest.warns(FutureWarning, match="weight_norm"):
             nn.utils.weight_norm(part)
         part.weight_g.data.mul_(LARGE)
 
 
-def _stale_spectral_norm(part: nn.Module) -> None:
+def _stale_spectral_norm(part):
     if isinstance(part, nn.Linear):
         nn.utils.spectral_norm(part)
         part.weight_orig.data.mul_(LARGE)
@@ -170,7 +168,7 @@ def _stale_spectral_norm(part: nn.Module) -> None:
             part.weight = part.weight / LARGE
 
 
-def _stale_prune(part: nn.Module) -> None:
+def _stale_prune(part):
     if isinstance(part, nn.Linear):
         prune.l1_unstructured(part, "weight", amount=0.5)
         part.weight_orig.data.mul_(LARGE)
@@ -181,7 +179,7 @@ class Times(nn.Module):
         return LARGE * weight
 
 
-def _parametrised(part: nn.Module) -> None:
+def _parametrised(part):
     if isinstance(part, nn.Linear):
         parametrize.register_parametrization(part, "weight", Times())
 
@@ -189,7 +187,7 @@ def _parametrised(part: nn.Module) -> None:
 class Restless(nn.Module):
     """A parametrisation with a state that each reading moves, as spectral_norm in train mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("readings", torch.ones(()))
 
@@ -198,36 +196,36 @@ class Restless(nn.Module):
         return self.readings * weight
 
 
-def _restless(part: nn.Module) -> None:
+def _restless(part):
     if isinstance(part, nn.Linear):
         parametrize.register_parametrization(part, "weight", Restless(), unsafe=True)
 
 
-def _other_buffers(part: nn.Module) -> None:
+def _other_buffers(part):
     for buffer in part.buffers():
         if buffer.is_floating_point():
             buffer.mul_(LARGE)
 
 
-def _is_linear(part: nn.Module) -> bool:
+def _is_linear(part):
     return isinstance(part, nn.Linear)
 
 
-def _has_linear(part: nn.Module) -> bool:
+def _has_linear(part):
     return any(_is_linear(child) for child in part.children())
 
 
-def _has_buffers(part: nn.Module) -> bool:
+def _has_buffers(part):
     return any(
         buffer.is_floating_point() for buffer in part._buffers.values() if buffer is not None
     )
 
 
-def _any(part: nn.Module) -> bool:
+def _any(part):
     return True
 
 
-WAYS_OF_A_PART: dict[str, tuple[Way, Callable[[nn.Module], bool]]] = {
+WAYS_OF_A_PART = {
     way.__name__.strip("_"): (way, applies)
     for applies, ways in {
         _any: (_forward_hook, _pre_hook, _pre_hook_with_kwargs, _global_hook, _global_pre_hook, _patched_object,
@@ -240,7 +238,7 @@ WAYS_OF_A_PART: dict[str, tuple[Way, Callable[[nn.Module], bool]]] = {
 }  # fmt: skip
 
 
-def _largest_slope(module: nn.Module, norm, radius: float | None, width: int = 8) -> float:
+def _largest_slope(module, norm, radius, width=8):
     """Of the module as it is called, in its own dtype, between random inputs near and far."""
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     scale = 0.3 if radius is None else 0.3 * radius / math.sqrt(width)
@@ -258,9 +256,7 @@ def _largest_slope(module: nn.Module, norm, radius: float | None, width: int = 8
     return float((perturbation_size(moved, norm) / perturbation_size(apart, norm)).max())
 
 
-def _right_or_refused(
-    module: nn.Module, sample: Sample, what: str = "", *, rounding: float = 1e-4
-) -> bool:
+def _right_or_refused(module, sample, what="", *, rounding=0.0001):
     """Return whether there is a certificate; if so, no slope exceeds it."""
     radius = 1.0 if sample.needs_ball else None
     norm = sample.norms[0]
@@ -279,14 +275,14 @@ def _right_or_refused(
     return True
 
 
-def _complex(module: nn.Module) -> nn.Module:
+def _complex(module):
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.complex64) * 1j
     return module
 
 
-def _one_part_of_each_class(module: nn.Module) -> list[str]:
-    first: dict[type[nn.Module], str] = {}
+def _one_part_of_each_class(module):
+    first = {}
     for path, part in module.named_modules():
         first.setdefault(type(part), path)
     return list(first.values())
@@ -308,7 +304,7 @@ def test_every_rule_is_walked():
     assert ruled <= ours, f"rules of {sorted(kind.__name__ for kind in ruled - ours)} are gone"
 
 
-def _differs(sample: Sample, ways: list[str]) -> None:
+def _differs(sample, ways):
     plain = sample.build(8)
     for path in _one_part_of_each_class(plain):
         for name in ways:
@@ -321,7 +317,7 @@ def _differs(sample: Sample, ways: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", ENDS)
-def test_a_call_that_differs_in_any_part(sample: Sample):
+def test_a_call_that_differs_in_any_part(sample):
     _differs(sample, list(WAYS_OF_A_PART))
 
 
@@ -330,7 +326,7 @@ def test_every_way_to_differ_of_one_class():
 
 
 @pytest.mark.parametrize("sample", ENDS)
-def test_one_way_to_differ_of_every_class(sample: Sample):
+def test_one_way_to_differ_of_every_class(sample):
     _differs(sample, ["patched_object"])
 
 
@@ -340,7 +336,7 @@ def test_ways_that_change_the_whole_of_one_module():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", CASES)
-def test_ways_that_change_the_whole_module(sample: Sample):
+def test_ways_that_change_the_whole_module(sample):
     plain = sample.build(8)
     assert _right_or_refused(plain, sample)
     compiled = torch.compile(plain, backend="eager")
@@ -360,7 +356,7 @@ def test_ways_that_change_the_whole_module(sample: Sample):
 
 
 @pytest.mark.parametrize("way", ["forward_hook", "patched_object", "subclass", "offloaded"])
-def test_what_is_refused_is_named(way: str):
+def test_what_is_refused_is_named(way):
     module = nn.Sequential(SAMPLES[nn.Sequential][3].build(8), nn.ReLU())
     WAYS_OF_A_PART[way][0](module.get_submodule("0.1.0"))
     certificate = certify(module, seq_len=4)

@@ -1,15 +1,12 @@
 """Bounds of attention where every norm is a number: heads that read and write two coordinates
 each."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from tests.support.certificates import rows as parts_of
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.certification import (
     AttentionWeights,
@@ -29,14 +26,14 @@ BQ, BV, BO = (0.3, 0.8), (0.2, 0.1), 0.05
 ROOT = math.sqrt(HEAD_DIM)
 
 
-def by_heads(sizes: tuple[float, float]) -> Tensor:
+def by_heads(sizes):
     """A diagonal weight: head h scales its own two coordinates by its size and by half of it."""
     return torch.diag(
         torch.tensor([part for size in sizes for part in (size, size / 2)], dtype=torch.float64)
     )
 
 
-def fill(module: Any) -> Any:
+def fill(module):
     with torch.no_grad():
         projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
         for projection, sizes in zip(projections, (Q, K, V, OUT), strict=True):
@@ -48,32 +45,32 @@ def fill(module: Any) -> Any:
     return module
 
 
-def attention(**options: Any) -> DotProductAttention:
+def attention(**options):
     return fill(DotProductAttention(D, HEADS, **options).double().eval())
 
 
-def joined(per_head: list[float], out: Any = OUT) -> float:
+def joined(per_head, out=OUT):
     """Heads of these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
     heads = list(zip(V, out, per_head, strict=True))
     together = max(out) * math.hypot(*(v * each for v, _, each in heads))
     return min(together, sum(v * o * each for v, o, each in heads))
 
 
-def mass(mask: str, spread: float, tokens: int = N) -> float:
+def mass(mask, spread, tokens=N):
     """The root of the largest column sum bound: n_i keys share a row whose logits differ by 2
     spread at most."""
     seen = {"full": [tokens] * tokens, "causal": range(1, tokens + 1), "any": [1] * tokens}[mask]
     return math.sqrt(min(tokens, sum(1 / (1 + (n - 1) * math.exp(-2 * spread)) for n in seen)))
 
 
-def terms(radius: float) -> tuple[list[float], list[float]]:
+def terms(radius):
     """What queries and keys add, for each head: a R^2, and a R^2 + beta R."""
     query = [q * k / ROOT * radius**2 for q, k in zip(Q, K, strict=True)]
     return query, [found + k * b / ROOT * radius for found, k, b in zip(query, K, BQ, strict=True)]
 
 
 @pytest.mark.parametrize("radius", [R, 0.1])
-def test_dot_product_attention_in_norms_of_tokens(radius: float) -> None:
+def test_dot_product_attention_in_norms_of_tokens(radius):
     query, key = terms(radius)
     expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
     assert certify(attention(), seq_len=N, radius=radius).total == pytest.approx(expected, rel=1e-5)
@@ -84,7 +81,7 @@ def test_dot_product_attention_in_norms_of_tokens(radius: float) -> None:
 @pytest.mark.parametrize("mask", ["full", "causal", "any"])
 @pytest.mark.parametrize("radius", [0.7, 0.2, 0.05])
 @pytest.mark.parametrize("tokens", [1, 3, 12])
-def test_dot_product_attention_in_norm_two(mask: Any, radius: float, tokens: int) -> None:
+def test_dot_product_attention_in_norm_two(mask, radius, tokens):
     query, key = terms(radius)
     # The logits of a row differ by twice |q| |k|: a R^2 + beta R.
     masses = [mass(mask, spread, tokens) for spread in key]
@@ -104,7 +101,7 @@ def test_dot_product_attention_in_norm_two(mask: Any, radius: float, tokens: int
     assert certificate.total == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_comes_out_of_a_ball() -> None:
+def test_what_comes_out_of_a_ball():
     """Averages of values: |x V W_O| <= min(sum v o, |W_O| |V|) R, and their constant part."""
     constant = math.hypot(BV[0] * OUT[0] + BO, BV[1] * OUT[1])
     spread = min(sum(v * o for v, o in zip(V, OUT, strict=True)), max(OUT) * math.hypot(*V))
@@ -114,7 +111,7 @@ def test_what_comes_out_of_a_ball() -> None:
         assert after.radius == pytest.approx(spread * R + constant, rel=1e-5)
 
 
-def test_head_norms_bound_queries_and_keys_whatever_comes_in() -> None:
+def test_head_norms_bound_queries_and_keys_whatever_comes_in():
     """s = sqrt d max|gamma| is their size, l = |W| max|gamma| / sqrt eps their slope."""
     module = attention(qk_norm=True, eps=0.04)
     gain_q, gain_k = 1.5, 0.5
@@ -136,7 +133,7 @@ def test_head_norms_bound_queries_and_keys_whatever_comes_in() -> None:
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_rotated_queries_and_keys_keep_their_lengths_alone(norm: Any) -> None:
+def test_rotated_queries_and_keys_keep_their_lengths_alone(norm):
     """Then a R^2 is |W_Q| (|W_K| R + |b_k|) R / sqrt d for queries, and with q and k exchanged for
     keys."""
     module = attention()
@@ -164,11 +161,11 @@ def test_rotated_queries_and_keys_keep_their_lengths_alone(norm: Any) -> None:
     assert float(found.value) == pytest.approx(expected, rel=1e-5)
 
 
-def split(sizes: tuple[float, float]) -> Tensor:
+def split(sizes):
     return by_heads(sizes).T.unflatten(1, (HEADS, HEAD_DIM)).movedim(1, 0)
 
 
-def normalised(per_head: list[float]) -> float:
+def normalised(per_head):
     """Heads whose values are normalised after their projection: |W_O| sqrt(sum L^2) or sum L
     |W_O,h|."""
     return min(
@@ -179,7 +176,7 @@ def normalised(per_head: list[float]) -> float:
 
 @pytest.mark.parametrize("mask", ["full", "causal", "any"])
 @pytest.mark.parametrize("tokens", [1, 5, 20])
-def test_cosine_attention(mask: Any, tokens: int) -> None:
+def test_cosine_attention(mask, tokens):
     eps, tau, nu = 0.25, torch.tensor([-0.5, 2.0]), torch.tensor([3.0, -0.75])
     weights = (split(Q), split(K), split(V), split(OUT).mT.contiguous())
     slope = [abs(float(each)) / math.sqrt(eps) for each in nu]
@@ -209,7 +206,7 @@ def test_cosine_attention(mask: Any, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_ball_cross_attention(tokens: int) -> None:
+def test_ball_cross_attention(tokens):
     """Per head a = t q k and beta = t k |b_q|; the output carries the head's share w."""
     module = fill(BallCrossAttention(D, HEADS, bias=True).double().eval())
     temperature, share = (scale.detach() for scale in module.head_scales(torch.float64))

@@ -1,17 +1,14 @@
 """Certificates of ball attention and its parts (B12) against ascended slopes, over weights, masks,
 norms and scales."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from tests.support.sample import ALL_NORMS
 from tests.support.samples import SAMPLES
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.certification import ball_cross_attention_bounds, certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
@@ -32,11 +29,11 @@ MARGIN = 5e-6
 five."""
 
 
-def projections(layer: Any) -> list[Any]:
+def projections(layer):
     return [layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj]
 
 
-def attention(width: int, heads: int, seed: int = 0, **options: Any) -> BallAttention:
+def attention(width, heads, seed=0, **options):
     """With orthogonal projections, in float64."""
     torch.manual_seed(seed)
     layer = BallAttention(width, heads, **{"max_temperature": 1e3, **options}).double().eval()
@@ -48,7 +45,7 @@ def attention(width: int, heads: int, seed: int = 0, **options: Any) -> BallAtte
     return layer
 
 
-def ratio(module: nn.Module, tokens: int, width: int, norm: Any = "tok", **how: Any) -> float:
+def ratio(module, tokens, width, norm="tok", **how):
     """Attacked over certified; the attack is told of the mask and may ascend weights."""
     mask = "causal" if how.get("forward_kwargs", {}).get("is_causal") else "any"
     options = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), **how}
@@ -59,7 +56,7 @@ def ratio(module: nn.Module, tokens: int, width: int, norm: Any = "tok", **how: 
     return max(found.ratio(certificate), found.slope / certificate.total)
 
 
-def constant(module: nn.Module) -> Tensor:
+def constant(module):
     """The constant of one head in norm tok, where no credit is given for logits that are small."""
     assert isinstance(module, BallAttention)
     path = torch.linalg.matrix_norm(module.o_proj.weight @ module.v_proj.weight, 2)
@@ -72,7 +69,7 @@ def constant(module: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     ("temperature", "tokens", "width"), [(0.1, 2, 2), (1.0, 5, 3), (3.0, 3, 2), (10.0, 3, 2)]
 )
-def test_the_constant_is_nearly_attained(temperature: float, tokens: int, width: int):
+def test_the_constant_is_nearly_attained(temperature, tokens, width):
     """Weights and inputs ascended, logits kept as large as those of weights of norm 1: no looser
     than 10 %."""
     layer = attention(width, 1, seed=2, temperature=temperature, unit_lipschitz=False)
@@ -86,9 +83,9 @@ def test_the_constant_is_nearly_attained(temperature: float, tokens: int, width:
 @pytest.mark.parametrize("norm", ALL_NORMS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", ["full", "causal", "padding", "any"])
-def test_heads_masks_and_norms(norm: Any, heads: int, how: str):
+def test_heads_masks_and_norms(norm, heads, how):
     width, tokens = 2 * heads, 4
-    options: dict[str, Any] = {
+    options = {
         "full": {},
         "causal": {"is_causal": True},
         "padding": {"key_padding_mask": torch.tensor([[False, True, False, False]])},
@@ -102,7 +99,7 @@ def test_heads_masks_and_norms(norm: Any, heads: int, how: str):
 @pytest.mark.parametrize("norm", ALL_NORMS)
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_scales_of_weights_and_temperatures(norm: Any, temperature: float, scale: float):
+def test_scales_of_weights_and_temperatures(norm, temperature, scale):
     layer = attention(4, 2, temperature=temperature, unit_lipschitz=scale == 1.0)
     with torch.no_grad():
         for index, projection in enumerate(projections(layer)):
@@ -112,7 +109,7 @@ def test_scales_of_weights_and_temperatures(norm: Any, temperature: float, scale
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 32])
 @pytest.mark.parametrize("norm", ALL_NORMS)
-def test_lengths(tokens: int, norm: Any):
+def test_lengths(tokens, norm):
     layer = attention(4, 2, temperature=2.0)
     assert ratio(layer, tokens, 4, norm, steps=15) <= ROUNDING
     if norm == "tok":
@@ -121,7 +118,7 @@ def test_lengths(tokens: int, norm: Any):
 
 
 @pytest.mark.parametrize("norm", ALL_NORMS)
-def test_a_smaller_ball_gives_a_smaller_constant(norm: Any):
+def test_a_smaller_ball_gives_a_smaller_constant(norm):
     layer = attention(4, 1, temperature=3.0, unit_lipschitz=False)
     totals = [
         certify(layer, seq_len=4, norm=norm, radius=r, cross_check=False).total
@@ -166,7 +163,7 @@ def test_one_where_the_weights_have_norm_one():
         assert certify(layer, seq_len=100).total > before
 
 
-def called(layer: nn.Module, query: Tensor, memory: Tensor) -> Tensor:
+def called(layer, query, memory):
     """The layer's answer where one of the two is the same for the whole batch."""
     count = max(len(query), len(memory))
     return layer(query.expand(count, -1, -1), memory.expand(count, -1, -1))
@@ -174,7 +171,7 @@ def called(layer: nn.Module, query: Tensor, memory: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_cross_attention(norm: Any, heads: int):
+def test_cross_attention(norm, heads):
     torch.manual_seed(heads)
     layer = BallCrossAttention(
         4, heads, memory_dim=3, temperature=1.5, unit_lipschitz=False, bias=True
@@ -187,7 +184,7 @@ def test_cross_attention(norm: Any, heads: int):
     )
     x = torch.randn(1, 3, 4, dtype=torch.float64)
     memory = torch.randn(1, 5, 3, dtype=torch.float64)
-    how: dict[str, Any] = {"norm": norm, "restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
+    how = {"norm": norm, "restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
     for fixed in (0.5, 5.0):
         y, q = fixed * memory, fixed * x
         of_x = partial(called, layer, memory=y)
@@ -197,7 +194,7 @@ def test_cross_attention(norm: Any, heads: int):
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-def test_cross_attention_attains_its_constants(temperature: float):
+def test_cross_attention_attains_its_constants(temperature):
     """Two opposite keys, seen alike: the covariance of the values is as large as the ball
     allows."""
     layer = BallCrossAttention(2, 1, temperature=temperature, unit_lipschitz=False).double()
@@ -211,7 +208,7 @@ def test_cross_attention_attains_its_constants(temperature: float):
         slope = (layer(step, memory) - layer(-step, memory)).norm() / (2 * step.norm())
     assert float(slope) / bounds[0] == pytest.approx(1.0, rel=2 * MARGIN)
     query = torch.tensor([[[0.3, 0.0]]]).double()
-    how: dict[str, Any] = {"restarts": 16, "steps": 150, "scales": (0.3, 1.0)}
+    how = {"restarts": 16, "steps": 150, "scales": (0.3, 1.0)}
     found = max(
         lipschitz_lower_bound(partial(called, layer, q), (2, 2), **how).value
         for q in (query, 3 * query)
@@ -220,14 +217,14 @@ def test_cross_attention_attains_its_constants(temperature: float):
 
 
 @pytest.mark.parametrize("arguments", [{"num_queries": 0}, {"num_queries": 3, "norm": "inf"}])
-def test_cross_attention_bounds_refuse(arguments: dict[str, Any]):
+def test_cross_attention_bounds_refuse(arguments):
     with pytest.raises(ConfigError, match="num_queries"):
         ball_cross_attention_bounds(BallCrossAttention(4, 1), **arguments)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 9])
 @pytest.mark.parametrize("norm", ALL_NORMS)
-def test_the_projection_attains_its_constant(norm: Any, width: int):
+def test_the_projection_attains_its_constant(norm, width):
     module = BallProjection(width, radius=0.7)
     assert certify(module, seq_len=2, norm=norm, radius=0.7).total == 1.0
     total = certify(module, seq_len=2, norm=norm).total
@@ -245,7 +242,7 @@ def test_the_projection_attains_its_constant(norm: Any, width: int):
 
 
 @pytest.mark.parametrize("norm", ALL_NORMS)
-def test_maxmin_and_its_feed_forward(norm: Any):
+def test_maxmin_and_its_feed_forward(norm):
     assert ratio(MaxMin(), 3, 4, norm) == pytest.approx(1.0)
     torch.manual_seed(0)
     layer = MaxMinFeedForward(4, 8).double()
@@ -258,7 +255,7 @@ def test_maxmin_and_its_feed_forward(norm: Any):
         assert certify(layer, seq_len=3, norm=norm).total == pytest.approx(1.0, rel=MARGIN)
 
 
-def block(residuals: tuple[nn.Module, nn.Module], width: int = 4) -> Block:
+def block(residuals, width=4):
     made = SAMPLES[Block][0].build(8)
     assert isinstance(made, Block)
     made.attention, made.feedforward = attention(width, 2), MaxMinFeedForward(width, 2 * width)
@@ -269,7 +266,7 @@ def block(residuals: tuple[nn.Module, nn.Module], width: int = 4) -> Block:
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_blocks_keep_their_budget(norm: Any):
+def test_blocks_keep_their_budget(norm):
     """Depth 6: convex blocks stay at 1 in norm tok, budgeted ones at L; the attack finds most of
     it."""
     convex = nn.Sequential(*(block((ConvexResidual(0.3), ConvexResidual(0.6))) for _ in range(3)))

@@ -1,8 +1,6 @@
 """Bounds other than L2 attention, each attacked, and where a constant is optimal, shown to be
 reached."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -26,7 +24,7 @@ MASKS = ("full", "causal", "any")
 randn, rand = (partial(draw, dtype=torch.float64) for draw in (torch.randn, torch.rand))
 
 
-def _ball(count: int, tokens: int, width: int, radius: float) -> torch.Tensor:
+def _ball(count, tokens, width, radius):
     """Tokens on, in, and at opposite ends of the ball."""
     x = randn(count, tokens, width)
     x = x / x.norm(dim=-1, keepdim=True) * radius
@@ -35,7 +33,7 @@ def _ball(count: int, tokens: int, width: int, radius: float) -> torch.Tensor:
     return x
 
 
-def _module(scale: float, *, qk_norm: bool = False, width: int = 4) -> DotProductAttention:
+def _module(scale, *, qk_norm=False, width=4):
     module = DotProductAttention(width, 2, qk_norm=qk_norm, eps=0.1).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -43,15 +41,15 @@ def _module(scale: float, *, qk_norm: bool = False, width: int = 4) -> DotProduc
     return module
 
 
-def _dot_product(module: DotProductAttention, bias: torch.Tensor):
+def _dot_product(module, bias):
     """The module written out, so that the attack does not go through its code."""
     heads = module.num_heads
 
-    def split(projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    def split(projection, x):
         tokens = x @ projection.weight.mT + projection.bias
         return tokens.unflatten(-1, (heads, -1)).transpose(0, 1)
 
-    def attention(x: torch.Tensor) -> torch.Tensor:
+    def attention(x):
         q, k, v = (split(p, x) for p in (module.q_proj, module.k_proj, module.v_proj))
         if module.q_norm is not None and module.k_norm is not None:
             q, k = module.q_norm(q), module.k_norm(k)
@@ -126,8 +124,8 @@ def test_cosine_cross_attention_is_bounded_in_both_sequences(reference, norm):
     q, k, v = (randn(heads, width, 2) for _ in range(3))
     o = randn(heads, 2, width)
 
-    def attention(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        def unit(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def attention(x, y):
+        def unit(tokens, weight):
             a = torch.einsum("nD,hDd->hnd", tokens, weight)
             return a / (a.square().sum(-1, keepdim=True) + 0.1).sqrt()
 
@@ -155,7 +153,7 @@ def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
     """All energy in head 1, query 0, keys +-1: the slope exceeds the claimed 1 for H = 4 and 12,
     never our constant."""
 
-    def attention(x: torch.Tensor, heads: int) -> torch.Tensor:
+    def attention(x, heads):
         q = x.unflatten(-1, (heads, -1)).transpose(0, 1)
         return (q @ q.mT / q.shape[-1]).softmax(-1).matmul(q).transpose(0, 1).flatten(1) / 3
 
@@ -203,7 +201,7 @@ def test_softmax_diagnostic_holds_is_tight_and_survives_saturation():
     logits = randn(3000, 5) * torch.logspace(-2, 1.7, 3000, dtype=torch.float64)[:, None]
     p = logits.softmax(-1)
 
-    def largest(p: torch.Tensor) -> torch.Tensor:
+    def largest(p):
         return torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None])[:, -1]
 
     bound = softmax_jacobian_bound(p)

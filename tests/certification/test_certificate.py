@@ -1,27 +1,22 @@
 """A certificate: its radius is never beaten and covers no other inputs; its table and its dictionary."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from tests.support.refusal import refused
-from torch import Tensor
 
 from wellposed.attack import perturbation_size, steepest_direction
 from wellposed.certification import Certificate, CertifiedLayer, certify
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
-from wellposed.linalg import Norm
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 
-NORMS: tuple[Norm, ...] = ("tok", 2, "inf")
+NORMS = ("tok", 2, "inf")
 TOKENS, WIDTH = 4, 6
 
 
-def make_certificate(**changes: Any) -> Certificate:
-    values: dict[str, Any] = {
+def make_certificate(**changes):
+    values = {
         "total": 2.0, "layers": (), "label": "certified", "norm": 2, "tokens": 8, "min_tokens": 1, "mask": "full",
         "domain": "all inputs", "dtype": "float64",
     }  # fmt: skip
@@ -30,9 +25,9 @@ def make_certificate(**changes: Any) -> Certificate:
     return Certificate(**{**values, **changes})
 
 
-def make_model(seed: int, **options: Any) -> WellposedForSequenceClassification:
+def make_model(seed, **options):
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
+    sizes = {
         "vocab_size": 9, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3,
         "max_position_embeddings": TOKENS, "norm": "none",
     }  # fmt: skip
@@ -41,14 +36,12 @@ def make_model(seed: int, **options: Any) -> WellposedForSequenceClassification:
     )
 
 
-def descend(
-    model: WellposedForSequenceClassification, embeds: Tensor, radius: Tensor, norm: Norm
-) -> Tensor:
+def descend(model, embeds, radius, norm):
     """The least margin that 15 signed or normalised gradient steps find for ``|delta| <=
     radius``."""
     chosen = model(inputs_embeds=embeds).logits.argmax(-1, keepdim=True)
 
-    def margin(delta: Tensor) -> Tensor:
+    def margin(delta):
         logits = model(inputs_embeds=embeds + delta).logits
         return (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin(-1)
 
@@ -70,7 +63,7 @@ def descend(
     return least
 
 
-CERTIFIED: list[dict[str, Any]] = [
+CERTIFIED = [
     {"attention": "l2_tied"},
     {"attention": "cosine", "norm": "pre"},
     {"attention": "l2_contractive", "activation": "relu"},
@@ -82,7 +75,7 @@ CERTIFIED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("seed", range(6))
-def test_no_descent_changes_a_decision_within_the_radius(seed: int, norm: Norm) -> None:
+def test_no_descent_changes_a_decision_within_the_radius(seed, norm):
     model = make_model(seed, **CERTIFIED[seed])
     certificate = certify(model, seq_len=TOKENS, norm=norm)
     embeds = torch.randn(12, TOKENS, WIDTH, dtype=torch.float64)
@@ -93,7 +86,7 @@ def test_no_descent_changes_a_decision_within_the_radius(seed: int, norm: Norm) 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("seed", range(4))
-def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed: int, norm: Norm) -> None:
+def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed, norm):
     model = make_model(seed, attention="dot_product")
     with torch.no_grad():
         model.classifier.bias.copy_(torch.tensor([0.0, 30.0, 0.0]) * (seed % 2))
@@ -113,7 +106,7 @@ def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed: int, n
     assert bool((descend(model, embeds[inside], radius[inside], norm) > 0).all())
 
 
-def test_a_decision_that_flips_outside_the_ball_has_no_radius_out_there() -> None:
+def test_a_decision_that_flips_outside_the_ball_has_no_radius_out_there():
     """f(x) = (10 - |x|^2, 0) has slope 2 for |x| <= 1; margin / (sqrt 2 L) = 3.54, but f flips at
     |x| = 3.17."""
     on_ball = make_certificate(total=2.0, ball=1.0, tokens=1)
@@ -123,7 +116,7 @@ def test_a_decision_that_flips_outside_the_ball_has_no_radius_out_there() -> Non
         assert float(on_ball.radius(logits, largest_token=largest)) == room
 
 
-def test_the_room_is_measured_in_the_norm_of_the_certificate() -> None:
+def test_the_room_is_measured_in_the_norm_of_the_certificate():
     """In norm inf a token along the diagonal reaches the edge with equal steps of every entry, and
     no sooner."""
     logits = torch.tensor([1e6, 0.0])
@@ -136,7 +129,7 @@ def test_the_room_is_measured_in_the_norm_of_the_certificate() -> None:
     assert float((token + found).norm()) == pytest.approx(3.0)
 
 
-def test_every_input_has_its_own_room() -> None:
+def test_every_input_has_its_own_room():
     logits = torch.tensor([[9.0, 0.0]] * 3)
     largest = torch.tensor([0.5, 3.0, math.nan])
     found = make_certificate(ball=2.0, total=0.1).radius(logits, largest_token=largest)
@@ -147,7 +140,7 @@ def test_every_input_has_its_own_room() -> None:
         make_certificate().radius(logits, torch.tensor([0]))
 
 
-def test_a_certificate_on_a_ball_asks_where_the_input_stands() -> None:
+def test_a_certificate_on_a_ball_asks_where_the_input_stands():
     logits = torch.tensor([1.0, 0.0])
     with pytest.raises(
         ConfigError, match=r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="
@@ -175,14 +168,14 @@ def test_a_certificate_on_a_ball_asks_where_the_input_stands() -> None:
         {"head": (torch.full((2, 2), math.nan), 1.0)},
     ],
 )
-def test_without_a_bound_the_radius_is_zero(changes: dict[str, Any]) -> None:
+def test_without_a_bound_the_radius_is_zero(changes):
     logits = torch.tensor([[5.0, 0.0], [0.0, 0.0], [math.inf, 0.0]])
     assert make_certificate(**changes).radius(logits).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("total", [0.0, 2.0])
-def test_logits_that_are_not_finite_have_radius_zero(bad: float, total: float) -> None:
+def test_logits_that_are_not_finite_have_radius_zero(bad, total):
     logits = torch.tensor([[3.0, bad, 0.0], [bad, bad, bad], [3.0, 0.0, 0.0]])
     for labels in (None, torch.tensor([0, 0, 0])):
         found = make_certificate(total=total).radius(logits, labels)
@@ -190,7 +183,7 @@ def test_logits_that_are_not_finite_have_radius_zero(bad: float, total: float) -
         assert float(found[2]) > 0
 
 
-def test_a_head_so_small_that_its_square_vanishes_is_no_constant() -> None:
+def test_a_head_so_small_that_its_square_vanishes_is_no_constant():
     """|w_0 - w_1| = 1e-200: the square is zero in float64, the radius 1e-190 / 1e-200 = 1e10 is not
     infinite."""
     weight = torch.tensor([[1e-200, 0.0], [0.0, 0.0]], dtype=torch.float64)
@@ -201,7 +194,7 @@ def test_a_head_so_small_that_its_square_vanishes_is_no_constant() -> None:
     assert float(equal.radius(logits)) == math.inf
 
 
-def test_lengths_are_checked_on_both_sides() -> None:
+def test_lengths_are_checked_on_both_sides():
     certificate = make_certificate(tokens=8, min_tokens=4)
     logits = torch.tensor([[1.0, 0.0]] * 3)
     assert bool((certificate.radius(logits, tokens=torch.tensor([4, 8, 6])) > 0).all())
@@ -221,7 +214,7 @@ def test_lengths_are_checked_on_both_sides() -> None:
         certificate.radius(logits)
 
 
-def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones() -> None:
+def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones():
     """Mean pooling of 16 tokens moves by |delta| / 4; of one token by |delta|: 4 times the
     truth."""
     model = make_model(3, attention="l2_contractive", max_position_embeddings=16)
@@ -266,7 +259,7 @@ CLOSED = make_certificate(
 )
 
 
-def test_the_table() -> None:
+def test_the_table():
     assert OPEN.table().splitlines() == [
         "bound  label        radius  module              form or reason",
         "6      certified    inf     body (Sequential)   product of the parts",
@@ -289,7 +282,7 @@ def test_the_table() -> None:
     ]
 
 
-def test_the_dictionary_holds_plain_values_alone() -> None:
+def test_the_dictionary_holds_plain_values_alone():
     found = CLOSED.to_dict()
     layers = found.pop("layers")
     assert found == {
@@ -321,12 +314,12 @@ def test_the_dictionary_holds_plain_values_alone() -> None:
     assert OPEN.to_dict()["total"] == "inf"
 
 
-def test_losses_are_the_innermost_factors_above_one_and_the_largest_comes_first() -> None:
+def test_losses_are_the_innermost_factors_above_one_and_the_largest_comes_first():
     assert OPEN.losses() == [LOST, BESIDE, FIRST]
     assert CLOSED.losses() == [BESIDE]
 
 
-def test_what_has_no_bound_is_named_innermost() -> None:
+def test_what_has_no_bound_is_named_innermost():
     outer = CertifiedLayer(
         "body", "Sequential", math.inf, "none", "uncertified", "see body.b", EVERYWHERE
     )

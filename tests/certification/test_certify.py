@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from wellposed.certification import Certificate, LayerBound, certify, inherit_rule, register_rule
+from wellposed.certification import LayerBound, certify, inherit_rule, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import certified_spectral_norm, l2_attention_bound, l2_bracket, l2_constants
 from wellposed.nn import MLP, Block, L2SelfAttention, TransformerStack
@@ -19,7 +19,7 @@ from wellposed.nn import MLP, Block, L2SelfAttention, TransformerStack
 NORMS = ("tok", "inf", 2)
 
 
-def _config(**changes) -> SimpleNamespace:
+def _config(**changes):
     values = {
         "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16,
         "activation": "gelu", "attention": "l2_tied", "feedforward": "mlp", "residual": "plain", "norm": "none",
@@ -64,7 +64,7 @@ def test_residuals_and_norm_placements_by_hand():
     assert certify(block, seq_len=9).total == pytest.approx(1 + 0.5 * attention_of(block), rel=1e-9)
 
 
-def attention_of(block: Block) -> float:
+def attention_of(block):
     return certify(block.attention, seq_len=9).total
 
 
@@ -235,10 +235,10 @@ def test_bad_arguments():
         with pytest.raises(error, match=match):
             certify(net, **changes)
     with pytest.raises(ConfigError, match=r"from_pretrained\('bert'\)"):
-        certify("bert", seq_len=2)  # type: ignore
+        certify("bert", seq_len=2)
 
 
-def _linear_certificate(weight: torch.Tensor, norm) -> tuple[nn.Linear, Certificate]:
+def _linear_certificate(weight, norm):
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data.copy_(weight)
     return linear, certify(linear, seq_len=1, norm=norm)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.samples import SAMPLES
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from wellposed.certification import LayerBound, certify, register_rule
@@ -29,7 +29,7 @@ class OnlyInFloat64(nn.Linear):
     """A division that underflows in float32: the map is no contraction there, and a float64 copy
     does not show it."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         tiny = torch.full((), 1e-25, dtype=x.dtype)
         return super().forward(x) * (
             tiny / tiny.square().clamp_min(1e-300).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
@@ -152,7 +152,7 @@ def test_reduced_precision_around_the_call_is_not_the_modules():
         torch.set_float32_matmul_precision(before)
 
 
-def identity(width: int = 6, scale: float = 1.0) -> nn.Linear:
+def identity(width=6, scale=1.0):
     linear = nn.Linear(width, width, bias=False).double()
     with torch.no_grad():
         linear.weight.copy_(scale * torch.eye(width))
@@ -162,12 +162,12 @@ def identity(width: int = 6, scale: float = 1.0) -> nn.Linear:
 class Claimed(nn.Module):
     """``x -> slope x`` under a bound that is given; and what it was called with."""
 
-    def __init__(self, slope: float, bound: float, width: int = 6) -> None:
+    def __init__(self, slope, bound, width=6):
         super().__init__()
         self.slope, self.bound, self.in_features = slope, bound, width
-        self.seen: list[Tensor] = []
+        self.seen = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen.append(x.detach().clone())
         return self.slope * x
 
@@ -196,14 +196,12 @@ SHARED = identity()
     ],
     ids=range(7),
 )
-def test_the_pairs_are_counted(
-    model: nn.Module, pairs: int, modules: int, share: float, norm: Any
-) -> None:
+def test_the_pairs_are_counted(model, pairs, modules, share, norm):
     said = f"{pairs} pairs through {modules} modules, largest slope / bound {share:.3f}"
     assert certify(model, seq_len=3, norm=norm).cross_check == said
 
 
-def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more() -> None:
+def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more():
     """64 units of the last place of inputs and outputs, as a share of how far apart the inputs
     are."""
     for dtype, allowed, refused in ((torch.float64, 1e-7, 1e-5), (torch.float32, 2e-6, 1e-3)):
@@ -218,7 +216,7 @@ def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("radius", "reach"), [(None, math.sqrt(6)), (0.5, 0.5), (100.0, math.sqrt(6))]
 )
-def test_inputs_stay_in_the_ball_at_two_sizes(radius: float | None, reach: float) -> None:
+def test_inputs_stay_in_the_ball_at_two_sizes(radius, reach):
     """Half of the ball for x, half for what is added; the second example at a tenth of that."""
     module = Claimed(1.0, 1.0).eval()
     certify(module, seq_len=9, radius=radius)
@@ -237,21 +235,21 @@ def test_inputs_stay_in_the_ball_at_two_sizes(radius: float | None, reach: float
     ("options", "tokens"),
     [({"seq_len": 2}, 2), ({"seq_len": 9}, 4), ({"seq_len": 9, "min_tokens": 6}, 6)],
 )
-def test_how_many_tokens_it_is_tried_with(options: dict[str, int], tokens: int) -> None:
+def test_how_many_tokens_it_is_tried_with(options, tokens):
     module = Claimed(1.0, 1.0)
     certify(module, **options)
     assert {x.shape[1] for x in module.seen} == {tokens}
 
 
-def test_the_innermost_offender_is_named_and_the_largest_bound_of_a_shared_part_counts() -> None:
+def test_the_innermost_offender_is_named_and_the_largest_bound_of_a_shared_part_counts():
     low, high = Claimed(1.0, 0.5), Claimed(1.0, 1.0)
     with pytest.raises(UnsoundBoundError, match=r"1\.0 \(Claimed\)"):
         certify(nn.Sequential(high, nn.Sequential(low, high)), seq_len=3)
 
 
-def test_a_part_that_turns_tokens_into_one_vector_is_tried_as_a_vector() -> None:
+def test_a_part_that_turns_tokens_into_one_vector_is_tried_as_a_vector():
     class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x.mean(1)
 
     register_rule(Mean)(lambda module, site: LayerBound(1.0, "mean", out_radius=site.radius))
@@ -259,7 +257,7 @@ def test_a_part_that_turns_tokens_into_one_vector_is_tried_as_a_vector() -> None
     assert said.startswith("5 pairs through 4 modules")
 
 
-def test_training_draws_the_same_random_numbers_for_every_input() -> None:
+def test_training_draws_the_same_random_numbers_for_every_input():
     model = nn.Sequential(identity(), nn.Dropout(0.5), identity()).train()
     certificate = certify(model, seq_len=3)
     assert certificate.total == pytest.approx(2.0, rel=1e-5)
@@ -271,11 +269,11 @@ def test_training_draws_the_same_random_numbers_for_every_input() -> None:
 class Masked(nn.Module):
     """Notes whether it was called as causal."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: set[bool] = set()
+        self.calls = set()
 
-    def forward(self, x: Tensor, *, is_causal: bool = False) -> Tensor:
+    def forward(self, x, *, is_causal=False):
         self.calls.add(is_causal)
         return x
 
@@ -283,7 +281,7 @@ class Masked(nn.Module):
 class Unmasked(nn.Module):
     """Has no such argument."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x
 
 
@@ -296,7 +294,7 @@ def _asks_for_the_mask(module: nn.Module, site: Any) -> LayerBound:
 @pytest.mark.parametrize(
     ("mask", "called"), [("causal", {True}), ("full", {False}), ("any", {False}), (None, {False})]
 )
-def test_a_causal_certificate_is_tried_with_causal_calls(mask: Any, called: set[bool]) -> None:
+def test_a_causal_certificate_is_tried_with_causal_calls(mask, called):
     module = Masked()
     assert certify(module, seq_len=3, mask=mask).cross_check.endswith("1.000")
     assert module.calls == called
@@ -306,7 +304,7 @@ def test_a_causal_certificate_is_tried_with_causal_calls(mask: Any, called: set[
 class Cliff(nn.Module):
     """The identity on short tokens; longer ones, of the first example, leave the range."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.where(x.abs().amax((1, 2), keepdim=True) > 0.15, math.inf, 1.0) * x
 
 
@@ -315,12 +313,12 @@ def _cliff(module: Cliff, site: Any) -> LayerBound:
     return LayerBound(1.0, "of short tokens", out_radius=site.radius)
 
 
-def test_one_example_that_is_not_finite_is_enough() -> None:
+def test_one_example_that_is_not_finite_is_enough():
     said = r"the module \(Cliff\) gives NaN or infinity in torch\.float64 at tokens of norm 0\.499"
     with pytest.raises(NotLipschitzError, match=said):
         certify(Cliff(), seq_len=3, radius=1.0)
     assert certify(Cliff(), seq_len=3, radius=0.1).cross_check.endswith("1.000")
 
 
-def test_training_without_dropout_is_no_reason_to_refuse() -> None:
+def test_training_without_dropout_is_no_reason_to_refuse():
     assert certify(OrthogonalFeedForward(4).train(), seq_len=2).label == "certified"

@@ -1,8 +1,6 @@
 """Whole small models, attacked from the embedded input to the logits, in every norm; and their
 certified radii."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -22,7 +20,7 @@ NORMS = ("tok", "inf", 2)
 TOKENS = 5
 
 
-def _config(**changes) -> WellposedConfig:
+def _config(**changes):
     values = {
         "hidden_size": 6, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8, "num_labels": 3,
         "vocab_size": 11, "max_position_embeddings": 8, "attention": "l2_tied", "norm": "none", "layer_norm_eps": 0.1,

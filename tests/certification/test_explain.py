@@ -1,7 +1,5 @@
 """A total of no use says which parts make it so, with numbers that its rows give."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -17,7 +15,7 @@ from wellposed.nn import InvertibleResidual
 GELU = 1.128905
 
 
-def _encoder(**options: object) -> nn.Module:
+def _encoder(**options):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         8, 2, 16, batch_first=True, norm_first=True, activation=nn.GELU(), **options
@@ -25,7 +23,7 @@ def _encoder(**options: object) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
-def _bounds(certificate, ending: str) -> list[float]:
+def _bounds(certificate, ending):
     return [layer.lipschitz for layer in certificate.layers if layer.path.endswith(ending)]
 
 
@@ -82,7 +80,7 @@ def test_the_certificate_is_not_moved_by_its_explanation():
 @pytest.mark.parametrize(
     ("family", "name", "model"), [pytest.param(*case, id=case[1]) for case in families.models()]
 )
-def test_every_family_with_a_bound_says_why_it_is_large(family: str, name: str, model: nn.Module):
+def test_every_family_with_a_bound_says_why_it_is_large(family, name, model):
     everywhere, _ = families.certificates(model)
     if everywhere.label != "uncertified":
         assert re.search(r"\d Norm|LayerNorm|RMSNorm", everywhere.reason)

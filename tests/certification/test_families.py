@@ -1,12 +1,8 @@
 """Every family of Hugging Face: its rows, the balls they stand on, and what the support table says."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from tests.support.certificates import rows as rows_of
 from tests.support.families import table
 from torch import Tensor, nn
 
-from wellposed.certification import Certificate, CertifiedLayer, certify, patch_grid
+from wellposed.certification import certify, patch_grid
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -26,7 +22,7 @@ def test_the_table_of_the_documentation_is_what_certify_answers():
     )
 
 
-def test_the_reason_quoted_is_the_one_printed(capsys: pytest.CaptureFixture[str]):
+def test_the_reason_quoted_is_the_one_printed(capsys):
     page = PAGE.read_text("utf-8")
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
     quoted = " ".join(
@@ -38,11 +34,11 @@ def test_the_reason_quoted_is_the_one_printed(capsys: pytest.CaptureFixture[str]
 R = 0.05
 
 
-def inside(rows: tuple[CertifiedLayer, ...], path: str) -> list[CertifiedLayer]:
+def inside(rows, path):
     return [row for row in rows if row.path.startswith(f"{path}.")]
 
 
-def of_a_layer(parts: list[CertifiedLayer]) -> float:
+def of_a_layer(parts):
     """Two sublayers with residuals and a norm each: before the branch, or after the sum."""
     bounds = [part.lipschitz for part in parts]
     is_pre = "Norm" in parts[0].module
@@ -60,10 +56,8 @@ def of_a_layer(parts: list[CertifiedLayer]) -> float:
 @pytest.mark.parametrize(
     ("name", "model"), [pytest.param(case[1], case[2], id=case[1]) for case in families.models()]
 )
-def test_rows_multiply_up(name: str, model: nn.Module, norm: Any) -> None:
-    certificate: Certificate = certify(
-        model.eval(), seq_len=3, norm=norm, radius=R, cross_check=False
-    )
+def test_rows_multiply_up(name, model, norm):
+    certificate = certify(model.eval(), seq_len=3, norm=norm, radius=R, cross_check=False)
     if not math.isfinite(certificate.total):
         assert "two sequences" in certificate.table()
         return
@@ -96,13 +90,13 @@ MODELS = [
 MODELS = [param for param in MODELS if param.id != "MarianMTModel"]
 
 
-def tokens_seen(model: nn.Module, paths: list[str], run: Callable[[], object]) -> dict[str, float]:
+def tokens_seen(model, paths, run):
     """The largest 2-norm of a token that enters each part."""
-    largest: dict[str, float] = {}
+    largest = {}
     hooks = []
     for path in paths:
 
-        def note(_module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+        def note(_module, args, kwargs, path=path):
             x = next(
                 value
                 for value in [kwargs.get("hidden_states"), *args, *kwargs.values()]
@@ -121,7 +115,7 @@ def tokens_seen(model: nn.Module, paths: list[str], run: Callable[[], object]) -
     return largest
 
 
-def run(model: nn.Module, x: Tensor) -> Callable[[], object]:
+def run(model, x):
     grid = patch_grid(model)
     if grid is not None:
         return lambda: model(pixel_values=grid.image(x))
@@ -132,7 +126,7 @@ def run(model: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_token_that_enters_a_part_lies_in_its_ball(model: nn.Module) -> None:
+def test_every_token_that_enters_a_part_lies_in_its_ball(model):
     model = model.double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -172,7 +166,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_first_ball_has_room_for_the_longest_row_of_every_table(name: str) -> None:
+def test_the_first_ball_has_room_for_the_longest_row_of_every_table(name):
     model = {case[1]: case[2] for case in families.models()}[name].double().eval()
     room = BALL
     with torch.no_grad():
@@ -186,7 +180,7 @@ def test_the_first_ball_has_room_for_the_longest_row_of_every_table(name: str) -
     assert first.radius == pytest.approx(room, rel=1e-6)
 
 
-def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well() -> None:
+def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well():
     model = {case[1]: case[2] for case in families.models()}["ViTModel"].double().eval()
     embeddings = model.embeddings
     cut = embeddings.patch_embeddings.projection
@@ -198,7 +192,7 @@ def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well() -> None:
         embeddings.position_embeddings[0, 3, 2] = 0.25
         embeddings.position_embeddings[0, 0, 2] = 0.25
 
-        def first_ball() -> float:
+        def first_ball():
             return rows_of(model, radius=BALL, cross_check=False)["layers.0"].radius
 
         for token, ball in ((0.0, 2 * BALL + 0.5 + 0.25), (9.0, 9.25), (-9.0, 8.75)):

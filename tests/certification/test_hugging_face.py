@@ -1,21 +1,17 @@
 """Certificates of models of transformers: what is read, what is refused, and attacks on every
 family."""
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from tests.support import hugging_face as hf
 from tests.support.certificates import why
-from tests.support.sample import ALL_NORMS, Sample, awake
+from tests.support.sample import ALL_NORMS, awake
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
@@ -46,21 +42,21 @@ MODELS = [
 
 
 @pytest.fixture
-def bert() -> nn.Module:
+def bert():
     return awake(modeling_bert.BertModel(hf.bert_config(WIDTH)))
 
 
 @pytest.fixture
-def gpt2() -> nn.Module:
+def gpt2():
     return awake(modeling_gpt2.GPT2Model(hf.gpt2_config(WIDTH)))
 
 
 @pytest.fixture
-def llama() -> nn.Module:
+def llama():
     return awake(modeling_llama.LlamaModel(hf.llama_config(WIDTH)))
 
 
-def row(certificate: Any, path: str) -> Any:
+def row(certificate, path):
     return next(layer for layer in certificate.layers if layer.path == path)
 
 
@@ -68,7 +64,7 @@ def row(certificate: Any, path: str) -> Any:
     "scale", [1.0, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1e-3, 1e3))]
 )
 @pytest.mark.parametrize(("sample", "norm"), MODELS)
-def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: float):
+def test_no_attack_exceeds_the_certificate(sample, norm, scale):
     model = sample.build(WIDTH).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,7 +81,7 @@ def test_no_attack_exceeds_the_certificate(sample: Sample, norm: Any, scale: flo
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-def test_padding_is_covered_in_norm_2(kind: str, request: pytest.FixtureRequest):
+def test_padding_is_covered_in_norm_2(kind, request):
     """Padded queries attend to the one real token, so its column of the attention matrix has every
     row in it."""
     model, count = request.getfixturevalue(kind), 12
@@ -97,7 +93,7 @@ def test_padding_is_covered_in_norm_2(kind: str, request: pytest.FixtureRequest)
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_an_attention_is_read_as_ours_with_the_same_weights(bert: Any, gpt2: Any, norm: Any):
+def test_an_attention_is_read_as_ours_with_the_same_weights(bert, gpt2, norm):
     """The rows of BERT and of GPT-2, whose weights are fused and transposed, are those of our own
     module."""
     ours = awake(DotProductAttention(WIDTH, 2))
@@ -126,7 +122,7 @@ def test_an_attention_is_read_as_ours_with_the_same_weights(bert: Any, gpt2: Any
         (transformers.MarianMTModel, hf.marian_config, "model.encoder"),
     ],
 )
-def test_a_model_of_two_sequences_has_the_rows_of_its_encoder(kind: Any, config: Any, path: str):
+def test_a_model_of_two_sequences_has_the_rows_of_its_encoder(kind, config, path):
     model = awake(kind(config(WIDTH)))
     certificate = certify(model, seq_len=TOKENS, radius=1.0)
     assert math.isinf(certificate.total)
@@ -192,9 +188,7 @@ def rotated_attention(x, q, k, v, o, query_bias, key_bias, bias):
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_rotated_attention_with_biases_and_positions(
-    reference: SimpleNamespace, seed: int, norm: Any
-):
+def test_rotated_attention_with_biases_and_positions(reference, seed, norm):
     """No Jacobian of a written-out reference exceeds the bound; the key bias counts, as it does not
     cancel."""
     torch.manual_seed(seed)
@@ -233,7 +227,7 @@ def test_at_constant_tokens_the_bound_of_a_post_norm_model_is_all_but_attained()
     assert 0.85 < found.ratio(certify(model, seq_len=TOKENS)) <= 1
 
 
-def test_both_ways_of_running_attention_have_the_same_bound(bert: Any):
+def test_both_ways_of_running_attention_have_the_same_bound(bert):
     bounds = set()
     for implementation in ("eager", "sdpa"):
         bert.set_attn_implementation(implementation)
@@ -241,7 +235,7 @@ def test_both_ways_of_running_attention_have_the_same_bound(bert: Any):
     assert len(bounds) == 1
 
 
-def test_attention_of_another_make_is_refused(bert: Any, monkeypatch: pytest.MonkeyPatch):
+def test_attention_of_another_make_is_refused(bert, monkeypatch):
     bert.config._attn_implementation = "flex_attention"
     assert "attn_implementation='flex_attention'" in why(bert)
     bert.config._attn_implementation = "eager"
@@ -255,7 +249,7 @@ def test_attention_of_another_make_is_refused(bert: Any, monkeypatch: pytest.Mon
     assert math.isfinite(certify(bert, seq_len=TOKENS).total)
 
 
-def test_hidden_states_may_have_been_asked_for(bert: Any):
+def test_hidden_states_may_have_been_asked_for(bert):
     """transformers then leaves hooks behind that only look."""
     total = certify(bert, seq_len=TOKENS).total
     bert(inputs_embeds=torch.randn(1, TOKENS, WIDTH), output_hidden_states=True)
@@ -263,7 +257,7 @@ def test_hidden_states_may_have_been_asked_for(bert: Any):
     assert certify(bert, seq_len=TOKENS).total == total
 
 
-def test_a_namesake_is_another_class(bert: Any):
+def test_a_namesake_is_another_class(bert):
 
     class Namesake(modeling_bert.BertModel):
         pass
@@ -279,7 +273,7 @@ def test_a_namesake_is_another_class(bert: Any):
     assert certify(inherit_rule(Namesake)(bert.config).eval(), seq_len=TOKENS).label == "certified"
 
 
-def test_a_part_behind_a_refused_one_is_told_that_no_ball_reaches_it(bert: Any):
+def test_a_part_behind_a_refused_one_is_told_that_no_ball_reaches_it(bert):
     bert.encoder.layer[0].attention.self = modeling_roberta.RobertaSelfAttention(bert.config).eval()
     certificate = certify(bert, seq_len=TOKENS)
     reason = "no ball reaches it, as encoder.layer.0 has no bound"
@@ -302,7 +296,7 @@ def test_images_are_laid_out_as_the_model_cuts_them():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_encoder_of_torch_with_padding(bias: bool):
+def test_an_encoder_of_torch_with_padding(bias):
     """The fused kernel of eval mode included, which cuts padded tokens out."""
     layer = nn.TransformerEncoderLayer(
         WIDTH, 2, 16, batch_first=True, bias=bias, layer_norm_eps=0.1

@@ -1,8 +1,6 @@
 """The heart: no input and no weights exceed a bound of L2 attention, the two published claims that
 fail do fail, and the ball that comes out holds what it does to zeros."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -34,7 +32,7 @@ CASES += [(shape, 2, 10, dtype) for shape in LARGE for dtype in (torch.float64, 
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
-def _weights(shape: tuple[int, int, int]):
+def _weights(shape):
     """W, R, W_O at log-uniform scales in 1e-3..1e3; sometimes of low rank, sometimes equal across
     heads."""
     _, width, heads = shape
@@ -259,7 +257,7 @@ def test_fixed_null_keys_are_covered(reference):
     w, r, o = randn(3, 1, 3, 3).unbind()
     null = 2 * randn(2, 3)
 
-    def attention(x: torch.Tensor) -> torch.Tensor:
+    def attention(x):
         z = torch.cat([x @ w[0], null])
         p = (-(z[:5, None] - z[None]).square().sum(-1)).softmax(-1)
         return p @ z @ r[0] @ o[0]
@@ -278,9 +276,7 @@ TINY = 1e-9
 
 @pytest.mark.parametrize("bias", ["values", "output", "both", "against each other"])
 @pytest.mark.parametrize("options", [{}, {"contractive": 0.9}], ids=["plain", "contractive"])
-def test_the_ball_is_that_of_the_worst_number_of_tokens(
-    options: dict[str, float], bias: str
-) -> None:
+def test_the_ball_is_that_of_the_worst_number_of_tokens(options, bias):
     module = L2SelfAttention(4, 2, **options).double().eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.certificates import rows, why
 from tests.support.samples import SAMPLES
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from wellposed.certification import (
@@ -26,7 +26,7 @@ WIDTH, R = 4, 0.3
 NORMS = ("tok", 2, "inf")
 
 
-def linear(*, bias: bool = True) -> nn.Linear:
+def linear(*, bias=True):
     module = nn.Linear(WIDTH, WIDTH, bias=bias).double()
     with torch.no_grad():
         module.weight.copy_(
@@ -37,7 +37,7 @@ def linear(*, bias: bool = True) -> nn.Linear:
     return module
 
 
-def normed(kind: Any, eps: float) -> nn.Module:
+def normed(kind, eps):
     module = kind(WIDTH, eps).double()
     with torch.no_grad():
         module.weight.copy_(torch.tensor([1.0, -2.0, 0.5, 0.0]))
@@ -46,7 +46,7 @@ def normed(kind: Any, eps: float) -> nn.Module:
     return module
 
 
-def ends(module: nn.Module, norm: Any, radius: float | None) -> tuple[float, float]:
+def ends(module, norm, radius):
     """The bound of a module, and the ball that what follows it is promised."""
     model = nn.Sequential(module, linear())
     by_path = rows(model, norm=norm, radius=radius, cross_check=False)
@@ -54,7 +54,7 @@ def ends(module: nn.Module, norm: Any, radius: float | None) -> tuple[float, flo
     return by_path["0"].lipschitz if "0" in by_path else 1.0, by_path["1"].radius
 
 
-PARTS: list[tuple[str, nn.Module, dict[Any, float], float, float]] = [
+PARTS = [
     # name, module, bound by norm, ball out of the ball of radius R, ball out of the whole space
     ("linear", linear(), {"tok": 5, 2: 5, "inf": 7}, 5 * R + 1, math.inf),
     ("linear without bias", linear(bias=False), {"tok": 5, 2: 5, "inf": 7}, 5 * R, math.inf),
@@ -89,16 +89,14 @@ PARTS: list[tuple[str, nn.Module, dict[Any, float], float, float]] = [
     [part[1:] for part in PARTS],
     ids=[p[0] for p in PARTS],
 )
-def test_the_bound_and_the_ball_of_a_part(
-    module: nn.Module, bounds: dict[Any, float], ball: float, everywhere: float, norm: Any
-) -> None:
+def test_the_bound_and_the_ball_of_a_part(module, bounds, ball, everywhere, norm):
     found = ends(module, norm, R)
     assert found == (pytest.approx(bounds[norm], rel=1e-5), pytest.approx(ball, rel=1e-5))
     assert ends(module, norm, None)[1] == pytest.approx(everywhere, rel=1e-5)
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_projection_onto_a_ball_smaller_than_what_comes(norm: Any) -> None:
+def test_a_projection_onto_a_ball_smaller_than_what_comes(norm):
     for radius in (0.2, 0.2999):
         bound, ball = ends(BallProjection(WIDTH, radius=radius), norm, R)
         assert bound == pytest.approx(1.5 if norm == "inf" else 1.0)
@@ -106,7 +104,7 @@ def test_a_projection_onto_a_ball_smaller_than_what_comes(norm: Any) -> None:
     assert ends(BallProjection(WIDTH, radius=R), norm, R) == (1.0, R)
 
 
-def test_a_part_that_stands_nested_has_the_ball_of_what_came_before_it() -> None:
+def test_a_part_that_stands_nested_has_the_ball_of_what_came_before_it():
     inner = nn.Sequential(linear(bias=False), nn.ELU(alpha=2.0))
     model = nn.Sequential(linear(), inner, nn.ReLU(), linear())
     certificate = certify(model, seq_len=3, radius=R, cross_check=False)
@@ -118,7 +116,7 @@ def test_a_part_that_stands_nested_has_the_ball_of_what_came_before_it() -> None
 
 
 @pytest.mark.parametrize("width", [1, 2, 9])
-def test_norm_layers_in_every_norm(width: int) -> None:
+def test_norm_layers_in_every_norm(width):
     half = (1 + math.sqrt(width)) / 2
     for gain, eps, least in ((1.0, 0.04, 0.0), (3.0, 0.0, 0.5), (2.0, 0.09, 0.4)):
         slope = gain / math.hypot(math.sqrt(eps), least)
@@ -134,7 +132,7 @@ def test_norm_layers_in_every_norm(width: int) -> None:
     assert layer_norm_bound(1e-9, 0.0, width) == math.inf
 
 
-def test_dropout_in_training_has_a_slope_unless_it_drops_everything() -> None:
+def test_dropout_in_training_has_a_slope_unless_it_drops_everything():
     for rate, slope in ((1.0, math.inf), (0.5, 2.0), (0.0, 1.0)):
         assert certify(nn.Dropout(rate).train(), seq_len=2).total == slope
 
@@ -182,7 +180,7 @@ def test_an_rms_norm_without_weights_has_the_dtype_of_the_model_around_it():
     ("threshold", "is_bounded"),
     [(40.0, True), (37.0, True), (30.0, False), (20.0, False), (0.0, False), (-1e3, False)],
 )
-def test_softplus_jumps_by_less_than_a_rounding_or_is_refused(threshold: float, is_bounded: bool):
+def test_softplus_jumps_by_less_than_a_rounding_or_is_refused(threshold, is_bounded):
     """torch's own threshold, 20, jumps by 2e-9: float64 sees it, float32 does not."""
     model = nn.Sequential(nn.Softplus(threshold=threshold), linear())
     assert math.isfinite(certify(model, seq_len=2, cross_check=False).total) == is_bounded
@@ -226,7 +224,7 @@ def test_a_residual_of_another_class_says_what_it_computes_or_is_refused():
 
 def test_a_rule_may_read_a_part_of_another_class_by_itself():
     class Gain(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.factor = 3.0
 
@@ -234,7 +232,7 @@ def test_a_rule_may_read_a_part_of_another_class_by_itself():
             return self.factor * x
 
     class Amplifier(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.gain = Gain()
 
@@ -269,7 +267,7 @@ def test_the_watching_hooks_of_a_penalty_are_no_reason_to_refuse():
     del penalty
 
 
-SLOPES: dict[str, tuple[nn.Module, Any]] = {
+SLOPES = {
     "relu": (nn.ReLU(), F.relu),
     "gelu": (nn.GELU(), F.gelu),
     "tanh gelu": (nn.GELU(approximate="tanh"), None),
@@ -297,7 +295,7 @@ SLOPES: dict[str, tuple[nn.Module, Any]] = {
 
 
 @pytest.mark.parametrize("name", SLOPES)
-def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name: str) -> None:
+def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name):
     module, function = SLOPES[name]
     points = torch.linspace(-30, 30, 600_001, dtype=torch.float64)
     values = module(points).detach()
@@ -317,11 +315,11 @@ def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name: str) ->
 class Gated(nn.Module):
     """W_d (silu(W_g x) * W_u x), with biases of a largest entry each."""
 
-    def __init__(self, up: Tensor, gate: Tensor, down: Tensor) -> None:
+    def __init__(self, up, gate, down):
         super().__init__()
         self.up, self.gate, self.down = nn.Parameter(up), nn.Parameter(gate), nn.Parameter(down)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (F.silu(x @ self.gate.T + 0.25) * (x @ self.up.T - 0.5)) @ self.down.T
 
 
@@ -333,7 +331,7 @@ def _gated(module: Gated, site: Any) -> LayerBound:
     return LayerBound(value, "gated")
 
 
-def test_a_gated_feedforward_by_its_rows() -> None:
+def test_a_gated_feedforward_by_its_rows():
     """|W_d| (l |W_g| max|u| + max|g| |W_u|); |u| is bounded by the longest row of W_u, not by its
     norm."""
     up = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
@@ -350,7 +348,7 @@ def test_a_gated_feedforward_by_its_rows() -> None:
         assert found.total == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_gated_feedforward_on_a_ball() -> None:
+def test_a_gated_feedforward_on_a_ball():
     """SwiGLU: no global constant, one on the ball."""
     net = Gated(*torch.randn(2, 8, 4).double(), torch.randn(4, 8).double())
     x = torch.randn(300, 4).double()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support import hugging_face as hf
 from tests.support.sample import awake
-from torch import Tensor, nn
+from torch import nn
 from transformers import Phi3Model
 from transformers.integrations import sdpa_attention
 from transformers.models.bert import modeling_bert
@@ -30,14 +30,14 @@ from wellposed.nn import DotProductAttention, InvertibleResidual
 from wellposed.nn.attention.heads import HeadProjections
 
 
-def _with_norms(**options: object) -> DotProductAttention:
+def _with_norms(**options):
     torch.manual_seed(0)
     module = DotProductAttention(8, 2, qk_norm=True, **options).double().eval()
     module.requires_grad_(False)
     return module
 
 
-def _attacked(module: nn.Module, norm: object = "tok", width: int = 8) -> float:
+def _attacked(module, norm="tok", width=8):
     """Largest attack / certificate on the unit ball; 0 where it is refused."""
     certificate = certify(module, seq_len=6, norm=norm, radius=1.0, cross_check=False)
     if math.isinf(certificate.total):
@@ -50,7 +50,7 @@ def _attacked(module: nn.Module, norm: object = "tok", width: int = 8) -> float:
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_the_bias_of_a_norm_of_queries_and_keys_counts(norm) -> None:
+def test_the_bias_of_a_norm_of_queries_and_keys_counts(norm):
     module = _with_norms(eps=1e-2)
     plain = certify(module, seq_len=6, radius=1.0, norm=norm, cross_check=False).total
     for name in ("q_norm", "k_norm"):
@@ -63,12 +63,12 @@ def test_the_bias_of_a_norm_of_queries_and_keys_counts(norm) -> None:
     assert certify(module, seq_len=6, radius=1.0, norm=norm, cross_check=False).total != plain
 
 
-def test_a_wrapper_that_lends_its_name_is_seen() -> None:
+def test_a_wrapper_that_lends_its_name_is_seen():
     """`functools.wraps` copies the names of what it wraps on whatever runs in its place."""
     original = nn.Linear.forward
 
     @functools.wraps(original)
-    def louder(self: nn.Linear, x: Tensor) -> Tensor:
+    def louder(self, x):
         return 1.76 * original(self, x)
 
     nn.Linear.forward = louder
@@ -79,10 +79,10 @@ def test_a_wrapper_that_lends_its_name_is_seen() -> None:
     assert "class's forward" in certificate.uncertified[0].reason
 
 
-def test_wrappers_of_torch_are_looked_through() -> None:
+def test_wrappers_of_torch_are_looked_through():
     class Guarded(nn.Linear):
         @torch.no_grad()
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x)
 
     @register_rule(Guarded)
@@ -93,7 +93,7 @@ def test_wrappers_of_torch_are_looked_through() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_dropout_in_place_at_the_head_of_a_branch(inplace: bool) -> None:
+def test_dropout_in_place_at_the_head_of_a_branch(inplace):
 
     branch = nn.Sequential(nn.Dropout(0.9, inplace=inplace), nn.Linear(4, 4))
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_dropout_in_place_at_the_head_of_a_branch(inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_in_float64_keeps_the_eps_of_a_norm_that_has_none(dtype: torch.dtype) -> None:
+def test_a_copy_in_float64_keeps_the_eps_of_a_norm_that_has_none(dtype):
     norm = nn.RMSNorm(4).to(dtype)
     certificate = certify(norm, seq_len=2)
     assert certificate.total == pytest.approx(torch.finfo(torch.float32).eps ** -0.5)
@@ -117,7 +117,7 @@ def test_a_copy_in_float64_keeps_the_eps_of_a_norm_that_has_none(dtype: torch.dt
 
 
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
-def test_a_compiled_part_is_what_it_was(name: str) -> None:
+def test_a_compiled_part_is_what_it_was(name):
     module = DotProductAttention(8, 2).eval()
     plain = certify(module, seq_len=4, radius=1.0)
     setattr(module, name, torch.compile(getattr(module, name), backend="eager"))
@@ -127,7 +127,7 @@ def test_a_compiled_part_is_what_it_was(name: str) -> None:
 # What transformers reads from shapes, from modules of its own, and from its callers.
 
 
-def _pruned_bert_layer(kept: int) -> nn.Module:
+def _pruned_bert_layer(kept):
     layer = awake(modeling_bert.BertModel(hf.bert_config(12, num_attention_heads=4))).encoder.layer[
         0
     ]
@@ -138,20 +138,20 @@ def _pruned_bert_layer(kept: int) -> nn.Module:
     return layer.double().eval()
 
 
-def _rows_of(linear: nn.Linear, rows: int) -> nn.Linear:
+def _rows_of(linear, rows):
     part = nn.Linear(linear.in_features, rows)
     part.load_state_dict({"weight": linear.weight[:rows], "bias": linear.bias[:rows]})
     return part
 
 
-def _columns_of(linear: nn.Linear, columns: int) -> nn.Linear:
+def _columns_of(linear, columns):
     part = nn.Linear(columns, linear.out_features, bias=linear.bias is not None)
     weights = {"weight": linear.weight[:, :columns], "bias": linear.bias}
     part.load_state_dict({name: value for name, value in weights.items() if value is not None})
     return part
 
 
-def test_heads_are_counted_from_rows_not_from_the_configuration() -> None:
+def test_heads_are_counted_from_rows_not_from_the_configuration():
     layer = _pruned_bert_layer(kept=2)
     assert layer.attention.self.num_attention_heads == 4
     found = certify(layer, seq_len=4, radius=1.0)
@@ -162,7 +162,7 @@ def test_heads_are_counted_from_rows_not_from_the_configuration() -> None:
     assert row.lipschitz == float(dot_product_ball_bound(weights, radius=1.0, seq_len=4).value)
 
 
-def test_queries_without_their_keys_are_refused() -> None:
+def test_queries_without_their_keys_are_refused():
     layer = awake(modeling_llama.LlamaModel(hf.llama_config(16, num_attention_heads=4))).layers[0]
     attention = layer.self_attn
     attention.q_proj.weight = nn.Parameter(attention.q_proj.weight[:12].detach())
@@ -172,7 +172,7 @@ def test_queries_without_their_keys_are_refused() -> None:
     assert "not the same number of heads of 4" in row.reason
 
 
-def test_a_pruned_gpt2_is_read_as_it_is_cut() -> None:
+def test_a_pruned_gpt2_is_read_as_it_is_cut():
     from transformers.pytorch_utils import Conv1D
 
     block = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(12, num_attention_heads=4))).h[0]
@@ -201,13 +201,11 @@ def test_a_pruned_gpt2_is_read_as_it_is_cut() -> None:
         (modeling_bert.BertLayer, "feed_forward_chunk"),
     ],
 )
-def test_a_method_behind_forward_that_was_replaced(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_method_behind_forward_that_was_replaced(owner, name, monkeypatch):
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
-    def twice(self: nn.Module, *args: object, **kwargs: object) -> object:
+    def twice(self, *args, **kwargs):
         return 2 * inner(self, *args, **kwargs)
 
     if owner is HeadProjections:
@@ -222,14 +220,14 @@ def test_a_method_behind_forward_that_was_replaced(
     assert f"class's {name}" in certificate.uncertified[0].reason
 
 
-def test_a_replaced_chunking_of_transformers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_chunking_of_transformers_is_noticed(monkeypatch):
     layer = modeling_bert.BertModel(hf.bert_config(8)).eval().encoder.layer[0]
     monkeypatch.setattr(modeling_bert, "apply_chunking_to_forward", lambda run, *_: 2 * run(*_[2:]))
     (row,) = certify(layer, seq_len=4, cross_check=False).uncertified
     assert "apply_chunking_to_forward" in row.reason
 
 
-def test_a_pruned_phi3_is_told_what_its_call_cuts() -> None:
+def test_a_pruned_phi3_is_told_what_its_call_cuts():
     config = hf.phi3_config(8, num_attention_heads=4, num_key_value_heads=2)
     layer = Phi3Model(config).eval().layers[0]
     assert math.isfinite(certify(layer, seq_len=4).total)
@@ -248,7 +246,7 @@ def test_a_pruned_phi3_is_told_what_its_call_cuts() -> None:
         (sdpa_attention, "repeat_kv"),
     ],
 )
-def test_a_replaced_function_of_transformers_is_noticed(place, name, monkeypatch) -> None:
+def test_a_replaced_function_of_transformers_is_noticed(place, name, monkeypatch):
     original = getattr(place, name)
     model = awake(modeling_llama.LlamaModel(hf.llama_config(8)))
     model.set_attn_implementation("sdpa")
@@ -259,7 +257,7 @@ def test_a_replaced_function_of_transformers_is_noticed(place, name, monkeypatch
     assert f"transformers runs {name}" in row.reason
 
 
-def test_a_certificate_says_that_it_leaves_out_prefixes() -> None:
+def test_a_certificate_says_that_it_leaves_out_prefixes():
     model = awake(modeling_gpt2.GPT2Model(hf.gpt2_config(8)))
     assert "without past_key_values" in certify(model, seq_len=4).table()
     assert "past_key_values" not in certify(nn.Linear(4, 4), seq_len=4).table()

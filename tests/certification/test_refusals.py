@@ -1,11 +1,8 @@
 """What has no bound is refused in words that say what and why."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -44,55 +41,55 @@ OTHER_NORMS = (
 )
 
 
-def put(module: nn.Module, path: str, part: Any) -> nn.Module:
+def put(module, path, part):
     """Return the module with another part at a path."""
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, part)
     return module
 
 
-def torch_attention(**options: Any) -> nn.Module:
+def torch_attention(**options):
     return nn.MultiheadAttention(4, 2, **{"batch_first": True, **options}).eval()
 
 
-def encoder_layer(activation: Any = "relu", **options: Any) -> nn.Module:
+def encoder_layer(activation="relu", **options):
     kind = nn.TransformerEncoderLayer
     return kind(8, 2, 8, batch_first=True, activation=activation, **options).eval()
 
 
-def bert() -> nn.Module:
+def bert():
     return awake(modeling_bert.BertModel(hf.bert_config(8)))
 
 
-def yarn() -> nn.Module:
+def yarn():
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     return modeling_llama.LlamaModel(hf.llama_config(8, rope_parameters=rope)).eval()
 
 
-def overlapping() -> nn.Module:
+def overlapping():
     model = awake(modeling_vit.ViTModel(hf.vit_config(8)))
     return put(model, "embeddings.patch_embeddings.projection.stride", (1, 1))
 
 
-def transject(**options: Any) -> TransJectStack:
+def transject(**options):
     return TransJectStack(4, 2, **{"spectrum_norm": "trace", **options}).double().eval()
 
 
-def phi3(**options: Any) -> nn.Module:
+def phi3(**options):
     return modeling_phi3.Phi3Model(hf.phi3_config(8, **options)).eval()
 
 
-def with_heads_of_roberta() -> nn.Module:
+def with_heads_of_roberta():
     model = bert()
     heads = modeling_roberta.RobertaSelfAttention(model.config).eval()
     return put(model, f"{LAYER}.attention.self", heads)
 
 
-def with_query_norm(norm: nn.Module | None) -> Build:
+def with_query_norm(norm):
     return lambda: put(DotProductAttention(8, 2, qk_norm=True), "q_norm", norm)
 
 
-def with_block_part(name: str) -> Build:
+def with_block_part(name):
     return lambda: put(SAMPLES[Block][3].build(8), name, nn.Identity())
 
 
@@ -105,7 +102,7 @@ RESIDUAL_BLOCK = (
     "attention_norm",
     "feedforward_norm",
 )
-ANYWHERE: list[tuple[str, Build]] = [
+ANYWHERE = [
     ("mixes tokens into one vector", nn.Flatten),
     ("a norm over 2 dimensions mixes tokens", lambda: nn.LayerNorm((3, 4))),
     *(("negative", partial(norm, 4, eps=-1e-3)) for norm in (nn.LayerNorm, nn.RMSNorm)),
@@ -131,7 +128,7 @@ ANYWHERE: list[tuple[str, Build]] = [
     ("dropout", lambda: transject(dropout=0.1).train()),
     ("dropout", lambda: OrthogonalFeedForward(4, dropout=0.1)),
 ]
-ON_A_BALL: list[tuple[str, Build]] = [
+ON_A_BALL = [
     ("eval()", lambda: DotProductAttention(4, 2, dropout=0.3)),
     ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, tied=False).eval()),
     ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, values="plain").eval()),
@@ -149,7 +146,7 @@ REFUSED = [(*case, None) for case in ANYWHERE] + [(*case, 1.0) for case in ON_A_
 
 
 @pytest.mark.parametrize(("words", "build", "radius"), REFUSED)
-def test_what_has_no_bound_is_refused_in_words(words: str, build: Build, radius: float | None):
+def test_what_has_no_bound_is_refused_in_words(words, build, radius):
     certificate = certify(build(), seq_len=4, radius=radius)
     assert (certificate.label, certificate.total) == ("uncertified", math.inf)
     assert words in certificate.uncertified[0].reason

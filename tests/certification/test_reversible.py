@@ -1,7 +1,5 @@
 """Invertible blocks: their certificates hold, and the bounds of the parts enter as they should."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -70,7 +68,7 @@ def test_a_bound_that_was_vouched_for_is_called_empirical():
 R = 0.6
 
 
-def diagonal(size: float, shift: float) -> nn.Linear:
+def diagonal(size, shift):
     linear = nn.Linear(3, 3).double()
     with torch.no_grad():
         linear.weight.copy_(size * torch.eye(3))
@@ -78,12 +76,12 @@ def diagonal(size: float, shift: float) -> nn.Linear:
     return linear
 
 
-def shear(size: float) -> float:
+def shear(size):
     """The largest singular value of [[1, L], [0, 1]]."""
     return float(torch.linalg.matrix_norm(torch.tensor([[1.0, size], [0.0, 1.0]]).double(), 2))
 
 
-def test_an_additive_coupling() -> None:
+def test_an_additive_coupling():
     model = nn.Sequential(
         AdditiveCoupling(diagonal(2.0, 0.1), diagonal(0.5, 0.3)), nn.Linear(6, 6).double()
     )
@@ -99,7 +97,7 @@ def test_an_additive_coupling() -> None:
     assert certify(model[0], seq_len=3).total == pytest.approx(4.5, rel=1e-5)
 
 
-def test_a_coupling_of_a_part_without_a_bound_names_it() -> None:
+def test_a_coupling_of_a_part_without_a_bound_names_it():
     for f, g, name in ((nn.LSTM(3, 3), diagonal(1, 0), "f"), (diagonal(1, 0), nn.LSTM(3, 3), "g")):
         certificate = certify(AdditiveCoupling(f, g), seq_len=3, norm=2)
         assert certificate.total == math.inf

@@ -1,14 +1,12 @@
 """A certificate is of the weights it was made of, and says so where they are others."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
@@ -16,7 +14,7 @@ from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.training.certified.accuracy import certified_accuracy
 
 
-def _classifier() -> WellposedForSequenceClassification:
+def _classifier():
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
     config = WellposedConfig(
@@ -25,13 +23,13 @@ def _classifier() -> WellposedForSequenceClassification:
     return WellposedForSequenceClassification(config).eval()
 
 
-def _scaled(model: nn.Module, factor: float) -> None:
+def _scaled(model, factor):
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(factor)
 
 
-def test_the_radius_is_that_of_the_weights_at_the_time() -> None:
+def test_the_radius_is_that_of_the_weights_at_the_time():
     model = _classifier()
     best = copy.deepcopy(model)
     certificate = certify(model, seq_len=4)
@@ -43,7 +41,7 @@ def test_the_radius_is_that_of_the_weights_at_the_time() -> None:
 
 
 @pytest.mark.parametrize("how", ["step", "data", "buffer"])
-def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how: str) -> None:
+def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     model.register_buffer("scale", torch.ones(1))
     certificate, logits = certify(model, seq_len=2), torch.randn(1, 3)
@@ -64,7 +62,7 @@ def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how: str) -
         certificate.radius(logits)
 
 
-def _batch() -> dict[str, Tensor]:
+def _batch():
     ids = torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
     return {
         "input_ids": ids,
@@ -73,7 +71,7 @@ def _batch() -> dict[str, Tensor]:
     }
 
 
-def test_certified_accuracy_refuses_the_certificate_of_other_weights() -> None:
+def test_certified_accuracy_refuses_the_certificate_of_other_weights():
     model = _classifier()
     certificate = certify(model, seq_len=4)
     certified_accuracy(copy.deepcopy(model), [_batch()], certificate, attack_steps=1)
@@ -82,7 +80,7 @@ def test_certified_accuracy_refuses_the_certificate_of_other_weights() -> None:
         certified_accuracy(model, [_batch()], certificate, attack_steps=1)
 
 
-def test_the_digest_is_kept_with_the_certificate() -> None:
+def test_the_digest_is_kept_with_the_certificate():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     digest = certify(first, seq_len=2).weights
     assert digest == certify(copy.deepcopy(first), seq_len=3).weights
@@ -91,7 +89,7 @@ def test_the_digest_is_kept_with_the_certificate() -> None:
     assert Certificate(1.0, (), "exact", 2, 1, 1, "", "", "").weights == ""
 
 
-def test_a_cross_check_that_could_not_run_stands_in_the_table() -> None:
+def test_a_cross_check_that_could_not_run_stands_in_the_table():
     linear = nn.Linear(4, 4)
     assert "not tried out" not in certify(linear, seq_len=2).table()
     assert (

@@ -1,10 +1,7 @@
 """Norm sum, which counts words (B14): bounds against ascended and measured slopes, and what has
 none."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from wellposed.nn import BudgetResidual, ConvexResidual, L2SelfAttention
 ROUNDING = 1 + 1e-9
 
 
-def classifier(blocks: int = 1, **options: Any) -> WellposedForSequenceClassification:
+def classifier(blocks=1, **options):
     """A certifiable classifier of texts with tables drawn at random, in eval mode."""
     torch.manual_seed(blocks)
     given = {"vocab_size": 24, "hidden_size": 8, "num_hidden_layers": blocks, "num_labels": 3}
@@ -35,11 +32,11 @@ def classifier(blocks: int = 1, **options: Any) -> WellposedForSequenceClassific
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens(exact: bool):
+def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens(exact):
     """Independently: the largest sum of output norms over unit vectors in one token."""
     mixing = torch.randn(3, 3, dtype=torch.float64)
 
-    def mix(x: torch.Tensor) -> torch.Tensor:
+    def mix(x):
         return torch.einsum("ij,bjd->bid", mixing.to(x), x)
 
     found = lipschitz_lower_bound(mix, (3, 2), norm="sum", exact=exact, steps=20)
@@ -51,13 +48,13 @@ def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens(exact: bool):
 @pytest.mark.parametrize("how", ["full", "causal", "any"])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0])
-def test_ball_attention_is_below_its_bound(how: Any, heads: int, temperature: float):
+def test_ball_attention_is_below_its_bound(how, heads, temperature):
     for tokens in (1, 2, 5, 9):
         unit = heads == 1
         layer = attention(2 * heads, heads, temperature=temperature, unit_lipschitz=unit)
-        causal: dict[str, Any] = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
+        causal = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
         certificate = certify(layer, seq_len=tokens, norm="sum", mask=how)
-        attacked: dict[str, Any] = {
+        attacked = {
             "restarts": 6,
             "steps": 25,
             "scales": (0.3, 3.0),
@@ -69,7 +66,7 @@ def test_ball_attention_is_below_its_bound(how: Any, heads: int, temperature: fl
 
 @pytest.mark.parametrize("tokens", [2, 8, 64])
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 2.0])
-def test_the_bound_is_the_formula(tokens: int, temperature: float):
+def test_the_bound_is_the_formula(tokens, temperature):
     layer = attention(4, 1, temperature=temperature, unit_lipschitz=False)
     t = temperature
     column = tokens * math.exp(2 * t) / (tokens - 1 + math.exp(2 * t))
@@ -112,7 +109,7 @@ def test_blocks_and_both_residuals():
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_a_classifier_moves_by_no_more_than_its_share_of_the_words(blocks: int, padded: bool):
+def test_a_classifier_moves_by_no_more_than_its_share_of_the_words(blocks, padded):
     """Pooling divides by the real tokens; padding changes neither side."""
     model = classifier(blocks, position="none").double()
     total = certify(model, seq_len=9, norm="sum", min_tokens=6).total
@@ -130,7 +127,7 @@ def test_a_classifier_moves_by_no_more_than_its_share_of_the_words(blocks: int, 
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3])
-def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks: int):
+def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks):
     """What is left of the states without it is ``body - skip`` Lipschitz."""
     model = classifier(blocks, position="none").double()
     certificate = certify(model, seq_len=5, norm="sum")
@@ -140,7 +137,7 @@ def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks: int):
     rest = certificate.head[1] - skip
     assert (rest == pytest.approx(0, abs=1e-12)) == (blocks == 0)
 
-    def residue(x: torch.Tensor) -> torch.Tensor:
+    def residue(x):
         return model.model(inputs_embeds=x).last_hidden_state - skip * x
 
     found = lipschitz_lower_bound(residue, (5, 8), norm="sum", steps=15, scales=(0.2, 1.0))
@@ -152,7 +149,7 @@ def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks: int):
     [nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True), L2SelfAttention(4, 2)],
     ids=lambda module: type(module).__name__,
 )
-def test_what_is_not_proved_is_infinite(module: nn.Module):
+def test_what_is_not_proved_is_infinite(module):
     certificate = certify(module.eval(), seq_len=3, norm="sum", radius=1.0)
     assert math.isinf(certificate.total)
     assert type(module).__name__ in certificate.uncertified[0].reason
@@ -160,10 +157,10 @@ def test_what_is_not_proved_is_infinite(module: nn.Module):
 
 def test_a_rule_of_ones_own_is_asked_only_where_it_says_so():
     class Halve(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return x / 2
 
-    def halve(module: nn.Module, site: Any) -> LayerBound:
+    def halve(module, site):
         return LayerBound(0.5, "definition", "exact")
 
     register_rule(Halve)(halve)

@@ -1,14 +1,11 @@
 """TransJect: no attack beats its bounds, and both statements of B8 by hand."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from tests.support.certificates import rows
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.certification import certify, lipschitz_lower_bound, token_distance_bounds
 from wellposed.errors import NotLipschitzError
@@ -17,7 +14,7 @@ from wellposed.nn import OrthogonalFeedForward, TransJectStack
 D, L, N = 4, 2, 4
 
 
-def make(alpha: float = 0.9, **options: Any) -> TransJectStack:
+def make(alpha=0.9, **options):
     torch.manual_seed(3)
     stack = TransJectStack(D, L, **options).double().eval()
     with torch.no_grad():
@@ -27,15 +24,15 @@ def make(alpha: float = 0.9, **options: Any) -> TransJectStack:
 
 
 class Hidden(nn.Module):
-    def __init__(self, stack: TransJectStack) -> None:
+    def __init__(self, stack):
         super().__init__()
         self.stack = stack
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.stack(x).last_hidden_state
 
 
-CERTIFIED: list[dict[str, Any]] = [
+CERTIFIED = [
     {"spectrum_norm": "trace"},
     {"spectrum_norm": "max"},
     {"spectrum": "random"},
@@ -48,7 +45,7 @@ CERTIFIED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "options", CERTIFIED, ids=lambda options: "-".join(map(str, options.values()))
 )
-def test_certificate_holds_under_attack(options: dict[str, Any], norm: Any) -> None:
+def test_certificate_holds_under_attack(options, norm):
     stack = make(**options)
     certificate = certify(stack, seq_len=N, norm=norm).require()
     assert certificate.label == "certified"
@@ -56,7 +53,7 @@ def test_certificate_holds_under_attack(options: dict[str, Any], norm: Any) -> N
     assert 0.02 < attack.ratio(certificate) <= 1
 
 
-def test_certificate_of_random_pairs_far_apart() -> None:
+def test_certificate_of_random_pairs_far_apart():
     stack = make(spectrum_norm="trace", num_experts=3, gating="normalized", eps=1e-3)
     total = certify(stack, seq_len=N, norm=2).total
     for seed in range(20):
@@ -66,7 +63,7 @@ def test_certificate_of_random_pairs_far_apart() -> None:
         assert moved <= total * (x - y).norm()
 
 
-FOLLOWS: dict[str, Any] = {"spectrum": "random", "num_experts": 2, "gating": "normalized"}
+FOLLOWS = {"spectrum": "random", "num_experts": 2, "gating": "normalized"}
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
@@ -75,9 +72,7 @@ FOLLOWS: dict[str, Any] = {"spectrum": "random", "num_experts": 2, "gating": "no
     [CERTIFIED[0], CERTIFIED[1], FOLLOWS],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_padded_outputs_are_left_out_and_the_table_says_so(
-    options: dict[str, Any], norm: Any
-) -> None:
+def test_padded_outputs_are_left_out_and_the_table_says_so(options, norm):
     stack = make(alpha=0.97, **options)
     for layer in stack.layers:
         if "num_experts" in options:
@@ -98,21 +93,21 @@ def test_padded_outputs_are_left_out_and_the_table_says_so(
     assert certificate.to_dict()["notes"] == [note]
 
 
-def test_where_nothing_follows_the_input_padding_is_bounded_too() -> None:
+def test_where_nothing_follows_the_input_padding_is_bounded_too():
     for options in (CERTIFIED[2], CERTIFIED[4]):
         assert certify(make(**options), seq_len=N).notes == ()
     two = nn.Sequential(make(spectrum_norm="trace"), make(spectrum_norm="trace"))
     assert certify(two, seq_len=N).table().count("left out") == 1
 
 
-def test_what_has_no_certificate() -> None:
+def test_what_has_no_certificate():
     with pytest.raises(NotLipschitzError, match="norm 'tok'"):
         certify(make(spectrum_norm="trace"), seq_len=N, norm="inf").require()
     for module in (make(dropout=0.1).train(), OrthogonalFeedForward(D, dropout=0.1)):
         assert certify(module.eval(), seq_len=N).label == "certified"
 
 
-def test_inexact_weights_are_paid_for() -> None:
+def test_inexact_weights_are_paid_for():
     stack = make(spectrum_norm="trace")
     before = certify(stack, seq_len=N).total
     with torch.no_grad():
@@ -124,7 +119,7 @@ def test_inexact_weights_are_paid_for() -> None:
     assert attack.value <= certify(stack, seq_len=N, norm=2).total
 
 
-def ratios(stack: TransJectStack, x: Tensor) -> list[Tensor]:
+def ratios(stack, x):
     states = stack(x, output_hidden_states=True).hidden_states
     first = (states[0][:, 0] - states[0][:, 1]).norm(dim=-1)
     return [(state[:, 0] - state[:, 1]).norm(dim=-1) / first for state in states[1:]]
@@ -133,7 +128,7 @@ def ratios(stack: TransJectStack, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"num_experts": 3}, {"num_experts": 2, "spectrum": "random"}]
 )
-def test_token_distances_stay_within_bounds_on_ascended_pairs(options: dict[str, Any]) -> None:
+def test_token_distances_stay_within_bounds_on_ascended_pairs(options):
     stack = make(**options)
     bounds = token_distance_bounds(stack)
     if options.get("spectrum") != "random":
@@ -155,7 +150,7 @@ def test_token_distances_stay_within_bounds_on_ascended_pairs(options: dict[str,
         assert direction * (ratios(stack, x)[-1].mean() - start) > 0.05
 
 
-def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound() -> None:
+def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound():
     stack = make(alpha=0.99)
     with torch.no_grad():
         stack.layers[0].feedforward.up_proj.weight.mul_(3)
@@ -165,16 +160,16 @@ def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound() -> Non
 class Adapter(nn.Module):
     """`x -> W x + B A x`, as low-rank adapters add it; `weight` is W alone."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base = base
         self.update = nn.Linear(D, D, bias=False).double()
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self):
         return self.base.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.update(x)
 
 
@@ -182,7 +177,7 @@ class Adapter(nn.Module):
     "part", ["layers.0.attention.experts.0.left", "layers.1.feedforward.up_proj"]
 )
 @pytest.mark.parametrize("how", ["adapter", "forward"])
-def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str) -> None:
+def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part, how):
     stack = make(spectrum="random")
     parent, _, name = part.rpartition(".")
     wrapped = stack.get_submodule(part)
@@ -199,7 +194,7 @@ def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part: str, how: str)
 TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
 
 
-def stack(**options: Any) -> TransJectStack:
+def stack(**options):
     """Steps r of 0.4 and 0.2 (the second backwards); |U||V| of 3 and 2.5; |W1||W2| of 1.5 and 2."""
     module = TransJectStack(2, 2, **options).double().eval()
     experts = options.get("num_experts", 1)
@@ -219,7 +214,7 @@ def stack(**options: Any) -> TransJectStack:
     return module
 
 
-def with_gates(first: tuple[float, float], second: tuple[float, float]) -> TransJectStack:
+def with_gates(first, second):
     module = stack(spectrum_norm="trace", num_experts=2, gating="normalized")
     with torch.no_grad():
         for layer, weight in zip(module.layers, (first, second), strict=True):
@@ -227,7 +222,7 @@ def with_gates(first: tuple[float, float], second: tuple[float, float]) -> Trans
     return module
 
 
-def test_one_expert_whose_sigma_is_a_trace() -> None:
+def test_one_expert_whose_sigma_is_a_trace():
     """With b = r |U||V| and f = r |W1||W2|: |X| grows by (1 + b)(1 + f), |dX| by as much and b |X|
     before the last."""
     # growth: 2.2 x 1.6 = 3.52; |dX|: (2.2 + 1.2) x 1.6 = 5.44, in norm tok (2.2 + 2 x 1.2) x 1.6 =
@@ -243,7 +238,7 @@ def test_one_expert_whose_sigma_is_a_trace() -> None:
         assert factors == pytest.approx([first, total / first], rel=1e-5)
 
 
-def test_the_spread_of_sigma_multiplies_what_the_second_term_adds() -> None:
+def test_the_spread_of_sigma_multiplies_what_the_second_term_adds():
     """k = 2 sqrt(2 d) = 4 for the maximum; for an inexact basis 1 by its condition, sqrt((1 +
     0.6)/(1 - 0.6)) = 2."""
     inexact = stack(spectrum_norm="trace")
@@ -255,7 +250,7 @@ def test_the_spread_of_sigma_multiplies_what_the_second_term_adds() -> None:
         assert certify(module, seq_len=4, norm=2).total == pytest.approx(second, rel=1e-5)
 
 
-def test_gates_that_follow_the_input() -> None:
+def test_gates_that_follow_the_input():
     """|w| = 5, then 1/2: gates add b |w| (2 (1 + b) |dX| + b |X|) to b |X|."""
     # First: gates 1.2 x 5 x (2 x 2.2 + 1.2) = 33.6, so |dX| <= 2.2 + 1.2 + 33.6 = 37, tok 2.2 + 2 x
     # 34.8 = 71.8; x 1.6.
@@ -271,7 +266,7 @@ def test_gates_that_follow_the_input() -> None:
         assert certify(silent, seq_len=1, norm=norm).total == pytest.approx(9.92 * 1.4, rel=1e-5)
 
 
-def test_a_learnt_sigma_adds_nothing_and_its_largest_entry_counts() -> None:
+def test_a_learnt_sigma_adds_nothing_and_its_largest_entry_counts():
     module = stack(spectrum="random", num_experts=2, gating="fixed")
     with torch.no_grad():
         module.spectrum.weight.copy_(torch.tensor([-math.atanh(0.5), math.atanh(0.25)]))
@@ -286,7 +281,7 @@ def test_a_learnt_sigma_adds_nothing_and_its_largest_entry_counts() -> None:
     )
 
 
-def test_the_room_that_tokens_need_grows_with_the_stack() -> None:
+def test_the_room_that_tokens_need_grows_with_the_stack():
     """Tokens of norm 0.5 leave with at most 0.5 times the growth, (2.2 x 1.6)(1.5 x 1.4), and meet
     what follows."""
     model = nn.Sequential(stack(spectrum_norm="trace"), nn.Linear(2, 2).double())
@@ -303,7 +298,7 @@ def test_the_room_that_tokens_need_grows_with_the_stack() -> None:
 
 
 @pytest.mark.parametrize("follower", [0, 1])
-def test_one_layer_with_gates_that_follow_the_input_is_enough(follower: int) -> None:
+def test_one_layer_with_gates_that_follow_the_input_is_enough(follower):
     """Padding is left out, a causal stack refused, and pooled gates too, if any layer has them."""
     for gating in ("normalized", "pooled"):
         module = stack(spectrum="random", num_experts=2, gating="fixed")
@@ -320,7 +315,7 @@ def test_one_layer_with_gates_that_follow_the_input_is_enough(follower: int) -> 
             certify(module, seq_len=4).require()
 
 
-def test_one_expert_has_no_gates_whatever_they_are_called() -> None:
+def test_one_expert_has_no_gates_whatever_they_are_called():
     for gating in ("pooled", "normalized"):
         certificate = certify(stack(spectrum="random", gating=gating), seq_len=4)
         assert certificate.label == "certified"
@@ -328,7 +323,7 @@ def test_one_expert_has_no_gates_whatever_they_are_called() -> None:
     assert certify(stack(spectrum="random", is_causal=True), seq_len=4).label == "certified"
 
 
-def test_dropout_in_one_layer_alone_is_seen() -> None:
+def test_dropout_in_one_layer_alone_is_seen():
     module = stack(spectrum="random").train()
     assert certify(module, seq_len=4).label == "certified"
     module.layers[1].feedforward.dropout = 0.1
@@ -336,7 +331,7 @@ def test_dropout_in_one_layer_alone_is_seen() -> None:
         certify(module, seq_len=4).require()
 
 
-def test_a_basis_whose_gram_matrix_is_off_by_one_has_no_condition() -> None:
+def test_a_basis_whose_gram_matrix_is_off_by_one_has_no_condition():
     module = stack(spectrum_norm="trace")
     for scale, is_refused in ((math.sqrt(1.99), False), (math.sqrt(2.0), True)):
         with torch.no_grad():

@@ -1,7 +1,5 @@
 """Small finished runs for the tests of commands."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from tests.support.words import words as typed
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_run(tmp_path_factory):
     """Return the folder of a finished run of a tiny classifier with a certificate; copy it before
     changing anything."""
     folder = tmp_path_factory.mktemp("small")
@@ -27,13 +25,13 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def foreign(small_run: Path, tmp_path: Path) -> Path:
+def foreign(small_run, tmp_path):
     """Return a saved model whose files may be edited."""
     ignore = shutil.ignore_patterns("manifest.json")
     return Path(shutil.copytree(small_run / "final", tmp_path / "model", ignore=ignore))
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(capsys):
     """Return the command, which one calls with words and a status and reads its output."""
     return Cli(capsys)

@@ -1,15 +1,12 @@
 """``wellposed certify``: the table of any model, certified accuracy of a classifier's run, and bad
 input."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
 
 import pytest
 from tests.support.films import write_films
-from tests.support.words import Cli, succeed
+from tests.support.words import succeed
 from tests.support.words import words as typed
 from transformers import BartConfig, BartModel
 
@@ -19,9 +16,7 @@ SHORT = typed(
 )
 
 
-def test_a_classifier_run_gives_table_curve_and_files(
-    small_run: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_classifier_run_gives_table_curve_and_files(small_run, tmp_path, cli):
     words = typed("certify", [small_run], "--examples 8 --attack-steps 3 --out", [tmp_path])
     text = cli([*words, "--require"]).out
     assert "total, norm tok" in text
@@ -36,7 +31,7 @@ def test_a_classifier_run_gives_table_curve_and_files(
     assert (tmp_path / "certified_accuracy.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_norm_length_and_radii_are_those_asked_for(small_run: Path, cli: Cli) -> None:
+def test_norm_length_and_radii_are_those_asked_for(small_run, cli):
     words = ["certify", str(small_run), "--norm", "2", "--seq-len", "4", "--radii", "0,0.5"]
     text = cli([*words, "--examples", "0"]).out
     assert "total, norm 2" in text
@@ -46,7 +41,7 @@ def test_norm_length_and_radii_are_those_asked_for(small_run: Path, cli: Cli) ->
     assert "       0.5  " in said
 
 
-def test_a_layer_without_a_bound_is_named(tmp_path: Path, cli: Cli) -> None:
+def test_a_layer_without_a_bound_is_named(tmp_path, cli):
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
@@ -61,9 +56,7 @@ def test_a_layer_without_a_bound_is_named(tmp_path: Path, cli: Cli) -> None:
     assert "mask causal, tokens with |x_i| <= 9" in cli(words, "--radius 9 --require").out
 
 
-def test_a_total_of_no_use_says_so_first_and_costs_no_attack(
-    small_run: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_total_of_no_use_says_so_first_and_costs_no_attack(small_run, tmp_path, cli):
     words = typed("train text_classification --data", [small_run.parent / "train.tsv"], SHORT)
     succeed(words, "--variant l2_tied --out", [tmp_path / "run"])
     text = cli(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")]).out
@@ -75,7 +68,7 @@ def test_a_total_of_no_use_says_so_first_and_costs_no_attack(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["certificate.json"]
 
 
-def test_lengths_of_the_data_are_checked(small_run: Path, cli: Cli) -> None:
+def test_lengths_of_the_data_are_checked(small_run, cli):
     """Every text has 4 tokens."""
     words = ["certify", str(small_run), "--norm", "2", "--examples", "8", "--attack-steps", "2"]
     assert "4 to 6 tokens" in cli([*words, "--min-tokens", "4"]).out
@@ -88,7 +81,7 @@ def test_lengths_of_the_data_are_checked(small_run: Path, cli: Cli) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain_folder(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_folder(small_run, tmp_path_factory):
     """Return the run of a classifier with dot-product attention, which has a bound on a ball
     only."""
     out = tmp_path_factory.mktemp("plain") / "run"
@@ -97,14 +90,12 @@ def plain_folder(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
-def _rows(folder: Path) -> list[dict[str, float]]:
+def _rows(folder):
     with (folder / "certified_accuracy.csv").open() as file:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
-    plain_folder: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(plain_folder, tmp_path, cli):
     words = typed("certify", [plain_folder], "--examples 8 --attack-steps 2 --out", [tmp_path])
     first, *others = cli(words).out.splitlines()
     assert first.startswith("of no use: L = inf")
@@ -118,7 +109,7 @@ def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(
     assert all(row["certified"] == 0 for row in rows[1:])
 
 
-def test_no_ball_is_suggested_where_none_helps(tmp_path: Path, cli: Cli) -> None:
+def test_no_ball_is_suggested_where_none_helps(tmp_path, cli):
     config = BartConfig(
         d_model=8, vocab_size=11, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=0, bos_token_id=1,
@@ -132,9 +123,7 @@ def test_no_ball_is_suggested_where_none_helps(tmp_path: Path, cli: Cli) -> None
 
 
 @pytest.mark.parametrize("norm", ["tok", "2", "inf"])
-def test_on_a_ball_radii_stay_inside(
-    plain_folder: Path, tmp_path: Path, cli: Cli, norm: str
-) -> None:
+def test_on_a_ball_radii_stay_inside(plain_folder, tmp_path, cli, norm):
     words = ["certify", str(plain_folder), "--examples", "8", "--attack-steps", "2", "--norm", norm]
     text = cli([*words, "--radius", "9", "--radii", "0,1e-9,9", "--out", str(tmp_path)]).out
     assert "mask full, tokens with |x_i| <= 9" in text  # a classifier sees both sides
@@ -148,7 +137,7 @@ def test_on_a_ball_radii_stay_inside(
     assert _rows(tmp_path)[1]["certified"] == 0.0
 
 
-def test_bad_usage_is_one_message(small_run: Path, tmp_path: Path, cli: Cli) -> None:
+def test_bad_usage_is_one_message(small_run, tmp_path, cli):
     films = write_films(tmp_path / "train.tsv", good="superb")
     for words, status, says in (
         ([small_run, "--radii", "a,b"], 2, "comma-separated numbers"),

@@ -1,13 +1,9 @@
 """Every file of a finished run, damaged in several ways: each command ends with one line, or with
 the true numbers."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,27 +13,27 @@ from tests.support.words import succeed
 from wellposed.cli import main
 
 
-def cut(data: bytes) -> bytes:
+def cut(data):
     return data[: len(data) // 2]
 
 
-def flip(place: float) -> Callable[[bytes], bytes]:
-    def flipped(data: bytes) -> bytes:
+def flip(place):
+    def flipped(data):
         index = min(len(data) - 1, int(place * len(data)))
         return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 
     return flipped
 
 
-def list_of(data: bytes) -> bytes:
+def list_of(data):
     return b"[" + data.rstrip() + b"]\n"
 
 
-def words_for_numbers(data: bytes) -> bytes:
+def words_for_numbers(data):
     """Turn every value of a JSON object into one of another type; other files lose their line
     feeds."""
 
-    def other(value: Any) -> Any:
+    def other(value):
         return [] if isinstance(value, str | dict) else {"a": "b"}
 
     try:
@@ -47,7 +43,7 @@ def words_for_numbers(data: bytes) -> bytes:
     return json.dumps({key: other(value) for key, value in values.items()}).encode()
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+DAMAGE = {
     "cut": cut,
     "emptied": lambda _: b"",
     "flipped at the start": flip(0.02),
@@ -66,14 +62,14 @@ FILES = (
 )  # fmt: skip
 
 
-def reads(command: str, file: str) -> bool:
+def reads(command, file):
     """Return whether ``command`` reads ``file``; the others are run once, to see that they do
     not."""
     both = file in ("config.toml", "manifest.json")
     return both or file.startswith("final/") != (command == "report")
 
 
-def commands(run: Path, out: Path, examples: int = 0) -> dict[str, list[str]]:
+def commands(run, out, examples=0):
     return {
         "measure": ["measure", str(run)],
         "certify": ["certify", str(run), "--examples", str(examples), "--attack-steps", "1"],
@@ -82,9 +78,7 @@ def commands(run: Path, out: Path, examples: int = 0) -> dict[str, list[str]]:
     }
 
 
-def answers(
-    run: Path, out: Path, capsys: pytest.CaptureFixture[str], examples: int, file: str
-) -> dict[str, tuple[int, str, str]]:
+def answers(run, out, capsys, examples, file):
     found = {}
     for name, words in commands(run, out, examples).items():
         if not reads(name, file):
@@ -99,7 +93,7 @@ def answers(
 
 
 @pytest.fixture(scope="module")
-def run(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(small_run, tmp_path_factory):
     return Path(shutil.copytree(small_run, tmp_path_factory.mktemp("damage") / "run"))
 
 
@@ -108,9 +102,7 @@ def run(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(file, True) for file in FILES]
     + [(file, False) for file in FILES if not file.endswith("manifest.json")],
 )
-def test_damage_is_one_line_or_changes_nothing(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, manifests: bool
-) -> None:
+def test_damage_is_one_line_or_changes_nothing(run, tmp_path, capsys, file, manifests):
     """Without manifests a changed digit cannot be told from a true one, but nothing may end in a
     traceback."""
     whole = (run / file).read_bytes()
@@ -149,9 +141,7 @@ def test_damage_is_one_line_or_changes_nothing(
             path.write_bytes(data)
 
 
-def test_a_missing_tensor_is_named_with_and_without_a_manifest(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_tensor_is_named_with_and_without_a_manifest(run, tmp_path, capsys):
     """Hugging Face draws it at random, and the certificate was one of random weights."""
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     file = folder / "final/model.safetensors"
@@ -177,9 +167,7 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(
     succeed(["measure", str(folder)])
 
 
-def test_a_copy_of_final_and_a_folder_without_manifests_load(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_of_final_and_a_folder_without_manifests_load(run, tmp_path, capsys):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     succeed(["measure", str(folder)])
     table = capsys.readouterr().out

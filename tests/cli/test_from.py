@@ -1,20 +1,16 @@
 """`--from`: the commands on a Hugging Face model of the user's, small and made here: what is trained,
 variants of it, what a run of it leaves for other programs, and what cannot be used."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from tests.support.bert import make_checkpoint, make_table
 from tests.support.tokenizer_folders import byte_level_bpe
-from tests.support.words import TINY, Cli, python, succeed
+from tests.support.words import TINY, python, succeed
 from tests.support.words import words as typed
 from transformers import AutoTokenizer
 
@@ -27,7 +23,7 @@ CLASSIFY = "text_classification --data {files}/t.tsv --max-length 16 --epochs No
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     """Return a folder with a BERT, and folders that differ from it in one thing each."""
     folder = tmp_path_factory.mktemp("files")
     make_checkpoint(folder / "bert")
@@ -96,14 +92,12 @@ REFUSED = [
 ]
 
 
-def in_place(files: Path, command: str) -> list[str]:
+def in_place(files, command):
     return [word.format(files=files) for word in command.split()]
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_what_cannot_be_started_from_is_one_line(
-    files: Path, tmp_path: Path, words: str, says: str, cli: Cli
-) -> None:
+def test_what_cannot_be_started_from_is_one_line(files, tmp_path, words, says, cli):
     out, given = tmp_path / "run", in_place(files, words)
     message = cli("train", given, "--steps 2 --quiet --out", [out], status=None).err
     assert says in message
@@ -112,16 +106,12 @@ def test_what_cannot_be_started_from_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["measure", "certify"])
-def test_weights_that_do_not_fit_are_measured_by_no_command(
-    files: Path, command: str, cli: Cli
-) -> None:
+def test_weights_that_do_not_fit_are_measured_by_no_command(files, command, cli):
     said = cli([command, str(files / "wide")], status=1).err
     assert WIDTHS in said
 
 
-def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
-    files: Path, tmp_path: Path
-) -> None:
+def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files, tmp_path):
     words = typed("compare", in_place(files, CLASSIFY), "--out", [tmp_path / "runs"])
     words += typed("--quiet --steps 2 --variants plain --seeds 1")
     assert main([*words, "--from", str(files / "three")]) == 2
@@ -129,10 +119,8 @@ def test_a_comparison_that_could_not_begin_leaves_its_folder_free(
     assert main([*words, "--from", str(files / "bert")]) == 2  # now there is something to lose
 
 
-def test_memory_that_ends_is_one_line_with_the_way_out(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    def full(self: object, *args: object, **inputs: object) -> None:
+def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypatch, cli):
+    def full(self, *args, **inputs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", full)
@@ -143,9 +131,7 @@ def test_memory_that_ends_is_one_line_with_the_way_out(
     assert message.count("out of memory") == 1
 
 
-def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
-    files: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, tmp_path, cli):
     words = in_place(files, CLASSIFY)
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
     succeed("train", words, "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet")
@@ -159,12 +145,12 @@ def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(
     assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err
 
 
-def _started(table: Path, source: Path, out: Path, *more: str) -> list[str]:
+def _started(table, source, out, *more):
     words = typed("train text_classification --data", [table], "--max-length 16 --from", [source])
     return [*words, "--out", str(out), "--quiet", *more]
 
 
-def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files, tmp_path):
     out = tmp_path / "run"
     succeed(_started(files / "t.tsv", files / "bert", out, "--epochs", "2"))
     config = (out / "config.toml").read_text()
@@ -180,9 +166,7 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files: Path, tmp_path
     succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
-def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
-    files: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(files, tmp_path, cli):
     out = tmp_path / "run"
     succeed(_started(files / "t.tsv", files / "bert", out, "--steps", "3"))
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
@@ -209,18 +193,14 @@ def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(
     assert "--steps 3 and --epochs 2 both say how long to train" in said
 
 
-def test_it_learns_what_a_random_model_of_the_same_configuration_learns(
-    files: Path, tmp_path: Path
-) -> None:
+def test_it_learns_what_a_random_model_of_the_same_configuration_learns(files, tmp_path):
     options = ["--steps", "150", "--epochs", "None", "--learning-rate", "3e-3"]
     succeed(_started(files / "t.tsv", files / "bert" / "config.json", tmp_path / "run", *options))
     run = json.loads((tmp_path / "run" / "result.json").read_text())
     assert run["results"]["text_classification"]["accuracy,valid"] == 1.0
 
 
-def test_an_architecture_of_ours_beside_it_is_refused(
-    files: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_an_architecture_of_ours_beside_it_is_refused(files, tmp_path, cli):
     said = cli(
         _started(files / "t.tsv", files / "bert", tmp_path / "run", "--model.hidden-size", "64"),
         status=None,
@@ -228,7 +208,7 @@ def test_an_architecture_of_ours_beside_it_is_refused(
     assert "brings its own architecture; received besides: model.hidden_size = 64" in said
 
 
-def test_epochs_are_counted_in_steps_of_the_data() -> None:
+def test_epochs_are_counted_in_steps_of_the_data():
     from wellposed.tasks import build_task
 
     task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
@@ -246,16 +226,16 @@ IDS = [[2, 5, 6, 3]]
 SHOW = f"import torch; print(model(input_ids=torch.tensor({IDS})).logits.tolist())"
 
 
-def _words(files: Path, command: str, out: Path, *more: str, source: str = "bert") -> list[str]:
+def _words(files, command, out, *more, source="bert"):
     words = typed([command], "text_classification --data", [files / "t.tsv"], "--max-length 16")
     return [*words, "--from", str(files / source), "--epochs", "1", "--out", str(out), *more]
 
 
-def _result(folder: Path) -> dict:
+def _result(folder):
     return json.loads((folder / "result.json").read_text())
 
 
-def _in_a_fresh_process(code: str, cache: Path) -> Any:
+def _in_a_fresh_process(code, cache):
     """Return the JSON that the code prints."""
     environment = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1"}
     done = python(["-c", code], env={**environment, "HF_MODULES_CACHE": str(cache)})
@@ -263,13 +243,13 @@ def _in_a_fresh_process(code: str, cache: Path) -> Any:
     return json.loads(done.stdout)
 
 
-def _of_card(folder: Path) -> str:
+def _of_card(folder):
     """Return the code that the card of a model gives."""
     code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     return code.replace("FOLDER", str(folder))
 
 
-def test_variants_of_a_checkpoint_are_compared(files: Path, tmp_path: Path, cli: Cli) -> None:
+def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
     out = tmp_path / "runs"
     words = _words(files, "compare", out, "--variants", "plain,key:1e-2,orthogonal", "--quiet")
     shown = cli(words, "--seeds 2").out
@@ -279,16 +259,14 @@ def test_variants_of_a_checkpoint_are_compared(files: Path, tmp_path: Path, cli:
     assert _result(out / "key-1e-2" / "seed-0")["config"]["penalty"]["key"] == 0.01
 
 
-def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files: Path, tmp_path: Path) -> None:
+def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files, tmp_path):
     succeed(_words(files, "compare", tmp_path / "runs", "--seeds", "1", "--quiet"))
     written = json.loads((tmp_path / "runs" / "compare.json").read_text())
     assert written["variants"] == ["plain", "key:1e-2"]
 
 
 @pytest.mark.parametrize("variant", ["t_fixup", "l2"])
-def test_a_changed_model_is_predicted_with_as_it_was_trained(
-    files: Path, tmp_path: Path, variant: str, cli: Cli
-) -> None:
+def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, variant, cli):
     out = tmp_path / "run"
     source = "bert/config.json" if variant == "t_fixup" else "bert"
     said = cli([*_words(files, "train", out, source=source), "--variant", variant]).err
@@ -302,9 +280,7 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(
     succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
-def test_what_was_drawn_stands_in_the_result_and_is_said_once(
-    files: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_what_was_drawn_stands_in_the_result_and_is_said_once(files, tmp_path, cli):
     out = tmp_path / "run"
     said = cli(_words(files, "train", out)).err.splitlines()
     started = _result(out)["train_info"]["started_from"]
@@ -314,7 +290,7 @@ def test_what_was_drawn_stands_in_the_result_and_is_said_once(
     assert line.endswith("bert; drawn at random: classifier.bias, classifier.weight")
 
 
-def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path) -> None:
+def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path):
     words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", TINY)
     succeed([*words, "--out", str(tmp_path / "run")])
     final = tmp_path / "run" / "final"
@@ -332,7 +308,7 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path: Path)
         assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
 
 
-def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path: Path) -> None:
+def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path):
     words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 2", TINY)
     succeed([*words, "--out", str(tmp_path / "run")])
     final = tmp_path / "run" / "final"
@@ -348,9 +324,7 @@ def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_p
     assert _in_a_fresh_process(code, tmp_path / "cache") == expected
 
 
-def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
-    files: Path, tmp_path: Path
-) -> None:
+def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(files, tmp_path):
     out = tmp_path / "run"
     succeed([*_words(files, "train", out), "--variant", "key:1e-2", "--seed", "3"])
     card = (out / "final" / "README.md").read_text()
@@ -368,7 +342,7 @@ def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(
     succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
-def test_a_certificate_stands_in_the_card(files: Path, tmp_path: Path) -> None:
+def test_a_certificate_stands_in_the_card(files, tmp_path):
     for variant, certified in (("lipschitz", True), ("post_ln", False)):
         words = typed("train text_classification --data", [files / "t.tsv"], "--steps 2", TINY)
         succeed([*words, "--variant", variant, "--out", str(tmp_path / variant)])

@@ -1,10 +1,7 @@
 """`train image_classification --from`, and what the other commands do with a model of images."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,7 @@ import transformers
 from PIL import Image
 from tests.support.bert import make_checkpoint
 from tests.support.images import class_folders, image_config
-from tests.support.words import Cli, python, succeed
+from tests.support.words import python, succeed
 from tests.support.words import words as typed
 
 from wellposed.roles import find_roles
@@ -24,25 +21,23 @@ LEARNING = typed("--steps 40 --batch-size 16 --eval-every 20 --learning-rate 1e-
 
 
 @pytest.fixture(scope="module")
-def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pets(tmp_path_factory):
     return class_folders(tmp_path_factory.mktemp("data") / "pets")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, pets: Path) -> Path:
+def run(tmp_path_factory, pets):
     folder = tmp_path_factory.mktemp("run")
     words = train(image_config(folder / "vit"), folder / "run", "--flip", "--data", pets)
     succeed(words, LEARNING)
     return folder / "run"
 
 
-def train(source: Path, out: Path, *more: object) -> list[str]:
+def train(source, out, *more):
     return typed("train image_classification --from", [source], "--out", [out, *more])
 
 
-def test_final_is_loaded_by_transformers_alone_in_a_fresh_process(
-    run: Path, pets: Path, tmp_path: Path
-) -> None:
+def test_final_is_loaded_by_transformers_alone_in_a_fresh_process(run, pets, tmp_path):
     program = """
 import json, sys
 from PIL import Image
@@ -71,14 +66,14 @@ print(json.dumps(labels))
         assert path == str(tmp_path / "gray.png") or f"/{label}/" in path
 
 
-def test_predict_takes_an_image_or_a_folder(run: Path, pets: Path, cli: Cli) -> None:
+def test_predict_takes_an_image_or_a_folder(run, pets, cli):
     said = cli(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")]).out
     assert said.startswith("dog\t")
     said = cli(["predict", str(run), "--input", str(pets), "--batch-size", "7"]).out
     assert len(said.splitlines()) == 48
 
 
-def test_the_card_and_the_result_tell_how_images_were_read(run: Path) -> None:
+def test_the_card_and_the_result_tell_how_images_were_read(run):
     card = (run / "final" / "README.md").read_text()
     assert "from transformers import AutoModelForImageClassification, AutoImageProcessor" in card
     assert 'processor = AutoImageProcessor.from_pretrained("FOLDER")' in card
@@ -90,9 +85,7 @@ def test_the_card_and_the_result_tell_how_images_were_read(run: Path) -> None:
     assert config["id2label"] == {"0": "cat", "1": "dog"}
 
 
-def test_a_trained_model_goes_on_with_its_own_processor(
-    run: Path, pets: Path, tmp_path: Path
-) -> None:
+def test_a_trained_model_goes_on_with_its_own_processor(run, pets, tmp_path):
     succeed(train(run, tmp_path / "more", "--data", pets), "--epochs 1 --quiet")
     first, second = (
         folder / "final" / "preprocessor_config.json" for folder in (run, tmp_path / "more")
@@ -111,9 +104,7 @@ def test_a_trained_model_goes_on_with_its_own_processor(
         ("beit", "plain,oc3,orthogonal,cosine"),
     ],
 )
-def test_variants_of_a_model_of_images_are_compared(
-    family: str, variants: str, tmp_path: Path
-) -> None:
+def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path):
     source, out = image_config(tmp_path / family, family), tmp_path / "runs"
     words = typed("compare image_classification --seeds 1 --from", [source], FAST)
     succeed(words, "--variants", [variants], "--out", [out])
@@ -130,15 +121,13 @@ def test_variants_of_a_model_of_images_are_compared(
     assert note["attention"] == f"wellposed_{last}"
 
 
-def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path: Path) -> None:
+def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
     (tmp_path / "config.json").write_text(page.split("```json\n")[1].split("```")[0])
     succeed(train(tmp_path / "config.json", tmp_path / "run", *FAST))
 
 
-def test_measure_and_certify_read_such_a_run(
-    run: Path, pets: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_measure_and_certify_read_such_a_run(run, pets, tmp_path, cli):
     said = cli(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")]).out
     assert "encoder.0.query" in said
     assert "vit.layers.0.attention" in said
@@ -150,10 +139,8 @@ def test_measure_and_certify_read_such_a_run(
     assert "<= 4 tokens" in cli(["certify", str(run)]).out  # patches of 8 pixels of an image of 16
 
 
-def test_what_cannot_be_trained_is_said_in_one_line(
-    run: Path, pets: Path, tmp_path: Path, cli: Cli
-) -> None:
-    def said(*parts: str | Sequence[object]) -> str:
+def test_what_cannot_be_trained_is_said_in_one_line(run, pets, tmp_path, cli):
+    def said(*parts):
         (line,) = cli(*parts, status=None).err.strip().splitlines()
         return line
 
@@ -179,8 +166,8 @@ def test_what_cannot_be_trained_is_said_in_one_line(
     succeed(train(bare, tmp_path / "own", *data, "--processor", f"config:{bare}"))
 
 
-def test_what_predict_cannot_read_is_said(run: Path, pets: Path, tmp_path: Path, cli: Cli) -> None:
-    def said(model: Path, source: Path) -> str:
+def test_what_predict_cannot_read_is_said(run, pets, tmp_path, cli):
+    def said(model, source):
         return cli("predict", [model, "--input", source], status=None).err
 
     told = cli("predict", [run], "--text cat", status=None).err
@@ -206,7 +193,7 @@ def test_what_predict_cannot_read_is_said(run: Path, pets: Path, tmp_path: Path,
 
 
 @pytest.mark.data
-def test_a_vit_learns_the_subset_of_cifar(tmp_path: Path, shared_data: Path) -> None:
+def test_a_vit_learns_the_subset_of_cifar(tmp_path, shared_data):
     config = image_config(tmp_path / "vit", image_size=32, hidden_size=32, intermediate_size=64)
     words = train(config, tmp_path / "run", "--data", shared_data / "cifar10_subset")
     options = "--limit-train 1000 --epochs 4 --learning-rate 3e-3 --eval-every 1000 --quiet"

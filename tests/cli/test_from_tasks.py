@@ -1,19 +1,15 @@
 """`train --from` on every task that a Hugging Face model has a head for, and `predict` with what it
 leaves."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
-from tests.support.words import Cli, succeed
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.tasks import build_task
@@ -26,12 +22,12 @@ LINES = [
 ]
 
 
-def results(run: Path) -> dict[str, Any]:
+def results(run):
     (found,) = json.loads((run / "result.json").read_text())["results"].values()
     return found
 
 
-def gpt2_folder(folder: Path) -> Path:
+def gpt2_folder(folder):
     tokenizer = byte_level_bpe(LINES)
     tokenizer.save_pretrained(folder)
     config = transformers.GPT2Config(
@@ -42,7 +38,7 @@ def gpt2_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path: Path, cli: Cli) -> None:
+def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
     source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
     words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
@@ -62,13 +58,13 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path: Path, cli: C
 
 
 WORDS = [f"w{number}" for number in range(12)]
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 32,
 }  # fmt: skip
 
 
-def pair_table(path: Path) -> Path:
+def pair_table(path):
     """Pairs that are the same when they begin with the same word."""
     draw = random.Random(0)
     rows = ["sentence1\tsentence2\tis_duplicate"]
@@ -80,7 +76,7 @@ def pair_table(path: Path) -> Path:
     return path
 
 
-def encoder_folder(folder: Path, family: str) -> Path:
+def encoder_folder(folder, family):
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = bert_words(WORDS)
     config, model, extra = transformers.BertConfig, transformers.BertModel, {}
@@ -95,19 +91,19 @@ def encoder_folder(folder: Path, family: str) -> Path:
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
-    tmp_path: Path, family: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, family, cli, monkeypatch
+):
     source, run = encoder_folder(tmp_path / family, family), tmp_path / "run"
     table = pair_table(tmp_path / "pairs.tsv")
     kind = {
         "bert": transformers.BertForSequenceClassification,
         "roberta": transformers.RobertaForSequenceClassification,
     }
-    seen: list[set[str]] = []
+    seen = []
     forward = kind[family].forward
 
     @functools.wraps(forward)
-    def watched(self: Any, *args: Any, **inputs: Any) -> Any:
+    def watched(self, *args, **inputs):
         seen.append({name for name, value in inputs.items() if value is not None})
         return forward(self, *args, **inputs)
 
@@ -135,8 +131,8 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
 
 
 def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
-) -> None:
+    tmp_path, capsys, cli
+):
     source, run = encoder_folder(tmp_path / "bert", "bert"), tmp_path / "run"
     table = pair_table(tmp_path / "pairs.tsv")
     options = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate"}
@@ -162,7 +158,7 @@ def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task
         assert float(probability) == pytest.approx(float(probabilities.max()), abs=1e-4)
 
 
-def seq2seq_folder(folder: Path, family: str) -> Path:
+def seq2seq_folder(folder, family):
     """A small model with random weights and a tokenizer with the ends of its family."""
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
     single = "$A </s>"
@@ -192,7 +188,7 @@ def seq2seq_folder(folder: Path, family: str) -> Path:
     return folder
 
 
-def pairs_table(path: Path) -> Path:
+def pairs_table(path):
     """Sentences of one word and their translation, the next word twice."""
     rows = [
         f"{word}\t{WORDS[(i + 1) % 4]} {WORDS[(i + 1) % 4]}" for i, word in enumerate(WORDS[:4])
@@ -202,9 +198,7 @@ def pairs_table(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "marian"])
-def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
-    tmp_path: Path, family: str, cli: Cli
-) -> None:
+def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(tmp_path, family, cli):
     source, run = seq2seq_folder(tmp_path / family, family), tmp_path / "run"
     words = typed("train translation --from", [source], "--data", [pairs_table(tmp_path / "p.tsv")])
     options = "--src de --tgt en --max-tokens 16 --epochs 15 --batch-size 12 --learning-rate 1e-2"
@@ -217,7 +211,7 @@ def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(
     assert cli(["predict", str(run), "--text", "w0", "--beams", "1"]).out.strip() == "w1 w1"
 
 
-def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: Path) -> None:
+def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path):
     table = pairs_table(tmp_path / "p.tsv")
     for family in ("t5", "bart", "marian"):
         source = seq2seq_folder(tmp_path / family, family)
@@ -234,9 +228,7 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path: P
         assert float(total / count) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(
-    tmp_path: Path, cli: Cli
-) -> None:
+def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(tmp_path, cli):
     model = transformers.BertForSequenceClassification(
         transformers.BertConfig(**SIZES, vocab_size=20)
     )
@@ -249,7 +241,7 @@ def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(
     assert "name it with --tokenizer hf:FOLDER" in said
 
 
-def test_predict_refuses_a_model_without_a_classifier(tmp_path: Path, cli: Cli) -> None:
+def test_predict_refuses_a_model_without_a_classifier(tmp_path, cli):
     source = encoder_folder(tmp_path / "bert", "bert")
     said = cli(["predict", str(source), "--text", "w0"], status=2).err
     assert "a BertModel gives no label of a text" in said

@@ -1,7 +1,5 @@
 """Help is cheap and complete; wrong usage is one line on stderr and exit status 2."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -10,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.words import Cli, python
+from tests.support.words import python
 
 from wellposed.cli import (
     COMMANDS,
@@ -36,7 +34,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_help_exits_zero_and_imports_nothing_heavy() -> None:
+def test_help_exits_zero_and_imports_nothing_heavy():
     """One process for all: what an earlier one imported would be seen there."""
     calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
     calls += [["train", "char_lm", "-h"], ["compare", "listops", "--help-all"]]
@@ -48,16 +46,14 @@ def test_help_exits_zero_and_imports_nothing_heavy() -> None:
         assert "usage: wellposed" in said, words
 
 
-def test_every_command_and_task_and_variant_is_in_the_help(cli: Cli) -> None:
+def test_every_command_and_task_and_variant_is_in_the_help(cli):
     text = cli("--help").out + cli("compare").out
     assert all(name in text for name in (*COMMANDS, *TASKS, *VARIANTS))
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize("task", TASKS.names())
-def test_the_first_help_fits_a_screen_and_the_second_is_whole(
-    command: str, task: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_help_fits_a_screen_and_the_second_is_whole(command, task, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     first = cli([command, task, "--help"]).out
     whole = cli([command, task, "--help-all"]).out
@@ -73,15 +69,13 @@ def test_the_first_help_fits_a_screen_and_the_second_is_whole(
 
 
 @pytest.mark.parametrize(("word", "meant"), OTHER_SPELLINGS.items())
-def test_spellings_of_other_libraries_are_told_what_they_are_here(
-    word: str, meant: str, cli: Cli
-) -> None:
+def test_spellings_of_other_libraries_are_told_what_they_are_here(word, meant, cli):
     said = cli(["train", "char_lm", word, "3"], status=2).err
     assert f"no option {word}; did you mean {meant}?" in said
     assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
 
 
-def test_a_shell_completes_commands_tasks_options_and_choices(cli: Cli, tmp_path: Path) -> None:
+def test_a_shell_completes_commands_tasks_options_and_choices(cli, tmp_path):
     script = tmp_path / "complete.sh"
     script.write_text(cli("--print-completion bash").out, encoding="utf-8")
     for typed, expected in {
@@ -104,25 +98,25 @@ def test_a_shell_completes_commands_tasks_options_and_choices(cli: Cli, tmp_path
     assert "nearest: zsh, bash" in cli("--print-completion fish", status=2).err
 
 
-def test_the_exit_statuses_are_those_of_the_page(tmp_path: Path, cli: Cli) -> None:
+def test_the_exit_statuses_are_those_of_the_page(tmp_path, cli):
     page = (Path(__file__).parents[2] / "docs" / "command.md").read_text("utf-8")
     statuses = list(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
     assert statuses == [EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGPIPE]
     assert all(str(status) in cli("--help").out for status in statuses[:4])
 
 
-def test_version(cli: Cli) -> None:
+def test_version(cli):
     assert cli(["--version"]).out.startswith("wellposed 0.")
 
 
 @pytest.mark.parametrize("module", ["wellposed", "wellposed.cli"])
-def test_the_command_without_its_script(module: str) -> None:
+def test_the_command_without_its_script(module):
     found = python("-m", [module], "trane")
     assert (found.returncode, found.stdout) == (2, "")
     assert "nearest: train" in found.stderr
 
 
-def test_debug_shows_the_traceback() -> None:
+def test_debug_shows_the_traceback():
     from wellposed.errors import ConfigError
 
     with pytest.raises(ConfigError):

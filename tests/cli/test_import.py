@@ -62,7 +62,7 @@ TINY = typed(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with the plug-in `my.py`, its rows and a comparison of its variant on its
     task."""
     folder = tmp_path_factory.mktemp("plugged")
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_records_what_it_imported(folder: Path) -> None:
+def test_a_run_records_what_it_imported(folder):
     config = tomllib.loads(
         (folder / "runs" / "mine" / "seed-0" / "config.toml").read_text(encoding="utf-8")
     )
@@ -85,7 +85,7 @@ def test_a_run_records_what_it_imported(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_runs_no_code_until_its_file_is_named(folder: Path) -> None:
+def test_a_folder_runs_no_code_until_its_file_is_named(folder):
     run, file = folder / "runs" / "mine" / "seed-0", folder.resolve() / "my.py"
     words = ("predict", run, "--text", "a good film x")
     done = python("-m wellposed", words)
@@ -96,7 +96,7 @@ def test_a_folder_runs_no_code_until_its_file_is_named(folder: Path) -> None:
     assert done.stdout.split("\t")[0] in ("pos", "neg")
 
 
-def test_a_file_that_changed_or_went_is_named(tmp_path: Path) -> None:
+def test_a_file_that_changed_or_went_is_named(tmp_path):
     file = tmp_path / "changed.py"
     file.write_text("raise RuntimeError", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -107,7 +107,7 @@ def test_a_file_that_changed_or_went_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'gone.py'}: no such file; give --import with its new place" in message
 
 
-def test_a_file_that_moved_is_the_same_file(tmp_path: Path) -> None:
+def test_a_file_that_moved_is_the_same_file(tmp_path):
     file = tmp_path / "moved.py"
     file.write_text("MOVED = True", encoding="utf-8")
     import_file(file)
@@ -134,9 +134,7 @@ def test_a_file_that_fails_is_one_line(tmp_path: Path, cli: Cli, source: str, sa
 
 
 @pytest.mark.slow
-def test_an_installed_package_brings_its_names_by_entry_points(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_installed_package_brings_its_names_by_entry_points(folder, tmp_path):
     shutil.copy(folder / "my.py", tmp_path / "mine.py")
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()

@@ -1,15 +1,12 @@
 """The main job from the command line: compare, report, predict, measure, and what happens on bad
 input."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-from tests.support.words import TINY, Cli, succeed
+from tests.support.words import TINY, succeed
 from tests.support.words import words as typed
 
 TEXT = (
@@ -19,7 +16,7 @@ SHORT = typed("--steps 4 --eval-every 2 --checkpoint-every 2 --batch-size 4", TI
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory):
     """Return a folder with a finished comparison of two variants and two seeds."""
     folder = tmp_path_factory.mktemp("main_job")
     with gzip.open(folder / "prose.txt.gz", "wt", encoding="utf-8") as file:
@@ -29,7 +26,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_comparison_leaves_runs_and_one_report(workspace: Path) -> None:
+def test_a_comparison_leaves_runs_and_one_report(workspace):
     page = (workspace / "runs" / "report.html").read_text(encoding="utf-8")
     assert "oc3:1e-3" in page
     assert page.count("<script") == 1
@@ -41,9 +38,7 @@ def test_a_comparison_leaves_runs_and_one_report(workspace: Path) -> None:
             assert result["seed"] == seed
 
 
-def test_resume_keeps_finished_runs(
-    workspace: Path, capsys: pytest.CaptureFixture[str], cli: Cli
-) -> None:
+def test_resume_keeps_finished_runs(workspace, capsys, cli):
     models = (workspace / "runs").glob("*/*/final/model.safetensors")
     before = {path: path.stat().st_mtime_ns for path in models}
     words = typed("compare char_lm --data", [workspace / "prose.txt.gz"], "--seq-len 24", SHORT)
@@ -54,7 +49,7 @@ def test_resume_keeps_finished_runs(
     assert "difference" in capsys.readouterr().out
 
 
-def test_predict_continues_a_text_past_the_positions(workspace: Path, cli: Cli) -> None:
+def test_predict_continues_a_text_past_the_positions(workspace, cli):
     run = str(workspace / "runs" / "post_ln" / "seed-0")
     first = cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]).out
     assert first.startswith("the quick")
@@ -64,7 +59,7 @@ def test_predict_continues_a_text_past_the_positions(workspace: Path, cli: Cli) 
     assert said != first
 
 
-def test_measure_prints_and_writes(workspace: Path, tmp_path: Path, cli: Cli) -> None:
+def test_measure_prints_and_writes(workspace, tmp_path, cli):
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
     out = cli(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]).out
     assert "query" in out
@@ -72,7 +67,7 @@ def test_measure_prints_and_writes(workspace: Path, tmp_path: Path, cli: Cli) ->
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}
 
 
-def _train(folder: Path, data: Path) -> list[str]:
+def _train(folder, data):
     return typed("train char_lm --seq-len 24 --data", [data], SHORT, "--out", [folder])
 
 
@@ -84,9 +79,7 @@ def _train(folder: Path, data: Path) -> list[str]:
         ("latin.txt", "caf\xe9 ".encode("latin-1") * 500, "UTF-8"),
     ],
 )
-def test_bad_text_is_one_message(
-    tmp_path: Path, cli: Cli, name: str, content: bytes | None, says: str
-) -> None:
+def test_bad_text_is_one_message(tmp_path, cli, name, content, says):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     said = cli(_train(tmp_path / "run", tmp_path / name), status=None).err
@@ -101,13 +94,13 @@ def test_bad_text_is_one_message(
         ("label\ttext\n" + "1\tfine\n0\tdull\n" * 9, "20"),
     ],
 )
-def test_bad_rows_name_file_and_line(tmp_path: Path, cli: Cli, rows: str, says: str) -> None:
+def test_bad_rows_name_file_and_line(tmp_path, cli, rows, says):
     (tmp_path / "films.tsv").write_text(rows, encoding="utf-8")
     words = typed("train text_classification --data", [tmp_path / "films.tsv"], SHORT)
     assert says in cli(words, "--out", [tmp_path / "run"], status=None).err
 
 
-def test_unknown_key_in_a_config_file(workspace: Path, tmp_path: Path, cli: Cli) -> None:
+def test_unknown_key_in_a_config_file(workspace, tmp_path, cli):
     config = (workspace / "runs" / "post_ln" / "seed-0" / "config.toml").read_text()
     file = tmp_path / "config.toml"
     file.write_text(config.replace("learning_rate", "learning_rat"), encoding="utf-8")
@@ -115,9 +108,7 @@ def test_unknown_key_in_a_config_file(workspace: Path, tmp_path: Path, cli: Cli)
     assert "nearest: learning_rate" in cli(words, status=2).err
 
 
-def test_resume_into_a_changed_config_lists_the_fields(
-    workspace: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_resume_into_a_changed_config_lists_the_fields(workspace, tmp_path, cli):
     words = _train(tmp_path / "run", workspace / "prose.txt.gz")
     succeed(words)
     message = cli(words, "--resume auto --learning-rate 0.5 --seed 3", status=2).err
@@ -125,7 +116,7 @@ def test_resume_into_a_changed_config_lists_the_fields(
     assert "train.seed" in message
 
 
-def test_a_checkpoint_cut_in_half_is_named(workspace: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_checkpoint_cut_in_half_is_named(workspace, tmp_path, cli):
     run = tmp_path / "run"
     words = _train(run, workspace / "prose.txt.gz")
     succeed(words)
@@ -145,11 +136,11 @@ def test_a_checkpoint_cut_in_half_is_named(workspace: Path, tmp_path: Path, cli:
         (["report", "nowhere"], "nowhere"),
     ],
 )
-def test_missing_folders(words: list[str], says: str, cli: Cli) -> None:
+def test_missing_folders(words, says, cli):
     assert says in cli(words, status=None).err
 
 
-def test_doctor(cli: Cli) -> None:
+def test_doctor(cli):
     out = cli(["doctor"]).out
     assert out.count("ok  ") == 3
     assert "torch" in out

@@ -1,16 +1,12 @@
 """A hundred mistakes, eighty on the command line and twenty in Python: each gets one line that says
 what is wrong, where, and what to write instead."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.films import write_films
-from tests.support.words import Cli
 from transformers import BertConfig, BertModel
 
 import wellposed as wp
@@ -105,7 +101,7 @@ MISTAKES = [[part.strip() for part in line.split(" | ")] for line in TYPED.strip
 
 
 @pytest.fixture
-def desk(small_run: Path, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(small_run, foreign, tmp_path, monkeypatch):
     """Return a folder with a run, a model and files, most of them wrong in one way each."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(small_run, "run")
@@ -128,7 +124,7 @@ def desk(small_run: Path, foreign: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("words", "says"), [(words, says) for words, *says in MISTAKES])
-def test_a_typed_mistake_gets_one_line(words: str, says: list[str], desk: Path, cli: Cli) -> None:
+def test_a_typed_mistake_gets_one_line(words, says, desk, cli):
     lines = cli(words, status=None).err.splitlines()
     at = [line.startswith("wellposed: ") for line in lines].index(True)
     assert at == len(lines) - 1, lines
@@ -146,23 +142,23 @@ class Desk:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
-CALLS: list[tuple[Callable[[], object], str, str]] = [
-    (lambda: wp.mesure(Desk.bert), "'mesure'", "nearest: measure"),  # pyright: ignore
-    (lambda: wp.measure("bert"), "expected a model", "from_pretrained('bert')"),  # pyright: ignore
-    (lambda: wp.OrthogonalityPenalty(Desk.bert, atention=1.0), "'atention'", "nearest: attention"),  # pyright: ignore
+CALLS = [
+    (lambda: wp.mesure(Desk.bert), "'mesure'", "nearest: measure"),
+    (lambda: wp.measure("bert"), "expected a model", "from_pretrained('bert')"),
+    (lambda: wp.OrthogonalityPenalty(Desk.bert, atention=1.0), "'atention'", "nearest: attention"),
     (lambda: wp.OrthogonalityPenalty(Desk.bert), "no strength above zero", "one of affinity"),
-    (lambda: wp.OrthogonalityPenalty(Desk.bert, key=1.0, form="gramm"), "'gramm'", "nearest: gram"),  # pyright: ignore
+    (lambda: wp.OrthogonalityPenalty(Desk.bert, key=1.0, form="gramm"), "'gramm'", "nearest: gram"),
     (lambda: wp.constrain_(Desk.bert, Desk.optimizer), "which weights", "expected where="),
     (lambda: wp.constrain_(Desk.bert, Desk.optimizer, roles=("quary",)), "'quary'", "nearest: query"),
     (lambda: wp.constrain_(Desk.bert, Desk.optimizer, where="*.dence"), "where='*.dence'", "nearest: "),
-    (lambda: wp.certify(Desk.layer, seqlen=8), "'seqlen'", "nearest: seq_len"),  # pyright: ignore
+    (lambda: wp.certify(Desk.layer, seqlen=8), "'seqlen'", "nearest: seq_len"),
     (lambda: wp.certify(Desk.layer, seq_len=0), "seq_len", ">= 1, received 0"),
-    (lambda: wp.certify(Desk.layer, seq_len=8, norm="l2"), "norm 'l2'", "known: 'tok'"),  # pyright: ignore
-    (lambda: wp.presets.zhang2021("IV"), "'IV'", "nearest: I"),  # pyright: ignore
+    (lambda: wp.certify(Desk.layer, seq_len=8, norm="l2"), "norm 'l2'", "known: 'tok'"),
+    (lambda: wp.presets.zhang2021("IV"), "'IV'", "nearest: I"),
     (lambda: wp.nn.L2SelfAttention(30, 4), "embed_dim=30 and num_heads=4", "divides the width"),
     (lambda: wp.Monitor(Desk.bert, Desk.optimizer, every=0), "every = 0", "an integer >= 1"),
-    (lambda: ModelOptions(norm="mid"), "norm = 'mid'", "expected 'pre', 'post'"),  # pyright: ignore
-    (lambda: TrainOptions(stepz=3), "TrainOptions 'stepz'", "nearest: steps"),  # pyright: ignore
+    (lambda: ModelOptions(norm="mid"), "norm = 'mid'", "expected 'pre', 'post'"),
+    (lambda: TrainOptions(stepz=3), "TrainOptions 'stepz'", "nearest: steps"),
     (lambda: build_task("listopps"), "task 'listopps'", "nearest: listops"),
     (lambda: load_run_model("nowhere"), "nowhere: not a run folder", "wellposed train"),
     (lambda: apply_variant("post_nl", RunConfig("listops")), "'post_nl'", "nearest: post_ln"),
@@ -171,9 +167,7 @@ CALLS: list[tuple[Callable[[], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("call", "what", "instead"), CALLS)
-def test_a_mistake_in_python_gets_one_line(
-    call: Callable[[], object], what: str, instead: str
-) -> None:
+def test_a_mistake_in_python_gets_one_line(call, what, instead):
     with pytest.raises((wp.WellposedError, AttributeError)) as caught:
         call()
     said = str(caught.value).replace(":\n  ", ": ", 1)  # the only one of a list
@@ -182,5 +176,5 @@ def test_a_mistake_in_python_gets_one_line(
     assert "\n" not in said
 
 
-def test_there_are_a_hundred() -> None:
+def test_there_are_a_hundred():
     assert (len(MISTAKES), len(CALLS)) == (80, 20)

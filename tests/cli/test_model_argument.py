@@ -1,37 +1,28 @@
 """The model of `measure`, `certify` and `predict`: a folder or a config.json, as the first word or
 after `--from`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from tests.support.bert import make_checkpoint
-from tests.support.words import Cli
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bert(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert")
     make_checkpoint(folder)
     return folder
 
 
 @pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
-def test_a_folder_is_the_same_as_the_first_word_and_after_from(
-    bert: Path, command: list[str], cli: Cli
-) -> None:
+def test_a_folder_is_the_same_as_the_first_word_and_after_from(bert, command, cli):
     name, *more = command
     first = cli([name, bert, *more]).out
     assert first == cli(command, "--from", [bert]).out == cli(command, [f"--from={bert}"]).out != ""
 
 
 @pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
-def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
-    bert: Path, command: list[str], cli: Cli
-) -> None:
+def test_a_config_alone_is_a_model_with_random_weights_and_says_so(bert, command, cli):
     said = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -54,7 +45,7 @@ def test_a_config_alone_is_a_model_with_random_weights_and_says_so(
         (["measure", "--from", "{bert}/broken.json"], "broken.json"),
     ],
 )
-def test_what_is_no_model_is_one_line(bert: Path, words: list[str], says: str, cli: Cli) -> None:
+def test_what_is_no_model_is_one_line(bert, words, says, cli):
     (bert / "broken.json").write_text(
         '{"model_type": "bert", "hidden_size": 15, "num_attention_heads": 2}'
     )
@@ -63,9 +54,7 @@ def test_what_is_no_model_is_one_line(bert: Path, words: list[str], says: str, c
     assert message.count("\n") == 1
 
 
-def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(
-    bert: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(bert, tmp_path, cli):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         bert, id2label={0: "bad", 1: "good"}
     )

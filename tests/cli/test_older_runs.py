@@ -5,15 +5,12 @@ They were written by the sources of 0.1.0 and 0.2.0
 (`train text_classification --steps 4 --checkpoint-every 2`) and are never written anew.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.support.words import Cli
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -27,9 +24,7 @@ TRAINED = typed(
 
 
 @pytest.fixture(params=["run_0_1", "run_0_2"])
-def old_run(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def old_run(request, tmp_path, monkeypatch):
     shutil.copytree(SAVED, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     # Files that other tests imported would be part of the run's configuration.
@@ -37,20 +32,20 @@ def old_run(
     return Path(request.param)
 
 
-def resume(run: Path, steps: int) -> int:
+def resume(run, steps):
     words = ["train", "text_classification", "--data", "films.tsv", *TRAINED, "--steps", str(steps)]
     return main([*words, "--resume", "auto", "--out", str(run)])
 
 
 @pytest.mark.parametrize("command", ["certify", "measure", "report"])
-def test_a_command_takes_the_run(old_run: Path, command: str, cli: Cli) -> None:
+def test_a_command_takes_the_run(old_run, command, cli):
     said = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
     assert {"certify": "certified", "measure": "token_embedding", "report": "0.839"}[
         command
     ] in said
 
 
-def test_predictions_are_of_the_weights_it_saved(old_run: Path, cli: Cli) -> None:
+def test_predictions_are_of_the_weights_it_saved(old_run, cli):
     Path("lines.txt").write_text("a good film x\na bad film y\n", encoding="utf-8")
     said = cli(["predict", str(old_run), "--input", "lines.txt"]).out
     labels, probabilities = zip(*(line.split() for line in said.splitlines()), strict=True)
@@ -58,7 +53,7 @@ def test_predictions_are_of_the_weights_it_saved(old_run: Path, cli: Cli) -> Non
     assert all(0.5 <= float(probability) < 1 for probability in probabilities)
 
 
-def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_it_ended_in(old_run: Path) -> None:
+def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_it_ended_in(old_run):
     """The last checkpoint, the result and the final model gone, as after a kill: steps 3 and 4 are
     made again."""
     finished = load_file(old_run / "final" / "model.safetensors")
@@ -75,14 +70,14 @@ def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_it_ended_in(old_ru
         assert (again[name] - weight).abs().max() < 1e-5, name
 
 
-def test_its_configuration_and_its_model_start_new_runs(old_run: Path) -> None:
+def test_its_configuration_and_its_model_start_new_runs(old_run):
     words = ["train", "text_classification", "--data", "films.tsv", "--steps", "2", "--quiet"]
     assert main([*words, "--config", str(old_run / "config.toml"), "--out", "again"]) == 0
     assert main([*words, "--from", str(old_run), "--max-length", "6", "--out", "tuned"]) == 0
     assert main(["report", str(old_run), "again", "--out", "page.html"]) == 0
 
 
-def test_a_finished_run_is_told_from_its_folder(old_run: Path) -> None:
+def test_a_finished_run_is_told_from_its_folder(old_run):
     before = json.loads((old_run / "result.json").read_text())
     assert resume(old_run, steps=4) == 0
     assert json.loads((old_run / "result.json").read_text())["results"] == before["results"]

@@ -7,12 +7,12 @@ import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
-from tests.support.words import TINY, Cli, succeed
+from tests.support.words import TINY, succeed
 from tests.support.words import words as typed
 
 SHORT = typed("--steps 2 --eval-every 2 --batch-size 4 --seq-len 24", TINY)
@@ -25,7 +25,7 @@ class Hub:
     files: ClassVar[dict[str, bytes]] = {}
     refusal: ClassVar[Exception | None] = None
 
-    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> Any:
+    def create_repo(self, name, *, private, exist_ok):
         if self.refusal is not None:
             raise self.refusal
         assert exist_ok
@@ -36,19 +36,19 @@ class Hub:
 
         return Address(f"https://hub.test/{name}")
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+    def upload_folder(self, *, repo_id, folder_path, ignore_patterns):
         assert repo_id in self.private
         self.files.update(
             {p.name: p.read_bytes() for p in folder_path.iterdir() if p.name not in ignore_patterns}
         )
 
-    def upload_file(self, *, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> None:
+    def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id):
         assert repo_id in self.private
         self.files[path_in_repo] = path_or_fileobj
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+def hub(monkeypatch):
     for name, empty in (("private", {}), ("files", {}), ("refusal", None)):
         monkeypatch.setattr(Hub, name, empty)
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
@@ -56,22 +56,20 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def words(tmp_path_factory):
     text = tmp_path_factory.mktemp("data") / "prose.txt"
     text.write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
     return ["train", "char_lm", "--data", str(text), *SHORT]
 
 
 @pytest.fixture(scope="module")
-def finished(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(words, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
     succeed([*words, "--out", str(out)])
     return out
 
 
-def test_a_finished_training_is_uploaded_with_its_card(
-    hub: type[Hub], words: list[str], finished: Path, cli: Cli
-) -> None:
+def test_a_finished_training_is_uploaded_with_its_card(hub, words, finished, cli):
     said = cli(words, "--out", [finished], "--resume auto --push-to-hub me/prose").out
     assert said.splitlines()[-1] == "https://hub.test/me/prose"
     assert hub.private == {"me/prose": True}
@@ -85,8 +83,8 @@ def test_a_finished_training_is_uploaded_with_its_card(
 
 
 def test_without_a_token_the_run_is_safe_and_the_command_told_works_later(
-    hub: type[Hub], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+    hub, words, tmp_path, monkeypatch, cli
+):
     refusal = LocalTokenNotFoundError("Token is required.\nMore about it.")
     monkeypatch.setattr(hub, "refusal", refusal)
     out = tmp_path / "my run"
@@ -101,14 +99,14 @@ def test_without_a_token_the_run_is_safe_and_the_command_told_works_later(
     assert "model.safetensors" in hub.files
 
 
-def test_the_verb_makes_a_public_repository_where_asked(hub: type[Hub], finished: Path) -> None:
+def test_the_verb_makes_a_public_repository_where_asked(hub, finished):
     succeed(["push", str(finished), "prose", "--public"])
     assert hub.private == {"prose": False}
 
 
 def test_what_cannot_be_uploaded_is_refused_before_the_hub_is_asked(
-    hub: type[Hub], words: list[str], finished: Path, tmp_path: Path, cli: Cli
-) -> None:
+    hub, words, finished, tmp_path, cli
+):
     said = cli(words, "--push-to-hub me/my/prose --out", [tmp_path / "run"], status=2).err
     assert "expected NAME or OWNER/NAME" in said
     assert not (tmp_path / "run").exists()
@@ -120,9 +118,7 @@ def test_what_cannot_be_uploaded_is_refused_before_the_hub_is_asked(
     assert hub.private == {}
 
 
-def test_a_run_that_did_not_succeed_is_not_uploaded(
-    hub: type[Hub], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_run_that_did_not_succeed_is_not_uploaded(hub, words, tmp_path, monkeypatch, cli):
     from wellposed import training
 
     cancelled = SimpleNamespace(status="cancelled", exit_code=130, result={})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 from tests.support.words import Cli, succeed
@@ -17,7 +16,7 @@ from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction
 from wellposed.registry import Registry
 
 
-def test_the_list_names_every_recipe_with_its_minutes(cli: Cli) -> None:
+def test_the_list_names_every_recipe_with_its_minutes(cli):
     lines = cli(["reproduce", "--list"]).out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == recipe_names()
     assert all(" min" in line or " h" in line for line in lines[1:-1])
@@ -29,10 +28,8 @@ def test_the_list_names_every_recipe_with_its_minutes(cli: Cli) -> None:
     assert {f"mcgrath2024/{name}" for name in mcgrath} <= set(recipe_names())
 
 
-def test_a_wheel_alone_names_the_package_to_install(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli, tmp_path: Path
-) -> None:
-    empty: Registry[Recipe] = Registry("recipe")
+def test_a_wheel_alone_names_the_package_to_install(monkeypatch, cli, tmp_path):
+    empty = Registry("recipe")
     for module in ("recipe", "reproduce"):
         monkeypatch.setattr(f"wellposed.recipes.{module}.RECIPES", empty)
     for words in (["--list"], ["kim2021/figure-2"], ["all"]):
@@ -41,19 +38,19 @@ def test_a_wheel_alone_names_the_package_to_install(
         reproduce("kim2021/figure-2", out=tmp_path)
 
 
-def test_the_studies_are_found_by_the_entry_point_that_users_have() -> None:
+def test_the_studies_are_found_by_the_entry_point_that_users_have():
     [entry] = entry_points(group="wellposed.recipes", name="papers")
     assert entry.load().__name__ == "wellposed_studies.papers"
 
 
-def test_sweep_names_the_commands_that_do_it_now(cli: Cli) -> None:
+def test_sweep_names_the_commands_that_do_it_now(cli):
     said = cli(["sweep", "mcgrath2024", "--data", "x"], status=2).err
     assert said.count("\n") == 1
     assert "wellposed reproduce mcgrath2024" in said
     assert "wellposed compare minbert" in said
 
 
-def test_a_plan_says_what_could_be_seen(cli: Cli) -> None:
+def test_a_plan_says_what_could_be_seen(cli):
     said = cli("reproduce sengupta2023/table-1 kim2021/figure-11 --plan --scale medium").out
     table, figure = said.split("kim2021/figure-11")
     assert "seeds:        5" in table
@@ -68,7 +65,7 @@ def test_a_plan_says_what_could_be_seen(cli: Cli) -> None:
     assert "data:         --data is needed" in plan
 
 
-def test_every_recipe_is_a_function_of_a_request_and_takes_at_most_ten_hours_on_medium() -> None:
+def test_every_recipe_is_a_function_of_a_request_and_takes_at_most_ten_hours_on_medium():
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert 0 < recipe.minutes["medium"] <= 10 * 60, name
@@ -76,14 +73,14 @@ def test_every_recipe_is_a_function_of_a_request_and_takes_at_most_ten_hours_on_
         assert request.annotation is Request
 
 
-def test_a_recipe_without_its_data_says_what_it_needs(tmp_path: Path, cli: Cli) -> None:
+def test_a_recipe_without_its_data_says_what_it_needs(tmp_path, cli):
     words = typed("reproduce mcgrath2024/figure-1 --scale mini --out", [tmp_path])
     said = cli(words, status=2).err
     assert "--data FOLDER" in said
     assert "ids-sst-train.csv, quora-train.csv, sts-train.csv" in said
 
 
-def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, cli: Cli) -> None:
+def test_a_recipe_prints_paper_says_and_we_got(tmp_path, cli):
     captured = cli("reproduce kim2021/figure-3 --scale toy --quiet --out", [tmp_path])
     assert "paper says:" in captured.out
     assert "we got:" in captured.out
@@ -92,9 +89,9 @@ def test_a_recipe_prints_paper_says_and_we_got(tmp_path: Path, cli: Cli) -> None
 
 
 def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_where_asked(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made(recipe: Recipe, request: Request) -> Reproduction:
+    tmp_path, cli, monkeypatch
+):
+    def made(recipe, request):
         request.announce("half way")
         panel, test = Panel("t", "x", "y"), Criterion("it is larger", seeds=3)
         holds = recipe.name != "kim2021/figure-7"
@@ -114,12 +111,10 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     assert "DOES NOT HOLD" in said
 
 
-def test_a_papers_name_gives_each_recipe_what_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    seen: dict[str, tuple[str | None, ...]] = {}
+def test_a_papers_name_gives_each_recipe_what_it_reads(tmp_path, monkeypatch, cli):
+    seen = {}
 
-    def made(recipe: Recipe, request: Request) -> Reproduction:
+    def made(recipe, request):
         seen[recipe.name] = (request.data, request.vectors, request.languages)
         return Reproduction([{"a": 1}], [Panel("t", "x", "y")], "nothing", None)
 

@@ -1,15 +1,11 @@
 """``--track``: a tracker of one's own from a file, the figures of the report, and a comparison as
 one record more."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tests.support.notebook import Notebook
-from tests.support.words import TINY, Cli, succeed
+from tests.support.words import TINY, succeed
 from tests.support.words import words as typed
 
 PLUGIN = """
@@ -20,14 +16,14 @@ register_tracker_class(Notebook)
 """
 
 
-def of_prose(folder: Path) -> list[str]:
+def of_prose(folder):
     text = folder / "prose.txt"
     text.write_text("the quick brown fox jumps over the lazy dog.\n" * 60, encoding="utf-8")
     return typed("--steps 2 --eval-every 2 --batch-size 4 --seq-len 24", TINY, "--data", [text])
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def words(tmp_path, monkeypatch):
     """Return options of a tiny run that is told to a notebook."""
     monkeypatch.setattr(Notebook, "records", [])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)  # and is gone after the test
@@ -36,7 +32,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return typed(of_prose(tmp_path), "--track notebook --import", [tmp_path / "my.py"])
 
 
-def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> None:
+def test_a_training_reports_its_figures(words, tmp_path):
     succeed(["train", "char_lm", *words, "--out", str(tmp_path / "run")])
     (record,) = Notebook.records
     assert {"curves", "spectra"} <= {part for name in record.shown for part in name.split("-")}
@@ -46,7 +42,7 @@ def test_a_training_reports_its_figures(words: list[str], tmp_path: Path) -> Non
         assert pixels.min() < 100 < pixels.max() == 255
 
 
-def test_a_comparison_is_one_record_more(words: list[str], tmp_path: Path) -> None:
+def test_a_comparison_is_one_record_more(words, tmp_path):
     words = typed(words, "--seeds 1 --variants post_ln,pre_ln --out", [tmp_path / "runs"])
     succeed("compare char_lm", words)
     *runs, comparison = Notebook.records
@@ -59,7 +55,7 @@ def test_a_comparison_is_one_record_more(words: list[str], tmp_path: Path) -> No
     assert set(comparison.shown) == set(runs[0].shown)
 
 
-def test_a_tracker_that_is_not_installed_is_one_line(tmp_path: Path, cli: Cli) -> None:
+def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, cli):
     for command in ("train", "compare"):
         out = tmp_path / command
         words = typed(command, "char_lm --track clearml", of_prose(tmp_path), "--out", [out])

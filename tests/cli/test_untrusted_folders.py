@@ -1,8 +1,6 @@
 """A folder from somewhere else: none of its code runs, no pickle is read, and a mistyped path is
 never looked up."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.edited import edited
-from tests.support.words import Cli, python, succeed
+from tests.support.words import python, succeed
 
 TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "code.T"]}, "tokenizer_class": "T"}
 MODEL = {"auto_map": {"AutoConfig": "code.C"}, "model_type": "unheard_of"}
@@ -20,9 +18,7 @@ MODEL = {"auto_map": {"AutoConfig": "code.C"}, "model_type": "unheard_of"}
 @pytest.mark.parametrize(
     ("file", "values"), [("tokenizer_config.json", TOKENIZER), ("config.json", MODEL)]
 )
-def test_code_of_a_folder_never_runs_whatever_standard_input_says(
-    foreign: Path, tmp_path: Path, file: str, values: dict[str, object]
-) -> None:
+def test_code_of_a_folder_never_runs_whatever_standard_input_says(foreign, tmp_path, file, values):
     ran = tmp_path / "it-ran"
     (foreign / "code.py").write_text(f"open({str(ran)!r}, 'w').close()\n", encoding="utf-8")
     with edited(foreign / file) as config:
@@ -34,7 +30,7 @@ def test_code_of_a_folder_never_runs_whatever_standard_input_says(
     assert done.stderr.count("\n") == 1
 
 
-def test_pickled_weights_are_refused_with_the_way_to_convert_them(foreign: Path, cli: Cli) -> None:
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(foreign, cli):
     import transformers
     from safetensors.torch import load_file
 
@@ -50,7 +46,7 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(foreign: Path,
     succeed("measure", [foreign])
 
 
-def test_no_call_of_from_pretrained_is_outside_the_one_loader() -> None:
+def test_no_call_of_from_pretrained_is_outside_the_one_loader():
     import wellposed
 
     source = Path(wellposed.__file__).parent
@@ -66,14 +62,12 @@ def test_no_call_of_from_pretrained_is_outside_the_one_loader() -> None:
 @pytest.mark.parametrize(
     "name", ["runs/imbd", "./imbd", "/imbd", "~/imbd", "a/b/c", "runs/imbd/", "no such model"]
 )
-def test_a_mistyped_path_is_never_looked_up_on_the_hub(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, name: str
-) -> None:
+def test_a_mistyped_path_is_never_looked_up_on_the_hub(small_run, tmp_path, monkeypatch, cli, name):
     shutil.copytree(small_run, tmp_path / "runs" / "imdb")
     (tmp_path / "runs" / "notes").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
@@ -83,9 +77,7 @@ def test_a_mistyped_path_is_never_looked_up_on_the_hub(
     assert "notes" not in message
 
 
-def test_a_hub_name_is_one_line_offline(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_hub_name_is_one_line_offline(small_run, tmp_path, monkeypatch, cli):
     shutil.copytree(small_run, tmp_path / "imdb")
     monkeypatch.chdir(tmp_path)
     for name in ("imbd", "nobody-at-all/nothing"):
@@ -100,7 +92,7 @@ def test_a_hub_name_is_one_line_offline(
 @pytest.mark.parametrize(
     "words", ["measure nobody-at-all/x", "train text_classification --data hf:nobody-at-all/x"]
 )
-def test_without_a_network_the_hub_is_tried_once(words: str, tmp_path: Path) -> None:
+def test_without_a_network_the_hub_is_tried_once(words, tmp_path):
     """Hugging Face alone prints a notice for every try, five after the first."""
     nowhere = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     done = python("-m wellposed", words, env={**os.environ, **nowhere}, cwd=tmp_path)

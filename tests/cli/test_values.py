@@ -1,14 +1,11 @@
 """Values that nobody means: one line and no traceback; what reaches the terminal tells it nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
 
 import pytest
 from tests.support.edited import edited
-from tests.support.words import Cli, python, succeed
+from tests.support.words import python, succeed
 from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError
@@ -26,7 +23,7 @@ print(json.dumps({name: main([name]) for name in COMMANDS}))
 """
 
 
-def test_a_label_is_one_field_of_one_line(foreign: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_label_is_one_field_of_one_line(foreign, tmp_path, cli):
     names = {"0": "a\nb\tc\x1b[2J\ud800", "1": "a\nb\tc\x1b[2J\ud800"}
     with edited(foreign / "config.json") as config:
         config["id2label"] = names
@@ -38,8 +35,8 @@ def test_a_label_is_one_field_of_one_line(foreign: Path, tmp_path: Path, cli: Cl
     assert out.read_text(encoding="utf-8").count("\n") == 1
 
 
-def test_the_terminal_gets_no_escape_code_of_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
-    def says(_: object) -> int:
+def test_the_terminal_gets_no_escape_code_of_a_notice(capsys):
+    def says(_):
         logging.getLogger("wellposed.constrain").info("weights moved by %s", "\x1b[2J0.7")
         return 0
 
@@ -51,9 +48,7 @@ def test_the_terminal_gets_no_escape_code_of_a_notice(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(
-    tmp_path: Path, cli: Cli
-) -> None:
+def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(tmp_path, cli):
     words = typed("train char_lm --steps 2 --seq-len 16 --limit-chars 2000 --eval-batches 1")
     words += typed("--model.hidden-size 8")
     assert cli([*words, "--quiet", "--out", str(tmp_path / "a")]).err == ""
@@ -61,7 +56,7 @@ def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(
     assert len([line for line in said if line.startswith("step 2/2 valid")]) == 1
 
 
-def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> None:
+def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign):
     import transformers
 
     with edited(foreign / "config.json") as config:
@@ -83,14 +78,12 @@ def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign: Path) -> N
         ("predict x --text a --temperature inf", "temperature = inf, expected"),
     ],
 )
-def test_values_that_nobody_means_are_wrong_usage(
-    words: str | list[str], says: str, cli: Cli
-) -> None:
+def test_values_that_nobody_means_are_wrong_usage(words, says, cli):
     captured = cli(words, status=2)
     assert says in captured.out + captured.err
 
 
-def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command() -> None:
+def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command():
     found = python(["-c", CORE_ALONE])
     assert found.returncode == 0, found.stderr
     status = json.loads(found.stdout.splitlines()[-1])

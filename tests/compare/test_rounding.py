@@ -1,9 +1,6 @@
 """What a model is worth in 8 and 4 bits: rounding by definition, and the row of a comparison."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.watch import kurtosis
 
 
-def nearest(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def nearest(values, bits, dim):
     """The nearest of the numbers that a format has, by trying them all, in float64."""
     most = 2 ** (bits - 1) - 1
     steps = torch.arange(-most, most + 1, dtype=torch.float64)
@@ -29,19 +26,19 @@ def nearest(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_rounding_is_to_the_nearest_number_of_each_channel(bits: int, dim: int) -> None:
+def test_rounding_is_to_the_nearest_number_of_each_channel(bits, dim):
     values = torch.randn(5, 7) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 1.0])[:, None]
     torch.testing.assert_close(
         rounded(values, bits, dim).double(), nearest(values, bits, dim), rtol=1e-5, atol=0
     )
 
 
-def test_weights_and_what_enters_linear_maps_are_rounded_and_put_back() -> None:
+def test_weights_and_what_enters_linear_maps_are_rounded_and_put_back():
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 9))
     model[3].weight = nn.Parameter(torch.randn(9, 8))
     ids, start = torch.arange(9)[None], [each.detach().clone() for each in model.parameters()]
     table, first, first_bias, second, bias = (each.double() for each in start)
-    tails: dict[nn.Module, float] = {}
+    tails = {}
     with torch.no_grad(), rounded_model(model, 4, tails):
         found = model(ids)
     hidden = nearest(nearest(table, 4, 1)[ids], 4, -1) @ nearest(first, 4, 1).T + first_bias
@@ -58,7 +55,7 @@ def test_weights_and_what_enters_linear_maps_are_rounded_and_put_back() -> None:
     ) == pytest.approx(3, abs=0.1)
 
 
-def test_a_comparison_has_a_column_for_each_format(tmp_path: Path) -> None:
+def test_a_comparison_has_a_column_for_each_format(tmp_path):
     train = TrainOptions(steps=2, batch_size=8)
     model = ModelOptions(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     data = {"num_train": 40, "num_valid": 8, "num_test": 8}

@@ -1,11 +1,7 @@
 """Variants are functions of configurations, and each one changes what its name says."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,27 +22,27 @@ from wellposed.training.loop.build import build_penalty, build_run_model, constr
 BASE = RunConfig(task="listops")
 
 
-def test_every_variant_gives_a_different_configuration() -> None:
+def test_every_variant_gives_a_different_configuration():
     names = [name for name in VARIANTS if name != "plain"]
     configs = {name: replace(apply_variant(name, BASE), variant="") for name in names}
     pairs = [(a, b) for a in configs for b in configs if a < b and configs[a] == configs[b]]
     assert pairs == []
 
 
-def test_a_variant_keeps_the_sizes_of_the_base() -> None:
+def test_a_variant_keeps_the_sizes_of_the_base():
     base = replace(BASE, model=ModelOptions(hidden_size=48, num_hidden_layers=5))
     for name in VARIANTS:
         model = apply_variant(name, base).model
         assert (model.hidden_size, model.num_hidden_layers) == (48, 5)
 
 
-def test_mcgrath_penalizes_one_role_by_the_norm_itself() -> None:
+def test_mcgrath_penalizes_one_role_by_the_norm_itself():
     for role in ("key", "query"):
         penalty = apply_variant(f"{role}:0.02", BASE).penalty
         assert penalty == replace(PenaltyOptions(form="gram"), **{role: 0.02})
 
 
-def test_the_printed_form_leaves_the_feedforward_norms_unsquared() -> None:
+def test_the_printed_form_leaves_the_feedforward_norms_unsquared():
     """Against the penalty by hand: ``|M^T M - I|_F`` where oc3 has its square, and everything else
     alike."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -70,7 +66,7 @@ STARTED = replace(BASE, start=StartOptions("some-model"))
 SCRATCH = replace(BASE, start=StartOptions("some-model", from_scratch=True))
 
 
-def test_variants_of_a_model_to_start_from_leave_its_architecture_alone() -> None:
+def test_variants_of_a_model_to_start_from_leave_its_architecture_alone():
     names = ("plain", "oc1", "key", "query", "orthogonal", "l2")
     found = {name: apply_variant(name, STARTED) for name in names}
     for config in found.values():
@@ -82,7 +78,7 @@ def test_variants_of_a_model_to_start_from_leave_its_architecture_alone() -> Non
     assert found["l2"].start.attention == "l2"
 
 
-def test_variants_with_an_architecture_of_their_own_name_those_that_work() -> None:
+def test_variants_with_an_architecture_of_their_own_name_those_that_work():
     expected = "variant 'pre_ln' makes an architecture of its own, and some-model"
     with pytest.raises(ConfigError, match=expected) as told:
         apply_variant("pre_ln", STARTED)
@@ -93,7 +89,7 @@ def test_variants_with_an_architecture_of_their_own_name_those_that_work() -> No
         apply_variant(name, STARTED)
 
 
-def test_t_fixup_is_for_models_from_scratch(tmp_path: Path) -> None:
+def test_t_fixup_is_for_models_from_scratch(tmp_path):
     with pytest.raises(ConfigError, match="without which pretrained weights are of no use"):
         apply_variant("t_fixup", STARTED)
     warm = replace(SCRATCH, train=replace(SCRATCH.train, warmup_share=0.1))
@@ -105,7 +101,7 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path: Path) -> None:
     assert apply_variant("t_fixup", from_file).start.init == "t_fixup"
 
 
-def test_orthogonality_levels_are_nested() -> None:
+def test_orthogonality_levels_are_nested():
     one, two, three = (apply_variant(f"oc{level}:0.01", BASE).penalty for level in (1, 2, 3))
     assert (one.affinity, one.attention, one.feedforward) == (0.01, 0.0, 0.0)
     assert (two.affinity, two.attention, two.feedforward) == (0.01, 0.01, 0.0)
@@ -128,17 +124,17 @@ def test_orthogonality_levels_are_nested() -> None:
         ("lipschitz:0.5", "budget = 0.5, expected a finite number, 1"),
     ],
 )
-def test_bad_variants_are_refused(spec: str, says: str) -> None:
+def test_bad_variants_are_refused(spec, says):
     with pytest.raises(ConfigError, match=says):
         apply_variant(spec, BASE)
 
 
-def test_folder_and_summary() -> None:
+def test_folder_and_summary():
     assert variant_folder("oc3:1e-4") == "oc3-1e-4"
     assert all(summary(name).endswith(".") for name in VARIANTS)
 
 
-def test_options_of_one_attention_reach_only_the_variants_that_read_them() -> None:
+def test_options_of_one_attention_reach_only_the_variants_that_read_them():
     base = replace(BASE, model=ModelOptions(contractive=0.5, cosine_eps=0.1, l2_init_scale=0.2))
     assert apply_variant("post_ln", base).model == apply_variant("post_ln", BASE).model
     contractive, cosine = (apply_variant(n, base).model for n in ("l2_contractive", "cosine"))
@@ -158,13 +154,13 @@ TEXTS = RunConfig(task="translation", train=TrainOptions(steps=700, schedule="in
         ("post_ln_warmup", {"schedule": "cosine", "warmup_steps": 12}, 12, "cosine"),
     ],
 )
-def test_warmup(spec: str, base: dict[str, object], steps: int, schedule: str) -> None:
+def test_warmup(spec, base, steps, schedule):
     train = apply_variant(spec, replace(TEXTS, train=replace(TEXTS.train, **base))).train
     assert (train.warmup_steps, train.schedule) == (steps, schedule)
     assert apply_variant("post_ln", TEXTS).train.warmup_steps == 0
 
 
-def test_t_fixup_with_constraints_is_both() -> None:
+def test_t_fixup_with_constraints_is_both():
     both, plain = (apply_variant("t_fixup_oc3:1e-8", TEXTS), apply_variant("t_fixup", TEXTS))
     assert both.model == plain.model
     assert (both.model.norm, both.model.init) == ("none", "t_fixup")
@@ -172,20 +168,20 @@ def test_t_fixup_with_constraints_is_both() -> None:
     assert both.train == plain.train
 
 
-def test_the_preset_is_a_translation() -> None:
+def test_the_preset_is_a_translation():
     config = NAMED.get("multi30k-mini")()
     assert (config.task, config.task_options["src"]) == ("translation", "de")
     assert RunConfig.from_dict(config.to_dict()) == config
 
 
-KWARGS: dict[str, Any] = {"vocab_size": 11, "hidden_size": 8}
+KWARGS = {"vocab_size": 11, "hidden_size": 8}
 
 
 @pytest.mark.parametrize("spectrum", ["gram", "random"])
-def test_every_orthogonal_weight_of_a_model_is_held(spectrum: str) -> None:
+def test_every_orthogonal_weight_of_a_model_is_held(spectrum):
     variant = {"gram": "transject", "random": "transject_random"}[spectrum]
     config = apply_variant(variant, RunConfig("listops"))
-    model: Any = build_model("transject", "causal_lm", spectrum=spectrum, num_experts=2, **KWARGS)
+    model = build_model("transject", "causal_lm", spectrum=spectrum, num_experts=2, **KWARGS)
     assert set(config.constrain.patterns) == {*model.orthogonal_patterns(), *EMBEDDING}
     held = {id(weight) for weight in constrained_weights(config.constrain, model)}
     maps = {id(part.weight) for part in model.modules() if isinstance(part, OrthogonalLinear)}
@@ -193,7 +189,7 @@ def test_every_orthogonal_weight_of_a_model_is_held(spectrum: str) -> None:
     assert config.constrain.embeddings == "fit"
 
 
-def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_transformer() -> None:
+def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_transformer():
     config = apply_variant("orthogonal", RunConfig("listops"))
     sizes = {"num_attention_heads": 2, "num_hidden_layers": 2, **KWARGS}
     model = build_model("wellposed", "causal_lm", **sizes)
@@ -216,21 +212,21 @@ BASES = [
 
 @pytest.mark.parametrize("model", BASES)
 @pytest.mark.parametrize("variant", ["transject", "transject_random"])
-def test_a_model_is_built_from_any_base(model: ModelOptions, variant: str) -> None:
+def test_a_model_is_built_from_any_base(model, variant):
     task = build_task("listops", {"num_train": 40, "num_valid": 4, "num_test": 4})
     config = apply_variant(variant, RunConfig("listops", model=model))
-    built: Any = build_run_model(config, task)
+    built = build_run_model(config, task)
     for name in typed("hidden_size num_hidden_layers num_experts spectrum_norm position"):
         assert getattr(built.config, name) == getattr(model, name)
 
 
-def test_the_value_of_the_variant_scales_the_learning_rate() -> None:
+def test_the_value_of_the_variant_scales_the_learning_rate():
     base = RunConfig("listops", train=TrainOptions(learning_rate=0.002))
     assert apply_variant("transject", base).train.learning_rate == pytest.approx(0.1)
     assert apply_variant("transject_random:1", base).train == base.train
 
 
-def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path: Path) -> None:
+def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the north wind and the sun were disputing which was the stronger " * 60)
     base = RunConfig(

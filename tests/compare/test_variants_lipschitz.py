@@ -1,12 +1,8 @@
 """The Lipschitz variant: its parts are registered, training keeps its weights in their set, and no
 attack beats it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from wellposed.training.loop.build import build_constraint
 
 SIZES = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2)
 BASE = RunConfig("listops", model=SIZES)
-VOCABULARY: dict[str, Any] = {
+VOCABULARY = {
     "vocab_size": 11, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 # Each held matrix is orthogonal to 1e-5, so its norm is below 1 + 1e-5; a path holds four of each
@@ -31,11 +27,11 @@ OFF = (1 + 1e-5) ** 10
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 
 
-def model_of(spec: str, kind: str = "sequence_classification", **sizes: Any) -> tuple[Any, Any]:
+def model_of(spec, kind="sequence_classification", **sizes):
     """Return a model of the variant, a few steps into training, and what holds its weights."""
     config = apply_variant(spec, replace(BASE, model=replace(SIZES, **sizes)))
     torch.manual_seed(0)
-    model: Any = build_model("wellposed", kind, **VOCABULARY, **model_keywords(config.model))
+    model = build_model("wellposed", kind, **VOCABULARY, **model_keywords(config.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     handle = build_constraint(config.constrain, model, optimizer)
     given = {"input_ids": IDS, "labels": IDS if kind.endswith("lm") else torch.tensor([0, 1])}
@@ -52,7 +48,7 @@ def model_of(spec: str, kind: str = "sequence_classification", **sizes: Any) -> 
 @pytest.mark.parametrize(
     "kind", ["sequence_classification", "sequence_pair_classification", "causal_lm", "seq2seq_lm"]
 )
-def test_every_kind_of_model_keeps_its_budget_after_training(kind: str, budget: float) -> None:
+def test_every_kind_of_model_keeps_its_budget_after_training(kind, budget):
     model, handle = model_of(f"lipschitz:{budget}", kind)
     assert handle.error().worst <= 1e-5
     # of an encoder-decoder, whose decoder reads two sequences, the encoder
@@ -64,7 +60,7 @@ def test_every_kind_of_model_keeps_its_budget_after_training(kind: str, budget: 
 
 
 @pytest.mark.parametrize(("budget", "norm"), [(1.0, "tok"), (3.0, 2), (3.0, "inf")])
-def test_no_attack_on_inputs_and_weights_beats_a_model_of_pairs(budget: float, norm: Any) -> None:
+def test_no_attack_on_inputs_and_weights_beats_a_model_of_pairs(budget, norm):
     model, _ = model_of(f"lipschitz:{budget}", "sequence_pair_classification", num_hidden_layers=1)
     is_padded, real = norm != 2, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     masks = {"attention_mask": real[:1], "attention_mask_pair": real[1:]}
@@ -77,7 +73,7 @@ def test_no_attack_on_inputs_and_weights_beats_a_model_of_pairs(budget: float, n
     assert 1e-4 < found.ratio(wp.certify(found.module, seq_len=4, norm=norm)) <= 1 + 1e-6
 
 
-def test_the_control_without_blocks_is_a_bag_of_unit_vectors() -> None:
+def test_the_control_without_blocks_is_a_bag_of_unit_vectors():
     model, _ = model_of("lipschitz", num_hidden_layers=0)
     expected = input_vectors(model, IDS) + model.model.embeddings.position(torch.arange(4))
     torch.testing.assert_close(model(input_ids=IDS).logits, model.classifier(expected.mean(1)))
@@ -86,7 +82,7 @@ def test_the_control_without_blocks_is_a_bag_of_unit_vectors() -> None:
     assert 0.3 < wp.certify(pair, seq_len=4).total <= OFF
 
 
-def test_a_language_model_without_blocks_generates_without_a_cache() -> None:
+def test_a_language_model_without_blocks_generates_without_a_cache():
     model, _ = model_of("lipschitz", "causal_lm", num_hidden_layers=0)
     ids = model.generate(IDS, max_new_tokens=3, do_sample=False)
     for length in (4, 5, 6):
@@ -115,14 +111,12 @@ BALL = {"attention": "ball"}
         ({"feedforward": "maxmin", "activation": "relu"}, "'relu', which only feedforward 'mlp'"),
     ],
 )
-def test_options_out_of_range_unread_or_beyond_the_bound_are_refused(
-    options: dict[str, Any], says: str
-) -> None:
+def test_options_out_of_range_unread_or_beyond_the_bound_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         build_model("wellposed", "causal_lm", **options)
 
 
-def test_a_trained_run_keeps_its_budget_and_its_certified_examples(tmp_path: Path) -> None:
+def test_a_trained_run_keeps_its_budget_and_its_certified_examples(tmp_path):
     words = {"good": "fine great lovely", "bad": "awful dull poor"}
     each = [(i, label, text.split()) for i in range(60) for label, text in words.items()]
     rows = [f"{label}\t{text[i % 3]} film {i % 7}" for i, label, text in each]

@@ -1,8 +1,6 @@
 """`constrain_`: weights stay orthogonal under any optimizer, from the nearest start, and leave no
 trace."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -25,7 +23,7 @@ from wellposed.constrain import ConstraintWarning, constrain_
 
 
 @pytest.mark.parametrize("size", [0.01, 0.1, 0.3, 1.0, 3.0])
-def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size: float) -> None:
+def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size):
     model, optimizer, handle = held(model=Mixed(32), lr=1.0)
     sign = float(torch.linalg.det(model.square.weight.detach().double()))
     generator = torch.Generator().manual_seed(1)
@@ -42,7 +40,7 @@ def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size: float) -
     assert after == pytest.approx(sign, abs=1e-4)
 
 
-def test_a_large_step_is_said_once() -> None:
+def test_a_large_step_is_said_once():
     model, optimizer, _ = held("sgd", "square", lr=1.0)
     model.square.weight.grad = 20 * torch.randn(WIDTH, WIDTH)
     with pytest.warns(ConstraintWarning, match=r"square\.weight.*lower the learning rate"):
@@ -51,7 +49,7 @@ def test_a_large_step_is_said_once() -> None:
     assert isometry_error(model.square.weight) <= 1e-5
 
 
-def test_attaching_moves_to_the_polar_factor_and_says_how_far() -> None:
+def test_attaching_moves_to_the_polar_factor_and_says_how_far():
     model = Mixed()
     before = {name: getattr(model, name).weight.detach().double().clone() for name in NAMES}
     handle = held(model=model)[2]
@@ -70,7 +68,7 @@ def test_attaching_moves_to_the_polar_factor_and_says_how_far() -> None:
     assert "square.weight" in handle.report.table()
 
 
-def test_attaching_again_does_not_touch_the_weights() -> None:
+def test_attaching_again_does_not_touch_the_weights():
     model, optimizer, handle = held()
     handle.remove()
     before = copy.deepcopy(model.state_dict())
@@ -79,7 +77,7 @@ def test_attaching_again_does_not_touch_the_weights() -> None:
     assert same_state(model, before)
 
 
-def test_gain_scales_the_isometry_and_fit_moves_least() -> None:
+def test_gain_scales_the_isometry_and_fit_moves_least():
     model = Mixed()
     before = model.square.weight.detach().double().clone()
     _, optimizer, handle = held("adamw", model=model, gain="fit")
@@ -92,7 +90,7 @@ def test_gain_scales_the_isometry_and_fit_moves_least() -> None:
     assert handle.error().worst <= 1e-5
 
 
-def test_dry_run_prints_the_plan_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_the_plan_and_changes_nothing(capsys):
     model = Mixed()
     before = copy.deepcopy(model.state_dict())
     _, optimizer, handle = held(model=model, dry_run=True)
@@ -102,7 +100,7 @@ def test_dry_run_prints_the_plan_and_changes_nothing(capsys: pytest.CaptureFixtu
     assert same_state(model, before)
 
 
-def test_remove_leaves_no_trace() -> None:
+def test_remove_leaves_no_trace():
     model = Mixed()
     plain = copy.deepcopy(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -124,7 +122,7 @@ def test_remove_leaves_no_trace() -> None:
     assert max(errors(model).values()) > 1e-3
 
 
-def test_trains_a_teacher_as_well_as_a_parametrisation() -> None:
+def test_trains_a_teacher_as_well_as_a_parametrisation():
     """Student and teacher of orthogonal layers: the same loss as torch's Cayley parametrisation, or
     better."""
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +131,7 @@ def test_trains_a_teacher_as_well_as_a_parametrisation() -> None:
     x = torch.randn(256, width, generator=generator)
     y = nn.functional.elu(x @ teacher[0].T) @ teacher[1].T
 
-    def fit(*, parametrised: bool) -> float:
+    def fit(*, parametrised):
         torch.manual_seed(1)
         student = nn.Sequential(
             nn.Linear(width, width, bias=False), nn.ELU(), nn.Linear(width, width, bias=False)

@@ -1,16 +1,14 @@
 """An embedding of more vectors than dimensions: held at the size it has, its columns stay
 orthogonal."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from tests.support.constrained import OPTIMIZERS, goes_on_bit_for_bit, held, isometry_error
-from torch import Tensor, nn
+from torch import nn
 
-from wellposed.constrain import Constraint, constrain_
+from wellposed.constrain import constrain_
 
 VOCAB, DIM = 40, 6
 
@@ -18,21 +16,21 @@ VOCAB, DIM = 40, 6
 class Bag(nn.Module):
     """Mean of word vectors, read out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(VOCAB, DIM, padding_idx=0)
         self.few = nn.Embedding(4, DIM)
         self.head = nn.Linear(DIM, 3)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.words(ids).mean(1) + self.few(ids % 4).mean(1))
 
 
-def attached(model: Bag) -> tuple[torch.optim.Optimizer, Constraint]:
+def attached(model):
     return held("adamw", nn.Embedding, model=model, lr=3e-2, embeddings="fit")[1:]
 
 
-def train(model: Bag, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def train(model, optimizer, steps):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (32, 7), generator=generator)
     labels = (ids < VOCAB // 3).sum(1).clamp(max=2)
@@ -46,13 +44,13 @@ def train(model: Bag, optimizer: torch.optim.Optimizer, steps: int) -> list[floa
     return losses
 
 
-def frame_gain(table: Tensor) -> float:
+def frame_gain(table):
     """The slow reference: root of the mean eigenvalue of E^T E, which are all equal for orthogonal
     columns."""
     return math.sqrt(float(table.detach().double().square().sum()) / DIM)
 
 
-def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works() -> None:
+def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works():
     model = Bag()
     singular = torch.linalg.svdvals(model.words.weight.detach().double())
     optimizer, handle = attached(model)
@@ -66,7 +64,7 @@ def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works() -> 
 
 
 @pytest.mark.parametrize("vocab", [DIM, DIM - 1])
-def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(vocab: int) -> None:
+def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(vocab):
     model = nn.Sequential(
         nn.Embedding(vocab, DIM, padding_idx=0), nn.Flatten(), nn.Linear(2 * DIM, 2)
     )
@@ -79,14 +77,14 @@ def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(
     assert handle.error().worst <= 1e-5
 
 
-def test_other_chosen_weights_have_the_gain_that_is_given() -> None:
+def test_other_chosen_weights_have_the_gain_that_is_given():
     options = {"model": Bag(), "lr": 3e-2, "gain": 0.5, "embeddings": "fit"}
     model, optimizer, _ = held("adamw", ["head", "words"], **options)
     train(model, optimizer, 20)
     assert isometry_error(model.head.weight / 0.5) <= 1e-5
 
 
-def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain() -> None:
+def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain():
     model = Bag()
     optimizer, _ = attached(model)
     train(model, optimizer, 50)
@@ -95,7 +93,7 @@ def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain(
     assert float(lengths.max()) <= frame_gain(model.words.weight) * (1 + 1e-5)
 
 
-def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone() -> None:
+def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone():
     model = Bag()
     optimizer, _ = attached(model)
     before = model.words.weight.detach().clone()
@@ -114,12 +112,12 @@ def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone() -> None:
     assert float((after - before)[: VOCAB - 8].norm(dim=1)[1:].min()) > 0.1
 
 
-def test_a_resumed_run_goes_on_bit_for_bit() -> None:
-    def build() -> tuple[Bag, torch.optim.Optimizer]:
+def test_a_resumed_run_goes_on_bit_for_bit():
+    def build():
         model = Bag()
         return model, OPTIMIZERS["adamw"](list(model.parameters()))
 
-    def attach(model: Bag, optimizer: torch.optim.Optimizer) -> Constraint:
+    def attach(model, optimizer):
         return constrain_(model, optimizer, where=nn.Embedding, embeddings="fit")
 
     goes_on_bit_for_bit(build, attach, train)

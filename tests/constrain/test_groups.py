@@ -1,7 +1,5 @@
 """Parameter groups by what may decay; `MuonAndAdamW`: bit for bit the two optimizers it is made of."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,7 +11,7 @@ from wellposed.constrain import MuonAndAdamW, decay_groups, parameter_groups
 from wellposed.errors import ConfigError
 
 
-def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
+def test_its_steps_are_those_of_muon_and_of_adamw():
     model = Mixed()
     twin = copy.deepcopy(model)
     both = MuonAndAdamW(model, lr=1e-2, adamw_lr=1e-3, weight_decay=0.1, adamw="head")
@@ -33,7 +31,7 @@ def test_its_steps_are_those_of_muon_and_of_adamw() -> None:
     assert same_state(model, twin)
 
 
-def test_embeddings_and_what_is_tied_to_them_go_to_adamw() -> None:
+def test_embeddings_and_what_is_tied_to_them_go_to_adamw():
     model = nn.ModuleDict(
         {"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)}
     )
@@ -45,7 +43,7 @@ def test_embeddings_and_what_is_tied_to_them_go_to_adamw() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
 
 
-def test_schedules_and_saved_states_reach_both() -> None:
+def test_schedules_and_saved_states_reach_both():
     model = Mixed()
     optimizer = MuonAndAdamW(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -60,13 +58,13 @@ def test_schedules_and_saved_states_reach_both() -> None:
     assert train(other, fresh, 3) == train(model, optimizer, 3)
 
 
-def test_a_closure_runs_once() -> None:
+def test_a_closure_runs_once():
     model = Mixed()
     optimizer = MuonAndAdamW(model)
     x, y = problem()
     calls = []
 
-    def closure() -> float:
+    def closure():
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -77,12 +75,12 @@ def test_a_closure_runs_once() -> None:
     assert len(calls) == 1
 
 
-def test_a_model_without_hidden_matrices_is_refused() -> None:
+def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ConfigError, match=r"Embedding has no trainable matrix.*AdamW"):
         MuonAndAdamW(nn.Embedding(4, 4))
 
 
-def test_groups_by_what_may_decay() -> None:
+def test_groups_by_what_may_decay():
     owner = nn.ModuleDict(
         {
             "emb": nn.Embedding(5, 4),

@@ -1,26 +1,21 @@
 """A constraint that no longer holds says so, once: another optimizer steps, or the optimizer is a copy."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from tests.support.constrained import NAMES, OPTIMIZERS, Mixed, errors, held, problem, train
 from tests.support.zoo import PLAIN
 from torch import nn
-from torch.optim import Optimizer
 
 from wellposed.constrain import ConstraintWarning, constrain_
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
-def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind: str) -> None:
+def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind):
     model = Mixed()
     constrain_(model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), where="square")
     flags = {"foreach": kind == "foreach", "fused": kind == "fused"}
@@ -33,7 +28,7 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind: str) -> 
     train(model, other, 4)  # a second warning would be an error
 
 
-def test_no_word_without_cause() -> None:
+def test_no_word_without_cause():
     model, optimizer, handle = held("sgd", "square", lr=1e-2)
     x, y = problem()
     with warnings.catch_warnings():
@@ -51,7 +46,7 @@ def test_no_word_without_cause() -> None:
         train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 6)
 
 
-def test_the_trainer_that_makes_its_own_optimizer_is_noticed(tmp_path: object) -> None:
+def test_the_trainer_that_makes_its_own_optimizer_is_noticed(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**PLAIN))
@@ -68,21 +63,21 @@ def test_the_trainer_that_makes_its_own_optimizer_is_noticed(tmp_path: object) -
         transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
 
 
-def saved_and_loaded(pair: Any) -> Any:
+def saved_and_loaded(pair):
     buffer = io.BytesIO()
     torch.save(pair, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
+COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
     "torch.save": saved_and_loaded,
 }
 
 
-def constrained(kind: str = "adamw", where: Any = NAMES) -> tuple[Mixed, Optimizer, Any]:
+def constrained(kind="adamw", where=NAMES):
     torch.manual_seed(0)
     model, optimizer, handle = held(kind, where)
     train(model, optimizer, 2)
@@ -92,7 +87,7 @@ def constrained(kind: str = "adamw", where: Any = NAMES) -> tuple[Mixed, Optimiz
 @pytest.mark.parametrize("where", [NAMES, "tall"], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copied_pair_warns_at_its_first_step(how: str, kind: str, where: Any) -> None:
+def test_a_copied_pair_warns_at_its_first_step(how, kind, where):
     model, optimizer, _ = constrained(kind, where)
     other, copied = COPIES[how]((model, optimizer))
     with pytest.warns(
@@ -107,7 +102,7 @@ def test_a_copied_pair_warns_at_its_first_step(how: str, kind: str, where: Any) 
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_that_is_constrained_again_goes_on_as_the_original(how: str) -> None:
+def test_a_copy_that_is_constrained_again_goes_on_as_the_original(how):
     model, optimizer, handle = constrained()
     pair = COPIES[how]((model, optimizer))
     with_handle = COPIES[how]((model, optimizer, handle))
@@ -120,7 +115,7 @@ def test_a_copy_that_is_constrained_again_goes_on_as_the_original(how: str) -> N
         assert max(errors(other).values()) <= 1e-5
 
 
-def test_removed_constraints_are_silent() -> None:
+def test_removed_constraints_are_silent():
     model, optimizer, handle = constrained()
     handle.remove()
     assert set(vars(optimizer)) == set(vars(OPTIMIZERS["adamw"](list(Mixed().parameters()))))

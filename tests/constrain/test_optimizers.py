@@ -1,22 +1,17 @@
 """Every optimizer of torch: its steps, its moments, and which weights it steps together."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from tests.support.constrained import held, isometry_error
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError
 
-TAKEN: dict[str, Callable[[Any], Optimizer]] = {
+TAKEN = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -40,9 +35,7 @@ SHAPES = [(8, 8), (12, 5), (5, 12)]
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str
 )
 @pytest.mark.parametrize("kind", TAKEN)
-def test_fifty_steps_stay_within_the_tolerance(
-    kind: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_fifty_steps_stay_within_the_tolerance(kind, dtype, tolerance):
     layers = nn.ModuleList(
         nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
     )
@@ -65,7 +58,7 @@ def test_fifty_steps_stay_within_the_tolerance(
 
 
 @pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam"])
-def test_an_optimizer_without_one_step_for_one_gradient_is_refused(kind: str) -> None:
+def test_an_optimizer_without_one_step_for_one_gradient_is_refused(kind):
     layer = nn.Linear(4, 4)
     before = layer.weight.detach().clone()
     optimizer = getattr(torch.optim, kind)(list(layer.parameters()))
@@ -78,30 +71,28 @@ class Momentum(torch.optim.SGD):
     """A class that torch did not make, whose state may hold what only it can make."""
 
 
-def layers() -> nn.ModuleDict:
+def layers():
     torch.manual_seed(0)
     return nn.ModuleDict(
         {"square": nn.Linear(5, 5, bias=False), "tall": nn.Linear(4, 7, bias=False)}
     )
 
 
-def push(
-    model: nn.ModuleDict, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]
-) -> None:
+def push(model, optimizer, gradients):
     for name, gradient in gradients.items():
         model[name].weight.grad = gradient.clone()
     optimizer.step()
 
 
-def noise(model: nn.ModuleDict) -> dict[str, Tensor]:
+def noise(model):
     return {name: torch.randn_like(layer.weight) for name, layer in model.items()}
 
 
-def nothing(model: nn.ModuleDict) -> dict[str, Tensor]:
+def nothing(model):
     return {name: torch.zeros_like(layer.weight) for name, layer in model.items()}
 
 
-def test_moments_of_square_weights_restart_from_zero_and_no_others() -> None:
+def test_moments_of_square_weights_restart_from_zero_and_no_others():
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     push(model, optimizer, noise(model))
@@ -127,7 +118,7 @@ def test_moments_of_square_weights_restart_from_zero_and_no_others() -> None:
     torch.testing.assert_close(optimizer.state[square]["momentum_buffer"], 0.5 * buffer)
 
 
-def test_the_state_of_a_class_of_somebody_else_is_made_anew() -> None:
+def test_the_state_of_a_class_of_somebody_else_is_made_anew():
     model = layers()
     optimizer = Momentum(model.parameters(), lr=0.1, momentum=0.5)
     push(model, optimizer, noise(model))
@@ -141,7 +132,7 @@ def test_the_state_of_a_class_of_somebody_else_is_made_anew() -> None:
 
 
 @pytest.mark.parametrize("step", [torch.tensor(0.0), 0, 0.0, torch.tensor(1.0), 1, 0.5], ids=repr)
-def test_a_state_that_was_only_made_is_no_offence_and_one_that_stepped_once_is(step: Any) -> None:
+def test_a_state_that_was_only_made_is_no_offence_and_one_that_stepped_once_is(step):
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     square = model["square"].weight
@@ -155,7 +146,7 @@ def test_a_state_that_was_only_made_is_no_offence_and_one_that_stepped_once_is(s
     assert bool((optimizer.state[square]["momentum_buffer"] == expected).all())
 
 
-def test_removing_restarts_the_moments_of_square_weights_and_no_others() -> None:
+def test_removing_restarts_the_moments_of_square_weights_and_no_others():
     model, optimizer, handle = held("adamw", nn.Linear, model=layers(), lr=0.1)
     push(model, optimizer, noise(model))
     square, tall = model["square"].weight, model["tall"].weight
@@ -169,7 +160,7 @@ def test_removing_restarts_the_moments_of_square_weights_and_no_others() -> None
     push(model, optimizer, noise(model))
 
 
-def test_plain_sgd_notes_the_drift_of_square_weights_alone_and_ends_without_a_state() -> None:
+def test_plain_sgd_notes_the_drift_of_square_weights_alone_and_ends_without_a_state():
     model, optimizer, handle = held("sgd", nn.Linear, model=layers())
     push(model, optimizer, noise(model))
     noted = {id(weight): list(state) for weight, state in optimizer.state.items() if state}
@@ -178,7 +169,7 @@ def test_plain_sgd_notes_the_drift_of_square_weights_alone_and_ends_without_a_st
     assert not optimizer.state
 
 
-def test_a_half_weights_copy_lies_beside_the_moments_until_the_end() -> None:
+def test_a_half_weights_copy_lies_beside_the_moments_until_the_end():
     model, optimizer, handle = held("adamw", nn.Linear, model=layers().to(torch.bfloat16))
     push(model, optimizer, noise(model))
     for weight in handle.weights:
@@ -194,7 +185,7 @@ def test_a_half_weights_copy_lies_beside_the_moments_until_the_end() -> None:
 
 SMALL, COLUMNS = [(8, 8)] * 3, {"to": "columns"}
 MIXED = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
-TOGETHER: list[tuple[list[tuple[int, int]], dict[str, Any], list[int]]] = [
+TOGETHER = [
     *((MIXED, {"to": to}, [5, 3, 2]) for to in ("orthogonal", "spectral", "columns")),
     (SMALL, {"batched": False}, []),
     (SMALL, {"batched": True, "dtype": torch.bfloat16}, []),
@@ -211,21 +202,18 @@ TOGETHER: list[tuple[list[tuple[int, int]], dict[str, Any], list[int]]] = [
 
 @pytest.mark.parametrize(("shapes", "options", "together"), TOGETHER)
 def test_weights_of_one_shape_dtype_and_size_are_put_back_together(
-    shapes: Sequence[tuple[int, int]],
-    options: dict[str, Any],
-    together: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    shapes, options, together, monkeypatch
+):
     dtype = options.get("dtype", torch.float32)
     layers = nn.ModuleList(nn.Linear(n, m, bias=False, dtype=dtype) for m, n in shapes)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
     options = {name: value for name, value in options.items() if name != "dtype"}
     handle = constrain_(layers, optimizer, where=nn.Linear, **options)
-    sizes: list[int] = []
+    sizes = []
     kind = type(handle.weights[0])
     original = kind.retract_.__func__
 
-    def counted(cls: Any, weights: Sequence[Any], work: Any) -> Any:
+    def counted(cls, weights, work):
         sizes.append(len(weights))
         return original(cls, weights, work)
 

@@ -1,12 +1,10 @@
 """The parametrisation: orthogonal at every step, starts and loads at the nearest matrix, leaves
 plainly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.constrained import isometry_error
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from wellposed.constrain import orthogonal
@@ -15,12 +13,12 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 SHAPES = [(6, 6), (9, 4), (4, 9)]
 
 
-def nearest(weight: Tensor) -> Tensor:
+def nearest(weight):
     left, _, right = torch.linalg.svd(weight.detach().double(), full_matrices=False)
     return left @ right
 
 
-def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(layer, optimizer):
     optimizer.zero_grad()
     x = torch.randn(32, layer.in_features)
     (layer(x) - x.sum(-1, keepdim=True).sin()).square().mean().backward()
@@ -29,9 +27,7 @@ def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gain", [1.0, 0.5])
-def test_starts_at_the_nearest_matrix_and_stays_orthogonal(
-    shape: tuple[int, int], gain: float
-) -> None:
+def test_starts_at_the_nearest_matrix_and_stays_orthogonal(shape, gain):
     layer = nn.Linear(shape[1], shape[0])
     before = layer.weight.detach().clone()
     orthogonal(layer, gain=gain)
@@ -44,9 +40,7 @@ def test_starts_at_the_nearest_matrix_and_stays_orthogonal(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_components_are_reached_and_an_assigned_weight_is_projected(
-    shape: tuple[int, int],
-) -> None:
+def test_both_components_are_reached_and_an_assigned_weight_is_projected(shape):
     layer = orthogonal(nn.Linear(shape[1], shape[0]))
     for sign in (1.0, -1.0):
         target = nearest(torch.randn(shape))
@@ -59,7 +53,7 @@ def test_both_components_are_reached_and_an_assigned_weight_is_projected(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_moving_the_base_keeps_the_weight(shape: tuple[int, int]) -> None:
+def test_moving_the_base_keeps_the_weight(shape):
     layer = orthogonal(nn.Linear(shape[1], shape[0]))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
     for _ in range(5):
@@ -71,7 +65,7 @@ def test_moving_the_base_keeps_the_weight(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_state_dict_round_trip_and_plain_checkpoint(shape: tuple[int, int]) -> None:
+def test_state_dict_round_trip_and_plain_checkpoint(shape):
     layer = orthogonal(nn.Linear(shape[1], shape[0]))
     step(layer, torch.optim.SGD(layer.parameters(), lr=0.3))
     fresh = nn.Sequential(orthogonal(nn.Linear(shape[1], shape[0])))
@@ -92,7 +86,7 @@ def test_state_dict_round_trip_and_plain_checkpoint(shape: tuple[int, int]) -> N
     assert torch.equal(baked.weight, plain[0].weight)
 
 
-def test_without_base_it_is_the_bare_cayley_map() -> None:
+def test_without_base_it_is_the_bare_cayley_map():
     layer = nn.Linear(5, 5)
     skew = torch.randn(5, 5)
     with torch.no_grad():
@@ -112,7 +106,7 @@ def test_without_base_it_is_the_bare_cayley_map() -> None:
         orthogonal(mirror, base=False)
 
 
-def test_bfloat16_is_computed_in_float32() -> None:
+def test_bfloat16_is_computed_in_float32():
     layer = orthogonal(nn.Linear(16, 16).to(torch.bfloat16))
     assert layer.weight.dtype == torch.bfloat16
     assert isometry_error(layer.weight) <= 4e-3
@@ -124,7 +118,7 @@ def test_bfloat16_is_computed_in_float32() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 # torch.compile raises the warning inside.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiles_whole(shape: tuple[int, int]) -> None:
+def test_compiles_whole(shape):
     layer = orthogonal(nn.Linear(shape[1], shape[0]))
     x = torch.randn(3, shape[1])
     run = torch.compile(lambda x: layer(x).sin().sum(), backend="aot_eager", fullgraph=True)
@@ -137,7 +131,7 @@ def test_compiles_whole(shape: tuple[int, int]) -> None:
     assert torch.allclose(original.grad, expected, atol=1e-6)
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     with pytest.raises(ConfigError, match="nearest: weight"):
         orthogonal(nn.Linear(3, 3), "wieght")
     with pytest.raises(ShapeError, match="bias"):

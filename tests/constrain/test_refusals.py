@@ -4,8 +4,7 @@ changed."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ from wellposed.errors import ConfigError, ShapeError
 
 
 class TestErrors:
-    def test_arguments_that_are_no_model_no_keyword_no_number(self) -> None:
+    def test_arguments_that_are_no_model_no_keyword_no_number(self):
         model = Mixed()
 
-        def hold(where: Any = "square", **options: Any) -> Callable[[], object]:
+        def hold(where="square", **options):
             return lambda: constrain_(model, sgd(model), where, **options)
 
-        bad: dict[str, Callable[[], object]] = {
+        bad = {
             r"keyword of constrain_ 'whre'; nearest: where": hold(None, whre="square"),
             r"constrain_: expected a model .*received str; load it": lambda: constrain_(
                 "bert", sgd(model), "square"
@@ -53,17 +52,17 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_an_option_of_another_set_is_refused(self, options: dict[str, Any]) -> None:
+    def test_an_option_of_another_set_is_refused(self, options):
         with pytest.raises(ConfigError, match=r"to='"):
             held("sgd", "square", **options)
 
     @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
-    def test_a_lazy_layer_is_named(self, to: str) -> None:
+    def test_a_lazy_layer_is_named(self, to):
         model = nn.Sequential(nn.LazyLinear(4))
         with pytest.raises(ConfigError, match=r"0\.weight: not initialised; run the model once"):
             constrain_(model, sgd(model), "0", to=to)
 
-    def test_shapes_are_all_named(self) -> None:
+    def test_shapes_are_all_named(self):
         layers = {"norm": nn.LayerNorm(4), "conv": nn.Conv1d(4, 4, 3), "fine": nn.Linear(4, 4)}
         model = nn.ModuleDict(layers)
         with pytest.raises(ShapeError, match=r"norm\.weight(.|\n)*conv\.weight") as caught:
@@ -72,7 +71,7 @@ class TestErrors:
         with pytest.raises(ShapeError, match=r"fine\.bias: shape \(4,\)"):
             constrain_(model, sgd(model), where="fine.bias")
 
-    def test_embedding_with_more_vectors_than_dimensions(self) -> None:
+    def test_embedding_with_more_vectors_than_dimensions(self):
         model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "positions": nn.Embedding(6, 8)})
         said = r"20 vectors in 8 dimensions.*embeddings='fit'.*OrthogonalityPenalty"
         with pytest.raises(ShapeError, match=said):
@@ -81,15 +80,13 @@ class TestErrors:
             constrain_(model, sgd(model), where=nn.Embedding, embeddings="rows")
         assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5
 
-    def test_embedding_tied_to_a_head(self) -> None:
+    def test_embedding_tied_to_a_head(self):
         model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
         model["head"].weight = model["tokens"].weight
         with pytest.raises(ShapeError, match=r"head\.weight: an embedding of 20 vectors"):
             constrain_(model, sgd(model), where="head")
 
-    def test_tied_weight_is_constrained_once_and_said(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_tied_weight_is_constrained_once_and_said(self, caplog):
         model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
         model["b"].weight = model["a"].weight
         handle = constrain_(model, sgd(model), where=["a", "b"])
@@ -98,12 +95,12 @@ class TestErrors:
         assert "a.weight = b.weight" in handle.report.table()
         assert "tied" in caplog.text
 
-    def test_twice(self) -> None:
+    def test_twice(self):
         model, optimizer, _ = held("sgd", "square")
         with pytest.raises(ConfigError, match="constrained already"):
             constrain_(model, optimizer, where=nn.Linear)
 
-    def test_weight_decay_names_both_ways_out(self) -> None:
+    def test_weight_decay_names_both_ways_out(self):
         model = Mixed()
         said = r"weight_decay=0, or pass .*'ignore'(.|\n)*square\.weight.*0\.01"
         with pytest.raises(ConfigError, match=said):
@@ -114,26 +111,26 @@ class TestErrors:
         with pytest.raises(ConfigError, match="Adafactor"):
             constrain_(model, adafactor, where="square", weight_decay="ignore")
 
-    def test_weight_decay_switched_on_later(self) -> None:
+    def test_weight_decay_switched_on_later(self):
         model, optimizer, _ = held("sgd", "square")
         optimizer.param_groups[0]["weight_decay"] = 0.1
         model(torch.ones(1, WIDTH)).sum().backward()
         with pytest.raises(ConfigError, match="weight_decay"):
             optimizer.step()
 
-    def test_an_optimizer_that_is_a_word(self) -> None:
+    def test_an_optimizer_that_is_a_word(self):
         model = Mixed()
         with pytest.raises(ConfigError, match="received str"):
             constrain_(model, "adam", where="square")
 
-    def test_nothing_happens_before_every_check_passed(self) -> None:
+    def test_nothing_happens_before_every_check_passed(self):
         model = Mixed()
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(ConfigError):
             constrain_(model, sgd(Mixed()), where=NAMES)
         assert same_state(model, before)
 
-    def test_sparse_gradients(self) -> None:
+    def test_sparse_gradients(self):
         model = nn.ModuleDict({"positions": nn.Embedding(6, 8, sparse=True)})
         optimizer = sgd(model)
         constrain_(model, optimizer, where="positions")
@@ -142,11 +139,11 @@ class TestErrors:
             optimizer.step()
 
 
-def int8_weight(model: Mixed) -> None:
+def int8_weight(model):
     model.square.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
 
 
-CHANGES: dict[str, Callable[[Mixed], object]] = {
+CHANGES = {
     r"square\.weight: frozen": lambda model: model.square.weight.requires_grad_(False),
     r"float16 on a CPU": lambda model: model.half(),
     r"square\.weight.*int8, quantised": int8_weight,
@@ -155,7 +152,7 @@ CHANGES: dict[str, Callable[[Mixed], object]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_a_weight_that_cannot_be_held_is_named(message: str) -> None:
+def test_a_weight_that_cannot_be_held_is_named(message):
     model = Mixed()
     CHANGES[message](model)
     with pytest.raises(ConfigError, match=message):
@@ -176,6 +173,6 @@ class Hooked:
     ],
     ids=["of another model", "a look-alike"],
 )
-def test_an_optimizer_that_is_none_or_of_others_is_refused(optimizer: Any, message: str) -> None:
+def test_an_optimizer_that_is_none_or_of_others_is_refused(optimizer, message):
     with pytest.raises(ConfigError, match=message):
         constrain_(Mixed(), optimizer, where="square")

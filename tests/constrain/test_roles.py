@@ -1,25 +1,20 @@
 """Weights chosen by the roles they play, in models of Hugging Face: fused parts, adapters, what is refused."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.support.constrained import goes_on_bit_for_bit, held, isometry_error
-from tests.support.zoo import PLAIN, ZOO, Known, V
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from tests.support.zoo import PLAIN, ZOO, V
+from torch import nn
 
-from wellposed.constrain import MuonAndAdamW, Set, constrain_, parameter_groups, select_weights
+from wellposed.constrain import MuonAndAdamW, constrain_, parameter_groups, select_weights
 from wellposed.errors import ConfigError, RoleNotFoundError
 
 transformers = pytest.importorskip("transformers")
 
 
-def cut(model: nn.Module, known: Known) -> Tensor:
+def cut(model, known):
     """A part of a fused weight in (out, in) orientation, cut by hand."""
     whole = model.get_parameter(known.parameter)
     return (whole.T if known.transposed else whole)[
@@ -27,11 +22,11 @@ def cut(model: nn.Module, known: Known) -> Tensor:
     ]
 
 
-def sgd(model: nn.Module, rate: float = 0.3) -> Optimizer:
+def sgd(model, rate=0.3):
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
-def train(kind: str, model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+def train(kind, model, optimizer, steps):
     """Drive the outputs of a model of the zoo to one."""
     losses = []
     for _ in range(steps):
@@ -44,7 +39,7 @@ def train(kind: str, model: nn.Module, optimizer: Optimizer, steps: int) -> list
     return losses
 
 
-def in_set(weight: Tensor, to: Set) -> bool:
+def in_set(weight, to):
     if to == "orthogonal":
         return isometry_error(weight) <= 1e-5
     if to == "columns":
@@ -54,7 +49,7 @@ def in_set(weight: Tensor, to: Set) -> bool:
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "torch encoder"])
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
-def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> None:
+def test_parts_of_fused_weights_are_held_each_by_itself(kind, to):
     entry, model = ZOO[kind], ZOO[kind].build()
     query, key, value = (entry.known[role] for role in ("query", "key", "value"))
     fused = model.get_parameter(query.parameter)
@@ -78,7 +73,7 @@ def test_parts_of_fused_weights_are_held_each_by_itself(kind: str, to: Set) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
-def test_parts_are_held_under_muon_and_in_half_precision(to: Set, dtype: torch.dtype) -> None:
+def test_parts_are_held_under_muon_and_in_half_precision(to, dtype):
     model = ZOO["phi3"].build().to(dtype)
     optimizer = MuonAndAdamW(
         model, lr=5e-2, adamw_lr=1e-2, weight_decay=0.1, roles=("query", "key")
@@ -95,7 +90,7 @@ def test_parts_are_held_under_muon_and_in_half_precision(to: Set, dtype: torch.d
     assert not torch.equal(cut(model, value), before)
 
 
-def test_ignored_decay_is_left_out_of_the_held_part_alone() -> None:
+def test_ignored_decay_is_left_out_of_the_held_part_alone():
     results = []
     for decay in (0.0, 0.3):
         torch.manual_seed(0)
@@ -111,7 +106,7 @@ def test_ignored_decay_is_left_out_of_the_held_part_alone() -> None:
     assert not torch.allclose(results[0][:, 16:], results[1][:, 16:], atol=1e-3)
 
 
-def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts() -> None:
+def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts():
     model = ZOO["gpt2"].build()
     handle = constrain_(model, sgd(model), where="h.0.attn.c_attn")
     assert len(handle.paths) == 3
@@ -119,7 +114,7 @@ def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts() -> None:
     assert tuple(place.label for place in again) == handle.paths
 
 
-def test_part_by_part_steps_are_those_of_three_separate_weights() -> None:
+def test_part_by_part_steps_are_those_of_three_separate_weights():
     """The same numbers as three layers of their own, held in the ambient space as tall weights
     are."""
     attention = nn.TransformerEncoderLayer(16, 2, 32).double()
@@ -141,7 +136,7 @@ def test_part_by_part_steps_are_those_of_three_separate_weights() -> None:
     assert float((fused.detach() - expected).abs().max()) <= 1e-10
 
 
-def test_roles_that_nothing_plays_are_refused() -> None:
+def test_roles_that_nothing_plays_are_refused():
     model = ZOO["gpt2"].build()
     with pytest.raises(RoleNotFoundError, match=r"role feedforward_gate; it has query, key, value"):
         constrain_(model, sgd(model), roles=("query", "feedforward_gate"))
@@ -152,7 +147,7 @@ def test_roles_that_nothing_plays_are_refused() -> None:
         constrain_(plain, sgd(plain), roles="query")
 
 
-def test_two_calls_may_hold_two_parts_but_not_the_same() -> None:
+def test_two_calls_may_hold_two_parts_but_not_the_same():
     model = ZOO["gpt2"].build()
     optimizer = sgd(model)
     first = constrain_(model, optimizer, roles="query")
@@ -164,8 +159,8 @@ def test_two_calls_may_hold_two_parts_but_not_the_same() -> None:
     assert second.error().worst == 0.0
 
 
-def test_a_resumed_run_of_parts_goes_on_bit_for_bit() -> None:
-    def build() -> tuple[nn.Module, Optimizer]:
+def test_a_resumed_run_of_parts_goes_on_bit_for_bit():
+    def build():
         torch.manual_seed(0)
         model = ZOO["gpt2"].build()
         groups = parameter_groups(model, 0.1, roles=("query", "key"))
@@ -182,19 +177,19 @@ class Adapted(nn.Module):
     """A linear layer as adapters leave it: the frozen layer inside, and two low-rank factors, the
     last one zero."""
 
-    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+    def __init__(self, base, rank=3):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
         nn.init.zeros_(self.lora_B["default"].weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
 
 
 @pytest.fixture
-def adapted() -> Any:
+def adapted():
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**PLAIN))
     for layer in model.bert.encoder.layer:
@@ -203,14 +198,14 @@ def adapted() -> Any:
     return model
 
 
-def test_a_frozen_weight_is_refused_and_says_what_to_do(adapted: Any) -> None:
+def test_a_frozen_weight_is_refused_and_says_what_to_do(adapted):
     said = r"query\.base_layer\.weight: frozen.*adapters=True"
     for selection in ({"roles": "query"}, {"where": "*.query"}):
         with pytest.raises(ConfigError, match=said):
             constrain_(adapted, sgd(adapted), **selection)
 
 
-def test_the_factors_of_an_adapter_are_held_instead(adapted: Any) -> None:
+def test_the_factors_of_an_adapter_are_held_instead(adapted):
     optimizer = sgd(adapted)
     options = {"adapters": True, "to": "spectral", "bound": 0.8}
     handle = constrain_(adapted, optimizer, roles="query", **options)
@@ -228,7 +223,7 @@ def test_the_factors_of_an_adapter_are_held_instead(adapted: Any) -> None:
     assert bool(adapted.get_parameter(names[1]).any())
 
 
-def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted: Any) -> None:
+def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted):
     with pytest.raises(ConfigError, match=r"lora_B\.default\.weight: zero(.|\n)*") as caught:
         constrain_(adapted, sgd(adapted), roles="query", adapters=True)
     assert "to='spectral'" in str(caught.value)
@@ -236,19 +231,19 @@ def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted: Any) 
     assert constrain_(adapted, sgd(adapted), where="*.query.lora_A.*").error().worst <= 1e-5
 
 
-def test_weights_without_an_adapter_are_named(adapted: Any) -> None:
+def test_weights_without_an_adapter_are_named(adapted):
     with pytest.raises(
         ConfigError, match=r"no factor of an adapter(.|\n)*attention\.self\.key\.weight"
     ):
         constrain_(adapted, sgd(adapted), roles=("query", "key"), adapters=True)
 
 
-def tiny_bert() -> torch.nn.Module:
+def tiny_bert():
     sizes = PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
 
 
-def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
+def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path):
     model = tiny_bert()
     keys = list(model.state_dict())
     names = ["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"]
@@ -276,9 +271,7 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path: Path) -> None:
     assert max(row.moved_frobenius for row in report.rows) == 0.0
 
 
-def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_path, caplog):
     tiny_bert().save_pretrained(tmp_path)
     moved = {}
     for gain in (None, 1.0):
@@ -302,7 +295,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(
     assert {row.gain for row in rows} == {1.0}
 
 
-def test_accelerate_wrapper_is_looked_through() -> None:
+def test_accelerate_wrapper_is_looked_through():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))

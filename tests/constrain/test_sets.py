@@ -1,10 +1,6 @@
 """`to="spectral"` and `to="columns"`: the stored weight is in its set after every step, by a
 float64 SVD."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests.support.constrained import (
@@ -17,27 +13,26 @@ from tests.support.constrained import (
     same_state,
     train,
 )
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 import wellposed as wp
-from wellposed.constrain import Constraint, MuonAndAdamW, Set, constrain_
+from wellposed.constrain import MuonAndAdamW, constrain_
 from wellposed.errors import ConfigError, ConvergenceError
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 7), (7, 1)]
 
 
-def spectral_norm(weight: Tensor) -> float:
+def spectral_norm(weight):
     return float(torch.linalg.svdvals(weight.detach().double())[0])
 
 
-def column_error(weight: Tensor, length: float) -> float:
+def column_error(weight, length):
     return max(abs(float(column.double().norm()) / length - 1.0) for column in weight.detach().T)
 
 
 class TestSpectral:
     @pytest.mark.parametrize("kind", OPTIMIZERS)
-    def test_every_optimizer_stays_below_the_bound_and_learns(self, kind: str) -> None:
+    def test_every_optimizer_stays_below_the_bound_and_learns(self, kind):
         model, optimizer, handle = held(kind, to="spectral", bound=0.7)
         losses = []
         for _ in range(60):
@@ -48,7 +43,7 @@ class TestSpectral:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("bound", [1e-3, 0.3, 1.0, 1e3])
-    def test_steps_of_any_size_end_inside(self, dtype: torch.dtype, bound: float) -> None:
+    def test_steps_of_any_size_end_inside(self, dtype, bound):
         layers = nn.ModuleList(
             nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
         )
@@ -66,7 +61,7 @@ class TestSpectral:
                 assert float(wp.linalg.certified_spectral_norm(weight.detach())) <= bound
         assert handle.error().worst == 0.0
 
-    def test_attaching_caps_the_singular_values_and_leaves_the_others(self) -> None:
+    def test_attaching_caps_the_singular_values_and_leaves_the_others(self):
         layer = nn.Linear(20, 20, bias=False)
         left, _, right = torch.linalg.svd(layer.weight.detach().double())
         values = torch.linspace(0.0, 4.0, 20, dtype=torch.float64)
@@ -84,7 +79,7 @@ class TestSpectral:
         assert row.error_before == pytest.approx(3.0, rel=1e-5)
         assert row.error_after == 0.0
 
-    def test_a_weight_that_stays_inside_is_trained_as_without_the_constraint(self) -> None:
+    def test_a_weight_that_stays_inside_is_trained_as_without_the_constraint(self):
         states = []
         for is_held in (False, True):
             torch.manual_seed(0)
@@ -96,14 +91,14 @@ class TestSpectral:
             states.append(model.state_dict())
         assert same_state(*states)
 
-    def test_weight_decay_is_no_offence(self) -> None:
+    def test_weight_decay_is_no_offence(self):
         model = Mixed()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
         constrain_(model, optimizer, where=NAMES, to="spectral")
         train(model, optimizer, 5)
         assert max(spectral_norm(getattr(model, name).weight) for name in NAMES) <= 1.0
 
-    def test_certify_measures_the_weights_and_not_the_handle(self) -> None:
+    def test_certify_measures_the_weights_and_not_the_handle(self):
         model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
         handle = held("sgd", nn.Linear, model=model, to="spectral")[2]
         assert wp.certify(model, seq_len=4).total <= 1.0
@@ -117,9 +112,7 @@ class TestSpectral:
 class TestColumns:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-    def test_columns_have_their_length_after_every_step(
-        self, kind: str, dtype: torch.dtype
-    ) -> None:
+    def test_columns_have_their_length_after_every_step(self, kind, dtype):
         options = {"model": Mixed().to(dtype), "to": "columns", "bound": 0.5}
         model, optimizer, handle = held(kind, **options)
         # every entry is rounded by at most half an eps of itself, and so is the length; measuring
@@ -134,7 +127,7 @@ class TestColumns:
         assert float((model.tall.weight.detach() - start).norm()) > 1e-2
 
 
-BUILT: dict[str, Callable[[nn.Module], Optimizer]] = {
+BUILT = {
     "adamw": lambda model: OPTIMIZERS["adamw"](list(model.parameters())),
     "sgd": lambda model: OPTIMIZERS["sgd"](list(model.parameters())),
     "muon and adamw": lambda model: MuonAndAdamW(model, lr=2e-2, adamw_lr=1e-2, adamw="head"),
@@ -144,8 +137,8 @@ BUILT: dict[str, Callable[[nn.Module], Optimizer]] = {
 @pytest.mark.parametrize("kind", BUILT)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_resumed_run_goes_on_bit_for_bit(to: Set, kind: str, dtype: torch.dtype) -> None:
-    def build() -> tuple[Mixed, Optimizer]:
+def test_a_resumed_run_goes_on_bit_for_bit(to, kind, dtype):
+    def build():
         torch.manual_seed(5)
         model = Mixed().to(dtype)
         return model, BUILT[kind](model)
@@ -153,7 +146,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(to: Set, kind: str, dtype: torch.dtyp
     goes_on_bit_for_bit(build, lambda *pair: constrain_(*pair, where=NAMES, to=to), train)
 
 
-def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together() -> None:
+def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together():
     model, optimizer, first = held("sgd", "square")
     with pytest.raises(ConfigError, match=r"square\.weight: constrained already"):
         constrain_(model, optimizer, where="square", to="spectral")
@@ -166,16 +159,14 @@ def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together() -
     assert first.active
 
 
-def columns_of(layer: nn.Module, bound: float = 1.0) -> Constraint:
+def columns_of(layer, bound=1.0):
     model = nn.Sequential(layer)
     return held("sgd", "0", model=model, lr=1.0, to="columns", bound=bound)[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("units", [1.5, 4.0])
-def test_a_column_within_the_rounding_of_its_entries_is_not_touched(
-    dtype: torch.dtype, units: float
-) -> None:
+def test_a_column_within_the_rounding_of_its_entries_is_not_touched(dtype, units):
     """Two units of the dtype, and one of float64 for every entry that is squared and summed: 64
     here."""
     eps = torch.finfo(dtype).eps
@@ -194,7 +185,7 @@ def test_a_column_within_the_rounding_of_its_entries_is_not_touched(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_what_attaching_reports(dtype: torch.dtype) -> None:
+def test_what_attaching_reports(dtype):
     layer = nn.Linear(3, 2, bias=False, dtype=dtype)
     whole = torch.tensor([[3.0, 0.0, 0.5], [4.0, 2.0, 0.0]], dtype=dtype)
     layer.weight.data.copy_(whole)
@@ -219,7 +210,7 @@ def test_what_attaching_reports(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_columns_that_a_step_takes_to_zero_are_counted(batched: bool) -> None:
+def test_columns_that_a_step_takes_to_zero_are_counted(batched):
     layers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(2))
     options = {"model": layers, "lr": 1.0, "to": "columns", "batched": batched}
     optimizer = held("sgd", nn.Linear, **options)[1]
@@ -231,7 +222,7 @@ def test_columns_that_a_step_takes_to_zero_are_counted(batched: bool) -> None:
         optimizer.step()
 
 
-def test_a_vector_of_padding_may_be_zero_or_have_the_length() -> None:
+def test_a_vector_of_padding_may_be_zero_or_have_the_length():
     for vector in (0.0, 3.0):
         table = nn.Embedding(4, 3, padding_idx=2)
         with torch.no_grad():

@@ -1,28 +1,22 @@
 """Sharded weights step as plain ones do: on a mesh of one process, and as DDP and FSDP2 on two."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.support.one_mesh import one_mesh
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.optim import Optimizer
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError
 
 SHAPES = [(6, 6), (9, 4), (4, 9)]
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0, foreach=False),
     "decayed": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, foreach=False),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, foreach=False),
@@ -30,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh():
     with one_mesh() as found:
         yield found
 
@@ -38,9 +32,7 @@ def mesh() -> Iterator[DeviceMesh]:
 class Trained:
     """Three weights, plain or sharded, that take the steps of given gradients."""
 
-    def __init__(
-        self, kind: str, dtype: torch.dtype, mesh: DeviceMesh | None, **options: Any
-    ) -> None:
+    def __init__(self, kind, dtype, mesh, **options):
         torch.manual_seed(0)
         self.mesh = mesh
         self.layers = nn.ModuleList(
@@ -51,18 +43,18 @@ class Trained:
         self.optimizer = OPTIMIZERS[kind](self.layers.parameters())
         self.handle = constrain_(self.layers, self.optimizer, where=nn.Linear, **options)
 
-    def cut(self, whole: Tensor) -> Tensor:
+    def cut(self, whole):
         own = whole.clone()
         return own if self.mesh is None else distribute_tensor(own, self.mesh, [Shard(0)])
 
-    def step(self, gradients: list[Tensor]) -> None:
+    def step(self, gradients):
         for layer, gradient in zip(self.layers, gradients, strict=True):
             layer.weight.grad = self.cut(gradient.to(layer.weight.dtype))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConstraintWarning)  # of steps that are large
             self.optimizer.step()
 
-    def weights(self) -> list[Tensor]:
+    def weights(self):
         found = [layer.weight.detach() for layer in self.layers]
         return [
             weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in found
@@ -82,9 +74,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "dtype", "options"), CASES, ids=str)
-def test_shards_take_the_steps_of_plain_weights(
-    kind: str, dtype: torch.dtype, options: dict[str, Any], mesh: DeviceMesh
-) -> None:
+def test_shards_take_the_steps_of_plain_weights(kind, dtype, options, mesh):
     plain, sharded = Trained(kind, dtype, None, **options), Trained(kind, dtype, mesh, **options)
     for first, second in zip(plain.handle.report.rows, sharded.handle.report.rows, strict=True):
         assert first == second
@@ -114,7 +104,7 @@ def test_shards_take_the_steps_of_plain_weights(
     )
 
 
-def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh: DeviceMesh) -> None:
+def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh):
     trained = Trained("sgd", torch.bfloat16, mesh)
     trained.step([torch.zeros(shape) for shape in SHAPES])
     other = torch.linalg.qr(torch.randn(6, 6))[0].to(torch.bfloat16)
@@ -124,7 +114,7 @@ def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh: DeviceMesh) -> Non
     assert float((trained.weights()[0] - other).float().abs().max()) <= 8e-3
 
 
-def test_a_part_of_a_sharded_fused_weight_is_refused(mesh: DeviceMesh) -> None:
+def test_a_part_of_a_sharded_fused_weight_is_refused(mesh):
     attention = nn.MultiheadAttention(4, 2, bias=False)
     attention.in_proj_weight = nn.Parameter(
         distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)])
@@ -134,7 +124,7 @@ def test_a_part_of_a_sharded_fused_weight_is_refused(mesh: DeviceMesh) -> None:
         constrain_(attention, optimizer, roles="query")
 
 
-def test_sharded_weights_are_not_watched_for_another_optimizer(mesh: DeviceMesh) -> None:
+def test_sharded_weights_are_not_watched_for_another_optimizer(mesh):
     trained = Trained("sgd", torch.float32, mesh)
     other = torch.optim.SGD(trained.layers.parameters(), lr=0.1, foreach=False)
     for _ in range(5):
@@ -144,7 +134,7 @@ def test_sharded_weights_are_not_watched_for_another_optimizer(mesh: DeviceMesh)
 
 
 @pytest.mark.slow
-def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path: Path) -> None:
+def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path):
     script = Path(__file__).parents[1] / "support" / "constrain_worker.py"
     command = [sys.executable, str(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -1,11 +1,7 @@
 """Constrained weights in a training loop: any precision, resuming, closures, decay, edits by hand."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +15,14 @@ from tests.support.constrained import (
     problem,
     train,
 )
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.linalg import isometry_error as fast_error
 
 
-def test_accumulated_gradients_are_the_gradients_of_the_sum() -> None:
+def test_accumulated_gradients_are_the_gradients_of_the_sum():
     weights = []
     x, y = problem()
     for parts in (1, 4):
@@ -48,7 +43,7 @@ def test_accumulated_gradients_are_the_gradients_of_the_sum() -> None:
     )
 
 
-def test_clipping_limits_the_step_that_is_taken() -> None:
+def test_clipping_limits_the_step_that_is_taken():
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     constrain_(model, optimizer, where="square")
@@ -60,7 +55,7 @@ def test_clipping_limits_the_step_that_is_taken() -> None:
     assert 1e-3 < moved <= 1e-2 * (1 + 1e-3)
 
 
-def test_a_closure_is_projected_after_it_ran() -> None:
+def test_a_closure_is_projected_after_it_ran():
     x, y = problem()
     results = []
     for positional in (None, True, False):
@@ -69,7 +64,7 @@ def test_a_closure_is_projected_after_it_ran() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         constrain_(model, optimizer, where=NAMES)
 
-        def closure(model: Mixed = model, optimizer: Optimizer = optimizer) -> float:
+        def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
@@ -90,14 +85,14 @@ def test_a_closure_is_projected_after_it_ran() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_ignored_weight_decay_is_exactly_no_weight_decay(kind: str) -> None:
+def test_ignored_weight_decay_is_exactly_no_weight_decay(kind):
     results = []
     for decay in (0.0, 0.3):
         torch.manual_seed(0)
         model = Mixed().double()
         chosen = [getattr(model, name).weight for name in NAMES]
         if kind == "adamw":
-            optimizer: Optimizer = torch.optim.AdamW(chosen, lr=1e-2, weight_decay=decay)
+            optimizer = torch.optim.AdamW(chosen, lr=1e-2, weight_decay=decay)
         else:
             optimizer = torch.optim.SGD(chosen, lr=0.1, momentum=0.9, weight_decay=decay)
         constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
@@ -108,7 +103,7 @@ def test_ignored_weight_decay_is_exactly_no_weight_decay(kind: str) -> None:
     )
 
 
-def test_two_optimizers_share_the_weights() -> None:
+def test_two_optimizers_share_the_weights():
     model = Mixed()
     matrices = [model.square.weight, model.tall.weight]
     rest = [p for p in model.parameters() if not any(p is q for q in matrices)]
@@ -127,7 +122,7 @@ def test_two_optimizers_share_the_weights() -> None:
     assert not adamw._optimizer_step_post_hooks
 
 
-def test_compiled_model_trains_to_the_same_losses() -> None:
+def test_compiled_model_trains_to_the_same_losses():
     losses = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -142,11 +137,11 @@ def test_compiled_model_trains_to_the_same_losses() -> None:
 
 
 @pytest.mark.parametrize("gain", [1.0, 0.5])
-def test_batched_products_give_the_same_training(gain: float) -> None:
+def test_batched_products_give_the_same_training(gain):
     """The batch is what accelerators use; two weights of each shape, and one that its twin cannot
     be batched with."""
 
-    def run(*, batched: bool) -> tuple[list[float], Tensor]:
+    def run(*, batched):
         torch.manual_seed(0)
         model = nn.Sequential(
             *[nn.Linear(*s) for s in [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]]
@@ -173,7 +168,7 @@ class Breaks(torch.optim.AdamW):
 
     broken = False
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if self.broken:
             raise RuntimeError("out of memory")
         return super().step(closure)
@@ -185,9 +180,7 @@ CASES = [(torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.0), (tor
 @pytest.mark.parametrize("how", ["remove", "next step"])
 @pytest.mark.parametrize(("dtype", "decay"), CASES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 5), (7, 4)])
-def test_weights_come_back_from_a_step_that_broke(
-    shape: tuple[int, int], dtype: torch.dtype, decay: float, how: str
-) -> None:
+def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, how):
     layer = nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)
     optimizer = Breaks(layer.parameters(), lr=1e-3, weight_decay=decay)
     handle = constrain_(nn.Sequential(layer), optimizer, where="0", weight_decay="ignore")
@@ -214,7 +207,7 @@ def test_weights_come_back_from_a_step_that_broke(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
-def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind: str) -> None:
+def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind):
     model, optimizer, handle = held(kind, model=Mixed().to(torch.bfloat16))
     losses = train(model, optimizer, 40)
     assert max(errors(model).values()) <= 4e-3
@@ -225,7 +218,7 @@ def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind: str) -> None
         assert torch.equal(weight.master.to(torch.bfloat16), weight.parameter)
 
 
-def test_bfloat16_steps_smaller_than_its_spacing_are_kept() -> None:
+def test_bfloat16_steps_smaller_than_its_spacing_are_kept():
     model, optimizer, _ = held("adamw", "square", model=Mixed().to(torch.bfloat16), lr=1e-4)
     before = model.square.weight.detach().clone()
     gradient = torch.randn(WIDTH, WIDTH).bfloat16().float()
@@ -235,7 +228,7 @@ def test_bfloat16_steps_smaller_than_its_spacing_are_kept() -> None:
     assert float((model.square.weight.detach() - before).float().norm()) > 0.1
 
 
-def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction() -> None:
+def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction():
     model, optimizer, _ = held("adamw", model=Mixed(64), lr=1e-3)
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
@@ -253,7 +246,7 @@ def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction() -> None
 
 
 @pytest.mark.parametrize("to", ["orthogonal", "spectral"])
-def test_a_step_that_is_not_finite_is_named_and_square_weights_stay(to: Any) -> None:
+def test_a_step_that_is_not_finite_is_named_and_square_weights_stay(to):
     model, optimizer, _ = held(to=to)
     before = model.square.weight.detach().clone()
     for name in NAMES:
@@ -264,7 +257,7 @@ def test_a_step_that_is_not_finite_is_named_and_square_weights_stay(to: Any) -> 
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}
-EDITS: dict[str, Callable[[nn.Linear], object]] = {
+EDITS = {
     "data.mul_": lambda layer: layer.weight.data.mul_(1.5),
     "one entry of data": lambda layer: layer.weight.data[0, 0].add_(0.01),
     "data =": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1),
@@ -277,13 +270,11 @@ EDITS: dict[str, Callable[[nn.Linear], object]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(8, 8), (12, 8), (8, 12)], ids=str)
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_noticed_at_the_next_step(
-    edit: str, shape: tuple[int, int], dtype: torch.dtype, *, batched: bool
-) -> None:
+def test_an_edit_is_noticed_at_the_next_step(edit, shape, dtype, *, batched):
     model = nn.ModuleList(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype) for _ in range(2))
     _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4, batched=batched)
 
-    def step() -> None:
+    def step():
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
         with warnings.catch_warnings():
@@ -301,7 +292,7 @@ def test_an_edit_is_noticed_at_the_next_step(
     assert handle.error().worst <= TOLERANCE[dtype]
 
 
-def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one() -> None:
+def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4)
     model[0].weight.data.mul_(1.5)
@@ -317,9 +308,7 @@ def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(8, 8), (12, 8)], ids=str)
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_weight_turned_to_another_dtype_is_named(
-    steps: int, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_weight_turned_to_another_dtype_is_named(steps, shape, dtype):
     layer = nn.Linear(shape[1], shape[0])
     model, optimizer, handle = held("sgd", "0", model=nn.Sequential(layer), lr=1e-2)
     for turn in [torch.float32] * steps + [dtype]:
@@ -337,7 +326,7 @@ def test_a_weight_turned_to_another_dtype_is_named(
     assert handle.error().worst <= TOLERANCE[dtype]
 
 
-def worst_for_bfloat16() -> Tensor:
+def worst_for_bfloat16():
     """Orthonormal columns of `+-1/sqrt(254)`, which bfloat16 rounds up by nearly half its spacing,
     all of them."""
     columns = torch.ones(254, 2, dtype=torch.float64)
@@ -345,7 +334,7 @@ def worst_for_bfloat16() -> Tensor:
     return columns / 254**0.5
 
 
-def test_half_weights_reach_their_bound_and_no_less() -> None:
+def test_half_weights_reach_their_bound_and_no_less():
     """Each entry moves by a part of at most u = 2^-8, so an entry of W^T W by 2 u + u^2; once 4e-3
     was promised."""
     exact = worst_for_bfloat16()
@@ -360,7 +349,7 @@ def test_half_weights_reach_their_bound_and_no_less() -> None:
             assert float(fast_error(weight.to(dtype))) <= 2 * unit + unit**2
 
 
-def test_a_bfloat16_weight_at_its_bound_is_within_tolerance_and_stays() -> None:
+def test_a_bfloat16_weight_at_its_bound_is_within_tolerance_and_stays():
     layer = nn.Linear(2, 254, bias=False, dtype=torch.bfloat16)
     layer.weight.data.copy_(worst_for_bfloat16())
     before = layer.weight.detach().clone()

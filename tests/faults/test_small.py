@@ -1,14 +1,11 @@
 """The harness of faults at its smallest: nothing is found in the package, what is planted is found."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_every_family_at_its_smallest(tmp_path: Path) -> None:
+def test_every_family_at_its_smallest(tmp_path):
     rows, page = tmp_path / "rows.json", tmp_path / "page.md"
     options = ["--count", "4", "--rows", str(rows), "--page", str(page)]
     command = [sys.executable, "-m", "tools.faults", *options]
@@ -36,11 +33,11 @@ def test_every_family_at_its_smallest(tmp_path: Path) -> None:
     assert f"In all {tried:,} tries, 0 faults." in page.read_text()
 
 
-def _raise() -> int:
+def _raise():
     raise ValueError("foreign")
 
 
-def _say(text: str, status: int) -> int:
+def _say(text, status):
     os.write(2, text.encode())
     return status
 
@@ -57,13 +54,13 @@ def _say(text: str, status: int) -> int:
         (lambda: _say("no such file", 2), None),
     ],
 )
-def test_what_is_planted_is_found(tmp_path: Path, work: Callable[[], int], kind: str) -> None:
+def test_what_is_planted_is_found(tmp_path, work, kind):
     child = fork(work, tmp_path / "log", memory=1 << 30)
     answer = Answer(wait(child, 2), (tmp_path / "log").read_text())
     assert answer.fault() == kind
 
 
-def test_a_file_that_is_not_what_an_undisturbed_command_leaves_is_named() -> None:
+def test_a_file_that_is_not_what_an_undisturbed_command_leaves_is_named():
     whole = {"a": b"1", "b": [1]}
     assert differences(whole, {"a": b"1", "b": [1]}) == []
     assert differences(whole, {"a": b"2", "c": []}) == ["a", "b", "c"]

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from tests.support.refusal import each_refused
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.functional import gram_penalty, orthogonality_error, qr_penalty
@@ -67,7 +66,7 @@ def test_value_and_gradient_are_those_of_the_formula(shapes, squared, side):
     for start, found, slope in zip(before, added, slopes, strict=True):
         close(found - start, slope, 1e-11)
     # The last weight frozen: its gradient is None, and the others get theirs.
-    again: list[Tensor | None] = [torch.zeros_like(weight) for weight in weights[:-1]]
+    again = [torch.zeros_like(weight) for weight in weights[:-1]]
     accumulate_gram_penalty_(weights, [*again, None], **options)
     for found, slope in zip(again, slopes, strict=False):
         close(found, slope, 1e-11)
@@ -91,7 +90,7 @@ def test_compiles_to_the_same_value_and_gradient():
 
 def gram_schmidt(matrix):
     """Modified Gram-Schmidt, column by column, for autograd to differentiate."""
-    columns: list[Tensor] = []
+    columns = []
     for k in range(matrix.shape[1]):
         column = matrix[:, k]
         for done in columns:

@@ -1,14 +1,12 @@
 """DT-Fixup: mu is the largest norm of a real token at the door of the new layers, and the factor
 follows from it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from tests.support.initialized import batch_for, bert, gpt2
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, DataError, RoleNotFoundError
 from wellposed.initialize import dt_fixup_, step_change
@@ -17,30 +15,30 @@ from wellposed.initialize import dt_fixup_, step_change
 class OnTop(nn.Module):
     """A pretrained encoder and new layers."""
 
-    def __init__(self, layers: int = 3, pretrained: nn.Module | None = None) -> None:
+    def __init__(self, layers=3, pretrained=None):
         super().__init__()
         self.body = bert() if pretrained is None else pretrained
         new = [nn.TransformerEncoderLayer(16, 4, 24, batch_first=True) for _ in range(layers)]
         self.new = nn.ModuleList(new)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids, attention_mask=None):
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask)[0]
         for layer in self.new:
             hidden = layer(hidden)
         return hidden
 
 
-def state(module: nn.Module) -> dict[str, Tensor]:
+def state(module):
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+def same(first, second):
     return first.keys() == second.keys() and all(
         torch.equal(first[key], second[key]) for key in first
     )
 
 
-def stack(layers: int, width: int = 4) -> nn.TransformerEncoder:
+def stack(layers, width=4):
     layer = nn.TransformerEncoderLayer(width, 2, 8, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
@@ -48,7 +46,7 @@ def stack(layers: int, width: int = 4) -> nn.TransformerEncoder:
 @pytest.mark.parametrize(
     ("mu", "layers", "factor"), [(10.0, 24, 0.009937), (10.0, 8, 0.017211), (1.0, 8, 0.125)]
 )
-def test_values_of_the_formula_from_data(mu: float, layers: int, factor: float) -> None:
+def test_values_of_the_formula_from_data(mu, layers, factor):
     tokens = torch.zeros(2, 3, 4)
     tokens[1, 2, 3] = mu
     tokens[0, 0, 0] = mu / 2
@@ -64,9 +62,7 @@ def test_values_of_the_formula_from_data(mu: float, layers: int, factor: float) 
 
 
 @pytest.mark.parametrize("leave", [(), ("query", "key")])
-def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(
-    leave: tuple[str, ...],
-) -> None:
+def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(leave):
     model = OnTop()
     body, new = state(model.body), state(model.new)
     report = dt_fixup_(model, [batch_for(model.body)], layers="new", leave=leave)
@@ -89,7 +85,7 @@ def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(
     assert all(torch.equal(new[key], value) for key, value in after.items() if key.endswith("bias"))
 
 
-def test_it_is_idempotent_and_seeded() -> None:
+def test_it_is_idempotent_and_seeded():
     model = OnTop()
     loader = [batch_for(model.body) for _ in range(2)]
     rng = torch.get_rng_state()
@@ -103,7 +99,7 @@ def test_it_is_idempotent_and_seeded() -> None:
     assert not same(weights, state(model))
 
 
-def test_mu_is_the_largest_norm_of_a_real_token() -> None:
+def test_mu_is_the_largest_norm_of_a_real_token():
     model = OnTop()
     batches = [batch_for(model.body) for _ in range(3)]
     for index, batch in enumerate(batches):
@@ -134,7 +130,7 @@ def test_mu_is_the_largest_norm_of_a_real_token() -> None:
     assert robust.factors["new layers"] > report.factors["new layers"]
 
 
-def test_no_gradient_is_kept_and_dry_run_changes_nothing() -> None:
+def test_no_gradient_is_kept_and_dry_run_changes_nothing():
     model = OnTop()
     before = state(model)
     loader = [batch_for(model.body)]
@@ -147,12 +143,12 @@ def test_no_gradient_is_kept_and_dry_run_changes_nothing() -> None:
     assert f"mu = {real.mu:.4g}" in real.table()
 
 
-def test_a_causal_pretrained_model_works_too() -> None:
+def test_a_causal_pretrained_model_works_too():
     model = OnTop(pretrained=gpt2().transformer)
     assert dt_fixup_(model, [batch_for(model.body)], layers="new").mu > 0
 
 
-def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that_go() -> None:
+def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that_go():
     model = bert()
     tables, batch = state(model.embeddings), batch_for(bert())
     report = dt_fixup_(model, [batch])
@@ -166,7 +162,7 @@ def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that
     assert dt_fixup_(model, [batch]).mu == report.mu
 
 
-def test_one_step_moves_the_output_alike_at_every_depth() -> None:
+def test_one_step_moves_the_output_alike_at_every_depth():
     """The factor divides out both the depth and the size of what enters: the change of one step
     stays of order lr."""
     changes = []
@@ -191,7 +187,7 @@ def test_one_step_moves_the_output_alike_at_every_depth() -> None:
         ({"layers": "new", "leave": "qery"}, "'qery'; nearest: query"),
     ],
 )
-def test_unusable_arguments(options: dict[str, object], match: str) -> None:
+def test_unusable_arguments(options, match):
     model = OnTop()
     before = state(model)
     with pytest.raises(ConfigError, match=match):
@@ -199,7 +195,7 @@ def test_unusable_arguments(options: dict[str, object], match: str) -> None:
     assert same(before, state(model))
 
 
-def test_unusable_data_and_models() -> None:
+def test_unusable_data_and_models():
     with pytest.raises(DataError, match="no token entered"):
         dt_fixup_(stack(2), [])
     with pytest.raises(ConfigError, match="loader: received int"):

@@ -1,8 +1,6 @@
 """The signal keeps its size at any depth, one step moves the output alike at any depth; plain
 Xavier does neither."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.initialized import bart, batch_for, bert
@@ -20,12 +18,12 @@ from wellposed.initialize import (
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
 
 
-def encoder(layers: int, width: int, inner: int) -> nn.TransformerEncoder:
+def encoder(layers, width, inner):
     layer = nn.TransformerEncoderLayer(width, 8, inner, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-def plain_xavier_(model: nn.Module) -> None:
+def plain_xavier_(model):
     """Xavier on every matrix, N(0, 1/d) embeddings, no norm: T-Fixup without its factors."""
     remove_norms_(model)
     for module in model.modules():
@@ -47,23 +45,21 @@ SIGNALS = [
 
 
 @pytest.mark.parametrize(("layers", "width", "input_scale", "most"), SIGNALS)
-def test_the_signal_keeps_its_size(
-    layers: int, width: int, input_scale: float | None, most: float
-) -> None:
+def test_the_signal_keeps_its_size(layers, width, input_scale, most):
     model = encoder(layers, width, 2 * width)
     t_fixup_(model, input_scale=input_scale, zero_biases=True)
     assert 1.0 <= signal_propagation(model, torch.randn(2, 16, width)).ratios()[-1] <= most
 
 
 @pytest.mark.parametrize(("layers", "width", "least"), [(6, 512, 4), (40, 32, 1e3)])
-def test_the_signal_of_plain_xavier_grows(layers: int, width: int, least: float) -> None:
+def test_the_signal_of_plain_xavier_grows(layers, width, least):
     model = encoder(layers, width, 2 * width)
     plain_xavier_(model)
     assert signal_propagation(model, torch.randn(2, 16, width)).ratios()[-1] > least
 
 
 @pytest.mark.parametrize("layers", [6, pytest.param(100, marks=pytest.mark.slow)])
-def test_signal_of_our_encoder_keeps_its_size(layers: int) -> None:
+def test_signal_of_our_encoder_keeps_its_size(layers):
     config = WellposedConfig(
         vocab_size=50, hidden_size=512, num_attention_heads=8, intermediate_size=1024, num_hidden_layers=layers,
         num_decoder_layers=1, activation="relu", norm="none", position="sinusoidal", init="t_fixup",
@@ -73,7 +69,7 @@ def test_signal_of_our_encoder_keeps_its_size(layers: int) -> None:
     assert 1.0 <= signal.ratios("encoder")[-1] <= 1.1
 
 
-def test_rows_are_the_hidden_states_of_the_model() -> None:
+def test_rows_are_the_hidden_states_of_the_model():
     model = bert(3)
     t_fixup_(model)
     batch = batch_for(model)
@@ -93,7 +89,7 @@ def test_rows_are_the_hidden_states_of_the_model() -> None:
     ]
 
 
-def test_encoder_and_decoder_are_told_apart_and_the_model_is_left_as_it_was() -> None:
+def test_encoder_and_decoder_are_told_apart_and_the_model_is_left_as_it_was():
     model = bart(2, 3).train()
     model.model.encoder.eval()
     signal = signal_propagation(model, batch_for(model))
@@ -103,7 +99,7 @@ def test_encoder_and_decoder_are_told_apart_and_the_model_is_left_as_it_was() ->
     assert signal.table().splitlines()[1].startswith("model.encoder.layers.0")
 
 
-def test_overflow_names_the_layer_and_a_batch_its_type() -> None:
+def test_overflow_names_the_layer_and_a_batch_its_type():
     model = encoder(3, 16, 16).double()
     model.layers[1].linear2.bias.data.fill_(float("inf"))
     remove_norms_(model)
@@ -116,7 +112,7 @@ def test_overflow_names_the_layer_and_a_batch_its_type() -> None:
         signal_propagation(model, torch.ones(1, 2, 16, dtype=torch.float64))
 
 
-def change_per_step(model_class: type[nn.Module], layers: int, *, fixup: bool) -> float:
+def change_per_step(model_class, layers, *, fixup):
     """Return the change of the output over lr of one step on the matrices, in float64."""
     torch.manual_seed(layers)
     config = WellposedConfig(
@@ -134,18 +130,18 @@ BODIES = [WellposedModel, WellposedSeq2SeqModel]
 
 
 @pytest.mark.parametrize("model_class", BODIES)
-def test_one_step_moves_the_output_alike_at_every_depth(model_class: type[nn.Module]) -> None:
+def test_one_step_moves_the_output_alike_at_every_depth(model_class):
     sizes = [change_per_step(model_class, layers, fixup=True) for layers in (2, 8, 32)]
     assert max(sizes) <= 2 * min(sizes), sizes
 
 
 @pytest.mark.parametrize("model_class", BODIES)
-def test_one_step_of_plain_xavier_grows_with_depth(model_class: type[nn.Module]) -> None:
+def test_one_step_of_plain_xavier_grows_with_depth(model_class):
     shallow, deep = (change_per_step(model_class, layers, fixup=False) for layers in (2, 8))
     assert deep > 100 * shallow
 
 
-def test_a_step_is_measured_and_taken_back() -> None:
+def test_a_step_is_measured_and_taken_back():
     # f = W x and <f, u> has the gradient u x^T, so the step moves f by lr u |x|^2
     model = nn.Linear(3, 2).double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -160,7 +156,7 @@ def test_a_step_is_measured_and_taken_back() -> None:
         step_change(nn.Flatten(), torch.ones(2, 2, dtype=torch.long))
 
 
-def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u() -> None:
+def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u():
     model = nn.Sequential(
         nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)
     ).double()
@@ -180,7 +176,7 @@ def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u() -> None:
         step_change(model.float(), x.float(), lr=None)
 
 
-def gated(layers: int) -> nn.Module:
+def gated(layers):
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         vocab_size=50, pad_token_id=0,
@@ -188,10 +184,10 @@ def gated(layers: int) -> nn.Module:
     return LlamaModel(config).double().eval()
 
 
-def test_one_step_moves_the_output_of_gated_networks_alike_at_every_depth() -> None:
+def test_one_step_moves_the_output_of_gated_networks_alike_at_every_depth():
     """Llama: with the rule within a fifth from 2 to 32 layers."""
     ids = torch.randint(1, 50, (4, 8))
-    moves: dict[bool, list[float]] = {True: [], False: []}
+    moves = {True: [], False: []}
     for layers in (2, 32):
         for fixup, found in moves.items():
             torch.manual_seed(0)
@@ -208,9 +204,7 @@ def test_one_step_moves_the_output_of_gated_networks_alike_at_every_depth() -> N
 
 
 @pytest.mark.parametrize(("phi", "slope"), [("silu", 0.5), ("gelu", 0.5), ("relu", 0.5**0.5)])
-def test_the_factor_of_a_gated_network_gives_it_its_share_of_the_step(
-    phi: str, slope: float
-) -> None:
+def test_the_factor_of_a_gated_network_gives_it_its_share_of_the_step(phi, slope):
     """The squared gradient of a network of width 8, over draws, against the equation: a share of 1 / K."""
     blocks, width, hidden, scale, draws = 1000, 8, 8, 1.0, 2000
     v = t_fixup_gated_factor(blocks, width, hidden, scale, slope)

@@ -1,12 +1,9 @@
 """T-Fixup on every family: factors, what is left alone, norms, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,11 +35,11 @@ from wellposed.roles import find_roles
 SCALED = {"value", "output", "feedforward_in", "feedforward_out"}
 
 
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+def snapshot(model):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def by_role(model: nn.Module, *roles: str) -> dict[str, torch.Tensor]:
+def by_role(model, *roles):
     return {
         weight.view.parameter_name + str(weight.view.rows): weight.view.tensor().detach().clone()
         for weight in find_roles(model).weights()
@@ -51,7 +48,7 @@ def by_role(model: nn.Module, *roles: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_family_by_the_rule(name: str) -> None:
+def test_every_family_by_the_rule(name):
     """Factors, draws and sizes of every row; the norms are gone with their parameters."""
     two = name in ENCODER_DECODER
     model = ENCODER_DECODER[name](2, 5) if two else ENCODER_ONLY[name](3)
@@ -95,7 +92,7 @@ def test_every_family_by_the_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "marian"])
-def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name: str) -> None:
+def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name):
     model = ALL[name]()
     kept, before = by_role(model, "query", "key"), snapshot(model)
     report = t_fixup_(model, leave=("query", "key"))
@@ -116,7 +113,7 @@ def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name: str) -> Non
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in biases)
 
 
-def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones() -> None:
+def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones():
     model = gpt2()
     before = snapshot(model)
     report = t_fixup_(model, leave=("*.h.0.attn.c_attn.weight", "lm_head.weight"))
@@ -128,7 +125,7 @@ def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones() -> None
     )
 
 
-def test_a_weight_that_is_query_and_key_is_left_under_either_role() -> None:
+def test_a_weight_that_is_query_and_key_is_left_under_either_role():
     for role in ("query", "key"):
         model = ours(attention="l2_tied", norm="none")
         before = by_role(model, "query", "key")
@@ -138,7 +135,7 @@ def test_a_weight_that_is_query_and_key_is_left_under_either_role() -> None:
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_fused_projections_of_torch_are_drawn_one_by_one() -> None:
+def test_fused_projections_of_torch_are_drawn_one_by_one():
     model = nn.Transformer(16, 4, 2, 3, 24, batch_first=True)
     t_fixup_(model)
     assert not any("norm" in name for name, _ in model.named_parameters())
@@ -154,7 +151,7 @@ def test_fused_projections_of_torch_are_drawn_one_by_one() -> None:
         assert model(x, x, src_key_padding_mask=padding).isfinite().all()
 
 
-def test_tied_embedding_is_scaled_once_and_shared_takes_the_encoders_depth() -> None:
+def test_tied_embedding_is_scaled_once_and_shared_takes_the_encoders_depth():
     model = bart(2, 5)
     report = t_fixup_(model)
     shared = [row for row in report.rows if row.role == "token_embedding"]
@@ -168,7 +165,7 @@ def test_tied_embedding_is_scaled_once_and_shared_takes_the_encoders_depth() -> 
     )  # 432 draws
 
 
-def test_separate_embeddings_take_their_own_depth() -> None:
+def test_separate_embeddings_take_their_own_depth():
     model = bart(2, 5)
     model.model.decoder.embed_tokens = nn.Embedding(30, D, padding_idx=0)
     factors = {
@@ -178,7 +175,7 @@ def test_separate_embeddings_take_their_own_depth() -> None:
     assert factors["model.decoder.embed_tokens.weight"] == pytest.approx((9 * 5) ** -0.25)
 
 
-def test_padding_rows_stay_zero_and_frozen_sinusoids_stay() -> None:
+def test_padding_rows_stay_zero_and_frozen_sinusoids_stay():
     model = ENCODER_DECODER["marian"]()
     sinusoids = model.model.encoder.embed_positions.weight.clone()
     t_fixup_(model)
@@ -189,7 +186,7 @@ def test_padding_rows_stay_zero_and_frozen_sinusoids_stay() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"norm": "pre"}, {"qk_norm": True}, {"norm": "pre", "qk_norm": True}]
 )
-def test_our_models_save_and_load_without_their_norms(options: dict[str, object], tmp_path) -> None:
+def test_our_models_save_and_load_without_their_norms(options, tmp_path):
     model = ours(**options)
     t_fixup_(model)
     model.save_pretrained(tmp_path)
@@ -200,7 +197,7 @@ def test_our_models_save_and_load_without_their_norms(options: dict[str, object]
     assert torch.equal(model.eval()(**batch).logits, loaded.eval()(**batch).logits)
 
 
-def test_dry_run_tells_the_same_numbers_and_changes_nothing() -> None:
+def test_dry_run_tells_the_same_numbers_and_changes_nothing():
     model = bart()
     before = snapshot(model)
     state = torch.get_rng_state()
@@ -214,7 +211,7 @@ def test_dry_run_tells_the_same_numbers_and_changes_nothing() -> None:
     assert "dry run" not in real.table()
 
 
-def test_batch_measures_what_enters() -> None:
+def test_batch_measures_what_enters():
     model = ours(scale_embeddings=True)
     batch = batch_for(model)
     batch["attention_mask"][0, 4:] = 0  # padding does not count
@@ -228,7 +225,7 @@ def test_batch_measures_what_enters() -> None:
     assert "in the derivation" in report.table()
 
 
-def test_value_of_torch_cross_attention_is_measured_on_the_memory() -> None:
+def test_value_of_torch_cross_attention_is_measured_on_the_memory():
     model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     report = t_fixup_(model, batch=(torch.randn(2, 3, 8), torch.zeros(2, 4, 8)))
     cross = {
@@ -240,13 +237,13 @@ def test_value_of_torch_cross_attention_is_measured_on_the_memory() -> None:
     assert cross["query"].input_norm < cross["value"].input_norm
 
 
-def test_input_scale_is_the_factor_of_embeddings() -> None:
+def test_input_scale_is_the_factor_of_embeddings():
     report = t_fixup_(bert(6), input_scale=(9 * 6) ** -0.25)
     assert report.factors["embeddings"] == pytest.approx(0.3688940, abs=1e-6)
     assert report.factors["encoder"] == pytest.approx(0.6696274 * 6**-0.25, abs=1e-6)
 
 
-def test_zero_biases() -> None:
+def test_zero_biases():
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
     )
@@ -258,14 +255,14 @@ def test_zero_biases() -> None:
 class Extra(nn.Module):
     """A stack with a matrix that no family knows, and a norm that is no LayerNorm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
         self.layers[1].mystery = nn.Parameter(torch.ones(3, 4))
         self.batch_norm = nn.BatchNorm1d(8)
 
 
-def refused(model: nn.Module, error: type[Exception], match: str, **options: object) -> None:
+def refused(model, error, match, **options):
     before = snapshot(model)
     with pytest.raises(error, match=match):
         t_fixup_(model, **options)
@@ -274,25 +271,25 @@ def refused(model: nn.Module, error: type[Exception], match: str, **options: obj
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def frozen() -> nn.Module:
+def frozen():
     model = bert()
     model.encoder.layer[0].attention.self.value.weight.requires_grad_(False)
     return model
 
 
-def parametrized() -> nn.Module:
+def parametrized():
     model = bert()
     torch.nn.utils.parametrizations.orthogonal(model.encoder.layer[0].attention.self.value)
     return model
 
 
-def shallow() -> nn.Module:
+def shallow():
     model = bert(2)
     model.config.num_hidden_layers = 12
     return model
 
 
-def with_bias(model: nn.Module) -> nn.Module:
+def with_bias(model):
     for module in model.modules():
         if hasattr(module, "gate_proj"):
             module.gate_proj.bias = nn.Parameter(torch.ones(len(module.gate_proj.weight)))
@@ -302,11 +299,11 @@ def with_bias(model: nn.Module) -> nn.Module:
 class Bare(nn.Module):
     """Attention without a residual sum."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.mix(x, x, x)[0]
 
 
@@ -335,23 +332,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("build", "error", "match", "options"), REFUSED)
-def test_what_is_refused_changes_nothing(
-    build: Callable[[], nn.Module],
-    error: type[Exception],
-    match: str,
-    options: dict[str, object],
-) -> None:
+def test_what_is_refused_changes_nothing(build, error, match, options):
     refused(build(), error, match, **options)
 
 
-def test_what_holds_no_numbers_is_refused() -> None:
+def test_what_holds_no_numbers_is_refused():
     with pytest.raises(ConfigError, match=r"expected a model .*from_pretrained\('bert'\)"):
-        t_fixup_("bert")  # type: ignore
+        t_fixup_("bert")
     with torch.device("meta"), pytest.raises(ConfigError, match="meta device"):
         t_fixup_(nn.TransformerEncoderLayer(8, 2, 16))
 
 
-def test_a_norm_that_is_no_layer_norm_stays_where_asked_for() -> None:
+def test_a_norm_that_is_no_layer_norm_stays_where_asked_for():
     report = t_fixup_(Extra(), leave="*.mystery", keep="batch_norm")
     assert len(report.norms_removed) == 4
 
@@ -359,18 +351,18 @@ def test_a_norm_that_is_no_layer_norm_stays_where_asked_for() -> None:
 class Rescale(nn.Module):
     """A norm under a name of its own."""
 
-    def __init__(self, eps: bool) -> None:
+    def __init__(self, eps):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(8))
         if eps:
             self.eps = 1e-6
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.gain * x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
 
 
 @pytest.mark.parametrize("eps", [True, False])
-def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps: bool) -> None:
+def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps):
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model.norm1 = Rescale(eps)
     seen = t_fixup_(copy.deepcopy(model), batch=torch.randn(2, 3, 8))
@@ -386,13 +378,11 @@ def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps:
 
 
 @pytest.mark.parametrize("attention", ["cosine", "ball"])
-def test_numbers_of_each_head_are_no_norm(attention: str) -> None:
+def test_numbers_of_each_head_are_no_norm(attention):
     assert t_fixup_(ours(attention=attention, norm="none")).norms_removed == ()
 
 
-def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="wellposed")
     model = bert()
     t_fixup_(model, dry_run=True)
@@ -421,7 +411,7 @@ def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(
     assert t_fixup_(loaded).norms_removed == ()  # a second call draws again
 
 
-def test_overflow_in_half_precision_is_named() -> None:
+def test_overflow_in_half_precision_is_named():
     model = gpt2().half()
     model.transformer.h[0].mlp.c_proj.bias.data.fill_(60000.0)
     with pytest.raises(ConvergenceError, match="not finite"):
@@ -431,7 +421,7 @@ def test_overflow_in_half_precision_is_named() -> None:
             assert row.std_after / row.std_before == pytest.approx(row.factor, rel=2**-8)
 
 
-def test_init_t_fixup_of_our_models() -> None:
+def test_init_t_fixup_of_our_models():
     torch.manual_seed(3)
     built = ours(3, norm="none", init="t_fixup")
     torch.manual_seed(3)
@@ -467,7 +457,7 @@ TABLE = {
 }  # fmt: skip
 
 
-def test_every_number_of_the_table_and_the_size_of_the_model() -> None:
+def test_every_number_of_the_table_and_the_size_of_the_model():
     torch.manual_seed(0)
     model = WellposedForSeq2SeqLM(WellposedConfig(**IWSLT, tie_word_embeddings=False))
     report = t_fixup_(model)
@@ -490,7 +480,7 @@ def test_every_number_of_the_table_and_the_size_of_the_model() -> None:
     assert tables == 2 * 1000 * 512
 
 
-def test_token_norms_that_enter_are_those_of_the_derivation_up_to_the_positions() -> None:
+def test_token_norms_that_enter_are_those_of_the_derivation_up_to_the_positions():
     sizes = {"position": "sinusoidal", "norm": "none", "hidden_size": 64, "scale_embeddings": False}
     model = seq2seq(6, 6, **sizes, init="t_fixup")
     ids = torch.randint(3, PLAIN["vocab_size"], (4, 8))
@@ -504,7 +494,7 @@ def test_token_norms_that_enter_are_those_of_the_derivation_up_to_the_positions(
     assert far > 1.5 * report.entering["encoder"]
 
 
-def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up() -> None:
+def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up():
     torch.manual_seed(0)
     config = WellposedConfig(
         **{**PLAIN, **SPECIAL, "hidden_size": 32, "num_hidden_layers": 30}, max_position_embeddings=16, norm="none",
@@ -513,7 +503,7 @@ def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up() -> No
     model = WellposedForSeq2SeqLM(config).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4, betas=(0.9, 0.98))
     source = torch.randint(3, PLAIN["vocab_size"], (8, 6))
-    losses: list[float] = []
+    losses = []
     for _ in range(3):
         loss = model(input_ids=source, labels=source.flip(1)).loss
         optimizer.zero_grad()
@@ -525,7 +515,7 @@ def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up() -> No
     assert losses[-1] < losses[0]
 
 
-def test_the_rate_of_adam_by_depth_lies_between_what_was_measured() -> None:
+def test_the_rate_of_adam_by_depth_lies_between_what_was_measured():
     """Between the largest rate that never overshoots and the best after thirty steps, of each seed,
     to half a step of the rates tried, from the rate that is both at 6 layers."""
     path = Path(__file__).parents[2] / "benchmarks" / "t_fixup_rates.csv"

@@ -1,22 +1,17 @@
 """Queries and keys that are one parameter: what the model computes, learns, saves and loads, and
 what is refused."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from tests.support.zoo import HEADS, ZOO, D
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 import wellposed as wp
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
-from wellposed.roles import AttentionRole
 
 GROUPED = ("llama", "phi3")
 EVERY = (
@@ -25,7 +20,7 @@ EVERY = (
 )  # fmt: skip
 
 
-def build(family: str) -> nn.Module:
+def build(family):
     name, *ungrouped = family.split(", one key")
     model = ZOO[name].build()
     if ungrouped:
@@ -34,16 +29,16 @@ def build(family: str) -> nn.Module:
     return model.eval()
 
 
-def run(model: nn.Module, family: str) -> Tensor:
+def run(model, family):
     torch.manual_seed(1)
     return ZOO[family.split(", one key", maxsplit=1)[0]].run(model)
 
 
-def self_attention(model: nn.Module) -> list[AttentionRole]:
+def self_attention(model):
     return [role for role in wp.find_roles(model).attention if role.kind == "self"]
 
 
-def biases(role: AttentionRole) -> list[Tensor | None]:
+def biases(role):
     """The query's and the key's bias, rows of a fused one taken out."""
     found = []
     for view in (role.query, role.key):
@@ -53,7 +48,7 @@ def biases(role: AttentionRole) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_the_model_computes_what_one_with_copied_query_weights_computes(family: str) -> None:
+def test_the_model_computes_what_one_with_copied_query_weights_computes(family):
     model = build(family)
     with torch.no_grad():
         for role in self_attention(model):
@@ -82,7 +77,7 @@ def test_the_model_computes_what_one_with_copied_query_weights_computes(family: 
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_training_keeps_them_equal_and_counts_both_uses_in_the_gradient(family: str) -> None:
+def test_training_keeps_them_equal_and_counts_both_uses_in_the_gradient(family):
     model = build(family)
     wp.tie_queries_and_keys_(model)
     twice = copy.deepcopy(model)
@@ -109,7 +104,7 @@ def test_training_keeps_them_equal_and_counts_both_uses_in_the_gradient(family: 
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_its_state_dict_is_that_of_the_plain_model_and_loads_both_ways(family: str) -> None:
+def test_its_state_dict_is_that_of_the_plain_model_and_loads_both_ways(family):
     model, plain = build(family), build(family)
     wp.tie_queries_and_keys_(model)
     state = model.state_dict()
@@ -131,10 +126,8 @@ def test_its_state_dict_is_that_of_the_plain_model_and_loads_both_ways(family: s
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_a_saved_model_loads_without_being_told(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model: Any = build(family)
+def test_a_saved_model_loads_without_being_told(family, tmp_path, caplog):
+    model = build(family)
     wp.tie_queries_and_keys_(model)
     model.save_pretrained(tmp_path)
     again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -153,7 +146,7 @@ def test_a_saved_model_loads_without_being_told(
 
 
 @pytest.mark.parametrize("family", GROUPED)
-def test_grouped_heads_are_refused_and_nothing_is_changed(family: str) -> None:
+def test_grouped_heads_are_refused_and_nothing_is_changed(family):
     model = build(family)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
@@ -163,7 +156,7 @@ def test_grouped_heads_are_refused_and_nothing_is_changed(family: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_cannot_be_tied_is_named_and_nothing_is_changed() -> None:
+def test_what_cannot_be_tied_is_named_and_nothing_is_changed():
     model = build("bert")
     first, second = (layer.attention.self for layer in model.encoder.layer)
     first.key.bias = None
@@ -184,16 +177,16 @@ class Adapter(nn.Module):
     """A linear layer with a trainable product beside it, as adapter libraries put it in place of
     the layer."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.base_layer = layer
         self.low, self.high = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.base_layer(tokens) + self.high(self.low(tokens))
 
 
-def test_tie_first_and_adapt_then() -> None:
+def test_tie_first_and_adapt_then():
     model, adapted = build("bert"), build("bert")
     wp.tie_queries_and_keys_(model)
     for net in (model, adapted):
@@ -207,14 +200,14 @@ def test_tie_first_and_adapt_then() -> None:
     assert torch.equal(run(adapted, "bert"), run(model, "bert"))
 
 
-def test_patterns_name_the_weights_of_an_unknown_family() -> None:
+def test_patterns_name_the_weights_of_an_unknown_family():
     with pytest.raises(RoleNotFoundError):
         wp.tie_queries_and_keys_(nn.Linear(4, 4))
 
     class Attention(nn.Module):
         num_heads = HEADS
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.wa, self.wb, self.wc, self.wd = (nn.Linear(D, D) for _ in range(4))
 
@@ -228,16 +221,14 @@ def test_patterns_name_the_weights_of_an_unknown_family() -> None:
     assert model["block"].wb.bias is model["block"].wa.bias
 
 
-def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one_tied() -> None:
+def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one_tied():
     """Theory note B4: three tokens whose first lies as far from the keys of the second as from
     those of the third."""
     wp.integrations.register_attention()
     config = hf.BertConfig(
         hidden_size=1, num_attention_heads=1, num_hidden_layers=1, intermediate_size=1, vocab_size=3
     )
-    model: Any = (
-        hf.BertModel._from_config(config, attn_implementation="wellposed_l2").double().eval()
-    )
+    model = hf.BertModel._from_config(config, attn_implementation="wellposed_l2").double().eval()
     attention = model.encoder.layer[0].attention
     with torch.no_grad():
         for name, weight in (("query", 1.0), ("key", 0.5), ("value", 1.0)):
@@ -245,7 +236,7 @@ def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one
             layer.weight.fill_(weight)
             layer.bias.zero_()
 
-    def slopes() -> list[float]:
+    def slopes():
         places = [size * torch.tensor([[[1.0], [1.2], [2.8]]]).double() for size in (1, 10, 100)]
         jacobian = torch.autograd.functional.jacobian
         found = [jacobian(lambda tokens: attention.self(tokens)[0], place) for place in places]

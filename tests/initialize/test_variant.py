@@ -1,7 +1,5 @@
 """The variant t_fixup beside its baseline."""
 
-from __future__ import annotations
-
 import pytest
 
 from wellposed.compare.variants import apply_variant
@@ -19,14 +17,14 @@ from wellposed.training.config import RunConfig, TrainOptions
         ("kim2021", "inverse_sqrt"),
     ],
 )
-def test_there_is_no_warm_up_under_any_schedule(schedule: str, kept: str) -> None:
+def test_there_is_no_warm_up_under_any_schedule(schedule, kept):
     base = RunConfig("listops", train=TrainOptions(schedule=schedule, warmup_steps=40, steps=100))
     train = apply_variant("t_fixup", base).train
     assert (train.schedule, train.warmup_steps) == (kept, 0)
     assert train.learning_rate == base.train.learning_rate
 
 
-def test_the_variant_has_no_norms_and_its_own_weights() -> None:
+def test_the_variant_has_no_norms_and_its_own_weights():
     plain, fixed = (
         apply_variant(name, RunConfig("listops")).model for name in ("post_ln", "t_fixup")
     )
@@ -41,6 +39,6 @@ def test_the_variant_has_no_norms_and_its_own_weights() -> None:
     assert sizes[0] - sizes[1] == 2 * 2 * fixed.num_hidden_layers * fixed.hidden_size  # LayerNorms
 
 
-def test_other_variants_do_not_inherit_the_initialisation() -> None:
+def test_other_variants_do_not_inherit_the_initialisation():
     after = apply_variant("post_ln", apply_variant("t_fixup", RunConfig("listops")))
     assert (after.model.init, after.model.norm) == ("xavier", "post")

@@ -1,21 +1,17 @@
 """``attn_implementation="wellposed_..."`` against attention by explicit float64 loops, in models of
 every family."""
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from tests.support.zoo import PLAIN, ZOO, D, V
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import wellposed as wp
@@ -28,11 +24,11 @@ SEQ2SEQ = ("t5", "bart")
 EPS = 0.01
 
 
-def normalized(tokens: Tensor) -> Tensor:
+def normalized(tokens):
     return tokens / (tokens.square().sum(-1, keepdim=True) + EPS).sqrt()
 
 
-def loops(kind: str, tokens: Any, added: Tensor, *, scaling: float, groups: int) -> Tensor:
+def loops(kind, tokens, added, *, scaling, groups):
     """Return (batch, queries, heads, width): one softmax for each batch, head and query; a row of
     -inf gives zero."""
     query, key, value = tokens
@@ -55,13 +51,10 @@ def loops(kind: str, tokens: Any, added: Tensor, *, scaling: float, groups: int)
     return out
 
 
-def reference(kind: str) -> Any:
+def reference(kind):
     """Attention as transformers calls it, with the additive masks that it makes for ``eager``."""
 
-    def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float, position_bias: Tensor | None = None, **_: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+    def forward(module, query, key, value, attention_mask, scaling, position_bias=None, **_):  # fmt: skip
         added = query.new_zeros(1, 1, query.shape[2], key.shape[2])
         for part in (attention_mask, position_bias):
             added = added if part is None else added + part
@@ -76,21 +69,21 @@ for _name in NAMES:
     AttentionMaskInterface.register(f"loops_{_name}", AttentionMaskInterface()["eager"])
 
 
-def padded(*, left: bool = False, rows: int = 2, length: int = 7) -> tuple[Tensor, Tensor]:
+def padded(*, left=False, rows=2, length=7):
     """Tokens and their mask: the first text has three tokens of padding, the others none."""
     ids, mask = torch.randint(3, V, (rows, length)), torch.ones(rows, length, dtype=torch.long)
     mask[0, slice(None, 3) if left else slice(-3, None)] = 0
     return ids, mask
 
 
-def config_of(family: str) -> Any:
+def config_of(family):
     if family != "mistral, a window of 3":
         return ZOO[family].build().config
     sizes = {"max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return hf.MistralConfig(**PLAIN, **sizes, num_key_value_heads=2, sliding_window=3)
 
 
-def model_of(family: str, implementation: str, kind: Any = hf.AutoModel) -> Any:
+def model_of(family, implementation, kind=hf.AutoModel):
     """A model in float64 whose queries and keys are long, so that attention is far from uniform."""
     model = kind.from_config(config_of(family), attn_implementation=implementation).eval().double()
     with torch.no_grad():
@@ -100,7 +93,7 @@ def model_of(family: str, implementation: str, kind: Any = hf.AutoModel) -> Any:
     return model
 
 
-def inputs_of(family: str) -> tuple[dict[str, Tensor], Tensor | None]:
+def inputs_of(family):
     """Return what the model takes, and the mask of the output's real tokens."""
     if family == "vit":
         return {"pixel_values": torch.randn(2, 3, 8, 8).double()}, None
@@ -113,7 +106,7 @@ def inputs_of(family: str) -> tuple[dict[str, Tensor], Tensor | None]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
-def test_every_family_computes_what_the_loops_compute(family: str, name: str) -> None:
+def test_every_family_computes_what_the_loops_compute(family, name):
     """Padding, causal masks, grouped heads, position bias and cross-attention included; gradients
     as well."""
     ours = model_of(family, name)
@@ -135,7 +128,7 @@ def test_every_family_computes_what_the_loops_compute(family: str, name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_mask_of_four_dimensions_may_be_bool_or_additive(family: str, name: str) -> None:
+def test_a_mask_of_four_dimensions_may_be_bool_or_additive(family, name):
     model = model_of(family, name)
     ids, _ = padded()
     allowed = (torch.rand(2, 1, 7, 7) < 0.5) | torch.eye(7, dtype=torch.bool)
@@ -152,7 +145,7 @@ def test_a_mask_of_four_dimensions_may_be_bool_or_additive(family: str, name: st
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch.dtype) -> None:
+def test_a_masked_token_changes_not_one_bit(family, name, dtype):
     """Another padding token, and where attention is causal another last token, leave the rest
     exactly as it is."""
     model = model_of(family, name).to(dtype)
@@ -178,12 +171,12 @@ def test_a_masked_token_changes_not_one_bit(family: str, name: str, dtype: torch
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", [*DECODERS, *SEQ2SEQ])
-def test_generation_has_the_same_logits_with_a_cache(family: str, cache: str, name: str) -> None:
+def test_generation_has_the_same_logits_with_a_cache(family, cache, name):
     head = hf.AutoModelForSeq2SeqLM if family in SEQ2SEQ else hf.AutoModelForCausalLM
     model = model_of(family, name, head)
     assert model.config._attn_implementation == name
     ids, mask = padded(left=True)
-    fixed: dict[str, Any] = {
+    fixed = {
         "attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True,
         "return_dict_in_generate": True, "disable_compile": True,
     }  # fmt: skip
@@ -196,9 +189,7 @@ def test_generation_has_the_same_logits_with_a_cache(family: str, cache: str, na
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads_far_from_the_origin_stay_accurate(
-    name: str, dtype: torch.dtype, masked: bool
-) -> None:
+def test_grouped_heads_far_from_the_origin_stay_accurate(name, dtype, masked):
     """Outputs err by the rounding of weights and values in the dtype, not by that of `|k|^2`, which
     is large here."""
     module = SimpleNamespace(num_key_value_groups=3, is_causal=True, scaling=0.5)
@@ -222,7 +213,7 @@ def test_grouped_heads_far_from_the_origin_stay_accurate(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dropout_is_applied_in_training_alone(name: str) -> None:
+def test_dropout_is_applied_in_training_alone(name):
     config = hf.BertConfig(**PLAIN, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
     model = hf.BertModel._from_config(config, attn_implementation=name)
     ids, _ = padded()
@@ -233,10 +224,10 @@ def test_dropout_is_applied_in_training_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_penalty_sees_the_affinities(name: str) -> None:
+def test_the_penalty_sees_the_affinities(name):
     """Its value is that of the same attention written as a softmax over square logits."""
 
-    def plain(_: nn.Module, *given: Any, scaling: float, **__: Any) -> tuple[Tensor, None]:
+    def plain(_, *given, scaling, **__):
         query, key, value, mask = given
         assert mask is None
         if name == "wellposed_l2":
@@ -270,13 +261,13 @@ def test_the_penalty_sees_the_affinities(name: str) -> None:
         ({"cache": object()}, "a paged cache"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused(name: str, call: dict[str, Any], says: str) -> None:
+def test_what_the_kernels_cannot_do_is_refused(name, call, says):
     ids, mask = padded()
     with pytest.raises(ConfigError, match=f"LlamaAttention.*\n.*{says}"):
         model_of("llama", name)(ids, attention_mask=mask, **call)
 
 
-def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it() -> None:
+def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it():
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     model = hf.OPTModel(hf.OPTConfig(**PLAIN, **special, word_embed_proj_dim=D)).eval()
     ids, mask = padded(left=True)
@@ -293,7 +284,7 @@ def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it()
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
-def test_a_built_model_is_given_the_attention(family: str, name: str) -> None:
+def test_a_built_model_is_given_the_attention(family, name):
     given, named = model_of(family, "sdpa"), model_of(family, name)
     wp.integrations.set_attention_(given, name)
     given.load_state_dict(named.state_dict())
@@ -301,7 +292,7 @@ def test_a_built_model_is_given_the_attention(family: str, name: str) -> None:
     assert torch.equal(given(**inputs).last_hidden_state, named(**inputs).last_hidden_state)
 
 
-def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> None:
+def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was():
     expected = r"would be ignored by these parts(.|\n)*mpnet: MPNetModel"
     for implementation in ("eager", "wellposed_l2"):
         config = hf.MPNetConfig(**PLAIN)
@@ -311,13 +302,13 @@ def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was() -> 
         assert model.config._attn_implementation == implementation
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_a_model_without_attention_is_refused():
     model = hf.ResNetModel(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
     with pytest.raises(ConfigError, match="ResNetModel asks transformers for no attention"):
         wp.integrations.set_attention_(model, "wellposed_l2")
 
 
-def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
+def test_models_that_are_told_otherwise_and_unknown_names_are_refused():
     with pytest.raises(
         ConfigError, match=r"AttentionInterface for the function .* received Linear"
     ):
@@ -329,7 +320,7 @@ def test_models_that_are_told_otherwise_and_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_saved_model_loads_with_the_attention_that_is_named(name: str, tmp_path: Path) -> None:
+def test_a_saved_model_loads_with_the_attention_that_is_named(name, tmp_path):
     model = model_of("bert", name).float()
     ids, mask = padded()
     model.save_pretrained(tmp_path)
@@ -342,7 +333,7 @@ def test_a_saved_model_loads_with_the_attention_that_is_named(name: str, tmp_pat
 @pytest.mark.parametrize(
     "first", ["wellposed", "wellposed.integrations", "transformers.modeling_utils"]
 )
-def test_the_names_are_known_once_both_libraries_are_imported(first: str) -> None:
+def test_the_names_are_known_once_both_libraries_are_imported(first):
     code = f"""
 import sys, {first}
 if "transformers" not in "{first}":

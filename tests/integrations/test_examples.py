@@ -1,8 +1,6 @@
 """Every example runs as printed, without a network, and the lines of the documentation that take a
 checkpoint of one's own to a penalised Trainer run."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess
@@ -41,14 +39,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ),
     ],
 )
-def test_an_example_prints(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_prints(name, says, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert says in capsys.readouterr().out
 
 
-def test_bert_shows_a_loss_and_a_penalty_that_fall(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bert_shows_a_loss_and_a_penalty_that_fall(capsys):
     runpy.run_path(str(EXAMPLES / "bert.py"), run_name="__main__")
     shown = [line for line in capsys.readouterr().out.splitlines() if "->" in line]
     assert len(shown) == 4
@@ -57,7 +53,7 @@ def test_bert_shows_a_loss_and_a_penalty_that_fall(
         assert last < 0.95 * first, line
 
 
-def test_a_worker_of_ray_trains_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_of_ray_trains_a_run(tmp_path, monkeypatch):
     for name in ("ray", "ray.train", "ray.train.torch"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     example = runpy.run_path(str(EXAMPLES / "ray_train.py"))
@@ -68,7 +64,7 @@ def test_a_worker_of_ray_trains_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_ray_trains_a_run_in_two_workers() -> None:
+def test_ray_trains_a_run_in_two_workers():
     pytest.importorskip("ray", reason="needs ray, which is not ours: pip install 'ray[train]'")
     words = [sys.executable, str(EXAMPLES / "ray_train.py")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
@@ -79,7 +75,7 @@ def test_ray_trains_a_run_in_two_workers() -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "howto.md"
 
 
-def test_six_lines_penalise_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_lines_penalise_a_checkpoint(tmp_path, monkeypatch):
     (code,) = re.findall(r"```py\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 6
     make_checkpoint(tmp_path / "my-checkpoint")

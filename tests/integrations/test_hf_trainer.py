@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ import wellposed as wp
 from wellposed.errors import ConfigError
 from wellposed.integrations import ConditionCallback, ConditionMetrics, penalized_loss
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
@@ -45,19 +44,19 @@ PINNED = {
 }
 
 
-def bert() -> BertForSequenceClassification:
+def bert():
     torch.manual_seed(0)
     return BertForSequenceClassification(BertConfig(**SMALL, num_labels=3))
 
 
-def examples(count: int = 24) -> list[dict[str, list[int] | int]]:
+def examples(count=24):
     draw = torch.Generator().manual_seed(1)
     rows = torch.randint(5, 40, (count, 7), generator=draw).tolist()
     return [{"input_ids": row, "attention_mask": [1] * 7, "labels": sum(row) % 3} for row in rows]
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
+def arguments(folder, **changes):
+    settings = {
         "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
         "logging_steps": 2, "report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
         "dataloader_pin_memory": False, "lr_scheduler_type": "constant", "seed": 3,
@@ -65,7 +64,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{**settings, **changes})
 
 
-def trainer_of(folder: Path, model: Any, penalty: Any = None, **changes: Any) -> Trainer:
+def trainer_of(folder, model, penalty=None, **changes):
     """A Trainer of ``rows`` under the penalty, if one is given."""
     rows, callbacks = changes.pop("rows", None) or examples(), changes.pop("callbacks", ())
     loss = None if penalty is None else penalized_loss(model, penalty)
@@ -75,7 +74,7 @@ def trainer_of(folder: Path, model: Any, penalty: Any = None, **changes: Any) ->
     )  # fmt: skip
 
 
-def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path: Path) -> None:
+def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path):
     model = bert()
     keys = set(model.state_dict())
     hooks = hook_count(model)
@@ -102,7 +101,7 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     assert hook_count(model) == hooks
 
 
-def hook_count(model: torch.nn.Module) -> int:
+def hook_count(model):
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
@@ -110,16 +109,16 @@ def hook_count(model: torch.nn.Module) -> int:
 class Gradients(TrainerCallback):
     """Keep the gradient the optimizer is given, after clipping."""
 
-    def __init__(self) -> None:
-        self.seen: list[dict[str, torch.Tensor]] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         named = kwargs["model"].named_parameters()
         self.seen.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_step_is_the_mean_loss_and_one_penalty_clipped(tmp_path: Path, accumulation: int) -> None:
+def test_a_step_is_the_mean_loss_and_one_penalty_clipped(tmp_path, accumulation):
     model, reference = bert(), bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.3, form="gram_squared")
     gradients = Gradients()
@@ -144,7 +143,7 @@ def test_a_step_is_the_mean_loss_and_one_penalty_clipped(tmp_path: Path, accumul
         torch.testing.assert_close(gradients.seen[0][name], parameter.grad, rtol=2e-4, atol=2e-6)
 
 
-def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
+def test_evaluation_loss_holds_no_penalty(tmp_path):
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=100.0, form="paper")
     rows = examples(8)
@@ -155,11 +154,11 @@ def test_evaluation_loss_holds_no_penalty(tmp_path: Path) -> None:
     assert penalty.step == 0
 
 
-def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
+def test_attach_puts_the_numbers_before_every_tracker(tmp_path):
     class Tracker(TrainerCallback):
         seen: ClassVar[list[dict[str, float]]] = []
 
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_log(self, args, state, control, **kwargs):
             self.seen.append(dict(kwargs["logs"]))
 
     trainer = trainer_of(tmp_path, bert(), callbacks=[Tracker()], max_steps=2)
@@ -173,7 +172,7 @@ def test_attach_puts_the_numbers_before_every_tracker(tmp_path: Path) -> None:
     }
 
 
-def test_with_roles_each_has_its_worst_and_its_mean() -> None:
+def test_with_roles_each_has_its_worst_and_its_mean():
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.1, affinity=1e-4, form="paper")
     outputs = model(input_ids=torch.tensor([row["input_ids"] for row in examples(3)]))
@@ -203,7 +202,7 @@ def test_with_roles_each_has_its_worst_and_its_mean() -> None:
         ConditionMetrics(penalty, details="role")
 
 
-def test_a_first_large_penalty_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_large_penalty_is_told(tmp_path, caplog):
     model = bert()
     for strength, said in ((1e-3, 0), (1e3, 1)):
         penalty = wp.OrthogonalityPenalty(model, key=strength, form="paper")
@@ -213,7 +212,7 @@ def test_a_first_large_penalty_is_told(tmp_path: Path, caplog: pytest.LogCapture
         penalty.remove()
 
 
-def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
+def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2, form="paper")
     trainer = trainer_of(
@@ -227,7 +226,7 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path: Path) -> None:
     assert penalty.step == 6
 
 
-def test_causal_masked_and_image_losses_are_the_models_own() -> None:
+def test_causal_masked_and_image_losses_are_the_models_own():
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 40, (3, 6), generator=draw)
     labels = ids.clone()
@@ -256,7 +255,7 @@ def test_causal_masked_and_image_losses_are_the_models_own() -> None:
         torch.testing.assert_close(halved, expected / 2)
 
 
-def test_a_model_whose_loss_is_not_known_is_refused() -> None:
+def test_a_model_whose_loss_is_not_known_is_refused():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     config = T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
@@ -269,7 +268,7 @@ def test_a_model_whose_loss_is_not_known_is_refused() -> None:
 
 
 @pytest.mark.parametrize("module", ["_hf_trainer", "_lightning"])
-def test_a_missing_engine_names_its_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_engine_names_its_extra(module, monkeypatch):
     package = {"_hf_trainer": "transformers", "_lightning": "lightning.pytorch"}[module]
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"wellposed.integrations.{module}", raising=False)

@@ -1,10 +1,5 @@
 """Lightning logs the same names as the Trainer."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -21,29 +16,29 @@ from wellposed.measurement import worst_vitals  # noqa: E402
 
 
 class Net(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
         self.penalty = wp.OrthogonalityPenalty(self.encoder, key=0.1, attention=0.1, form="paper")
-        self.rows: list[dict[str, float]] = []
+        self.rows = []
 
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         return self.encoder(batch[0]).square().mean() + self.penalty()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Rows(lightning.Callback):
-    def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+    def on_train_batch_end(self, trainer, *rest):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path: Path) -> None:
+def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path):
     net, rows = Net(), Rows()
     data = torch.utils.data.TensorDataset(torch.randn(40, 5, 16))
     trainer = lightning.Trainer(
@@ -62,46 +57,44 @@ def test_the_same_names_are_logged_and_the_penalty_decreases(tmp_path: Path) -> 
 class Plain(lightning.Callback):
     """A Monitor in a loop of one's own, inside Lightning's."""
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
+    def __init__(self):
+        self.rows = []
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         self.monitor = wp.Monitor(pl_module, trainer.optimizers[0], every=2, weights=False)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx % 2 and (numbers := self.monitor.step()):
             self.rows.append((trainer.global_step, worst_vitals(numbers) | numbers))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer, pl_module):
         self.monitor.remove()
 
 
 class Kept(lightning.loggers.Logger):
     name, version = "kept", 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.rows = []
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         assert step is not None
         self.rows.append((step + 1, metrics))
 
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+    def log_hyperparams(self, *_, **__):
         pass
 
 
 class Two(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.automatic_optimization = False
         return [torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(2)]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_logger_gets_the_vital_signs_that_a_monitor_gives(tmp_path: Path) -> None:
-    def fit(net: Net, *callbacks: Any, logger: Any = False) -> None:
+def test_every_logger_gets_the_vital_signs_that_a_monitor_gives(tmp_path):
+    def fit(net, *callbacks, logger=False):
         trainer = lightning.Trainer(
             max_steps=5, accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, accumulate_grad_batches=1 if isinstance(net, Two) else 2,

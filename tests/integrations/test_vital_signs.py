@@ -1,10 +1,6 @@
 """The adapters of the engines log the vital signs that a `Monitor` of the same step gives."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from wellposed.integrations import ConditionCallback
 from wellposed.measurement import worst_vitals
 
 
-def named(numbers: dict[str, float]) -> dict[str, float]:
+def named(numbers):
     """What ``train --monitor`` writes of the numbers of a Monitor."""
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     return worst_vitals(finite) | finite
@@ -27,23 +23,21 @@ def named(numbers: dict[str, float]) -> dict[str, float]:
 class Plain(TrainerCallback):
     """A Monitor in a loop of one's own, inside the Trainer's."""
 
-    def __init__(self) -> None:
-        self.rows: dict[int, dict[str, float]] = {}
+    def __init__(self):
+        self.rows = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **now: Any) -> None:
+    def on_train_begin(self, args, state, control, **now):
         self.monitor = wp.Monitor(now["model"], now["optimizer"], every=2, weights=False)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **now: Any) -> None:
+    def on_step_end(self, args, state, control, **now):
         if numbers := self.monitor.step():
             self.rows[state.global_step] = named(numbers)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **now: Any) -> None:
+    def on_train_end(self, args, state, control, **now):
         self.monitor.remove()
 
 
-def test_the_trainer_logs_each_measured_step_and_is_left_without_hooks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_trainer_logs_each_measured_step_and_is_left_without_hooks(tmp_path, caplog):
     model, plain = bert(), Plain()
     hooks = hook_count(model)
     callback = ConditionCallback(details=True, vitals=2)
@@ -66,7 +60,7 @@ def test_the_trainer_logs_each_measured_step_and_is_left_without_hooks(
     assert hook_count(model) == hooks
 
 
-def test_without_details_the_worst_alone_are_logged(tmp_path: Path) -> None:
+def test_without_details_the_worst_alone_are_logged(tmp_path):
     trainer = trainer_of(tmp_path, bert(), max_steps=2, logging_steps=100)
     ConditionCallback(vitals=10).attach(trainer)
     trainer.train()
@@ -75,8 +69,8 @@ def test_without_details_the_worst_alone_are_logged(tmp_path: Path) -> None:
     assert not any(name.startswith("vital/") for name in row)
 
 
-def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"logging_steps": 100, "save_strategy": "steps", "save_steps": 3}
+def test_a_resumed_training_counts_on(tmp_path):
+    how = {"logging_steps": 100, "save_strategy": "steps", "save_steps": 3}
     trainer_of(tmp_path, bert(), max_steps=3, **how).train()
     callback = ConditionCallback(vitals=2)
     trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=6, **how)
@@ -87,13 +81,13 @@ def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
     assert callback.monitor.steps == 6
 
 
-def test_a_loop_of_accelerate_calls_a_monitor_as_any_loop_does() -> None:
+def test_a_loop_of_accelerate_calls_a_monitor_as_any_loop_does():
     accelerate = pytest.importorskip("accelerate")
     rows = []
     for accelerator in (None, accelerate.Accelerator(cpu=True)):
         torch.manual_seed(0)
-        model: Any = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if accelerator is not None:
             model, optimizer = accelerator.prepare(model, optimizer)
         monitor = wp.Monitor(model, optimizer, every=1, weights=False)
@@ -108,9 +102,9 @@ def test_a_loop_of_accelerate_calls_a_monitor_as_any_loop_does() -> None:
     assert rows[:2] == rows[2:]
 
 
-def test_an_optimizer_that_runs_no_hooks_is_refused() -> None:
+def test_an_optimizer_that_runs_no_hooks_is_refused():
     class Flat(torch.optim.Optimizer):
-        def __init__(self) -> None:
+        def __init__(self):
             pass
 
     with pytest.raises(ConfigError, match="Flat runs no hooks around its step; give"):

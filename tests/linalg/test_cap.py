@@ -1,8 +1,6 @@
 """`cap_spectral_norm_`: never above the bound by a float64 SVD, never far from the nearest,
 untouched when inside."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import each_refused
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import cap_spectral_norm_, cap_spectral_norms_, certified_spectral_norm
@@ -18,7 +15,7 @@ from wellposed.linalg import cap_spectral_norm_, cap_spectral_norms_, certified_
 SPECTRA = ("gaussian", "flat", "one above", "decaying", "rank one")
 
 
-def spectrum(kind: str, size: int) -> Tensor:
+def spectrum(kind, size):
     if kind == "gaussian":
         values = torch.linalg.svdvals(torch.randn(size, size, dtype=torch.float64))
         return values / values[0]
@@ -32,11 +29,11 @@ def spectrum(kind: str, size: int) -> Tensor:
     return values
 
 
-def largest(weight: Tensor) -> float:
+def largest(weight):
     return float(torch.linalg.svdvals(weight.double())[0])
 
 
-def matrix(kind: str, shape: tuple[int, int], norm: float) -> tuple[Tensor, Tensor, Tensor]:
+def matrix(kind, shape, norm):
     left, _, right = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
     return left, spectrum(kind, min(shape)) * norm, right
 
@@ -50,9 +47,7 @@ def matrix(kind: str, shape: tuple[int, int], norm: float) -> tuple[Tensor, Tens
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
-def test_the_result_is_inside_whatever_came(
-    kind: str, shape: tuple[int, int], excess: float, bound: float, dtype: torch.dtype, seed: int
-) -> None:
+def test_the_result_is_inside_whatever_came(kind, shape, excess, bound, dtype, seed):
     torch.manual_seed(seed)
     left, values, right = matrix(kind, shape, min(excess * bound, 3e4))
     weight = ((left * values) @ right).to(dtype)
@@ -68,9 +63,7 @@ def test_the_result_is_inside_whatever_came(
 @pytest.mark.parametrize("size", [64, 200])
 @pytest.mark.parametrize("kind", SPECTRA)
 @pytest.mark.parametrize("excess", [1.01, 1.1, 1.2, 1.34, 1.65, 3.0])
-def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(
-    kind: str, size: int, excess: float
-) -> None:
+def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(kind, size, excess):
     left, values, right = matrix(kind, (size, size + 30), excess)
     weight = (left * values) @ right
     cap = cap_spectral_norm_(weight)
@@ -100,9 +93,7 @@ def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(7, 7), (30, 130), (140, 133)])
-def test_a_batch_is_what_each_matrix_becomes_by_itself(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_batch_is_what_each_matrix_becomes_by_itself(shape, dtype):
     alone = []
     for kind in SPECTRA:
         for excess in (0.2, 0.99, 1.04, 1.3, 1.7, 40.0):
@@ -127,9 +118,7 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("excess", [1.01, 1.1, 4.0, 1e4])
 @pytest.mark.parametrize("shape", [(20, 20), (7, 90), (140, 133)])
-def test_the_nearest_matrix_of_the_set_when_asked_for(
-    shape: tuple[int, int], excess: float, dtype: torch.dtype
-) -> None:
+def test_the_nearest_matrix_of_the_set_when_asked_for(shape, excess, dtype):
     weights, nearest = [], []
     for kind in SPECTRA:
         left, values, right = matrix(kind, shape, excess)
@@ -145,7 +134,7 @@ def test_the_nearest_matrix_of_the_set_when_asked_for(
         assert float(torch.linalg.matrix_norm(weight.double() - expected, 2)) <= 5e-6 + rounding
 
 
-def test_a_batch_is_of_one_shape_and_finite_or_untouched() -> None:
+def test_a_batch_is_of_one_shape_and_finite_or_untouched():
     pair = [torch.eye(2), torch.ones(3, 2)]
     shapes = {
         r"torch.float32 \(2, 2\), torch.float32 \(3, 2\)": lambda: cap_spectral_norms_(pair),
@@ -160,7 +149,7 @@ def test_a_batch_is_of_one_shape_and_finite_or_untouched() -> None:
     assert torch.equal(weights[0], 2.0 * torch.eye(2))
 
 
-def test_what_is_inside_is_not_touched_and_a_view_is_enough() -> None:
+def test_what_is_inside_is_not_touched_and_a_view_is_enough():
     whole = torch.randn(30, 12)
     before = whole.clone()
     part = whole[10:20].T
@@ -178,7 +167,7 @@ def test_what_is_inside_is_not_touched_and_a_view_is_enough() -> None:
 @pytest.mark.parametrize(
     ("dtype", "large"), [(torch.float64, 1e200), (torch.float32, 1e30), (torch.bfloat16, 1e30)]
 )
-def test_entries_at_the_ends_of_their_range(dtype: torch.dtype, large: float) -> None:
+def test_entries_at_the_ends_of_their_range(dtype, large):
     for scale in (large, 1.0 / large):
         weight = (torch.randn(9, 5, dtype=torch.float64) * scale).to(dtype)
         cap_spectral_norm_(weight, bound=1.0)
@@ -186,7 +175,7 @@ def test_entries_at_the_ends_of_their_range(dtype: torch.dtype, large: float) ->
         assert bool(torch.isfinite(weight).all())
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     for bound in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="bound must be above 0"):
             cap_spectral_norm_(torch.eye(2), bound=bound)
@@ -204,14 +193,14 @@ PIECE = 128
 ROOM = 1.25
 
 
-def with_values(values: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def with_values(values, rows, dtype):
     torch.manual_seed(len(values) + rows)
     left = torch.linalg.qr(torch.randn(rows, len(values), dtype=torch.float64))[0]
     right = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))[0]
     return ((left * values) @ right).to(dtype)
 
 
-def longest_sum(terms: int) -> float:
+def longest_sum(terms):
     """Roundings that the sum of so many products may carry when it is made in pieces, one after the
     other."""
     return min(terms, PIECE) + terms / PIECE
@@ -222,8 +211,8 @@ def longest_sum(terms: int) -> float:
 @pytest.mark.parametrize("kind", ["flat", "one above"])
 @pytest.mark.parametrize("norm", [1.01, 1.06, 1.3])
 def test_the_least_bound_is_found_that_the_rounding_of_a_proof_allows(
-    norm: float, kind: str, rows: int, columns: int, bound: float
-) -> None:
+    norm, kind, rows, columns, bound
+):
     """Rump (2006): a factor of L I - G hides, in squares, the rounding of its sums times its trace;
     G hides that of its own."""
     weight = with_values(bound * norm * spectrum(kind, columns), rows, torch.float32)
@@ -242,7 +231,7 @@ def test_the_least_bound_is_found_that_the_rounding_of_a_proof_allows(
 
 
 @pytest.mark.parametrize("norm", [0.7, 1.003, 1.06, 1.3, 2.5])
-def test_where_the_search_begins_changes_nothing(norm: float) -> None:
+def test_where_the_search_begins_changes_nothing(norm):
     weight = with_values(norm * spectrum("flat", 70), 90, torch.float32)
     plain = weight.clone()
     cap = cap_spectral_norm_(plain, bound=0.9)
@@ -256,8 +245,8 @@ def test_where_the_search_begins_changes_nothing(norm: float) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(140, 140), (260, 200), (500, 300)])
 @pytest.mark.parametrize("top", [1.01, 1.06])
 def test_the_polynomial_is_as_strong_as_the_rounding_of_its_products_asks_for(
-    top: float, rows: int, columns: int, dtype: torch.dtype
-) -> None:
+    top, rows, columns, dtype
+):
     """Every product A B adds at most g |A|_F |B|_F to the errors of its factors, followed by the
     norms as they are."""
     weight = with_values(top * spectrum("flat", columns), rows, dtype)
@@ -283,9 +272,7 @@ def test_the_polynomial_is_as_strong_as_the_rounding_of_its_products_asks_for(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(12, 5), (90, 90), (300, 40)])
-def test_a_matrix_is_left_alone_up_to_the_rounding_of_its_proof(
-    rows: int, columns: int, dtype: torch.dtype
-) -> None:
+def test_a_matrix_is_left_alone_up_to_the_rounding_of_its_proof(rows, columns, dtype):
     """Flat spectra just below the bound: the proof needs a part of n u below it, and finds it with
     some of that."""
     unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]

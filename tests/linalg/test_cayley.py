@@ -1,10 +1,7 @@
 """The Cayley map: orthonormal columns, analytic gradient, inverse, reach."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
 from wellposed.linalg import based_cayley, cayley, inverse_cayley
@@ -12,7 +9,7 @@ from wellposed.linalg import based_cayley, cayley, inverse_cayley
 SHAPES = [(1, 1), (6, 6), (9, 4), (5, 1), (7, 6)]
 
 
-def slow_cayley(free: Tensor) -> Tensor:
+def slow_cayley(free):
     """The definition: build the full skew matrix, solve, keep the first columns."""
     rows, columns = free.shape
     full = torch.zeros(rows, rows, dtype=torch.float64)
@@ -24,19 +21,19 @@ def slow_cayley(free: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-def test_it_is_the_definition(shape: tuple[int, int], scale: float) -> None:
+def test_it_is_the_definition(shape, scale):
     free = scale * torch.randn(shape, dtype=torch.float64)
     assert torch.allclose(cayley(free), slow_cayley(free), atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 40)])
-def test_float32_is_orthonormal(shape: tuple[int, int]) -> None:
+def test_float32_is_orthonormal(shape):
     value = cayley(torch.randn(shape) / shape[1] ** 0.5).double()
     assert float((value.T @ value - torch.eye(shape[1], dtype=torch.float64)).abs().max()) < 5e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradient(shape: tuple[int, int]) -> None:
+def test_gradient(shape):
     free = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(cayley, (free,))
     if shape[0] == shape[1]:
@@ -45,7 +42,7 @@ def test_gradient(shape: tuple[int, int]) -> None:
         assert torch.autograd.gradcheck(lambda x: based_cayley(x, base), (free,))
 
 
-def test_second_derivatives_are_refused_not_wrong() -> None:
+def test_second_derivatives_are_refused_not_wrong():
     free = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(
         cayley(free).square().sum() + cayley(free)[0, 1], free, create_graph=True
@@ -55,19 +52,19 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_inverse(shape: tuple[int, int]) -> None:
+def test_inverse(shape):
     value = cayley(torch.randn(shape, dtype=torch.float64))
     assert torch.allclose(cayley(inverse_cayley(value)), value)
 
 
-def test_reflections_are_out_of_reach_without_a_base() -> None:
+def test_reflections_are_out_of_reach_without_a_base():
     mirror = torch.diag(torch.tensor([1.0, -1.0]))
     with pytest.raises(ConvergenceError, match="use a base"):
         inverse_cayley(mirror)
     assert float(torch.linalg.det(based_cayley(torch.randn(2, 2), mirror))) == pytest.approx(-1.0)
 
 
-def test_shapes() -> None:
+def test_shapes():
     for bad in (torch.zeros(2, 3), torch.zeros(3), torch.zeros(1, 3, 3)):
         with pytest.raises(ShapeError):
             cayley(bad)

@@ -1,13 +1,10 @@
 """The bounds of L2 attention layers whose heads have two coordinates each, so that every norm is a
 number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import L2Layer, l2_attention_bound, l2_constants
@@ -17,7 +14,7 @@ CONSTANTS = l2_constants(5)
 C = CONSTANTS.c
 
 
-def blocks(sizes: tuple[float, float]) -> Tensor:
+def blocks(sizes):
     """(H, D, d): head h reads its own two coordinates, by its size and by half of it."""
     weight = torch.zeros(HEADS, WIDTH, 2, dtype=torch.float64)
     for head, size in enumerate(sizes):
@@ -25,18 +22,14 @@ def blocks(sizes: tuple[float, float]) -> Tensor:
     return weight
 
 
-def layer(
-    reads: tuple[float, float], mixes: tuple[float, float], writes: tuple[float, float]
-) -> tuple[Tensor, ...]:
+def layer(reads, mixes, writes):
     mixing = torch.stack(
         [torch.diag(torch.tensor([size, size / 2], dtype=torch.float64)) for size in mixes]
     )
     return blocks(reads), mixing, blocks(writes).mT.contiguous()
 
 
-def by_scales(
-    reads: tuple[float, float], paths: list[float], scales: list[float], norm: object
-) -> float:
+def by_scales(reads, paths, scales, norm):
     """|C| ((1 + 2c) sqrt(sum |W_h|^2/s_h^2) + 2c |[W_h/s_h]|), or in norm 2 |C| |[W_h/s_h]| times
     the bracket."""
     written = max(s * path for s, path in zip(scales, paths, strict=True))
@@ -58,23 +51,23 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("norm", ["tok", 2])
-def test_the_least_of_the_four_forms(case: tuple[tuple[float, float], ...], norm: object) -> None:
+def test_the_least_of_the_four_forms(case, norm):
     reads, mixes, writes = case
     paths = [r * o for r, o in zip(mixes, writes, strict=True)]
-    alone = sum(w * c for w, c in zip(reads, paths, strict=True)) * CONSTANTS.bracket(norm)  # type: ignore[arg-type]
+    alone = sum(w * c for w, c in zip(reads, paths, strict=True)) * CONSTANTS.bracket(norm)
     by_mixing = by_scales(reads, paths, [1 / (r or 1.0) for r in mixes], norm)
     as_given = by_scales(reads, paths, [1.0, 1.0], norm)
     balanced = by_scales(
         reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm
     )
-    found = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm)  # type: ignore[arg-type]
+    found = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm)
     expected = min(alone, by_mixing, as_given, balanced)
     if 0.0 in mixes:  # a silent head has no say; what it reads is left out
         expected = min(expected, alone)
         assert float(found.value) <= expected * (1 + 1e-5)
         return
     assert float(found.value) == pytest.approx(expected, rel=2e-5)
-    cheap = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm, per_head_only=True)  # type: ignore[arg-type]
+    cheap = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm, per_head_only=True)
     assert float(cheap.value) == pytest.approx(alone, rel=2e-5)
     assert cheap.form == f"sum |W_h||C_h|, {norm} (B3)"
     by_name = {
@@ -86,7 +79,7 @@ def test_the_least_of_the_four_forms(case: tuple[tuple[float, float], ...], norm
     assert by_name[found.form] == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_head_has_one_form() -> None:
+def test_one_head_has_one_form():
     one = tuple(part[:1] for part in layer((2.0, 1.0), (3.0, 1.0), (0.5, 1.0)))
     for norm in ("tok", 2):
         found = l2_attention_bound(*one, CONSTANTS, norm=norm)
@@ -94,7 +87,7 @@ def test_one_head_has_one_form() -> None:
         assert found.form.startswith("sum |W_h||C_h|")
 
 
-def test_the_inf_norm_row_by_row() -> None:
+def test_the_inf_norm_row_by_row():
     """B1, coordinate r: |c_r|_1 max|row of W| + 4c of the less of 1 + sqrt d halves of that and
     |c_r|_2 max|row|_2."""
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +120,7 @@ def test_the_inf_norm_row_by_row() -> None:
         )
 
 
-def test_mixings_too_large_to_be_given_come_as_powers_of_two() -> None:
+def test_mixings_too_large_to_be_given_come_as_powers_of_two():
     heads = layer((1.0, 0.5), (1.0, 3.0), (2.0, 1.0))
     for norm in ("tok", 2, "inf"):
         plain = L2Layer(*heads).bound(CONSTANTS, norm=norm)
@@ -146,7 +139,7 @@ def test_mixings_too_large_to_be_given_come_as_powers_of_two() -> None:
     assert layered.shares.tolist() == [2.0**-1, 2.0**-3]
 
 
-def test_a_head_that_is_silent_has_no_share() -> None:
+def test_a_head_that_is_silent_has_no_share():
     reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     for part in range(3):
         weights = [reads.clone(), mixing.clone(), output.clone()]
@@ -159,7 +152,7 @@ def test_a_head_that_is_silent_has_no_share() -> None:
     assert float(silent.bound(CONSTANTS).value) == 0
 
 
-def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
+def test_shapes_that_do_not_fit_and_norms_that_are_none():
     reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     bad = [(reads[0], mixing, output), (reads[..., :1], mixing, output)]
     bad += [(reads, each, output) for each in (mixing[:1], mixing[0], reads)]
@@ -168,7 +161,7 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none() -> None:
         with pytest.raises(ShapeError, match="expected projection"):
             L2Layer(*weights)
     with pytest.raises(ConfigError, match="unknown norm"):
-        L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")  # type: ignore[arg-type]
+        L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")
 
 
 def test_l2_bound_carries_gradient_and_covers_silent_heads():

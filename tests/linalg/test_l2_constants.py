@@ -1,8 +1,6 @@
 """Brackets of L2 attention: the printed values, phi^-1 against an independent Lambert W, limits and
 bad input."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

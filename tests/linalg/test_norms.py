@@ -1,18 +1,12 @@
 """Certified norms are at least the true norm at every scale, dtype, shape and matmul precision, and hardly above it."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import (
-    Norm,
-    SpectralMethod,
     certified_spectral_norm,
     full_precision,
     gram_iteration_norm,
@@ -23,7 +17,7 @@ from wellposed.linalg import (
     l2_constants,
 )
 
-METHODS: tuple[SpectralMethod, ...] = ("svd", "cholesky", "gram", "interpolation")
+METHODS = ("svd", "cholesky", "gram", "interpolation")
 # Powers of two, from the smallest denormal number to just below the largest finite one.
 EXPONENTS = {
     torch.float64: (-1074, -1070, -1030, -1000, -500, 0, 500, 1000, 1015),
@@ -36,7 +30,7 @@ SHAPES = ((1, 1), (9, 2), (2, 9), (6, 6), (3, 5, 4), (2, 2, 4, 7), (200, 195))
 TIGHT = {"svd": 2.1e-6, "cholesky": 1e-4, "gram": 0.06}
 
 
-def scaled(matrix: Tensor, exponent: int) -> Tensor:
+def scaled(matrix, exponent):
     """``matrix 2^exponent`` in steps that are exact as long as the result is no denormal number."""
     while exponent:
         step = max(-1000, min(1000, exponent))
@@ -44,7 +38,7 @@ def scaled(matrix: Tensor, exponent: int) -> Tensor:
     return matrix
 
 
-def matrices(shape: tuple[int, ...], dtype: torch.dtype, exponent: int) -> Iterator[Tensor]:
+def matrices(shape, dtype, exponent):
     generator = torch.Generator().manual_seed(len(shape) + shape[-1])
     dense = torch.randn(shape, generator=generator, dtype=torch.float64)
     for matrix in (dense, dense[..., :, :1] * dense[..., :1, :], torch.zeros_like(dense)):
@@ -55,9 +49,7 @@ def matrices(shape: tuple[int, ...], dtype: torch.dtype, exponent: int) -> Itera
     ("dtype", "exponent"), [(d, e) for d, es in EXPONENTS.items() for e in es], ids=str
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(
-    method: SpectralMethod, dtype: torch.dtype, exponent: int
-):
+def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(method, dtype, exponent):
     for shape in SHAPES:
         for stored in matrices(shape, dtype, exponent):
             bound = certified_spectral_norm(stored, method=method)
@@ -77,7 +69,7 @@ def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(
 
 
 @pytest.mark.parametrize("exponent", [-1074, -600, 0, 600, 1000])
-def test_infinity_norm_covers_every_scale(exponent: int):
+def test_infinity_norm_covers_every_scale(exponent):
     for stored in matrices((5, 4), torch.float64, exponent):
         unit = scaled(stored, -exponent)
         rows = [math.fsum(abs(entry) for entry in row) for row in unit.tolist()]
@@ -87,7 +79,7 @@ def test_infinity_norm_covers_every_scale(exponent: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.int64, torch.bool], ids=str)
-def test_weights_that_are_not_real_numbers_are_refused(dtype: torch.dtype):
+def test_weights_that_are_not_real_numbers_are_refused(dtype):
     weight = torch.ones(2, 3, 3).to(dtype)
     for method in METHODS:
         with pytest.raises(ConfigError, match=f"real floating weight, received {dtype}"):
@@ -99,10 +91,10 @@ def test_weights_that_are_not_real_numbers_are_refused(dtype: torch.dtype):
         l2_attention_bound(torch.ones(2, 3, 3), weight, torch.ones(2, 3, 3), l2_constants(2))
 
 
-def spectra(size: int) -> Iterator[tuple[str, Tensor]]:
+def spectra(size):
     generator = torch.Generator().manual_seed(size)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     eye = torch.eye(size, dtype=torch.float64)
@@ -130,7 +122,7 @@ def spectra(size: int) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("size", [192, 257, 400])
-def test_the_cholesky_norm_is_within_1e_4_for_every_spectrum(size: int):
+def test_the_cholesky_norm_is_within_1e_4_for_every_spectrum(size):
     for name, matrix in spectra(size):
         true = float(torch.linalg.matrix_norm(matrix, 2))
         bound = float(certified_spectral_norm(matrix, method="cholesky"))
@@ -150,12 +142,12 @@ SETTINGS = {
 }
 
 
-def precisions() -> list[str]:
+def precisions():
     return [torch.backends.fp32_precision, *(backend.fp32_precision for backend in matmul)]
 
 
 @pytest.fixture
-def inheriting() -> Iterator[None]:
+def inheriting():
     """Backends that follow the global setting; everything is as before afterwards."""
     kept = precisions()
     for backend in matmul:
@@ -167,21 +159,21 @@ def inheriting() -> Iterator[None]:
 
 
 @pytest.fixture(params=[*SETTINGS, "autocast"])
-def setting(request: pytest.FixtureRequest, inheriting: None) -> Iterator[str]:
+def setting(request, inheriting):
     if request.param != "autocast":
         SETTINGS[request.param]()
     with torch.autocast("cpu", torch.bfloat16, enabled=request.param == "autocast"):
         yield request.param
 
 
-def product_error() -> float:
+def product_error():
     """Error of a float32 product of ones and halves that bfloat16 cannot hold: zero in float32,
     here always."""
     matrix = torch.full((64, 64), 1 + 2.0**-10)
     return float(((matrix @ matrix).double() - 64 * (1 + 2.0**-10) ** 2).abs().max())
 
 
-def test_full_precision_covers_every_setting_and_gives_it_back(setting: str):
+def test_full_precision_covers_every_setting_and_gives_it_back(setting):
     before, seen = precisions(), product_error()
     with full_precision():
         assert product_error() <= 64 * 64 * 2.0**-24
@@ -196,7 +188,7 @@ def test_full_precision_covers_every_setting_and_gives_it_back(setting: str):
         assert seen > 1e-3, "a guard that is not there would be noticed"
 
 
-def test_full_precision_leaves_inherited_settings_inheriting(inheriting: None):
+def test_full_precision_leaves_inherited_settings_inheriting(inheriting):
     torch.backends.fp32_precision = "tf32"
     with full_precision():
         assert precisions()[1:] == ["ieee", "ieee"]
@@ -204,11 +196,9 @@ def test_full_precision_leaves_inherited_settings_inheriting(inheriting: None):
     assert precisions() == ["ieee", "ieee", "ieee"]
 
 
-def certified(weight: Tensor, heads: Tensor, mixing: Tensor) -> dict[str, Tensor]:
+def certified(weight, heads, mixing):
     """Every certified number of linalg."""
-    found: dict[str, Tensor] = {
-        method: certified_spectral_norm(weight, method=method) for method in METHODS
-    }
+    found = {method: certified_spectral_norm(weight, method=method) for method in METHODS}
     found |= {"infinity": infinity_norm(weight), "isometry": isometry_error(weight)}
     for norm in ("tok", 2, "inf"):
         for method in ("svd", "gram"):
@@ -219,7 +209,7 @@ def certified(weight: Tensor, heads: Tensor, mixing: Tensor) -> dict[str, Tensor
     return found
 
 
-def test_no_setting_changes_a_certified_number(setting: str):
+def test_no_setting_changes_a_certified_number(setting):
     weight = torch.randn(200, 192, generator=torch.Generator().manual_seed(4))
     heads = weight[:64, :64].unflatten(0, (4, 16)).mT
     with full_precision():
@@ -231,7 +221,7 @@ def test_no_setting_changes_a_certified_number(setting: str):
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 @pytest.mark.parametrize("exponent", [-240, -60, 0, 60, 240])
-def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm: Norm, exponent: int):
+def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm, exponent):
     heads, mixing, output = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(2))
     constants = l2_constants(7)
     for method in ("svd", "gram"):
@@ -244,7 +234,7 @@ def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm: Norm,
 
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
-def test_products_that_cancel_are_bounded_with_their_rounding(norm: Norm):
+def test_products_that_cancel_are_bounded_with_their_rounding(norm):
     """R W_O = 0 but for the rounding of the weights: in float32 the product is all rounding, and
     can be too small."""
     generator = torch.Generator().manual_seed(0)
@@ -331,13 +321,13 @@ SIZE = 192
     ],
 )
 def test_a_guess_that_is_too_low_is_proved_with_more_slack_or_made_anew(
-    guesses: list[float], taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    guesses, taken, monkeypatch
+):
     matrix = torch.randn(SIZE, SIZE + 8, dtype=torch.float64)
     true = float(torch.linalg.matrix_norm(matrix, 2))
-    steps: list[int] = []
+    steps = []
 
-    def guess(gram: Tensor, count: int) -> Tensor:
+    def guess(gram, count):
         steps.append(count)
         return gram.new_tensor(true**2 * (1 - guesses[len(steps) - 1]))
 

@@ -1,13 +1,10 @@
 """Tangent projections against their definitions; retractions against the exponential and the polar
 factor."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
 from wellposed.linalg import (
@@ -19,18 +16,18 @@ from wellposed.linalg import (
 )
 
 
-def isometry(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+def isometry(rows, columns, gain=1.0):
     return gain * torch.linalg.qr(torch.randn(rows, columns, dtype=torch.float64))[0]
 
 
-def skew(columns: int, size: float) -> Tensor:
+def skew(columns, size):
     matrix = torch.randn(columns, columns, dtype=torch.float64)
     matrix = matrix - matrix.T
     return matrix * (size / torch.linalg.matrix_norm(matrix, 2))
 
 
 @pytest.mark.parametrize("gain", [1.0, 0.5])
-def test_skew_gradient_is_the_derivative_along_the_group(gain: float) -> None:
+def test_skew_gradient_is_the_derivative_along_the_group(gain):
     point, target = isometry(6, 6, gain), torch.randn(6, 6, dtype=torch.float64)
     coordinates = torch.zeros(6, 6, dtype=torch.float64, requires_grad=True)
     moved = point @ torch.matrix_exp((coordinates - coordinates.T) / 2 / gain)
@@ -42,7 +39,7 @@ def test_skew_gradient_is_the_derivative_along_the_group(gain: float) -> None:
 
 @pytest.mark.parametrize("gain", [1.0, 0.5])
 @pytest.mark.parametrize("shape", [(7, 4), (5, 5)])
-def test_tangent_gradient_is_the_orthogonal_projection(shape: tuple[int, int], gain: float) -> None:
+def test_tangent_gradient_is_the_orthogonal_projection(shape, gain):
     point, gradient = isometry(*shape, gain), torch.randn(shape, dtype=torch.float64)
     tangent = tangent_gradient_(point, gradient.clone(), gain=gain)
     inner = point.T @ tangent
@@ -64,9 +61,7 @@ def test_tangent_gradient_is_the_orthogonal_projection(shape: tuple[int, int], g
         (2.5, 1e-11, "exponential"),
     ],
 )
-def test_rotate_follows_the_exponential(
-    size: float, tolerance: float, method: str, gain: float
-) -> None:
+def test_rotate_follows_the_exponential(size, tolerance, method, gain):
     point, step = isometry(16, 16, gain), skew(16, size) * gain
     noise = torch.randn(16, 16, dtype=torch.float64)
     out = torch.empty_like(point)
@@ -86,8 +81,8 @@ def test_rotate_follows_the_exponential(
 @pytest.mark.parametrize(("size", "method"), [(0.07, "quadratic"), (0.2, "cubic")])
 @pytest.mark.parametrize("columns", [32, 300])
 def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
-    size: float, method: str, columns: int
-) -> None:
+    size, method, columns
+):
     point, drift, methods = isometry(columns, columns).float(), None, []
     step = skew(columns, size).float()
     for _ in range(60 if columns < 256 else 15):
@@ -106,7 +101,7 @@ def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
     assert worst_run <= 17
 
 
-def test_rotate_heals_a_point_that_drifted() -> None:
+def test_rotate_heals_a_point_that_drifted():
     point = isometry(12, 12)
     for drift, limit in ((1e-6, 1e-5), (1e-3, 1e-5), (0.2, 1e-5), (3.0, 1e-5)):
         out = torch.empty_like(point)
@@ -116,7 +111,7 @@ def test_rotate_heals_a_point_that_drifted() -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 0.1, 0.5, 5.0])
 @pytest.mark.parametrize("gain", [1.0, 0.5])
-def test_retract_is_the_polar_factor(size: float, gain: float) -> None:
+def test_retract_is_the_polar_factor(size, gain):
     step = torch.randn(14, 6, dtype=torch.float64)
     weight = isometry(14, 6, gain) + gain * size * step / torch.linalg.matrix_norm(step, 2)
     left, _, right = torch.linalg.svd(weight, full_matrices=False)
@@ -127,7 +122,7 @@ def test_retract_is_the_polar_factor(size: float, gain: float) -> None:
 
 
 @pytest.mark.parametrize("columns", [256, 300, 1100])
-def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns: int) -> None:
+def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns):
     point, step = torch.eye(columns), torch.randn(columns, columns)
     step = (step - step.T) * (0.3 / (8 * columns) ** 0.5)
     out = torch.empty_like(point)
@@ -137,7 +132,7 @@ def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns: in
     assert torch.allclose(out.double(), expected, atol=1e-6)
 
 
-def test_not_finite() -> None:
+def test_not_finite():
     point, out = isometry(4, 4), torch.zeros(4, 4, dtype=torch.float64)
     with pytest.raises(ConvergenceError, match="not finite"):
         rotate(point, torch.full((4, 4), math.nan, dtype=torch.float64), out=out)
@@ -146,7 +141,7 @@ def test_not_finite() -> None:
         retract_(torch.full((4, 2), math.inf))
 
 
-def test_shapes() -> None:
+def test_shapes():
     with pytest.raises(ShapeError, match="square"):
         skew_gradient_(torch.eye(3, 2), torch.eye(3, 2))
     with pytest.raises(ShapeError, match="rows >= columns"):
@@ -159,7 +154,7 @@ TOLERANCE = 1e-3
 SHARE = 0.9 * TOLERANCE
 
 
-def turn(angle: float) -> torch.Tensor:
+def turn(angle):
     return torch.tensor([[0.0, -angle], [angle, 0.0]], dtype=torch.float64)
 
 
@@ -167,9 +162,7 @@ def turn(angle: float) -> torch.Tensor:
 @pytest.mark.parametrize("is_skew", [True, False])
 @pytest.mark.parametrize("angle", [0.01, 0.1, 0.18, 0.25, 0.5, 0.6])
 @pytest.mark.parametrize("defect", [0.0, 1e-5, 2e-4])
-def test_the_error_that_is_left_of_a_turn(
-    angle: float, defect: float, gain: float, is_skew: bool
-) -> None:
+def test_the_error_that_is_left_of_a_turn(angle, defect, gain, is_skew):
     """Rows of A, A^2/2 and A^3/8 are t, t^2/2 and t^3/8; W^T W = (1 + defect) I has rows of the
     defect."""
     point = gain * math.sqrt(1 + defect) * torch.eye(2, dtype=torch.float64)
@@ -196,7 +189,7 @@ def test_the_error_that_is_left_of_a_turn(
         )
 
 
-def test_errors_of_steps_that_are_not_measured_add_up_until_they_are() -> None:
+def test_errors_of_steps_that_are_not_measured_add_up_until_they_are():
     """Each adds its own defect and a twentieth of the tolerance; above nine tenths of it the error
     is measured."""
     step, own = (torch.eye(2).double(), turn(0.1)), 0.1**4 / 4
@@ -215,9 +208,7 @@ def test_errors_of_steps_that_are_not_measured_add_up_until_they_are() -> None:
 @pytest.mark.parametrize(
     ("error", "method"), [(1e-3, "series"), (0.3, "newton_schulz"), (0.9, "newton_schulz")]
 )
-def test_the_size_of_a_tall_step_is_that_of_its_error(
-    error: float, method: str, gain: float
-) -> None:
+def test_the_size_of_a_tall_step_is_that_of_its_error(error, method, gain):
     """W = g sqrt(1 + e) Q: W^T W / g^2 - I = e I, whose size is found exactly."""
     columns = torch.linalg.qr(torch.randn(5, 2, dtype=torch.float64))[0]
     weight = gain * math.sqrt(1 + error) * columns
@@ -231,7 +222,7 @@ def test_the_size_of_a_tall_step_is_that_of_its_error(
     torch.testing.assert_close(far, gain * columns, rtol=1e-9, atol=1e-9)
 
 
-def test_batches_take_the_worst_and_report_it() -> None:
+def test_batches_take_the_worst_and_report_it():
     points = torch.stack([torch.eye(2).double()] * 3)
     steps = torch.stack([turn(0.01), turn(0.1), turn(0.05)])
     out = torch.empty_like(points)
@@ -256,7 +247,7 @@ def test_batches_take_the_worst_and_report_it() -> None:
     torch.testing.assert_close(found[:, 2:], ambient[:, 2:])
 
 
-def test_a_batch_with_one_step_that_is_not_finite_is_left_as_it_was() -> None:
+def test_a_batch_with_one_step_that_is_not_finite_is_left_as_it_was():
     points = torch.stack([torch.eye(2).double()] * 2)
     out = torch.empty_like(points)
     with pytest.raises(ConvergenceError, match=r"\(2, 2, 2\)"):

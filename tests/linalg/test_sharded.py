@@ -1,26 +1,21 @@
 """Sharded tensors behind the verbs of plain ones, on a mesh of one process."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.support.one_mesh import one_mesh
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from wellposed.linalg.sharded import cut_like, gathered, is_sharded, mean_over_ranks, read, write_
 
 
 @pytest.fixture(params=[(1,), (1, 1)], ids=["line", "grid"])
-def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+def mesh(request):
     with one_mesh(*request.param) as found:
         yield found
 
 
-def test_reading_and_writing(mesh: DeviceMesh) -> None:
+def test_reading_and_writing(mesh):
     whole = torch.randn(5, 3)
     for placement in (Shard(0), Shard(1), Replicate()):
         spread = nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement] * mesh.ndim))
@@ -38,7 +33,7 @@ def test_reading_and_writing(mesh: DeviceMesh) -> None:
         assert torch.equal(read(spread), 3 * whole)
 
 
-def test_plain_tensors_are_themselves() -> None:
+def test_plain_tensors_are_themselves():
     plain = nn.Parameter(torch.randn(2, 2))
     assert not is_sharded(plain)
     assert gathered(plain) is plain
@@ -51,7 +46,7 @@ def test_plain_tensors_are_themselves() -> None:
     assert mean_over_ranks(other, [plain]) is other
 
 
-def test_of_one_rank_the_mean_is_its_own(mesh: DeviceMesh) -> None:
+def test_of_one_rank_the_mean_is_its_own(mesh):
     spread = distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)] * mesh.ndim)
     value = torch.tensor(2.0, requires_grad=True)
     for weights in ([spread], [torch.zeros(2), spread]):

@@ -1,7 +1,5 @@
 """Singular values against matrices built from known ones, and Lanczos from below."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import (
@@ -24,7 +21,7 @@ from wellposed.linalg import (
 WIDTH = 256
 
 
-def with_spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
+def with_spectrum(values, rows, cols, seed=0):
     """A float64 matrix whose singular values are ``values``."""
     generator = torch.Generator().manual_seed(seed)
     count = len(values)
@@ -33,7 +30,7 @@ def with_spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor
     return (left * values.double()) @ right.T
 
 
-def spectra(size: int = WIDTH) -> dict[str, Tensor]:
+def spectra(size=WIDTH):
     index = torch.arange(1, size + 1, dtype=torch.float64)
     noise = torch.rand(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gaussian = torch.randn(size, size, generator=torch.Generator().manual_seed(2)).double()
@@ -50,7 +47,7 @@ def spectra(size: int = WIDTH) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("rows", "cols"), [(5, 5), (9, 4), (4, 9), (1, 7), (7, 1)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_all_singular_values(rows: int, cols: int, dtype: torch.dtype) -> None:
+def test_all_singular_values(rows, cols, dtype):
     weight = torch.randn(rows, cols).to(dtype)
     wide = weight.double() if rows <= cols else weight.double().T
     gram = wide @ wide.T
@@ -63,7 +60,7 @@ def test_all_singular_values(rows: int, cols: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", spectra())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_lanczos_is_a_lower_estimate_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
+def test_lanczos_is_a_lower_estimate_within_its_tolerance(name, dtype):
     values = spectra()[name]
     true = values.max().item()
     weight = with_spectrum(values, WIDTH, WIDTH).to(dtype)
@@ -76,14 +73,14 @@ def test_lanczos_is_a_lower_estimate_within_its_tolerance(name: str, dtype: torc
     assert found.steps < 80
 
 
-def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights() -> None:
+def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights():
     """A single Gram-Schmidt pass reports 90 for this matrix of norm 1.001."""
     weight = with_spectrum(spectra()["nearer orthogonal"], 2 * WIDTH, WIDTH).float()
     found = lanczos_singular_value(weight, tol=1e-7)
     assert found.value == pytest.approx(spectra()["nearer orthogonal"].max().item(), rel=2e-6)
 
 
-def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance() -> None:
+def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance():
     values = torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64)
     values += torch.linspace(0, 0.2, WIDTH).double() ** 2
     found = lanczos_singular_value(with_spectrum(values, WIDTH, WIDTH), tol=1e-300)
@@ -98,9 +95,7 @@ def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance() -> None:
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e3, 1e30]),
     seed=st.integers(0, 1000),
 )
-def test_small_matrices_of_any_shape_and_scale(
-    rows: int, cols: int, scale: float, seed: int
-) -> None:
+def test_small_matrices_of_any_shape_and_scale(rows, cols, scale, seed):
     weight = scale * torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     true = np.linalg.norm(weight.double().numpy(), 2)
     found = largest_singular_value(weight)
@@ -108,7 +103,7 @@ def test_small_matrices_of_any_shape_and_scale(
     assert found >= true * (1 - 2e-3)
 
 
-def test_same_number_every_time_and_the_random_state_is_untouched() -> None:
+def test_same_number_every_time_and_the_random_state_is_untouched():
     weight = torch.randn(100, 80)
     state = torch.get_rng_state()
     first = largest_singular_value(weight)
@@ -119,7 +114,7 @@ def test_same_number_every_time_and_the_random_state_is_untouched() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_views_and_graphs_are_accepted() -> None:
+def test_views_and_graphs_are_accepted():
     weight = torch.randn(60, 40, requires_grad=True)
     assert largest_singular_value(weight.mT) == pytest.approx(
         largest_singular_value(weight), rel=2e-3
@@ -127,7 +122,7 @@ def test_views_and_graphs_are_accepted() -> None:
     assert not singular_values(weight).requires_grad
 
 
-def test_method_svd_is_exact() -> None:
+def test_method_svd_is_exact():
     weight = with_spectrum(spectra()["flat top"], WIDTH, WIDTH)
     assert largest_singular_value(weight, method="svd") == pytest.approx(1, rel=1e-13)
 
@@ -135,7 +130,7 @@ def test_method_svd_is_exact() -> None:
 @pytest.mark.parametrize(
     "function", [singular_values, largest_singular_value, condition_number, stable_rank]
 )
-def test_bad_input(function: object) -> None:
+def test_bad_input(function):
     assert callable(function)
     with pytest.raises(ShapeError, match=r"\(3,\)"):
         function(torch.ones(3))
@@ -147,7 +142,7 @@ def test_bad_input(function: object) -> None:
         function(torch.tensor([[1.0, math.nan], [0.0, 1.0], [math.inf, 1.0]]))
 
 
-def test_bad_options() -> None:
+def test_bad_options():
     with pytest.raises(ConfigError, match="method = 'lanczo', expected 'lanczos' or 'svd'"):
         largest_singular_value(torch.eye(2), method="lanczo")
     for tol in (0.0, -1.0, math.nan):
@@ -155,7 +150,7 @@ def test_bad_options() -> None:
             largest_singular_value(torch.eye(2), tol=tol)
 
 
-def test_condition_number_and_stable_rank_of_a_known_spectrum() -> None:
+def test_condition_number_and_stable_rank_of_a_known_spectrum():
     values = torch.tensor([4.0, 2.0, 1.0, 0.5])
     for rows, cols in [(4, 4), (9, 4), (4, 9)]:
         weight = with_spectrum(values, rows, cols)
@@ -163,7 +158,7 @@ def test_condition_number_and_stable_rank_of_a_known_spectrum() -> None:
         assert stable_rank(weight) == pytest.approx((16 + 4 + 1 + 0.25) / 16, rel=1e-12)
 
 
-def test_the_zero_matrix() -> None:
+def test_the_zero_matrix():
     assert condition_number(torch.zeros(3, 3)) == math.inf
     with pytest.raises(ShapeError, match="zero"):
         stable_rank(torch.zeros(3, 3))
@@ -172,7 +167,7 @@ def test_the_zero_matrix() -> None:
 SIZE = 60
 
 
-def krylov(weight: Tensor, steps: int) -> Tensor:
+def krylov(weight, steps):
     """Orthonormal columns that span v, (W^T W) v, ..., one new one at a time."""
     start = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(20210)).double()
     basis = (start / start.norm())[:, None]
@@ -181,7 +176,7 @@ def krylov(weight: Tensor, steps: int) -> Tensor:
     return basis
 
 
-def estimate(weight: Tensor, steps: int) -> tuple[float, float]:
+def estimate(weight, steps):
     """The largest Ritz value, and: the less of its growth since half the steps, and of r^2 / gap or
     r."""
     basis = krylov(weight, steps)
@@ -199,9 +194,7 @@ def estimate(weight: Tensor, steps: int) -> tuple[float, float]:
 @pytest.mark.parametrize("rows", [SIZE, 90])
 @pytest.mark.parametrize("tol", [1e-2, 1e-3, 1e-5])
 @pytest.mark.parametrize("name", ["flat top", "power law", "near-orthogonal", "pair at the top"])
-def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(
-    name: str, tol: float, rows: int
-) -> None:
+def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(name, tol, rows):
     values = spectra(SIZE)[name]
     weight = with_spectrum(values, rows, SIZE, seed=len(name))
     found = lanczos_singular_value(weight, tol=tol)
@@ -220,7 +213,7 @@ def test_it_stops_at_the_first_check_whose_error_is_below_the_tolerance(
 
 
 @pytest.mark.parametrize("exponent", [-300, -13, -11, 0, 11, 13, 300])
-def test_the_scale_is_taken_out_where_squares_would_leave_float32(exponent: int) -> None:
+def test_the_scale_is_taken_out_where_squares_would_leave_float32(exponent):
     weight = with_spectrum(spectra(SIZE)["flat top"], SIZE, SIZE)
     scaled = lanczos_singular_value(weight * 10.0**exponent)
     expected = lanczos_singular_value(weight).value * 10.0**exponent
@@ -228,7 +221,7 @@ def test_the_scale_is_taken_out_where_squares_would_leave_float32(exponent: int)
     assert lanczos_singular_value(torch.zeros(3, 4)) == (0.0, 0.0, 0)
 
 
-def test_one_and_two_values_end_after_as_many_steps() -> None:
+def test_one_and_two_values_end_after_as_many_steps():
     assert lanczos_singular_value(3 * torch.eye(7)).steps == 1
     two = lanczos_singular_value(torch.diag(torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0])))
     assert two.steps == 2
@@ -242,9 +235,7 @@ def test_one_and_two_values_end_after_as_many_steps() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (40, 90), (200, 150)])
 @pytest.mark.parametrize("scale", [1e-160, 1.0, 1e160])
 @pytest.mark.parametrize("kind", ["gaussian", "decaying", "lower rank"])
-def test_every_value_of_a_spectrum_is_within_its_error(
-    kind: str, scale: float, shape: tuple[int, int]
-) -> None:
+def test_every_value_of_a_spectrum_is_within_its_error(kind, scale, shape):
     matrix = torch.randn(shape, dtype=torch.float64)
     if kind != "gaussian":
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)

@@ -1,20 +1,18 @@
 """Activation factors and token distances against eq. 5 written out, and against the bounds of a
 Lipschitz map."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.measurement import DistanceMetric, activation_factor, hidden_states, token_distances
+from wellposed.measurement import activation_factor, hidden_states, token_distances
 
 
-def distance(first: Tensor, second: Tensor, metric: str) -> float:
+def distance(first, second, metric):
     a, b = first.double(), second.double()
     if metric == "euclidean":
         return math.sqrt(sum((u - v) ** 2 for u, v in zip(a.tolist(), b.tolist(), strict=True)))
@@ -22,7 +20,7 @@ def distance(first: Tensor, second: Tensor, metric: str) -> float:
     return inner if metric == "dot" else 1 - inner / float(a.norm() * b.norm())
 
 
-def written_out(states: list[Tensor], lengths: list[int], metric: str) -> list[float]:
+def written_out(states, lengths, metric):
     """Eq. 5: every ordered pair i != j of each sequence, then the mean over sequences."""
     factors = []
     for layer in states[1:]:
@@ -40,7 +38,7 @@ def written_out(states: list[Tensor], lengths: list[int], metric: str) -> list[f
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
-def test_eq_5_with_padding(metric: DistanceMetric) -> None:
+def test_eq_5_with_padding(metric):
     states = [torch.randn(2, 6, 4) for _ in range(3)]
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     found = activation_factor(states, metric=metric, attention_mask=mask)
@@ -50,7 +48,7 @@ def test_eq_5_with_padding(metric: DistanceMetric) -> None:
     assert found.rows()[1]["mean"] == found.mean[1]
 
 
-def test_more_tokens_than_a_block_holds() -> None:
+def test_more_tokens_than_a_block_holds():
     first, second = torch.randn(1, 700, 2).double(), torch.randn(1, 700, 2).double()
     ratios = torch.pdist(second[0]) / torch.pdist(first[0])
     found = activation_factor([first, second])
@@ -61,7 +59,7 @@ def test_more_tokens_than_a_block_holds() -> None:
     )
 
 
-def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
+def test_sampled_pairs_estimate_the_mean_and_say_so():
     states = [torch.randn(20, 30, 8), torch.randn(20, 30, 8)]
     exact, drawn = activation_factor(states), activation_factor(states, pairs=100, seed=1)
     assert drawn.status == "empirical"
@@ -76,7 +74,7 @@ def test_sampled_pairs_estimate_the_mean_and_say_so() -> None:
     )
 
 
-def test_ratios_lie_within_the_constants_of_the_map() -> None:
+def test_ratios_lie_within_the_constants_of_the_map():
     x, weight = torch.randn(3, 9, 5), torch.randn(5, 5)
     values = torch.linalg.svdvals(weight)
     found = activation_factor([x, x @ weight])
@@ -89,7 +87,7 @@ def test_ratios_lie_within_the_constants_of_the_map() -> None:
         ).mean == pytest.approx([1.0])
 
 
-def test_pairs_without_a_ratio_are_counted() -> None:
+def test_pairs_without_a_ratio_are_counted():
     x = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [2.0, 0.0], [0.0, 3.0]]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     found = activation_factor([x, 3 * x], attention_mask=mask)
@@ -102,7 +100,7 @@ def test_pairs_without_a_ratio_are_counted() -> None:
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
 @pytest.mark.parametrize("pairs", [None, 5])
-def test_divergence_is_named_and_not_left_out(metric: DistanceMetric, pairs: int | None) -> None:
+def test_divergence_is_named_and_not_left_out(metric, pairs):
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
     diverged = x.clone()
     diverged[1, 0] = math.inf
@@ -121,14 +119,14 @@ def test_divergence_is_named_and_not_left_out(metric: DistanceMetric, pairs: int
     assert found.mean[1] == pytest.approx(1)
 
 
-def test_distances_that_overflow() -> None:
+def test_distances_that_overflow():
     x = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]], dtype=torch.float64)
     for metric in ("euclidean", "dot"):
         with pytest.raises(ConvergenceError, match="overflow"):
             activation_factor([x, 1e300 * x], metric=metric)
 
 
-def test_a_state_of_zeros_has_no_angles() -> None:
+def test_a_state_of_zeros_has_no_angles():
     x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
     y = x.clone()
     y[0, 0] = 0
@@ -138,7 +136,7 @@ def test_a_state_of_zeros_has_no_angles() -> None:
         activation_factor([x, 0 * x], metric="cosine")
 
 
-def test_token_distances_keep_near_tokens_apart() -> None:
+def test_token_distances_keep_near_tokens_apart():
     x = torch.tensor([[[1000.0, 0.0], [1000.001, 0.0], [0.0, 0.0]]])
     near, _ = token_distances([x, x], attention_mask=torch.tensor([[1, 1, 0]]))
     assert near[0, 0, 1].item() == pytest.approx(float(x[0, 1, 0]) - 1000.0, rel=1e-9)
@@ -149,24 +147,22 @@ def test_token_distances_keep_near_tokens_apart() -> None:
 
 
 class Doubling(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.drop = nn.Dropout(0.5)
 
-    def forward(
-        self, x: Tensor, output_hidden_states: bool = False
-    ) -> dict[str, tuple[Tensor, ...]]:
+    def forward(self, x, output_hidden_states=False):
         return {"hidden_states": (x, self.drop(2 * x))} if output_hidden_states else {}
 
 
-def test_states_of_a_model_are_read_in_evaluation_mode() -> None:
+def test_states_of_a_model_are_read_in_evaluation_mode():
     model, x = Doubling().train(), torch.randn(1, 4, 3)
     assert torch.equal(hidden_states(model, {"x": x})[1], 2 * x)
     assert model.training
     assert activation_factor(hidden_states(model, {"x": x})).mean == [2.0]
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     x = torch.randn(1, 3, 2)
     with pytest.raises(ConfigError, match="metric"):
         activation_factor([x, x], metric="manhattan")

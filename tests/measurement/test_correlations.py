@@ -1,7 +1,5 @@
 """Correlations against hand-worked values and against a permutation test."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -16,7 +14,7 @@ from wellposed.measurement import correlate, correlations, isomap
 pytest.importorskip("scipy")
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     # Deviations (-1, 0, 1) and (-1, 1, 0): r = 1 / 2; t = r / sqrt(1 - r^2) with 1 degree of
     # freedom is Cauchy.
     found = correlate([1, 2, 3], [1, 3, 2], names=("factor", "accuracy"))
@@ -26,7 +24,7 @@ def test_by_hand() -> None:
     assert found.spearman == pytest.approx(0.5)
 
 
-def test_the_p_value_is_near_that_of_all_permutations() -> None:
+def test_the_p_value_is_near_that_of_all_permutations():
     x, y = [0.3, -1.2, 0.8, 1.9, -0.4, 0.1, 1.1], [0.5, -0.2, 0.4, 1.2, -1.0, 0.9, -0.1]
     found = correlate(x, y)
     others = [abs(statistics.correlation(x, order)) for order in itertools.permutations(y)]
@@ -34,13 +32,13 @@ def test_the_p_value_is_near_that_of_all_permutations() -> None:
     assert found.p_value == pytest.approx(exact, abs=0.02)
 
 
-def test_ranks_share_ties_and_see_any_rising_relation() -> None:
+def test_ranks_share_ties_and_see_any_rising_relation():
     assert correlate([1, 2, 3, 4], [1, 10, 100, 1e6]).spearman == pytest.approx(1.0)
     # Ranks (1, 2.5, 2.5, 4) and (1, 2, 3, 4): 4.5 / sqrt(4.5 * 5).
     assert correlate([1, 5, 5, 9], [1, 2, 3, 4]).spearman == pytest.approx(4.5 / math.sqrt(22.5))
 
 
-def test_every_two_quantities_across_models() -> None:
+def test_every_two_quantities_across_models():
     models = {
         "post_ln": {"factor": 4.0, "entropy": 5.8, "accuracy": 0.81},
         "rezero": {"factor": 2.0, "entropy": 3.0, "accuracy": 0.83},
@@ -57,7 +55,7 @@ def test_every_two_quantities_across_models() -> None:
         correlations({"a": {"factor": 1.0}})
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     with pytest.raises(ShapeError, match="2 values of x and 2 of y"):
         correlate([1, 2], [1, 2])
     with pytest.raises(ConfigError, match="not all equal"):
@@ -66,7 +64,7 @@ def test_bad_input() -> None:
         correlate([1, 2, math.nan], [1, 2, 3])
 
 
-def test_what_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
     with pytest.raises(ConfigError, match=r"p-values need .* 'wellposed\[train\]'"):

@@ -1,19 +1,17 @@
 """Differential entropies against closed forms and against the estimators written out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.measurement import EntropyEstimator, differential_entropy, layer_entropy
+from wellposed.measurement import differential_entropy, layer_entropy
 
 
 @pytest.mark.parametrize("estimator", ["knn", "histogram"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
-def test_closed_forms(estimator: EntropyEstimator, scale: float) -> None:
+def test_closed_forms(estimator, scale):
     generator = torch.Generator().manual_seed(0)
     count = 20_000
     gaussian = scale * torch.randn(count, generator=generator, dtype=torch.float64)
@@ -33,7 +31,7 @@ def test_closed_forms(estimator: EntropyEstimator, scale: float) -> None:
         )
 
 
-def test_standardised_entropy_does_not_know_the_scale() -> None:
+def test_standardised_entropy_does_not_know_the_scale():
     x = torch.randn(4, 500, generator=torch.Generator().manual_seed(0))
     plain, wide = differential_entropy(x), differential_entropy(7 * x)
     assert torch.allclose(wide - plain, torch.tensor(7.0).double().log())
@@ -43,7 +41,7 @@ def test_standardised_entropy_does_not_know_the_scale() -> None:
 
 
 @pytest.mark.parametrize("neighbors", [1, 3, 5])
-def test_neighbours_written_out(neighbors: int) -> None:
+def test_neighbours_written_out(neighbors):
     values = torch.randn(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     radii = [sorted(abs(a - b) for j, b in enumerate(values.tolist()) if j != i)[neighbors - 1]
              for i, a in enumerate(values.tolist())]  # fmt: skip
@@ -54,7 +52,7 @@ def test_neighbours_written_out(neighbors: int) -> None:
     )
 
 
-def test_histogram_written_out() -> None:
+def test_histogram_written_out():
     values = torch.tensor([0.0, 0.1, 0.2, 1.5, 4.0])  # four bins of width 1: 3, 1, 0 and 1 of 5
     expected = -(0.6 * math.log(0.6) + 2 * 0.2 * math.log(0.2))
     assert differential_entropy(values, "histogram", bins=4).item() == pytest.approx(expected)
@@ -65,14 +63,14 @@ def test_histogram_written_out() -> None:
 
 @pytest.mark.parametrize("estimator", ["knn", "histogram"])
 @pytest.mark.parametrize("standardize", [False, True])
-def test_equal_values_have_no_density(estimator: EntropyEstimator, standardize: bool) -> None:
+def test_equal_values_have_no_density(estimator, standardize):
     x = torch.stack([torch.ones(10), torch.linspace(0, 1, 10)])
     found = differential_entropy(x, estimator, standardize=standardize)
     assert found[0].item() == -math.inf
     assert math.isfinite(found[1].item())
 
 
-def test_layers_and_heads() -> None:
+def test_layers_and_heads():
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(2, 5, 24, generator=generator) for _ in range(3)]
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
@@ -85,7 +83,7 @@ def test_layers_and_heads() -> None:
     assert torch.equal(layer_entropy(states, heads=2, attention_mask=mask), found)
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     x = torch.randn(1, 2, 8)
     with pytest.raises(ConfigError, match="estimator = 'kernel'"):
         differential_entropy(x, "kernel")

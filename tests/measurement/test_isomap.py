@@ -1,15 +1,11 @@
 """Isomap of tokens: a flat sheet is laid out flat, layers are turned onto each other, never
 scaled."""
 
-from __future__ import annotations
-
 import csv
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.measurement import isomap
@@ -18,16 +14,16 @@ pytest.importorskip("sklearn")
 TOKENS = [f"t{index}" for index in range(20)]
 
 
-def sheet() -> Tensor:
+def sheet():
     """A 4 x 5 grid in the plane."""
     return torch.cartesian_prod(torch.arange(4.0), torch.arange(5.0))
 
 
-def points(rows: list[dict[str, float]], layer: int) -> Tensor:
+def points(rows, layer):
     return torch.tensor([[row["x"], row["y"]] for row in rows if row["layer"] == layer])
 
 
-def test_layers_that_keep_distances_coincide_in_the_picture() -> None:
+def test_layers_that_keep_distances_coincide_in_the_picture():
     lifted = sheet() @ torch.linalg.qr(torch.randn(6, 2))[0].T
     rotation = torch.linalg.qr(torch.randn(6, 6))[0]
     found = isomap(
@@ -41,7 +37,7 @@ def test_layers_that_keep_distances_coincide_in_the_picture() -> None:
     assert found.residual_variance == pytest.approx([0.0] * 3, abs=1e-5)
 
 
-def test_a_bent_sheet_is_unrolled() -> None:
+def test_a_bent_sheet_is_unrolled():
     angle = torch.linspace(0, 1.5 * math.pi, 20)
     arc = torch.stack([angle.cos(), angle.sin(), torch.zeros(20)], dim=1)
     found = isomap([arc[None], arc[None]], TOKENS, neighbors=3)
@@ -50,7 +46,7 @@ def test_a_bent_sheet_is_unrolled() -> None:
     assert float((line[0] - line[-1]).norm()) == pytest.approx(1.5 * math.pi, rel=0.02)
 
 
-def test_rows(tmp_path: Path) -> None:
+def test_rows(tmp_path):
     states = [torch.randn(1, 20, 4) for _ in range(2)]
     found = isomap(states, TOKENS, chosen=["t3"], neighbors=6)
     assert [(row["layer"], row["position"]) for row in found.rows] == [
@@ -61,7 +57,7 @@ def test_rows(tmp_path: Path) -> None:
         assert len(list(csv.DictReader(file))) == 40
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     states = [torch.randn(1, 20, 4)] * 2
     with pytest.raises(ShapeError, match="3 names"):
         isomap(states, TOKENS[:3])
@@ -85,6 +81,6 @@ def test_bad_input() -> None:
         isomap([states[0], flat], TOKENS)
 
 
-def test_equal_distances_correlate_with_nothing() -> None:
+def test_equal_distances_correlate_with_nothing():
     triangle = torch.eye(3)[None]
     assert math.isnan(isomap([triangle, triangle], TOKENS[:3], neighbors=2).residual_variance[0])

@@ -1,10 +1,7 @@
 """Measurements against numpy, against slow attention written out, and the promise to leave the
 model alone."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ import torch
 import transformers
 from tests.support import hugging_face as hf
 from tests.support.penalized import Hidden
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
 from wellposed.measurement import measure
@@ -22,7 +19,7 @@ WIDTH, HEADS = 16, 2
 ROLES = ["query", "key", "value", "output", "feedforward_in", "feedforward_out"]
 
 
-def encoder(layers: int = 2, **options: Any) -> nn.Module:
+def encoder(layers=2, **options):
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, batch_first=True, **options)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     for parameter in model.parameters():  # the layers start as copies of each other
@@ -30,7 +27,7 @@ def encoder(layers: int = 2, **options: Any) -> nn.Module:
     return model
 
 
-def slow_error(weight: np.ndarray) -> float:
+def slow_error(weight):
     """max off-diagonal |W W^T|, of the smaller side, by two loops."""
     if weight.shape[0] > weight.shape[1]:
         weight = weight.T
@@ -38,7 +35,7 @@ def slow_error(weight: np.ndarray) -> float:
     return max(abs(float(weight[i] @ weight[j])) for i in rows for j in rows if i != j)
 
 
-def weights_of(layer: nn.TransformerEncoderLayer) -> dict[str, np.ndarray]:
+def weights_of(layer):
     fused = layer.self_attn.in_proj_weight
     assert fused is not None
     query, key, value = fused.chunk(3)
@@ -53,7 +50,7 @@ def weights_of(layer: nn.TransformerEncoderLayer) -> dict[str, np.ndarray]:
     return {name: weight.detach().double().numpy() for name, weight in named.items()}
 
 
-def test_every_role_of_every_layer_against_numpy() -> None:
+def test_every_role_of_every_layer_against_numpy():
     model = encoder()
     measurement = measure(model)
     found = [(row["layer"], row["role"]) for row in measurement.rows]
@@ -81,7 +78,7 @@ def test_every_role_of_every_layer_against_numpy() -> None:
             assert row["sigma_max_status"] == "exact"
 
 
-def test_orthogonal_weights_have_no_error() -> None:
+def test_orthogonal_weights_have_no_error():
     model = encoder(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,7 +90,7 @@ def test_orthogonal_weights_have_no_error() -> None:
     assert row["condition_number"] == pytest.approx(1, abs=1e-5)
 
 
-def test_without_spectra_the_largest_value_is_a_lower_estimate() -> None:
+def test_without_spectra_the_largest_value_is_a_lower_estimate():
     model = encoder()
     exact, quick = measure(model), measure(model, spectra=False)
     for a, b in zip(exact.rows, quick.rows, strict=True):
@@ -106,7 +103,7 @@ def test_without_spectra_the_largest_value_is_a_lower_estimate() -> None:
         assert b["orthogonality_error"] == pytest.approx(a["orthogonality_error"], rel=1e-5)
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
+def snapshot(model):
     return {
         "training": [module.training for module in model.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
@@ -122,20 +119,20 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 class Dropping(nn.Module):
     """A model that draws random numbers even in evaluation, and can be told to fail."""
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails=False):
         super().__init__()
         self.body = encoder(dropout=0.5)
         self.frozen = encoder(1).eval()
         self.fails = fails
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.body(x) + torch.randn(1)
         if self.fails:
             raise RuntimeError("as told")
         return self.frozen(x)
 
 
-def test_the_model_is_left_untouched() -> None:
+def test_the_model_is_left_untouched():
     model = Dropping().train()
     model.frozen.eval()
     before = snapshot(model)
@@ -143,7 +140,7 @@ def test_the_model_is_left_untouched() -> None:
     assert snapshot(model) == before
 
 
-def test_the_model_is_left_untouched_when_it_fails() -> None:
+def test_the_model_is_left_untouched_when_it_fails():
     model = Dropping(fails=True).train()
     before = snapshot(model)
     with pytest.raises(ConfigError, match=r"fails on the batch: RuntimeError: as told"):
@@ -151,9 +148,7 @@ def test_the_model_is_left_untouched_when_it_fails() -> None:
     assert snapshot(model) == before
 
 
-def slow_attention(
-    layer: nn.TransformerEncoderLayer, x: Tensor, padding: Tensor
-) -> tuple[Tensor, Tensor]:
+def slow_attention(layer, x, padding):
     """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query
     at a time."""
     fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
@@ -180,7 +175,7 @@ def slow_attention(
 
 
 @torch.no_grad()
-def test_attention_and_norms_of_a_torch_layer_with_padding() -> None:
+def test_attention_and_norms_of_a_torch_layer_with_padding():
     model = encoder(1)
     x = torch.randn(2, 6, WIDTH)
     padding = torch.zeros(2, 6, dtype=torch.bool)
@@ -203,7 +198,7 @@ def test_attention_and_norms_of_a_torch_layer_with_padding() -> None:
 
 
 @torch.no_grad()
-def test_padding_and_layout_change_nothing() -> None:
+def test_padding_and_layout_change_nothing():
     model = encoder(2)
     x = torch.randn(1, 5, WIDTH)
     padded = torch.cat([x, torch.randn(1, 3, WIDTH)], 1)
@@ -227,7 +222,7 @@ def test_padding_and_layout_change_nothing() -> None:
             assert c[name] == pytest.approx(a[name], rel=1e-4)
 
 
-def hugging_face(name: str, implementation: str) -> Any:
+def hugging_face(name, implementation):
     torch.manual_seed(3)
     config, kind = (
         (hf.bert_config, transformers.BertModel)
@@ -244,8 +239,8 @@ def hugging_face(name: str, implementation: str) -> Any:
 )
 @torch.no_grad()
 def test_hugging_face_attention_equals_the_weights_the_model_returns(
-    name: str, implementation: str, real_tokens: int
-) -> None:
+    name, implementation, real_tokens
+):
     """Grouped keys, rotary positions, causal and padding masks: all that the model itself puts into
     its weights."""
     batch = {
@@ -269,7 +264,7 @@ def test_hugging_face_attention_equals_the_weights_the_model_returns(
         assert max(expected) < 1.6  # below ln 7: the weights are not uniform
 
 
-def test_translation_models_measure_both_stacks() -> None:
+def test_translation_models_measure_both_stacks():
     model = nn.Transformer(WIDTH, HEADS, 1, 1, 24, batch_first=True)
     measurement = measure(model, (torch.randn(2, 6, WIDTH), torch.randn(2, 4, WIDTH)))
     kinds = [(row["stack"], row["kind"]) for row in measurement.activations]
@@ -280,7 +275,7 @@ def test_translation_models_measure_both_stacks() -> None:
     )
 
 
-def test_attention_that_cannot_be_seen_is_said() -> None:
+def test_attention_that_cannot_be_seen_is_said():
     measurement = measure(nn.Sequential(Hidden()), torch.randn(1, 3, 8))
     (row,) = measurement.activations
     assert row["attention_entropy"] is None
@@ -289,7 +284,7 @@ def test_attention_that_cannot_be_seen_is_said() -> None:
     assert measurement.notes[0].startswith("attention weights were not seen in 0: ")
 
 
-def test_all_broken_weights_are_named() -> None:
+def test_all_broken_weights_are_named():
     model = encoder()
     with torch.no_grad():
         model.layers[0].linear1.weight[0, 0] = math.nan
@@ -301,7 +296,7 @@ def test_all_broken_weights_are_named() -> None:
         measure(model)
 
 
-def test_other_bad_input() -> None:
+def test_other_bad_input():
     with pytest.raises(RoleNotFoundError):
         measure(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="received str"):
@@ -315,12 +310,12 @@ def test_other_bad_input() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_measured_as_the_model_it_compiles() -> None:
+def test_a_compiled_model_is_measured_as_the_model_it_compiles():
     model = encoder(1)
     assert measure(torch.compile(model)).rows == measure(model).rows
 
 
-def test_what_is_printed_is_what_an_svd_prints() -> None:
+def test_what_is_printed_is_what_an_svd_prints():
     """Also where the squares of the smallest have lost their digits, as in every fourth square
     weight of width 768."""
     model = encoder()

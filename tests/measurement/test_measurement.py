@@ -1,14 +1,10 @@
 """The record: JSON there and back, CSV, tables and figures."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -19,7 +15,7 @@ from wellposed.measurement.figures import ROLE_ORDER
 from wellposed.roles import ROLE_NAMES
 
 
-def row(layer: int | None = 0, role: str = "query", **changes: Any) -> dict[str, Any]:
+def row(layer=0, role="query", **changes):
     values = {
         "stack": "encoder" if layer is not None else None,
         "layer": layer,
@@ -42,7 +38,7 @@ def row(layer: int | None = 0, role: str = "query", **changes: Any) -> dict[str,
     return {**values, **changes}
 
 
-def activation() -> dict[str, Any]:
+def activation():
     return {
         "stack": "encoder",
         "layer": 0,
@@ -56,12 +52,12 @@ def activation() -> dict[str, Any]:
     }
 
 
-def full() -> Measurement:
+def full():
     singular = row(1, "key", sigma_min=0.0, condition_number=math.inf)
     return Measurement([row(), singular, row(None, "token_embedding")], [activation()], ["a note"])
 
 
-def test_json_there_and_back(tmp_path: Path) -> None:
+def test_json_there_and_back(tmp_path):
     path = full().to_json(tmp_path / "deep" / "m.json")
     assert Measurement.from_json(path) == full()
     assert "Infinity" not in path.read_text()  # strict JSON: readable outside Python
@@ -78,7 +74,7 @@ def test_json_there_and_back(tmp_path: Path) -> None:
         ('{"schema_version": 1, "rows": [1]}', "no list of rows"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_damaged_files_are_named(tmp_path, text, message):
     path = tmp_path / "m.json"
     path.write_text(text)
     with pytest.raises(DataError, match=message) as caught:
@@ -88,7 +84,7 @@ def test_damaged_files_are_named(tmp_path: Path, text: str, message: str) -> Non
         Measurement.from_json(tmp_path / "none.json")
 
 
-def test_csv(tmp_path: Path) -> None:
+def test_csv(tmp_path):
     path = full().to_csv(tmp_path / "m.csv")
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [r["role"] for r in rows] == ["query", "key", "token_embedding"]
@@ -99,7 +95,7 @@ def test_csv(tmp_path: Path) -> None:
     assert beside[0]["affinity_orthogonality_error"] == "0.5 0.75"
 
 
-def test_normalised_by_the_initial_error(tmp_path: Path) -> None:
+def test_normalised_by_the_initial_error(tmp_path):
     initial = Measurement([row(orthogonality_error=0.5), row(1, orthogonality_error=0.0)])
     final = Measurement([row(orthogonality_error=0.125), row(1, orthogonality_error=0.1)])
     ratios = [r["orthogonality_error_ratio"] for r in final.normalised_by(initial).rows]
@@ -112,12 +108,12 @@ def test_normalised_by_the_initial_error(tmp_path: Path) -> None:
     )
 
 
-def test_normalising_by_another_model_names_what_is_missing() -> None:
+def test_normalising_by_another_model_names_what_is_missing():
     with pytest.raises(ConfigError, match=r"encoder\.1\.query\n  encoder\.2\.key"):
         Measurement([row(), row(1), row(2, "key")]).normalised_by(Measurement([row()]))
 
 
-def test_table_holds_every_weight_and_module_in_padded_columns() -> None:
+def test_table_holds_every_weight_and_module_in_padded_columns():
     lines = full().table().splitlines()
     assert lines[0] == "Weights"
     assert set(lines[2]) == {"-", " "}
@@ -140,7 +136,7 @@ def test_table_holds_every_weight_and_module_in_padded_columns() -> None:
     assert "[red]x[/red]" in Measurement([row(role="[red]x[/red]")]).table()  # no markup is read
 
 
-def test_figures(tmp_path: Path) -> None:
+def test_figures(tmp_path):
     svg = full().plot(tmp_path / "m.svg")
     root = ET.fromstring(svg.read_text())
     words = "".join(root.itertext())
@@ -152,17 +148,17 @@ def test_figures(tmp_path: Path) -> None:
     assert again.read_text() == svg.read_text()
 
 
-def test_figure_without_spectra_or_layers(tmp_path: Path) -> None:
+def test_figure_without_spectra_or_layers(tmp_path):
     for bare in (row(singular_values=None), row(None, "token_embedding")):
         assert Measurement([bare]).plot(tmp_path / "bare.svg").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"received suffix '\.pdf'"):
         full().plot(tmp_path / "m.pdf")
 
 
-def test_reading_a_measurement_does_not_import_torch() -> None:
+def test_reading_a_measurement_does_not_import_torch():
     code = "import sys, wellposed.measurement as m; m.Measurement; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_roles_are_drawn_in_the_order_in_which_they_are_named() -> None:
+def test_roles_are_drawn_in_the_order_in_which_they_are_named():
     assert ROLE_ORDER == ROLE_NAMES

@@ -1,7 +1,5 @@
 """Metric names are public: this file pins them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.one_mesh import one_mesh
@@ -16,7 +14,7 @@ SELF = ["query", "key", "value", "output"]
 FEEDFORWARD = ["feedforward_in", "feedforward_out"]
 
 
-def test_names_of_an_encoder() -> None:
+def test_names_of_an_encoder():
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False
     )
@@ -35,7 +33,7 @@ def test_names_of_an_encoder() -> None:
     }
 
 
-def test_names_of_cross_attention() -> None:
+def test_names_of_cross_attention():
     model = nn.Transformer(8, 2, 1, 1, 12, batch_first=True)
     names = set(Monitor(model).step())
     assert {f"cond/decoder.0.cross_{role}/sigma_max" for role in SELF} <= names
@@ -44,20 +42,20 @@ def test_names_of_cross_attention() -> None:
 
 
 class Towers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.left, self.right = (
             nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
         )
 
 
-def test_weights_that_would_share_a_name_carry_their_path() -> None:
+def test_weights_that_would_share_a_name_carry_their_path():
     names = set(Monitor(Towers()).step())
     assert "cond/encoder.0.query@left.self_attn/sigma_max" in names
     assert "cond/encoder.0.query@right.self_attn/sigma_max" in names
 
 
-def test_values_are_those_of_measure_and_come_every_k_steps() -> None:
+def test_values_are_those_of_measure_and_come_every_k_steps():
     model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     monitor = Monitor(model, every=3, spectra=True)
     steps = [monitor.step() for _ in range(7)]
@@ -67,7 +65,7 @@ def test_values_are_those_of_measure_and_come_every_k_steps() -> None:
             assert steps[0][f"cond/encoder.0.{row['role']}/{number}"] == row[number]
 
 
-def test_follows_the_weights_and_leaves_no_trace() -> None:
+def test_follows_the_weights_and_leaves_no_trace():
     model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     attributes = [sorted(vars(module)) for module in model.modules()]
     state = torch.get_rng_state()
@@ -89,7 +87,7 @@ def test_follows_the_weights_and_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     for every in (0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="every = "):
@@ -104,13 +102,13 @@ def test_bad_input() -> None:
 class Reference(nn.Module):
     """One layer whose attention is written out, so that a reader sees every number."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_heads = 2
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, name, nn.Linear(8, 8, bias=False))
 
-    def forward(self, x: torch.Tensor, causal: bool = False) -> torch.Tensor:
+    def forward(self, x, causal=False):
         parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -118,7 +116,7 @@ class Reference(nn.Module):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_vital_signs_are_what_a_reader_would_compute(causal: bool) -> None:
+def test_vital_signs_are_what_a_reader_would_compute(causal):
     model = Reference()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     monitor = Monitor(model, optimizer, every=1, weights=False)
@@ -161,7 +159,7 @@ def test_vital_signs_are_what_a_reader_would_compute(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_logits_of_padded_tokens_do_not_count(implementation: str) -> None:
+def test_logits_of_padded_tokens_do_not_count(implementation):
     from tests.support.zoo import ZOO
 
     model = ZOO["bert"].build().train()
@@ -176,7 +174,7 @@ def test_logits_of_padded_tokens_do_not_count(implementation: str) -> None:
     assert all(0 < value <= 1.001 for name, value in padded.items() if name.endswith("entropy"))
 
 
-def test_only_steps_that_are_due_and_passes_that_train_are_seen() -> None:
+def test_only_steps_that_are_due_and_passes_that_train_are_seen():
     model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     monitor = Monitor(model, every=2, weights=False)
     with torch.no_grad():
@@ -190,13 +188,13 @@ def test_only_steps_that_are_due_and_passes_that_train_are_seen() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_alarms_come_before_the_loss_shows_it_and_name_the_place() -> None:
+def test_alarms_come_before_the_loss_shows_it_and_name_the_place():
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = Monitor(model, optimizer, every=1, weights=False)
     x = torch.randn(4, 6, 16)
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
@@ -223,7 +221,7 @@ def test_alarms_come_before_the_loss_shows_it_and_name_the_place() -> None:
         Monitor(model, limits={"logits": 3.0})
 
 
-def test_the_model_and_the_step_are_as_without_a_monitor() -> None:
+def test_the_model_and_the_step_are_as_without_a_monitor():
     states = []
     for watched in (False, True):
         torch.manual_seed(0)
@@ -240,7 +238,7 @@ def test_the_model_and_the_step_are_as_without_a_monitor() -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_model_in_distributed_data_parallel_gives_the_numbers_of_the_model() -> None:
+def test_a_model_in_distributed_data_parallel_gives_the_numbers_of_the_model():
     rows = []
     with one_mesh():
         for wrap in (nn.Sequential, nn.parallel.DistributedDataParallel):
@@ -255,7 +253,7 @@ def test_a_model_in_distributed_data_parallel_gives_the_numbers_of_the_model() -
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)
 
 
-def test_of_a_compiled_model_a_step_that_is_measured_gives_the_same_numbers() -> None:
+def test_of_a_compiled_model_a_step_that_is_measured_gives_the_same_numbers():
     rows = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -274,7 +272,7 @@ def test_of_a_compiled_model_a_step_that_is_measured_gives_the_same_numbers() ->
         assert seen == pytest.approx(plain, rel=1e-5)
 
 
-def test_weights_that_are_cut_over_processes_are_refused() -> None:
+def test_weights_that_are_cut_over_processes_are_refused():
     from torch.distributed.fsdp import fully_shard
 
     with one_mesh() as mesh:
@@ -283,7 +281,7 @@ def test_weights_that_are_cut_over_processes_are_refused() -> None:
             Monitor(model, every=1)
 
 
-def test_norms_of_queries_and_keys_of_torchs_attention_and_huge_activations() -> None:
+def test_norms_of_queries_and_keys_of_torchs_attention_and_huge_activations():
     model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=True)
     monitor = Monitor(model, every=1, weights=False)
     x = torch.randn(2, 5, 8)

@@ -1,8 +1,6 @@
 """Padding, causality and empty rows, under every registered attention: a new one is in the table by
 itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.close import within

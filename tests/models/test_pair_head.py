@@ -1,8 +1,6 @@
 """Classifiers of pairs: the head by hand and the bound of both vectors moving, attained and attacked;
 and whole models of two towers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The encoder-decoder against a slow float64 one written from the papers; padding, cache, labels; and
 generation against loops without a cache."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

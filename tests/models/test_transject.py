@@ -1,7 +1,5 @@
 """TransJect models: the formula, padding, heads, options; as a language model; and certificates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.close import within

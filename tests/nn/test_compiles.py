@@ -1,14 +1,8 @@
 """Every building block is one graph under `torch.compile`, with the values and gradients of a plain
 call."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 import wellposed.nn as wn
 
@@ -16,7 +10,7 @@ D, H, N = 8, 2, 5
 PADDING = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
 
 
-def l2(**options: Any) -> Callable[[], nn.Module]:
+def l2(**options):
     return lambda: wn.L2SelfAttention(D, H, **options)
 
 
@@ -65,7 +59,7 @@ RESIDUALS = {
 }
 
 
-def check(layer: nn.Module, *inputs: Any, **how: Any) -> None:
+def check(layer, *inputs, **how):
     """Compare a compiled call with a plain one."""
     torch._dynamo.reset()
     found = []
@@ -82,7 +76,7 @@ def check(layer: nn.Module, *inputs: Any, **how: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SELF)
-def test_self_attention(name: str) -> None:
+def test_self_attention(name):
     layer = SELF[name]()
     for how in ({}, {"key_padding_mask": PADDING}, {"is_causal": True}):
         check(layer, torch.randn(2, N, D), **how)
@@ -90,24 +84,24 @@ def test_self_attention(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CROSS)
-def test_cross_attention(name: str) -> None:
+def test_cross_attention(name):
     check(CROSS[name](D, H), torch.randn(2, 3, D), torch.randn(2, N, D), key_padding_mask=PADDING)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENWISE)
-def test_maps_of_tokens(name: str) -> None:
+def test_maps_of_tokens(name):
     how = {"key_padding_mask": PADDING} if name == "transject" else {}
     check(TOKENWISE[name](), torch.randn(2, N, D), **how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
-def test_tables(name: str) -> None:
+def test_tables(name):
     check(TABLES[name](), torch.randint(0, 7, (2, N)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESIDUALS)
-def test_residuals(name: str) -> None:
+def test_residuals(name):
     check(RESIDUALS[name](), torch.randn(2, N, D), torch.randn(2, N, D))

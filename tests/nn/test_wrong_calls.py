@@ -187,6 +187,6 @@ def test_numpy_sizes_are_sizes():
     )
 
 
-def test_a_constructor_without_its_sizes_is_told_what_it_takes() -> None:
+def test_a_constructor_without_its_sizes_is_told_what_it_takes():
     with pytest.raises(ConfigError, match=r"L2SelfAttention: missing .*'num_heads'; it takes"):
         wn.L2SelfAttention(8)

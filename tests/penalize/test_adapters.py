@@ -1,17 +1,14 @@
 """Frozen weights are refused in words, and LoRA factors are trained by the penalty of the weight
 they make."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from tests.support.penalized import after_forward, batch, bert
 from tests.support.zoo import ZOO
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
@@ -22,7 +19,7 @@ RANK, SCALE = 2, 1.5
 class LoraLinear(nn.Module):
     """A linear layer under LoRA, with the names that PEFT's has."""
 
-    def __init__(self, base: nn.Module, out_features: int, in_features: int) -> None:
+    def __init__(self, base, out_features, in_features):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(in_features, RANK, bias=False)})
@@ -32,22 +29,22 @@ class LoraLinear(nn.Module):
         self.active_adapters = ["default"]
         self.merged = self.disable_adapters = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base_layer(x) + SCALE * self.lora_B["default"](self.lora_A["default"](x))
 
 
-def factors(layer: LoraLinear) -> tuple[Any, Any]:
+def factors(layer):
     """A and B of the active adapter."""
-    a: Any = layer.lora_A["default"]
-    b: Any = layer.lora_B["default"]
+    a = layer.lora_A["default"]
+    b = layer.lora_B["default"]
     return a.weight, b.weight
 
 
-def adapted(model: nn.Module, name: str) -> nn.Module:
+def adapted(model, name):
     """Freeze a model and put LoRA on all its layers called ``name``."""
     model.requires_grad_(False)
     for parent in list(model.modules()):
-        base: Any = getattr(parent, name, None)
+        base = getattr(parent, name, None)
         if base is not None:
             shape = base.weight.shape
             rows, columns = shape if isinstance(base, nn.Linear) else shape[::-1]
@@ -55,13 +52,13 @@ def adapted(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def merged(model: nn.Module) -> nn.Module:
+def merged(model):
     """The same model with every adapter added to a trained weight: the slow, obvious reference."""
     twin = copy.deepcopy(model)
     for parent in list(twin.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, LoraLinear):
-                base: Any = layer.base_layer
+                base = layer.base_layer
                 a, b = factors(layer)
                 delta = SCALE * (b @ a).detach()
                 base.weight.data += delta if isinstance(base, nn.Linear) else delta.T
@@ -79,9 +76,7 @@ def merged(model: nn.Module) -> nn.Module:
         ("llama", "up_proj", {"feedforward": 1.0}),
     ],
 )
-def test_the_penalty_is_that_of_the_merged_weight(
-    family: str, name: str, strengths: dict[str, Any]
-) -> None:
+def test_the_penalty_is_that_of_the_merged_weight(family, name, strengths):
     """Value of the merged model; gradients of the factors by the chain rule: s B^T G and s G
     A^T."""
     model = adapted(ZOO[family].build(), name).double()
@@ -97,7 +92,7 @@ def test_the_penalty_is_that_of_the_merged_weight(
     layers = {path: part for path, part in model.named_modules() if isinstance(part, LoraLinear)}
     assert layers
     for path, layer in layers.items():
-        base: Any = twin.get_submodule(path)
+        base = twin.get_submodule(path)
         gradient = base.weight.grad if isinstance(base, nn.Linear) else base.weight.grad.T
         a, b = factors(layer)
         torch.testing.assert_close(a.grad, SCALE * b.T @ gradient, rtol=1e-9, atol=1e-9)
@@ -105,7 +100,7 @@ def test_the_penalty_is_that_of_the_merged_weight(
         assert layer.base_layer.weight.grad is None
 
 
-def test_frozen_weights_are_an_error_that_names_them() -> None:
+def test_frozen_weights_are_an_error_that_names_them():
     model = adapted(bert(), "key")
     penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
     said = r"(?s)frozen.*layer\.2\.attention\.self\.key\.base_layer\.weight.*adapters="
@@ -121,7 +116,7 @@ def test_frozen_weights_are_an_error_that_names_them() -> None:
     assert "key of" not in str(caught.value)
 
 
-def test_freezing_after_the_penalty_was_made_is_noticed() -> None:
+def test_freezing_after_the_penalty_was_made_is_noticed():
     model = bert()
     penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
     assert penalty().item() > 0
@@ -130,7 +125,7 @@ def test_freezing_after_the_penalty_was_made_is_noticed() -> None:
         penalty()
 
 
-def test_some_frozen_weights_are_warned_of_once() -> None:
+def test_some_frozen_weights_are_warned_of_once():
     model = bert()
     model.encoder.layer[0].requires_grad_(False)
     penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
@@ -140,7 +135,7 @@ def test_some_frozen_weights_are_warned_of_once() -> None:
     penalty()  # warnings are errors in these tests
 
 
-def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained() -> None:
+def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained():
     model, inputs = adapted(bert(), "key"), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     after_forward(model, penalty, inputs).backward()
@@ -152,17 +147,17 @@ def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained(
 
 
 @pytest.mark.parametrize("change", ["merged", "disable_adapters", "use_dora"])
-def test_adapters_that_are_not_added_to_the_weight_are_refused(change: str) -> None:
+def test_adapters_that_are_not_added_to_the_weight_are_refused(change):
     model = adapted(bert(), "key")
-    layer: Any = model.get_submodule("encoder.layer.1.attention.self.key")
+    layer = model.get_submodule("encoder.layer.1.attention.self.key")
     setattr(layer, change, {"default": True} if change == "use_dora" else True)
     with pytest.raises(ConfigError, match=r"layer\.1\.attention\.self\.key"):
         OrthogonalityPenalty(model, key=1.0, adapters=True, form="paper")
 
 
-def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused() -> None:
+def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused():
     model = adapted(bert(), "key").double()
-    layer: Any = model.get_submodule("encoder.layer.1.attention.self.key")
+    layer = model.get_submodule("encoder.layer.1.attention.self.key")
     plain = merged(model)
     layer.lora_A["other"] = nn.Linear(16, RANK).double()
     layer.lora_B["other"] = nn.Linear(RANK, 16).double()

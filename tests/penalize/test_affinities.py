@@ -1,29 +1,25 @@
 """The affinity penalty equals ``|A^T A - I|_F^2`` of the attentions that a family's own eager code
 returns, or that are formed by hand, under every kernel, mask and way of running."""
 
-from __future__ import annotations
-
 import copy
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from tests.support.penalized import ALL, Hidden, Mixer, after_forward, batch, bert, step
 from tests.support.zoo import ZOO, D, F, V
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
 
 LENGTHS = (7, 4, 1)
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
 }  # fmt: skip
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES = {
     "bert": ZOO["bert"].build,
     "gpt2": ZOO["gpt2"].build,
     "llama, grouped queries": lambda: hf.LlamaModel(hf.LlamaConfig(**LLAMA)),
@@ -35,7 +31,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def inputs(model: Any) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
+def inputs(model):
     """What the model reads, and how many tokens of each sequence are real (None: all)."""
     if isinstance(model, hf.ViTModel):
         return {"pixel_values": torch.randn(3, 3, 8, 8, dtype=torch.float64)}, None
@@ -47,14 +43,14 @@ def inputs(model: Any) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
     return given, LENGTHS
 
 
-def self_attentions(output: Any) -> Iterator[Tensor]:
+def self_attentions(output):
     """(batch, heads, tokens, tokens) of every layer; what a decoder reads of its encoder is no
     affinity."""
     for name in ("attentions", "encoder_attentions", "decoder_attentions"):
         yield from getattr(output, name, None) or ()
 
 
-def slow(output: Any, lengths: tuple[int, ...] | None) -> float:
+def slow(output, lengths):
     total = 0.0
     for layer in self_attentions(output):
         for sequence, heads in enumerate(layer.double()):
@@ -66,10 +62,8 @@ def slow(output: Any, lengths: tuple[int, ...] | None) -> float:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_attentions_of_the_familys_own_code(
-    family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = FAMILIES[family]().double().eval()
+def test_equals_the_attentions_of_the_familys_own_code(family, implementation, monkeypatch):
+    model = FAMILIES[family]().double().eval()
     with torch.no_grad():  # far from uniform attention
         for name, parameter in model.named_parameters():
             reads = any(word in name for word in ("q", "k", "attn", "Attention"))
@@ -97,7 +91,7 @@ def test_equals_the_attentions_of_the_familys_own_code(
     assert value.item() == pytest.approx(expected, rel=1e-10 if exact else 1e-5)
 
 
-def test_learned_position_bias_of_t5_receives_gradient_from_the_penalty() -> None:
+def test_learned_position_bias_of_t5_receives_gradient_from_the_penalty():
     model = ZOO["t5"].build()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     output = ZOO["t5"].run(model)
@@ -108,7 +102,7 @@ def test_learned_position_bias_of_t5_receives_gradient_from_the_penalty() -> Non
     assert output is not None
 
 
-def test_left_padding_of_a_decoder() -> None:
+def test_left_padding_of_a_decoder():
     model = ZOO["llama"].build().double().eval()
     tokens = torch.randint(3, 30, (1, 5))
     penalty = OrthogonalityPenalty(model, affinity=1.0)
@@ -122,7 +116,7 @@ def test_left_padding_of_a_decoder() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_handwritten_softmax_is_seen(fused: bool) -> None:
+def test_handwritten_softmax_is_seen(fused):
     module, x = Mixer(fused=fused, dropout=0.5).double(), torch.randn(2, 5, 8).double()
     value = after_forward(module, OrthogonalityPenalty(module, affinity=1.0), {"x": x})
     q, k, _ = module.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
@@ -132,7 +126,7 @@ def test_handwritten_softmax_is_seen(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_watching_changes_no_output_and_no_gradient(implementation: str) -> None:
+def test_watching_changes_no_output_and_no_gradient(implementation):
     model, inputs = bert(), batch()
     model.set_attn_implementation(implementation)
     plain = model(**inputs)[0]
@@ -153,7 +147,7 @@ def test_watching_changes_no_output_and_no_gradient(implementation: str) -> None
 
 @pytest.mark.parametrize("needs_weights", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_multihead_attention_with_masks(needs_weights: bool, causal: bool) -> None:
+def test_multihead_attention_with_masks(needs_weights, causal):
     module = nn.MultiheadAttention(8, 2, batch_first=True).double()
     penalty = OrthogonalityPenalty(module, affinity=1.0)
     x, lengths = torch.randn(3, 6, 8).double(), (6, 4, 1)
@@ -179,7 +173,7 @@ def test_multihead_attention_with_masks(needs_weights: bool, causal: bool) -> No
     assert output.requires_grad
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
+def test_gradient_checkpointing_changes_nothing():
     model, inputs = bert().double(), batch()
     penalty = OrthogonalityPenalty(model, **ALL)
     plain = step(model, penalty, inputs)
@@ -188,15 +182,15 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     penalty.remove()
 
 
-def test_checkpointing_around_multihead_attention() -> None:
+def test_checkpointing_around_multihead_attention():
     class Checkpointed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
             self.layer = nn.TransformerEncoderLayer(8, 2, 12, **options)
             self.checkpoint = False
 
-        def forward(self, x: Tensor) -> tuple[Tensor]:
+        def forward(self, x):
             if self.checkpoint:
                 return (torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False),)
             return (self.layer(x),)
@@ -208,7 +202,7 @@ def test_checkpointing_around_multihead_attention() -> None:
     torch.testing.assert_close(step(model, penalty, inputs), plain, rtol=1e-12, atol=1e-14)
 
 
-def test_reentrant_checkpointing_is_refused() -> None:
+def test_reentrant_checkpointing_is_refused():
     model, inputs = bert(), batch()
     model.activation_checkpointing_enable({"use_reentrant": True})
     penalty = OrthogonalityPenalty(model, affinity=1.0)
@@ -217,7 +211,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["exact", "probes"])
-def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
+def test_bf16_autocast_is_close_to_float32(estimator):
     model, inputs = bert(initializer_range=0.2), batch()
     draw = torch.Generator()
     penalty = OrthogonalityPenalty(model, **ALL, estimator=estimator, generator=draw)
@@ -236,7 +230,7 @@ def test_bf16_autocast_is_close_to_float32(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["l2", "l2_tied", "l2_contractive", "cosine"])
-def test_our_other_attentions_are_watched(attention: str) -> None:
+def test_our_other_attentions_are_watched(attention):
     """Affinities of L2 attention are soft-maxed distances: |A^T A - I|^2 from the distances
     themselves."""
     from wellposed.models import build_model
@@ -246,7 +240,7 @@ def test_our_other_attentions_are_watched(attention: str) -> None:
     model = model.double().eval()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     part = model.get_submodule(penalty.roles.attention[0].path)
-    projected: list[Tensor] = []
+    projected = []
     for name in ("q_proj", "k_proj"):
         layer = getattr(part, name) or part.q_proj
         layer.register_forward_hook(lambda m, args, out: projected.append(out.detach()))
@@ -260,14 +254,14 @@ def test_our_other_attentions_are_watched(attention: str) -> None:
     assert value.item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_attention_that_cannot_be_seen_is_named() -> None:
+def test_attention_that_cannot_be_seen_is_named():
     model = nn.Sequential(Hidden())
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     with pytest.raises(ConfigError, match=r"(?s)cannot be seen.*\n  0\n.*affinity=0"):
         after_forward(model, penalty, {"input": torch.randn(1, 3, 8)})
 
 
-def test_flash_only_kernels_are_refused_at_attach_time() -> None:
+def test_flash_only_kernels_are_refused_at_attach_time():
     model = bert()
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ConfigError, match=r"flash_attention_2") as caught:
@@ -283,11 +277,11 @@ def test_flash_only_kernels_are_refused_at_attach_time() -> None:
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")),
     reason="inductor needs a C++ compiler",
 )
-def test_inductor_equals_eager() -> None:
+def test_inductor_equals_eager():
     model, x = nn.Sequential(Mixer()), torch.randn(2, 6, 8)
     penalty = OrthogonalityPenalty(model, affinity=0.3, attention=0.7)
     compiled = torch.compile(model, backend="inductor")
-    found: list[tuple[Tensor, dict[str, Tensor | None]]] = []
+    found = []
     for run in (model, compiled, compiled):
         model.zero_grad()
         loss = run(x).square().mean() + penalty()

@@ -1,16 +1,13 @@
 """DDP and FSDP2 over two processes give the losses and gradients of one."""
 
-from __future__ import annotations
-
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.support.penalized import batch, bert, step
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -21,19 +18,19 @@ from wellposed.penalize import OrthogonalityPenalty
 STRENGTHS = {"affinity": 0.3, "attention": 0.7, "feedforward": 1.1, "embedding": 0.2}
 
 
-def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
+def model_and_batch():
     torch.manual_seed(3)
     return bert().double(), batch(4)
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def take_step(kind: str, rank: int) -> dict[str, object]:
+def take_step(kind, rank):
     """One step on this rank's half of the batch; the mean loss and the whole gradients."""
     model, inputs = model_and_batch()
-    wrapped: nn.Module = model
+    wrapped = model
     if kind == "fsdp2":
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         for layer in model.encoder.layer:
@@ -49,11 +46,11 @@ def take_step(kind: str, rank: int) -> dict[str, object]:
     return {"loss": loss / 2, "gradients": named}
 
 
-def gathers_in(calls: CommDebugMode) -> int:
+def gathers_in(calls):
     return sum(count for kind, count in calls.get_comm_counts().items() if "gather" in str(kind))
 
 
-def penalise_shards() -> dict[str, object]:
+def penalise_shards():
     """Values and gradients on shards in either direction, and the gathers that took place."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -72,7 +69,7 @@ def penalise_shards() -> dict[str, object]:
     return {"found": found, "gathers": gathers, "gathers of qr": gathers_in(calls)}
 
 
-def worker(rank: int, store: str, out: str) -> None:
+def worker(rank, store, out):
     torch.set_num_threads(1)
     wait = timedelta(seconds=200)
     dist.init_process_group(
@@ -87,7 +84,7 @@ def worker(rank: int, store: str, out: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two-processes")
     mp.spawn(worker, args=(str(folder / "store"), str(folder / "out.pt")), nprocs=2)
     return torch.load(folder / "out.pt")
@@ -95,7 +92,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(kind: str, results: dict[str, dict[str, Any]]) -> None:
+def test_two_processes_equal_one(kind, results):
     found = results[kind]
     model, inputs = model_and_batch()
     loss, expected = step(model, OrthogonalityPenalty(model, **STRENGTHS, form="paper"), inputs)
@@ -104,7 +101,7 @@ def test_two_processes_equal_one(kind: str, results: dict[str, dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_shards_in_either_direction_without_gathering(results: dict[str, dict[str, Any]]) -> None:
+def test_shards_in_either_direction_without_gathering(results):
     shards = results["shards"]
     assert shards["gathers"] == 0
     assert shards["gathers of qr"] > 0  # so the count can see a gather

@@ -1,28 +1,24 @@
 """Gradients added in place equal those of backward, on every family, and what needs a graph is
 refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tests.support.zoo import ZOO
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from wellposed.errors import ConfigError
 from wellposed.penalize import OrthogonalityPenalty
 
-WEIGHTS: dict[str, Any] = {"attention": 0.5, "feedforward": 0.25, "key": 2.0}
+WEIGHTS = {"attention": 0.5, "feedforward": 0.25, "key": 2.0}
 WEIGHTS["form"] = "gram_squared"
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(model: nn.Module, rtol: float = 1e-12, **options: Any) -> None:
+def compare(model, rtol=1e-12, **options):
     """Both ways, on top of gradients that are there already on every second parameter."""
     found = []
     for in_place in (False, True):
@@ -46,7 +42,7 @@ def compare(model: nn.Module, rtol: float = 1e-12, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ZOO)
-def test_same_gradients_as_backward(family: str) -> None:
+def test_same_gradients_as_backward(family):
     compare(ZOO[family].build().double(), **WEIGHTS)
 
 
@@ -58,12 +54,12 @@ def test_same_gradients_as_backward(family: str) -> None:
         {"embedding": 1.0, "value": lambda step: 0.5 + step, "form": "paper"},
     ],
 )
-def test_forms_modes_and_schedules(options: dict[str, Any]) -> None:
+def test_forms_modes_and_schedules(options):
     compare(ZOO["llama"].build().double(), **options)
     compare(ZOO["gpt2"].build().double(), **options)
 
 
-def test_low_precision_and_frozen_weights() -> None:
+def test_low_precision_and_frozen_weights():
     compare(ZOO["bert"].build(), 1e-5, **WEIGHTS)
     compare(ZOO["bert"].build().bfloat16(), 2**-7, **WEIGHTS)
     compare(ZOO["bert"].build(), 2**-6, gram_dtype=torch.bfloat16, **WEIGHTS)
@@ -75,7 +71,7 @@ def test_low_precision_and_frozen_weights() -> None:
     assert model.encoder.layer[0].attention.self.key.weight.grad is None
 
 
-def test_an_orthogonal_weight_gets_no_gradient_from_the_norm() -> None:
+def test_an_orthogonal_weight_gets_no_gradient_from_the_norm():
     module = nn.MultiheadAttention(4, 2).double()
     with torch.no_grad():
         module.in_proj_weight[4:8] = torch.eye(4)
@@ -84,7 +80,7 @@ def test_an_orthogonal_weight_gets_no_gradient_from_the_norm() -> None:
     assert not module.in_proj_weight.grad.any()
 
 
-def test_left_out_steps_add_nothing() -> None:
+def test_left_out_steps_add_nothing():
     model = ZOO["bert"].build()
     penalty = OrthogonalityPenalty(model, key=1.0, every=2, form="paper")
     assert penalty.accumulate_() > 0
@@ -93,7 +89,7 @@ def test_left_out_steps_add_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in gradients(model).items())
 
 
-def test_what_needs_a_graph_is_refused() -> None:
+def test_what_needs_a_graph_is_refused():
     module = nn.MultiheadAttention(8, 2, batch_first=True)
     affine = OrthogonalityPenalty(module, affinity=1.0, key=1.0, form="paper")
     with pytest.raises(ConfigError, match=r"affinities need.*backward"):

@@ -1,12 +1,9 @@
 """What an attached penalty holds and leaves, on every family that roles are found in: training, notes,
 copies, saved models, calls in the wrong order."""
 
-from __future__ import annotations
-
 import copy
 import io
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +29,11 @@ QUICK = ("bert", "gpt2", "llama", "t5", "torch encoder")
 FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
 
 
-def everything_on(model: nn.Module) -> dict[str, object]:
+def everything_on(model):
     """Every attribute and hook of every module by path; modules and tensors by identity, hook
     tables by content."""
     names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
-    found: dict[str, object] = {"": names}
+    found = {"": names}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_hook_table = isinstance(value, dict) and "hooks" in name
@@ -45,23 +42,21 @@ def everything_on(model: nn.Module) -> dict[str, object]:
     return found
 
 
-def strengths_for(model: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
+def strengths_for(model, names):
     tables = any(role.kind == "token" for role in find_roles(model).embeddings)
     return {name: 1.0 for name in names if name != "embedding" or tables}
 
 
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attach_train_save_load_and_detach(
-    family: str, names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_attach_train_save_load_and_detach(family, names, tmp_path):
     entry = ZOO[family]
     model = entry.build().train()
     before = everything_on(model)
     given = strengths_for(model, names)
     penalty = OrthogonalityPenalty(model, **given, form="gram_squared")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    history: list[dict[str, float]] = []
+    history = []
     for _ in range(20):
         torch.manual_seed(1)  # the same tokens and dropout at each step, so that affinities compare
         loss = entry.run(model).square().mean() + penalty()
@@ -93,7 +88,7 @@ def test_attach_train_save_load_and_detach(
     assert torch.equal(*outputs)
 
 
-def test_an_unused_note_dies_with_its_graph() -> None:
+def test_an_unused_note_dies_with_its_graph():
     model, inputs = bert(), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     output = model(**inputs)
@@ -108,7 +103,7 @@ def test_an_unused_note_dies_with_its_graph() -> None:
         penalty()
 
 
-def test_calls_in_the_wrong_order_are_explained() -> None:
+def test_calls_in_the_wrong_order_are_explained():
     model, inputs = bert(), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     with pytest.raises(ConfigError, match="one forward pass"):
@@ -124,7 +119,7 @@ def test_calls_in_the_wrong_order_are_explained() -> None:
         penalty()
 
 
-def test_value_without_gradient_under_no_grad() -> None:
+def test_value_without_gradient_under_no_grad():
     model, inputs = bert(), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     with torch.no_grad():
@@ -132,7 +127,7 @@ def test_value_without_gradient_under_no_grad() -> None:
         assert penalty().item() > 0
 
 
-def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
+def test_an_exception_in_the_model_leaves_no_mode_behind():
     model, inputs = bert(), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     layer = model.encoder.layer[1].attention.self.value
@@ -144,7 +139,7 @@ def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
     assert after_forward(model, penalty, inputs).item() > 0
 
 
-def test_copies_and_pickles_do_not_report_to_the_original() -> None:
+def test_copies_and_pickles_do_not_report_to_the_original():
     model, inputs = bert(), batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     twin = copy.deepcopy(model)
@@ -156,7 +151,7 @@ def test_copies_and_pickles_do_not_report_to_the_original() -> None:
     assert buffer.tell() > 0
 
 
-def test_generation_with_a_cache_is_not_in_the_way() -> None:
+def test_generation_with_a_cache_is_not_in_the_way():
     from wellposed.models import build_model
 
     sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2}
@@ -168,7 +163,7 @@ def test_generation_with_a_cache_is_not_in_the_way() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_evaluation_of_a_torch_encoder_on_its_fast_path_still_works() -> None:
+def test_evaluation_of_a_torch_encoder_on_its_fast_path_still_works():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2).eval()
     x, padded = torch.randn(2, 4, 8), torch.tensor([[False, False, False, True], [False] * 4])
     with torch.no_grad():

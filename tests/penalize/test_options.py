@@ -1,11 +1,6 @@
 """What each option of the penalty does: sampled layers, schedules, forms, cross-attention; and what
 it refuses."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from tests.support.penalized import Hidden, after_forward, batch, bert
@@ -21,7 +16,7 @@ from wellposed.training.config import PenaltyOptions, RunConfig
 from wellposed.training.loop.build import build_penalty
 
 
-def test_sampled_layers_are_unbiased() -> None:
+def test_sampled_layers_are_unbiased():
     """Each of the three layers is drawn alone at some step, and the mean of the three is the
     whole."""
     model, inputs = bert().double(), batch()
@@ -30,8 +25,8 @@ def test_sampled_layers_are_unbiased() -> None:
     terms = whole.terms()
     whole.remove()
     penalty = OrthogonalityPenalty(model, affinity=1.0, layers_per_step=1)
-    drawn: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    drawn = {}
+    counts = {}
     for _ in range(60):
         after_forward(model, penalty, inputs)
         ((name, value),) = penalty.terms().items()
@@ -43,7 +38,7 @@ def test_sampled_layers_are_unbiased() -> None:
     assert all(value == pytest.approx(3 * terms[name], rel=1e-12) for name, value in drawn.items())
 
 
-def test_every_k_is_scaled_by_k_and_follows_a_resumed_step() -> None:
+def test_every_k_is_scaled_by_k_and_follows_a_resumed_step():
     model, inputs = bert(), batch()
     always = OrthogonalityPenalty(model, attention=1.0)().item()
     penalty = OrthogonalityPenalty(model, affinity=1e-6, attention=1.0, every=4)
@@ -54,7 +49,7 @@ def test_every_k_is_scaled_by_k_and_follows_a_resumed_step() -> None:
     assert after_forward(model, penalty, inputs).item() > 0
 
 
-def test_schedules_see_the_step() -> None:
+def test_schedules_see_the_step():
     model = bert()
     penalty = OrthogonalityPenalty(model, attention=lambda step: 0.1 * step, key=1.0, form="paper")
     keys = OrthogonalityPenalty(model, key=1.0, form="paper")().item()
@@ -67,7 +62,7 @@ def test_schedules_see_the_step() -> None:
 
 
 @pytest.mark.parametrize("method", ["householder", "gram_schmidt"])
-def test_qr_form(method: str) -> None:
+def test_qr_form(method):
     model = bert()
     penalty = OrthogonalityPenalty(model, key=1.0, form="qr", qr_method=method)
     weight = model.encoder.layer[0].attention.self.key.weight.detach().double()
@@ -78,7 +73,7 @@ def test_qr_form(method: str) -> None:
     assert model.encoder.layer[0].attention.self.key.weight.grad is not None
 
 
-def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_line() -> None:
+def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_line():
     """Both said 1e-2 of McGrath's, and gave 529.95 and 5.48 on one model."""
     model = bert()
     by_variant = apply_variant("key:1e-2", RunConfig("listops")).penalty
@@ -99,7 +94,7 @@ def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_lin
     assert OrthogonalityPenalty(model, **zhang)().item() == squared.item()
 
 
-def test_a_run_recorded_with_squares_keeps_them() -> None:
+def test_a_run_recorded_with_squares_keeps_them():
     recorded = RunConfig.from_dict(
         {"task": "listops", "penalty": {"key": 1e-2, "value": 0.5, "form": "gram_squared"}}
     )
@@ -108,7 +103,7 @@ def test_a_run_recorded_with_squares_keeps_them() -> None:
     assert build_penalty(recorded.penalty, model)().item() == squared.item()
 
 
-def test_a_mapping_of_forms_and_bf16_products() -> None:
+def test_a_mapping_of_forms_and_bf16_products():
     model = bert()
     both = {"key": 1.0, "value": 1.0}
     norms = OrthogonalityPenalty(model, **both, form="gram")
@@ -125,7 +120,7 @@ def test_a_mapping_of_forms_and_bf16_products() -> None:
     assert rough.terms()[name] == pytest.approx(norms.terms()[name], rel=0.01)
 
 
-def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
+def test_a_weight_in_two_roles_is_counted_once_and_said_so():
     model = bert()
     inner = model.encoder.layer[0].attention.self
     inner.key = inner.query
@@ -146,7 +141,7 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so() -> None:
     assert joint.terms()["attention.encoder.0"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_cross_attention_only_on_request() -> None:
+def test_cross_attention_only_on_request():
     model = ZOO["bart"].build()
     inside = OrthogonalityPenalty(model, key=1.0, form="paper")
     across = OrthogonalityPenalty(model, key=1.0, cross_attention=True, form="paper")
@@ -156,10 +151,10 @@ def test_cross_attention_only_on_request() -> None:
     assert set(across.terms()) - set(inside.terms()) == only
 
 
-def test_bad_input_is_refused_before_training() -> None:
+def test_bad_input_is_refused_before_training():
     model = bert()
 
-    def attach(to: Any = model, **options: Any) -> Callable[[], object]:
+    def attach(to=model, **options):
         return lambda: OrthogonalityPenalty(to, **options)
 
     words = {
@@ -190,7 +185,7 @@ def test_bad_input_is_refused_before_training() -> None:
     each_refused(RoleNotFoundError, roles)
 
 
-def test_quantised_weights_are_refused_by_name() -> None:
+def test_quantised_weights_are_refused_by_name():
     model = bert()
     query = model.encoder.layer[0].attention.self.query
     query.weight = nn.Parameter(query.weight.detach().mul(100).to(torch.int8), requires_grad=False)
@@ -198,9 +193,9 @@ def test_quantised_weights_are_refused_by_name() -> None:
         OrthogonalityPenalty(model, query=1.0, form="paper")
 
 
-def test_joint_needs_one_input_width() -> None:
+def test_joint_needs_one_input_width():
     class Uneven(Hidden):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.o_proj = nn.Linear(8, 8)
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 8) for _ in range(3))

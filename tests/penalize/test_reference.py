@@ -1,15 +1,9 @@
 """The penalty equals the papers' formulas, re-computed in float64 from weights and affinities read
 by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.support.penalized import after_forward
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from wellposed.models import build_model
 from wellposed.penalize import OrthogonalityPenalty
@@ -26,7 +20,7 @@ NAMES = {
 }
 
 
-def gram_distance(matrix: Tensor) -> Tensor:
+def gram_distance(matrix):
     """|M^T M - I|_F^2, the slow way."""
     matrix = matrix.double()
     return ((matrix.T @ matrix - torch.eye(matrix.shape[1], dtype=torch.float64)) ** 2).sum()
@@ -36,24 +30,24 @@ class Reference:
     """Weights by literal name, and affinities from queries and keys caught by hooks on the linear
     layers."""
 
-    def __init__(self, model: PreTrainedModel, *, causal: bool) -> None:
+    def __init__(self, model, *, causal):
         self.model, self.causal = model, causal
-        self.projected: dict[str, Tensor] = {}
+        self.projected = {}
         for layer in range(LAYERS):
             for role in ("query", "key"):
                 path = NAMES[role].format(layer)
                 model.get_submodule(path).register_forward_hook(self._keep(path))
 
-    def _keep(self, path: str):
-        def hook(module: nn.Module, args: object, output: Tensor) -> None:
+    def _keep(self, path):
+        def hook(module, args, output):
             self.projected[path] = output.detach().double()
 
         return hook
 
-    def weight(self, role: str, layer: int) -> Tensor:
+    def weight(self, role, layer):
         return self.model.get_submodule(NAMES[role].format(layer)).weight.detach().double()
 
-    def affinities(self, layer: int) -> Iterator[Tensor]:
+    def affinities(self, layer):
         """Yield A of every sequence and head, padded rows and columns cut off before the
         softmax."""
         query, key = (self.projected[NAMES[role].format(layer)] for role in ("query", "key"))
@@ -67,7 +61,7 @@ class Reference:
                     scores = scores.masked_fill(later, -torch.inf)
                 yield scores.softmax(-1)
 
-    def total(self) -> float:
+    def total(self):
         total = 0.0
         for layer in range(LAYERS):
             affinity = sum(map(gram_distance, self.affinities(layer))) / len(LENGTHS)
@@ -78,7 +72,7 @@ class Reference:
         return total
 
 
-def build(kind: str = KINDS[0]) -> tuple[PreTrainedModel, Reference]:
+def build(kind=KINDS[0]):
     model = build_model(
         "wellposed", kind, vocab_size=30, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         intermediate_size=24, max_position_embeddings=16, norm="post",
@@ -86,7 +80,7 @@ def build(kind: str = KINDS[0]) -> tuple[PreTrainedModel, Reference]:
     return model, Reference(model, causal=kind == "causal_lm")
 
 
-def inputs() -> dict[str, Tensor]:
+def inputs():
     tokens = torch.randint(1, 30, (len(LENGTHS), max(LENGTHS)))
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
     return {"input_ids": tokens, "attention_mask": mask}
@@ -94,9 +88,7 @@ def inputs() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_equals_the_papers_formulas_with_padding(
-    kind: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_equals_the_papers_formulas_with_padding(kind, dtype, tolerance):
     model, reference = build(kind)
     model = model.to(dtype).train()
     penalty = OrthogonalityPenalty(model, **STRENGTHS)
@@ -106,7 +98,7 @@ def test_equals_the_papers_formulas_with_padding(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_equals_autograd_through_the_formulas(kind: str) -> None:
+def test_gradient_equals_autograd_through_the_formulas(kind):
     """Directional derivative by central differences of the reference: an independent route."""
     model, reference = build(kind)
     model.eval()
@@ -127,7 +119,7 @@ def test_gradient_equals_autograd_through_the_formulas(kind: str) -> None:
     assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
 
 
-def test_presets_are_the_papers_terms() -> None:
+def test_presets_are_the_papers_terms():
     model, reference = build()
     penalty = OrthogonalityPenalty(model, **zhang2021("III", 0.5, as_printed=True))
     after_forward(model, penalty, inputs())
@@ -143,14 +135,14 @@ def test_presets_are_the_papers_terms() -> None:
     assert set(keys.terms()) == {"key.encoder.0", "key.encoder.1"}
 
 
-def test_embedding_penalises_rows_of_the_table() -> None:
+def test_embedding_penalises_rows_of_the_table():
     model, _ = build()
     penalty = OrthogonalityPenalty(model, embedding=2.0, form="gram")
     table = model.model.embeddings.token.weight.detach()
     assert penalty().item() == pytest.approx(2 * gram_distance(table.T).sqrt().item(), rel=1e-12)
 
 
-def test_separate_asks_it_of_each_matrix() -> None:
+def test_separate_asks_it_of_each_matrix():
     model, reference = build()
     penalty = OrthogonalityPenalty(model, attention=1.0, attention_mode="separate")
     weights = (reference.weight(role, layer) for layer in range(2) for role in ATTENTION)

@@ -1,11 +1,7 @@
 """Run folders made up by hand, in the layout of the training loop."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +9,7 @@ import pytest
 ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
 
 
-def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) -> dict[str, Any]:
+def measurement(seed, *, error, layers=2, width=16):
     """A measurement file of an encoder with random weights."""
     generator = np.random.default_rng(seed)
     rows = []
@@ -37,7 +33,7 @@ def measurement(seed: int, *, error: float, layers: int = 2, width: int = 16) ->
     return {"schema_version": 1, "rows": rows, "activations": [], "notes": []}
 
 
-def toml(values: dict[str, Any], place: str = "") -> str:
+def toml(values, place=""):
     """Nested plain values as TOML; the JSON of a string is one in TOML as well."""
     nested = {key: value for key, value in values.items() if isinstance(value, dict)}
     plain = {key: value for key, value in values.items() if key not in nested}
@@ -49,18 +45,18 @@ def toml(values: dict[str, Any], place: str = "") -> str:
 
 
 def write_run(
-    folder: Path,
+    folder,
     *,
-    task: str = "listops",
-    variant: str = "post_ln",
-    seed: int = 0,
-    value: float = 0.4,
-    status: str = "success",
-    command: tuple[str, ...] = ("wellposed", "compare", "listops"),
-    model: dict[str, Any] | None = None,
-    date: str = "2026-01-01T00:00:00",
-    layers: int = 2,
-) -> Path:
+    task="listops",
+    variant="post_ln",
+    seed=0,
+    value=0.4,
+    status="success",
+    command=("wellposed", "compare", "listops"),
+    model=None,
+    date="2026-01-01T00:00:00",
+    layers=2,
+):
     """Write a run folder whose headline metric on test is ``value``."""
     folder.mkdir(parents=True)
     language = task == "char_lm"
@@ -116,7 +112,7 @@ def write_run(
     return folder
 
 
-def _write_comparison(folder: Path, values: dict[str, list[float]], **options: Any) -> Path:
+def _write_comparison(folder, values, **options):
     folder = folder / options.get("task", "listops")
     for variant, numbers in values.items():
         for seed, value in enumerate(numbers):
@@ -127,18 +123,18 @@ def _write_comparison(folder: Path, values: dict[str, list[float]], **options: A
 
 
 @pytest.fixture(scope="session")
-def write_comparison() -> Any:
+def write_comparison():
     """Return the function that writes ``folder/task/variant/seed-k`` for every value."""
     return _write_comparison
 
 
 @pytest.fixture
-def compare(tmp_path: Path) -> Any:
+def compare(tmp_path):
     """Return a function that writes a comparison below ``tmp_path`` and returns its folder."""
     return lambda values, **options: _write_comparison(tmp_path, values, **options)
 
 
 @pytest.fixture
-def make_run() -> Any:
+def make_run():
     """Return the function that writes one run folder."""
     return write_run

@@ -1,14 +1,10 @@
 """From run folders to a comparison: which runs count, in which order, and what is said about
 them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import scipy.stats
@@ -24,7 +20,7 @@ VALUES = {
 }
 
 
-def test_numbers_of_a_comparison(compare: Any) -> None:
+def test_numbers_of_a_comparison(compare):
     (task,) = aggregate([compare(VALUES)]).tasks
     assert (task.task, task.metric, task.higher_is_better) == ("listops", "accuracy,test", True)
     assert [result.variant for result in task.variants] == list(VALUES)
@@ -43,7 +39,7 @@ def test_numbers_of_a_comparison(compare: Any) -> None:
     assert all(result.learned for result in task.variants)
 
 
-def test_the_first_variant_is_that_of_the_comparison_not_of_the_alphabet(compare: Any) -> None:
+def test_the_first_variant_is_that_of_the_comparison_not_of_the_alphabet(compare):
     folder = compare(VALUES)
     for given in (
         [folder],
@@ -55,8 +51,8 @@ def test_the_first_variant_is_that_of_the_comparison_not_of_the_alphabet(compare
 
 
 def test_without_a_comparison_file_the_given_order_counts_then_the_date(
-    compare: Any, make_run: Any, tmp_path: Path
-) -> None:
+    compare, make_run, tmp_path
+):
     folder = compare(VALUES)
     (folder / "compare.json").unlink()
     given = [folder / "post_ln" / "seed-0", folder / "ablated" / "seed-0"]
@@ -66,7 +62,7 @@ def test_without_a_comparison_file_the_given_order_counts_then_the_date(
     assert [r.variant for r in aggregate([tmp_path / "x"]).tasks[0].variants] == ["b", "a"]
 
 
-def test_pairs_are_runs_of_the_same_seed(compare: Any) -> None:
+def test_pairs_are_runs_of_the_same_seed(compare):
     folder = compare(VALUES)
     with edited(folder / "oc3-1e-4" / "seed-2" / "result.json") as record:
         record["seed"] = 7
@@ -79,7 +75,7 @@ def test_pairs_are_runs_of_the_same_seed(compare: Any) -> None:
     assert task.variants[1].seeds == (0, 1, 7)
 
 
-def test_no_shared_seed_is_no_test(compare: Any) -> None:
+def test_no_shared_seed_is_no_test(compare):
     folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
     with edited(folder / "pre_ln" / "seed-0" / "result.json") as record:
         record["seed"] = 1
@@ -90,7 +86,7 @@ def test_no_shared_seed_is_no_test(compare: Any) -> None:
     assert comparison.verdict == "cannot be said: no seed is shared with the baseline post_ln"
 
 
-def test_a_repeated_run_counts_once_the_newest(compare: Any, make_run: Any, tmp_path: Path) -> None:
+def test_a_repeated_run_counts_once_the_newest(compare, make_run, tmp_path):
     folder = compare({"post_ln": [0.4, 0.5]})
     newer = make_run(
         tmp_path / "again", variant="post_ln", seed=0, value=0.6, date="2026-02-01T00:00:00+00:00"
@@ -102,7 +98,7 @@ def test_a_repeated_run_counts_once_the_newest(compare: Any, make_run: Any, tmp_
     ]
 
 
-def test_configurations_are_never_pooled(make_run: Any, tmp_path: Path) -> None:
+def test_configurations_are_never_pooled(make_run, tmp_path):
     for seed in (0, 1):
         make_run(tmp_path / f"small{seed}", seed=seed, model={"hidden_size": 32})
         make_run(tmp_path / f"large{seed}", seed=seed, model={"hidden_size": 64}, value=0.5)
@@ -110,7 +106,7 @@ def test_configurations_are_never_pooled(make_run: Any, tmp_path: Path) -> None:
     assert sorted(names) == ["post_ln (hidden_size=32)", "post_ln (hidden_size=64)"]
 
 
-def test_tasks_and_data_are_kept_apart(compare: Any, make_run: Any, tmp_path: Path) -> None:
+def test_tasks_and_data_are_kept_apart(compare, make_run, tmp_path):
     compare({"post_ln": [0.4]})
     compare({"post_ln": [2.0], "pre_ln": [3.5]}, task="char_lm")
     other = make_run(tmp_path / "other", task="char_lm", value=1.9)
@@ -125,14 +121,14 @@ def test_tasks_and_data_are_kept_apart(compare: Any, make_run: Any, tmp_path: Pa
     assert "NO" in aggregate([tmp_path]).table()
 
 
-def test_other_metrics_that_are_not_finite_are_left_out(compare: Any) -> None:
+def test_other_metrics_that_are_not_finite_are_left_out(compare):
     folder = compare({"post_ln": [0.4, 0.5]})
     with edited(folder / "post_ln" / "seed-0" / "result.json") as record:
         record["results"]["listops"]["loss,test"] = None
     assert "loss,test" not in aggregate([folder]).tasks[0].variants[0].metrics
 
 
-def test_every_damaged_file_is_named_at_once(compare: Any, tmp_path: Path) -> None:
+def test_every_damaged_file_is_named_at_once(compare, tmp_path):
     folder = compare(VALUES)
     (folder / "post_ln" / "seed-0" / "result.json").write_text('{"schema_version": 1, "task":')
     with edited(folder / "post_ln" / "seed-1" / "result.json") as record:
@@ -148,19 +144,19 @@ def test_every_damaged_file_is_named_at_once(compare: Any, tmp_path: Path) -> No
     assert "nowhere: does not exist" in message
 
 
-def test_no_run_at_all(tmp_path: Path) -> None:
+def test_no_run_at_all(tmp_path):
     with pytest.raises(DataError, match="no run folder"):
         aggregate([tmp_path])
 
 
-def test_damaged_comparison_file(compare: Any) -> None:
+def test_damaged_comparison_file(compare):
     folder = compare({"post_ln": [0.4]})
     (folder / "compare.json").write_text("{")
     with pytest.raises(DataError, match=r"compare\.json: expected"):
         aggregate([folder])
 
 
-def test_table_csv_and_json(compare: Any, tmp_path: Path) -> None:
+def test_table_csv_and_json(compare, tmp_path):
     comparison = aggregate([compare(VALUES)])
     table = comparison.table()
     said = ("listops", "post_ln", "0.42 ± 0.012", "higher is better", "oc3:1e-4 against post_ln:")
@@ -173,7 +169,7 @@ def test_table_csv_and_json(compare: Any, tmp_path: Path) -> None:
     assert len(record["results"]) == len(rows) == 12
 
 
-def test_aggregating_does_not_import_torch(compare: Any) -> None:
+def test_aggregating_does_not_import_torch(compare):
     code = (
         "import sys; from pathlib import Path; from wellposed.report import aggregate;"
         " print(aggregate([Path(sys.argv[1])]).table()); sys.exit('torch' in sys.modules or"
@@ -189,7 +185,7 @@ def test_aggregating_does_not_import_torch(compare: Any) -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, make_run: Any) -> Path:
+def runs(tmp_path, make_run):
     """Write two variants with two seeds; the second has the better BLEU and has not learnt its
     targets."""
     for variant, scores, loss in (("post_ln", (20.0, 22.0), 2.0), ("oc3", (25.0, 26.0), 6.0)):
@@ -211,7 +207,7 @@ def runs(tmp_path: Path, make_run: Any) -> Path:
     return tmp_path
 
 
-def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs: Path) -> None:
+def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs):
     task = aggregate([runs]).tasks[0]
     assert (task.metric, task.higher_is_better) == ("bleu,test", True)
     assert (task.reference_metric, task.reference_value) == ("loss,valid", 5.5)
@@ -223,7 +219,7 @@ def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs: Path) -> None:
     assert second.comparison.mean_difference == pytest.approx(4.5)
 
 
-def test_the_page_shows_it(runs: Path, tmp_path: Path) -> None:
+def test_the_page_shows_it(runs, tmp_path):
     page = build_report([runs], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Test BLEU: higher is better" in page
     assert "validation loss (nats) 6 is no better than the reference 5.5" in page

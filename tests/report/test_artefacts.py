@@ -1,13 +1,9 @@
 """Folders of `reproduce` and `sweep` on the page: claim, verdict with its test, table, drawing;
 hostile ones too."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.html_page import Page
@@ -16,7 +12,7 @@ from wellposed.charts import Panel, Series, draw
 from wellposed.errors import DataError
 from wellposed.report import aggregate, build_report
 
-CLAIM: dict[str, Any] = {
+CLAIM = {
     "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "the bound is tight", "we_got": "0.877 at N = 100",
     "holds": True, "criterion": {"test": "the ratio is at least 0.8", "seeds": 3, "uncertainty": "attained values"},
     "notes": ["<script>alert(1)</script>"], "seconds": 12.5, "data": None,
@@ -24,7 +20,7 @@ CLAIM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_artefact(folder: Path, claim: dict[str, Any] = CLAIM) -> None:
+def write_artefact(folder, claim=CLAIM):
     folder.mkdir(exist_ok=True)
     (folder / "kim2021-figure-2.json").write_text(json.dumps(claim))
     (folder / "kim2021-figure-2.csv").write_text("bound,name,tokens\n0.5,=1+1,100\n0.25,<b>,1000\n")
@@ -38,9 +34,7 @@ def write_artefact(folder: Path, claim: dict[str, Any] = CLAIM) -> None:
     ("holds", "verdict"),
     [(True, "holds"), (False, "does not hold"), (None, "cannot be said at this scale")],
 )
-def test_a_claim_stands_with_its_verdict_and_the_test_of_it(
-    tmp_path: Path, holds: bool | None, verdict: str
-) -> None:
+def test_a_claim_stands_with_its_verdict_and_the_test_of_it(tmp_path, holds, verdict):
     write_artefact(tmp_path / "out", {**CLAIM, "holds": holds})
     text = build_report([tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8")
     page = Page(text)
@@ -59,7 +53,7 @@ def test_a_claim_stands_with_its_verdict_and_the_test_of_it(
     assert base64.b64decode(content) == (tmp_path / "out" / "kim2021-figure-2.svg").read_bytes()
 
 
-def test_runs_and_artefacts_share_a_page(compare: Any, tmp_path: Path) -> None:
+def test_runs_and_artefacts_share_a_page(compare, tmp_path):
     folder = compare({"post_ln": [0.4]})
     write_artefact(tmp_path / "out")
     page = Page(
@@ -69,7 +63,7 @@ def test_runs_and_artefacts_share_a_page(compare: Any, tmp_path: Path) -> None:
     assert "kim2021/figure-2" in page.words
 
 
-def test_other_files_are_no_claims_and_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_other_files_are_no_claims_and_damaged_ones_are_named(tmp_path):
     (tmp_path / "notes.json").write_text('{"recipe": "soup"}')
     (tmp_path / "cut.json").write_text('{"recipe": "so')
     with pytest.raises(DataError, match="no run folder"):

@@ -1,18 +1,13 @@
 """Failed runs are part of the verdict: the baseline stays the baseline, and survivors are never
 called better."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.edited import edited
 
-from wellposed.report import Comparison, aggregate, build_report
-from wellposed.statistics import PairedComparison
+from wellposed.report import aggregate, build_report
 from wellposed.training import result_schema
 
 BETTER = {"post_ln": [0.40, 0.41, 0.42], "rezero": [0.50, 0.52, 0.53], "pre_ln": [0.45, 0.46, 0.48]}
@@ -22,9 +17,7 @@ DIVERGED = (
 )
 
 
-def fail(
-    folder: Path, variant: str, seed: int, *, status: str = "failed", reason: str = DIVERGED
-) -> None:
+def fail(folder, variant, seed, *, status="failed", reason=DIVERGED):
     """Turn a finished run into one that ended as the training loop writes it."""
     with edited(folder / variant / f"seed-{seed}" / "result.json") as record:
         record["results"] = {record["task"]: {}}
@@ -35,21 +28,19 @@ def fail(
             }  # fmt: skip
 
 
-def comparison_of(found: Comparison, variant: str) -> PairedComparison:
+def comparison_of(found, variant):
     (result,) = (r for r in found.tasks[0].variants if r.variant == variant)
     assert result.comparison is not None
     return result.comparison
 
 
-def test_the_comparison_would_be_significant_if_every_seed_had_finished(compare: Any) -> None:
+def test_the_comparison_would_be_significant_if_every_seed_had_finished(compare):
     found = aggregate([compare(BETTER)])
     assert comparison_of(found, "rezero").verdict.startswith("better by ")
     assert comparison_of(found, "pre_ln").verdict.startswith("better by ")
 
 
-def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(
-    compare: Any, tmp_path: Path
-) -> None:
+def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(compare, tmp_path):
     folder = compare(BETTER)
     for seed in range(3):
         fail(folder, "post_ln", seed)
@@ -87,7 +78,7 @@ def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(
     assert "loss is nan; first at model.layers.0" in page.split("Not counted</h2>")[1]
 
 
-def test_a_variant_with_one_failed_seed_is_never_better(compare: Any, tmp_path: Path) -> None:
+def test_a_variant_with_one_failed_seed_is_never_better(compare, tmp_path):
     folder = compare(BETTER)
     fail(folder, "rezero", 2)
     found = aggregate([folder])
@@ -107,7 +98,7 @@ def test_a_variant_with_one_failed_seed_is_never_better(compare: Any, tmp_path: 
     assert "By test accuracy, pre_ln: better than post_ln; rezero: it cannot be said." in page
 
 
-def test_a_failed_seed_of_the_baseline_leaves_no_verdict_on_anyone(compare: Any) -> None:
+def test_a_failed_seed_of_the_baseline_leaves_no_verdict_on_anyone(compare):
     folder = compare(BETTER)
     fail(folder, "post_ln", 1)
     fail(folder, "rezero", 1)
@@ -118,9 +109,7 @@ def test_a_failed_seed_of_the_baseline_leaves_no_verdict_on_anyone(compare: Any)
     assert comparison_of(found, "rezero").verdict == f"cannot be said: {one}; {base}"
 
 
-def test_a_variant_that_failed_on_every_seed_is_in_every_table(
-    compare: Any, tmp_path: Path
-) -> None:
+def test_a_variant_that_failed_on_every_seed_is_in_every_table(compare, tmp_path):
     folder = compare(BETTER)
     for seed in range(3):
         fail(folder, "pre_ln", seed)
@@ -141,8 +130,8 @@ def test_a_variant_that_failed_on_every_seed_is_in_every_table(
     ],
 )
 def test_runs_that_did_not_succeed_are_listed_never_averaged_and_leave_no_verdict(
-    compare: Any, status: str, reason: str, ended: str
-) -> None:
+    compare, status, reason, ended
+):
     folder = compare(BETTER)
     if status == "unfinished":
         (folder / "rezero" / "seed-0" / "result.json").unlink()
@@ -161,7 +150,7 @@ def test_runs_that_did_not_succeed_are_listed_never_averaged_and_leave_no_verdic
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-def test_a_run_without_a_finite_headline_has_failed(compare: Any, bad: float | None) -> None:
+def test_a_run_without_a_finite_headline_has_failed(compare, bad):
     folder = compare(BETTER)
     with edited(folder / "rezero" / "seed-1" / "result.json") as record:
         record["results"]["listops"]["accuracy,test"] = bad
@@ -175,7 +164,7 @@ def test_a_run_without_a_finite_headline_has_failed(compare: Any, bad: float | N
     assert (rezero.seeds, rezero.failed) == ((0, 2), (1,))
 
 
-def test_where_everything_failed_that_is_said(compare: Any, tmp_path: Path) -> None:
+def test_where_everything_failed_that_is_said(compare, tmp_path):
     folder = compare({"post_ln": [0.4], "rezero": [0.5]})
     for variant in ("post_ln", "rezero"):
         fail(folder, variant, 0)
@@ -187,9 +176,7 @@ def test_where_everything_failed_that_is_said(compare: Any, tmp_path: Path) -> N
     assert said in build_report([folder], tmp_path / "report.html").read_text()
 
 
-def test_a_run_that_was_repeated_with_success_has_not_failed(
-    compare: Any, make_run: Any, tmp_path: Path
-) -> None:
+def test_a_run_that_was_repeated_with_success_has_not_failed(compare, make_run, tmp_path):
     folder = compare(BETTER)
     fail(folder, "rezero", 2)
     again = make_run(
@@ -210,7 +197,7 @@ def test_a_run_that_was_repeated_with_success_has_not_failed(
         assert variants["rezero"].failed == failed
 
 
-def test_the_reason_has_the_name_that_the_schema_gives_it(compare: Any) -> None:
+def test_the_reason_has_the_name_that_the_schema_gives_it(compare):
     properties = result_schema()["properties"]["train_info"]["properties"]
     assert "reason" in properties
     assert "error" not in properties

@@ -1,8 +1,6 @@
 """The page in a real browser, of 1, 3 and 8 variants, at two widths: the answer first, nothing on
 top of anything, no request, no error; tables sort, variants toggle, curves speak."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -43,7 +41,7 @@ addEventListener("message", (event) => {
 </script>"""
 
 
-def visit(page: Path, *, dark: bool = False) -> Visited:
+def visit(page, *, dark=False):
     """Open a copy of ``page`` with the probe in it at both widths; return what it found, and the
     console."""
     text = page.read_text(encoding="utf-8")
@@ -84,9 +82,7 @@ CASES = {"one": 1, "three": 3, "dark": 3, "eight": 8}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def visited(
-    write_comparison: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Visited:
+def visited(write_comparison, tmp_path_factory, request):
     folder, count = tmp_path_factory.mktemp("browser"), CASES[request.param]
     seeds = (-0.01, 0.0, 0.012)[: 3 if count == 8 else 2]
     values = {
@@ -103,25 +99,25 @@ def visited(
     return found, console
 
 
-def test_the_answer_comes_first(visited: Visited) -> None:
+def test_the_answer_comes_first(visited):
     for each in visited[0]:
         assert each["verdict"] < each["first"]
         assert each["first"] < FIRST_CHART
 
 
-def test_nothing_stands_on_anything_else_and_all_can_be_read(visited: Visited) -> None:
+def test_nothing_stands_on_anything_else_and_all_can_be_read(visited):
     for each in visited[0]:
         assert each["overprinted"] == []
         assert each["tiny"] == []
 
 
-def test_wide_tables_say_that_they_scroll(visited: Visited) -> None:
+def test_wide_tables_say_that_they_scroll(visited):
     for each in visited[0]:
         assert all(wide == hinted for wide, hinted in each["hinted"])
     assert any(wide for wide, _ in visited[0][0]["hinted"])
 
 
-def test_nothing_is_fetched_nothing_is_wrong(visited: Visited) -> None:
+def test_nothing_is_fetched_nothing_is_wrong(visited):
     found, console = visited
     for each in found:
         assert each["resources"] == []
@@ -131,26 +127,26 @@ def test_nothing_is_fetched_nothing_is_wrong(visited: Visited) -> None:
     assert len(attacked) == 2
 
 
-def test_what_is_injected_neither_runs_nor_fetches(visited: Visited) -> None:
+def test_what_is_injected_neither_runs_nor_fetches(visited):
     (attacked,) = (each for each in visited[0] if each["violations"])
     assert attacked["hit"] == 0
     assert sorted(attacked["violations"]) == ["img-src", "script-src-attr"]
 
 
-def test_only_tables_scroll_sideways_and_the_keyboard_reaches_them(visited: Visited) -> None:
+def test_only_tables_scroll_sideways_and_the_keyboard_reaches_them(visited):
     for each, width in zip(visited[0], (*WIDTHS, 1400), strict=True):
         assert each["width"][0] == width
         assert each["width"][1] <= width
         assert each["stuck"] == []
 
 
-def test_every_text_stands_out(visited: Visited) -> None:
+def test_every_text_stands_out(visited):
     for each in visited[0]:
         assert each["checked"] > 300
         assert each["pale"] == []
 
 
-def test_a_click_sorts_and_a_second_turns_it_round(visited: Visited) -> None:
+def test_a_click_sorts_and_a_second_turns_it_round(visited):
     for each in visited[0]:
         names = list(each["names"])
         rising = sorted(names, key=lambda name: MEANS[NAMES.index(name)])
@@ -158,7 +154,7 @@ def test_a_click_sorts_and_a_second_turns_it_round(visited: Visited) -> None:
         assert each["order"] == [names, ["ascending", *rising], ["descending", *rising[::-1]]]
 
 
-def test_a_toggle_hides_a_variant_in_all_charts(visited: Visited) -> None:
+def test_a_toggle_hides_a_variant_in_all_charts(visited):
     for each in visited[0]:
         if len(each["names"]) == 1:
             continue
@@ -169,7 +165,7 @@ def test_a_toggle_hides_a_variant_in_all_charts(visited: Visited) -> None:
         assert "oc3" in each["hiddenTip"]
 
 
-def test_curves_say_their_values_to_keys_and_pointer(visited: Visited) -> None:
+def test_curves_say_their_values_to_keys_and_pointer(visited):
     for each in visited[0]:
         assert each["focused"]
         assert each["tip"].startswith("step: 100post_ln: ")

@@ -1,14 +1,10 @@
 """The page: complete, offline, escaped, well-formed, the same every time, and honest about missing
 files."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +20,7 @@ VALUES = {"post_ln": [0.40, 0.42], "oc3:1e-4": [0.45, 0.46]}
 
 
 @pytest.fixture(scope="module")
-def report(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def report(write_comparison, tmp_path_factory):
     """A page about two tasks, written once; tests only read it."""
     folder = tmp_path_factory.mktemp("report")
     write_comparison(folder, VALUES)
@@ -33,7 +29,7 @@ def report(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> t
     return out, out.read_text(encoding="utf-8")
 
 
-def test_the_page_is_whole(report: tuple[Path, str]) -> None:
+def test_the_page_is_whole(report):
     out, text = report
     page = Page(text)
     for expected in (
@@ -49,7 +45,7 @@ def test_the_page_is_whole(report: tuple[Path, str]) -> None:
     assert out.stat().st_size < 2_000_000
 
 
-def test_it_needs_no_network_and_runs_one_script_of_ours(report: tuple[Path, str]) -> None:
+def test_it_needs_no_network_and_runs_one_script_of_ours(report):
     _, text = report
     page = Page(text)
     assert len(page.tags["script"]) == 1
@@ -70,7 +66,7 @@ def test_it_needs_no_network_and_runs_one_script_of_ours(report: tuple[Path, str
     assert "refresh" not in policies
 
 
-def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) -> None:
+def test_the_data_of_every_table_and_figure_is_inside(report):
     page = Page(report[1])
     names = page.csv_names()
     assert len(names) == len(set(names))
@@ -103,14 +99,14 @@ def test_the_data_of_every_table_and_figure_is_inside(report: tuple[Path, str]) 
     assert all(len(row["singular_values"].split()) == 16 for row in spectra)
 
 
-def test_tables_have_as_many_files_as_there_are_tables(report: tuple[Path, str]) -> None:
+def test_tables_have_as_many_files_as_there_are_tables(report):
     page = Page(report[1])
     tables = [part for part in page.tags["div"] if part.get("class") == "table"]
     figures = 2 * 3  # differences, curves and spectra of each task
     assert len(page.csv_names()) == len(tables) + figures + 1
 
 
-def test_what_all_rows_say_is_said_once(report: tuple[Path, str]) -> None:
+def test_what_all_rows_say_is_said_once(report):
     said = "The same in every row: parameters 123,456; steps 100;"
     assert said in Page(report[1]).words
     assert Page(report[1]).csv("2-listops-training")[1]["parameters"] == "123456.0"
@@ -119,7 +115,7 @@ def test_what_all_rows_say_is_said_once(report: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     "loss", [[1.7e308, -1.7e308], [0.0, 0.0], [1e-320, 1e300]], ids=["ends", "zero", "far"]
 )
-def test_values_of_any_size_are_drawn(make_run: Any, tmp_path: Path, loss: list[float]) -> None:
+def test_values_of_any_size_are_drawn(make_run, tmp_path, loss):
     run = make_run(tmp_path / "a")
     rows = [{"step": k, "split": "train", "loss": value} for k, value in enumerate(loss)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,7 +124,7 @@ def test_values_of_any_size_are_drawn(make_run: Any, tmp_path: Path, loss: list[
     assert not re.search(r"\b(nan|inf)\b", drawn)
 
 
-def test_one_variant_does_not_squash_the_others(make_run: Any, tmp_path: Path) -> None:
+def test_one_variant_does_not_squash_the_others(make_run, tmp_path):
     for name, factor in {"a": 1.0, "b": 1.1, "c": 1.2, "blown": 1e4}.items():
         run = make_run(tmp_path / name, variant=name)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -161,7 +157,7 @@ OKLAB = (
 
 
 @pytest.mark.parametrize("eyes", EYES)
-def test_eight_variants_are_told_apart_with_any_eyes(report: tuple[Path, str], eyes: str) -> None:
+def test_eight_variants_are_told_apart_with_any_eyes(report, eyes):
     blocks = re.findall(r"((?:--c\d: #\w{6}; ?){8})", report[1])
     assert len(blocks) == 2  # light and dark
     for block in blocks:
@@ -174,7 +170,7 @@ def test_eight_variants_are_told_apart_with_any_eyes(report: tuple[Path, str], e
         assert apart[~np.eye(8, dtype=bool)].min() > 0.1  # .016 with the colours before
 
 
-def test_it_can_be_read_without_seeing(report: tuple[Path, str]) -> None:
+def test_it_can_be_read_without_seeing(report):
     page = Page(report[1])
     assert page.tags["html"][0]["lang"] == "en"
     drawn = [svg for svg in page.tags["svg"] if not svg.get("aria-hidden")]  # what rows say too
@@ -185,7 +181,7 @@ def test_it_can_be_read_without_seeing(report: tuple[Path, str]) -> None:
     assert "prefers-color-scheme: dark" in report[1]
 
 
-def test_the_same_runs_give_the_same_page(report: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_same_runs_give_the_same_page(report, tmp_path):
     out, text = report
     again = build_report([out.parents[1]], tmp_path / "report.html")
     assert again.read_text(encoding="utf-8") == text
@@ -203,9 +199,7 @@ def test_the_same_runs_give_the_same_page(report: tuple[Path, str], tmp_path: Pa
         ("env.json", "[1]", "env.json: expected a JSON object, received list"),
     ],
 )  # fmt: skip
-def test_missing_and_half_written_files_are_named(
-    compare: Any, tmp_path: Path, name: str, text: str | None, message: str
-) -> None:
+def test_missing_and_half_written_files_are_named(compare, tmp_path, name, text, message):
     folder = compare(VALUES)
     other = folder / "post_ln" / "seed-1" / "env.json"
     other.unlink()
@@ -219,9 +213,7 @@ def test_missing_and_half_written_files_are_named(
     assert not (tmp_path / "report.html").exists()
 
 
-def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(
-    compare: Any, make_run: Any, tmp_path: Path
-) -> None:
+def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(compare, make_run, tmp_path):
     folder = compare(VALUES)
     stopped = make_run(folder / "stopped", variant="rezero", status="cancelled")
     for name in ("metrics.jsonl", "measure-final.json", "env.json"):
@@ -234,14 +226,14 @@ def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(
     assert "no result.json: still running, or killed" in words
 
 
-def test_one_variant_that_did_not_learn_is_said_so(make_run: Any, tmp_path: Path) -> None:
+def test_one_variant_that_did_not_learn_is_said_so(make_run, tmp_path):
     make_run(tmp_path / "a", value=0.1)
     words = Page(build_report([tmp_path], tmp_path / "report.html").read_text()).words
     assert "One variant: nothing to compare with" in words
     assert "did not learn: validation accuracy 0.11 is no better than the reference 0.18" in words
 
 
-def test_only_failed_runs_give_a_page(make_run: Any, tmp_path: Path) -> None:
+def test_only_failed_runs_give_a_page(make_run, tmp_path):
     make_run(tmp_path / "a", status="failed")
     page = Page(build_report([tmp_path], tmp_path / "report.html").read_text())
     assert "0 finished runs" in page.words
@@ -251,7 +243,7 @@ def test_only_failed_runs_give_a_page(make_run: Any, tmp_path: Path) -> None:
     assert "failed" in found.table()
 
 
-def test_models_without_known_roles_have_no_heat_map(compare: Any, tmp_path: Path) -> None:
+def test_models_without_known_roles_have_no_heat_map(compare, tmp_path):
     folder = compare(VALUES)
     for seed in (0, 1):
         for name in ("measure-initial.json", "measure-final.json"):
@@ -262,9 +254,7 @@ def test_models_without_known_roles_have_no_heat_map(compare: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("old", [0, 1, 2], ids=["none", "some", "all"])
-def test_runs_with_and_without_the_scale_free_error_are_drawn(
-    compare: Any, tmp_path: Path, old: int
-) -> None:
+def test_runs_with_and_without_the_scale_free_error_are_drawn(compare, tmp_path, old):
     """Runs of version 0.1 hold the raw error alone; the figure shows what all runs have, and the
     table both."""
     folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
@@ -281,8 +271,8 @@ def test_runs_with_and_without_the_scale_free_error_are_drawn(
 
 
 def test_long_runs_keep_first_and_last_value_under_the_pointer_and_all_in_the_file(
-    make_run: Any, tmp_path: Path
-) -> None:
+    make_run, tmp_path
+):
     run = make_run(tmp_path / "run")
     rows = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 2001)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -296,7 +286,7 @@ def test_long_runs_keep_first_and_last_value_under_the_pointer_and_all_in_the_fi
 
 
 @pytest.mark.slow
-def test_a_deep_model_with_many_singular_values_stays_small(make_run: Any, tmp_path: Path) -> None:
+def test_a_deep_model_with_many_singular_values_stays_small(make_run, tmp_path):
     run = make_run(tmp_path / "run")
     values = {"singular_values": [1 / (i + 1) for i in range(768)]}
     for name in ("measure-initial.json", "measure-final.json"):
@@ -313,7 +303,7 @@ LAYERS, EXPERTS = 24, 14
 
 
 @pytest.fixture(scope="module")
-def deep(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, int]:
+def deep(write_comparison, tmp_path_factory):
     """Two variants of 24 layers with 4 weights of attention and 28 of experts each."""
     folder = tmp_path_factory.mktemp("deep")
     write_comparison(folder, {"post_ln": [0.4], "rezero": [0.5]})
@@ -331,13 +321,11 @@ def deep(write_comparison: Any, tmp_path_factory: pytest.TempPathFactory) -> tup
     return Page(out.read_text(encoding="utf-8")), out.stat().st_size
 
 
-def labels(page: Page) -> list[str]:
+def labels(page):
     return [str(svg["aria-label"]) for svg in page.tags["svg"] if "aria-label" in svg]
 
 
-def test_spectra_have_a_row_of_charts_for_each_variant_and_share_their_axis(
-    deep: tuple[Page, int],
-) -> None:
+def test_spectra_have_a_row_of_charts_for_each_variant_and_share_their_axis(deep):
     spectra = [label for label in labels(deep[0]) if " over : " in label]
     roles = ["query", "key", "value", "output", "ff in", "ff out"]
     assert [label.partition(" over ")[0] for label in spectra] == roles * 2
@@ -346,9 +334,7 @@ def test_spectra_have_a_row_of_charts_for_each_variant_and_share_their_axis(
     assert all("rezero" in label and "post_ln" not in label for label in spectra[6:])
 
 
-def test_maps_have_a_cell_for_every_weight_and_the_largest_stands_in_a_table(
-    deep: tuple[Page, int],
-) -> None:
+def test_maps_have_a_cell_for_every_weight_and_the_largest_stands_in_a_table(deep):
     page, _ = deep
     largest = page.csv("1-listops-orthogonality-largest")
     variants = ["post_ln", "post_ln", "rezero", "rezero"]
@@ -365,13 +351,13 @@ def test_maps_have_a_cell_for_every_weight_and_the_largest_stands_in_a_table(
     assert [label.split()[3] for label in maps] == variants
 
 
-def test_a_long_table_says_what_it_leaves_to_the_file(deep: tuple[Page, int]) -> None:
+def test_a_long_table_says_what_it_leaves_to_the_file(deep):
     page, _ = deep
     assert "The first 300 of 3,072 rows; the CSV has all." in page.words
     assert len(page.csv("1-listops-weights")) == 2 * 1536
 
 
-def test_the_page_can_be_mailed(deep: tuple[Page, int]) -> None:
+def test_the_page_can_be_mailed(deep):
     assert deep[1] < 4_000_000
 
 
@@ -386,7 +372,7 @@ EVIL = "<script>alert('x')</script>&\"$x^{$"
 
 
 @pytest.fixture
-def page(tmp_path: Path, make_run: Any) -> Path:
+def page(tmp_path, make_run):
     for number, variant in enumerate(VARIANTS):
         make_run(
             tmp_path / "runs" / str(number),
@@ -410,7 +396,7 @@ def page(tmp_path: Path, make_run: Any) -> Path:
     return build_report([tmp_path / "runs"], tmp_path / "page.html")
 
 
-def test_a_page_shows_hostile_names_as_text(page: Path) -> None:
+def test_a_page_shows_hostile_names_as_text(page):
     text = page.read_text(encoding="utf-8")
     seen = Page(text)
     assert not set(seen.tags) & {"img", "iframe", "object", "link", "base", "form", "embed"}
@@ -423,7 +409,7 @@ def test_a_page_shows_hostile_names_as_text(page: Path) -> None:
     assert "&lt;script&gt;" in text
 
 
-def test_no_cell_of_a_csv_is_a_formula(page: Path, tmp_path: Path) -> None:
+def test_no_cell_of_a_csv_is_a_formula(page, tmp_path):
     seen = Page(page.read_text(encoding="utf-8"))
     names = seen.csv_names()
     assert len(names) >= 5
@@ -434,7 +420,7 @@ def test_no_cell_of_a_csv_is_a_formula(page: Path, tmp_path: Path) -> None:
     assert VARIANTS[0] in aggregate([tmp_path / "runs"]).table()
 
 
-def is_formula(cell: str) -> bool:
+def is_formula(cell):
     try:
         float(cell)
     except ValueError:
@@ -442,7 +428,7 @@ def is_formula(cell: str) -> bool:
     return False
 
 
-def test_numbers_stay_numbers(tmp_path: Path) -> None:
+def test_numbers_stay_numbers(tmp_path):
     cells = (-1.5, "-1e-3", [-0.5, 0.25], None, "+1+cmd|' /C calc'!A0", "\t=1", "plain")
     row = dict(zip(("=a", *"bcdefg"), cells, strict=True))
     text = write_csv(tmp_path / "x.csv", list(row), [row]).read_text(encoding="utf-8")

@@ -1,31 +1,26 @@
 """`report --watch`: a whole page at every moment, written again when a run logs, at rest after
 Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from tests.support.html_page import Page
 
 from wellposed.report import build_report
 
 
-def until(holds: Callable[[], bool], seconds: float = 120) -> None:
+def until(holds, seconds=120):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.1)
 
 
-def watching(runs: Path, out: Path) -> subprocess.Popen[str]:
+def watching(runs, out):
     """Start the command; a session in the background ignores Ctrl-C and would hand that down."""
     words = [sys.executable, "-m", "wellposed", "report", str(runs), "--watch", "--out", str(out)]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -34,11 +29,11 @@ def watching(runs: Path, out: Path) -> subprocess.Popen[str]:
     )
 
 
-def refreshes(page: Page) -> bool:
+def refreshes(page):
     return any(meta.get("http-equiv") == "refresh" for meta in page.tags["meta"])
 
 
-def test_it_follows_a_run_and_ends_with_a_whole_page(make_run: Any, tmp_path: Path) -> None:
+def test_it_follows_a_run_and_ends_with_a_whole_page(make_run, tmp_path):
     runs, out = tmp_path / "runs", tmp_path / "page.html"
     with watching(runs, out) as process:
         assert process.stdout is not None
@@ -64,7 +59,7 @@ def test_it_follows_a_run_and_ends_with_a_whole_page(make_run: Any, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
 
 
-def test_the_page_after_the_end_does_not_load_itself_again(make_run: Any, tmp_path: Path) -> None:
+def test_the_page_after_the_end_does_not_load_itself_again(make_run, tmp_path):
     make_run(tmp_path / "run")
     out = tmp_path / "page.html"
     assert refreshes(Page(build_report([tmp_path], out, refresh=2).read_text(encoding="utf-8")))
@@ -76,7 +71,7 @@ def test_the_page_after_the_end_does_not_load_itself_again(make_run: Any, tmp_pa
     assert not refreshes(Page(out.read_text(encoding="utf-8")))
 
 
-def test_runs_that_go_on_are_shown_apart(compare: Any, make_run: Any, tmp_path: Path) -> None:
+def test_runs_that_go_on_are_shown_apart(compare, make_run, tmp_path):
     folder = compare({"post_ln": [0.4, 0.41]})
     going = make_run(folder / "rezero" / "seed-0", variant="rezero")
     (going / "result.json").unlink()

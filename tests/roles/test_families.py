@@ -1,31 +1,29 @@
 """Every family: the right parameter, rows and orientation; what the layer computes; gradients in
 the right slice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tests.support.zoo import HEADS, ZOO, D, Entry, Known
-from torch import Tensor, nn
+from tests.support.zoo import HEADS, ZOO, D
+from torch import nn
 
-from wellposed.roles import AttentionRole, Roles, RoleWeight, WeightView, find_roles
+from wellposed.roles import find_roles
 
 
-def layer_one(roles: Roles, entry: Entry) -> dict[str, RoleWeight]:
+def layer_one(roles, entry):
     inside = [
         w for w in roles.weights() if w.layer == 1 and w.stack == entry.stack and w.kind != "cross"
     ]
     return {weight.role: weight for weight in inside}
 
 
-def agrees(view: WeightView, known: Known) -> None:
+def agrees(view, known):
     assert (view.parameter_name, view.shape, view.rows, view.transposed) == (
         known.parameter, known.shape, known.rows, known.transposed,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_each_role_is_the_weight_a_reader_of_the_code_would_name(name: str) -> None:
+def test_each_role_is_the_weight_a_reader_of_the_code_would_name(name):
     entry = ZOO[name]
     model = entry.build()
     roles = find_roles(model)
@@ -52,11 +50,11 @@ def test_each_role_is_the_weight_a_reader_of_the_code_would_name(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_view_times_the_input_is_what_the_layer_computes(name: str) -> None:
+def test_a_view_times_the_input_is_what_the_layer_computes(name):
     model = ZOO[name].build().double().eval()
-    calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    calls = {}
 
-    def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def keep(module, args, output):
         if args:
             calls.setdefault(module, (args[0], output))
 
@@ -82,7 +80,7 @@ def test_a_view_times_the_input_is_what_the_layer_computes(name: str) -> None:
     assert checked >= (4 if "torch" in name else len(ZOO[name].known))
 
 
-def test_causal_models_of_ours_are_decoders() -> None:
+def test_causal_models_of_ours_are_decoders():
     from wellposed.models import build_model
 
     model = build_model(
@@ -93,13 +91,13 @@ def test_causal_models_of_ours_are_decoders() -> None:
     assert [table.kind for table in roles.embeddings] == ["token", "position"]
 
 
-def test_cross_attention_of_gpt2_has_key_and_value_in_halves() -> None:
+def test_cross_attention_of_gpt2_has_key_and_value_in_halves():
     from transformers import GPT2Config, GPT2Model
 
     config = GPT2Config(
         vocab_size=9, n_embd=D, n_layer=1, n_head=HEADS, bos_token_id=1, eos_token_id=2
     )
     config.add_cross_attention = True
-    part: AttentionRole = find_roles(GPT2Model(config)).attention[1]
+    part = find_roles(GPT2Model(config)).attention[1]
     assert (part.kind, part.query.parameter_name) == ("cross", "h.0.crossattention.q_attn.weight")
     assert (part.key.rows, part.value.rows, part.value.shape) == ((0, D), (D, 2 * D), (D, D))

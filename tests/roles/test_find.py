@@ -1,14 +1,11 @@
 """What find_roles does off the beaten path: torch's fused attention, patterns, wrappers, sharing,
 errors."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
@@ -20,14 +17,14 @@ D, HEADS = 8, 2
 class Odd(nn.Module):
     """A Transformer with names of its own."""
 
-    def __init__(self, n_heads: int | None = HEADS) -> None:
+    def __init__(self, n_heads=HEADS):
         super().__init__()
         self.tokens = nn.Embedding(11, D)
         self.layers = nn.ModuleList([OddLayer(n_heads) for _ in range(2)])
 
 
 class OddLayer(nn.Module):
-    def __init__(self, n_heads: int | None) -> None:
+    def __init__(self, n_heads):
         super().__init__()
         self.mix = nn.ModuleDict({name: nn.Linear(D, D) for name in ("wq", "wk", "wv", "wo")})
         if n_heads:
@@ -42,13 +39,13 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("widths", [{}, {"kdim": 5, "vdim": 6}], ids=["fused", "separate"])
-def test_views_of_multihead_attention_rebuild_its_output(widths: dict[str, int]) -> None:
+def test_views_of_multihead_attention_rebuild_its_output(widths):
     module = nn.MultiheadAttention(D, HEADS, batch_first=True, bias=False, **widths).double()
     (role,) = find_roles(module).attention
     x, y = torch.randn(2, 3, D).double(), torch.randn(2, 4, widths.get("kdim", D)).double()
     z = torch.randn(2, 4, widths.get("vdim", D)).double()
 
-    def split(tensor: Tensor) -> Tensor:
+    def split(tensor):
         return tensor.unflatten(-1, (HEADS, role.head_dim)).transpose(1, 2)
 
     query, key, value = (
@@ -60,7 +57,7 @@ def test_views_of_multihead_attention_rebuild_its_output(widths: dict[str, int])
     torch.testing.assert_close(module(x, y, z)[0], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_patterns_find_a_model_of_no_family() -> None:
+def test_patterns_find_a_model_of_no_family():
     model = Odd()
     roles = find_roles(model, patterns=PATTERNS)
     assert [(part.path, part.layer, part.num_heads) for part in roles.attention] == [
@@ -75,7 +72,7 @@ def test_patterns_find_a_model_of_no_family() -> None:
     assert not roles.loose
 
 
-def test_patterns_for_some_roles_or_without_heads_leave_loose_weights() -> None:
+def test_patterns_for_some_roles_or_without_heads_leave_loose_weights():
     roles = find_roles(Odd(), patterns={"key": "layers.0.mix.wk.weight"})
     assert [(weight.role, weight.layer) for weight in roles.loose] == [("key", 0)]
     assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
@@ -83,7 +80,7 @@ def test_patterns_for_some_roles_or_without_heads_leave_loose_weights() -> None:
     assert (unknown.attention, len(unknown.loose)) == ((), 8)
 
 
-def test_a_pattern_replaces_one_role_of_a_family() -> None:
+def test_a_pattern_replaces_one_role_of_a_family():
     model = nn.Sequential(nn.TransformerEncoderLayer(D, HEADS, 12), nn.Linear(D, 12))
     roles = find_roles(model, patterns={"feedforward_in": "1.weight"})
     names = {weight.role: weight.view.parameter_name for weight in roles.weights()}
@@ -92,7 +89,7 @@ def test_a_pattern_replaces_one_role_of_a_family() -> None:
     assert len(roles.attention) == 1
 
 
-def test_no_match_lists_what_was_seen_and_how_to_go_on() -> None:
+def test_no_match_lists_what_was_seen_and_how_to_go_on():
     with pytest.raises(RoleNotFoundError, match="patterns") as caught:
         find_roles(nn.Sequential(nn.Linear(3, 4), nn.Conv1d(4, 4, 3)))
     assert "0.weight (4, 3)" in str(caught.value)
@@ -113,22 +110,20 @@ def test_no_match_lists_what_was_seen_and_how_to_go_on() -> None:
     ],
     ids=["match nothing", "match a bias", "unknown role", "no mapping", "no pattern"],
 )
-def test_patterns_that_cannot_be_used_are_all_named(
-    patterns: Any, error: type[Exception], words: list[str]
-) -> None:
+def test_patterns_that_cannot_be_used_are_all_named(patterns, error, words):
     with pytest.raises(error) as caught:
         find_roles(Odd(), patterns=patterns)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_heads_that_do_not_divide_or_are_not_told_are_an_error() -> None:
+def test_heads_that_do_not_divide_or_are_not_told_are_an_error():
     with pytest.raises(ShapeError, match="3 heads"):
         find_roles(_family_like(num_heads=3))
     with pytest.raises(ShapeError, match="num_heads"):
         find_roles(nn.Sequential(_family_like(num_heads=0)))
 
 
-def _family_like(num_heads: int) -> nn.Module:
+def _family_like(num_heads):
     module = nn.Module()
     module.num_heads = num_heads
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -136,14 +131,14 @@ def _family_like(num_heads: int) -> nn.Module:
     return module
 
 
-def test_quantised_layers_are_refused() -> None:
+def test_quantised_layers_are_refused():
     module = _family_like(HEADS)
     module.q_proj.weight = nn.Parameter(torch.zeros(D, D, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"q_proj.*quantised"):
         find_roles(module)
 
 
-def test_adapters_are_looked_through() -> None:
+def test_adapters_are_looked_through():
     module = _family_like(HEADS)
     wrapper = nn.Module()
     wrapper.base_layer = module.k_proj
@@ -151,7 +146,7 @@ def test_adapters_are_looked_through() -> None:
     assert find_roles(module).attention[0].key.parameter_name == "k_proj.base_layer.weight"
 
 
-def test_a_weight_in_two_roles_is_reported() -> None:
+def test_a_weight_in_two_roles_is_reported():
     module = _family_like(HEADS)
     module.k_proj = module.q_proj
     (line,) = find_roles(module).shared()
@@ -160,7 +155,7 @@ def test_a_weight_in_two_roles_is_reported() -> None:
     assert find_roles(_family_like(HEADS)).shared() == ()
 
 
-def test_views_follow_a_parametrized_weight() -> None:
+def test_views_follow_a_parametrized_weight():
     module = _family_like(HEADS)
     parametrizations.weight_norm(module.v_proj)
     parametrizations.orthogonal(module.q_proj)
@@ -170,7 +165,7 @@ def test_views_follow_a_parametrized_weight() -> None:
     assert module.q_proj.parametrizations.weight.original.grad is not None
 
 
-def test_views_follow_a_replaced_parameter_and_a_dtype() -> None:
+def test_views_follow_a_replaced_parameter_and_a_dtype():
     module = _family_like(HEADS)
     role = find_roles(module).attention[0]
     module.q_proj.weight = nn.Parameter(torch.ones(D, D))
@@ -179,7 +174,7 @@ def test_views_follow_a_replaced_parameter_and_a_dtype() -> None:
     assert role.query.tensor().dtype == torch.float64
 
 
-def test_a_copy_has_views_of_its_own_and_the_model_is_untouched() -> None:
+def test_a_copy_has_views_of_its_own_and_the_model_is_untouched():
     model = nn.TransformerEncoderLayer(D, HEADS, 12)
     before = set(vars(model)), list(model.state_dict())
     roles = find_roles(model)
@@ -188,14 +183,14 @@ def test_a_copy_has_views_of_its_own_and_the_model_is_untouched() -> None:
     assert twin.attention[0].query.parameter is not roles.attention[0].query.parameter
 
 
-def test_the_table_shows_every_weight() -> None:
+def test_the_table_shows_every_weight():
     text = str(find_roles(nn.TransformerEncoderLayer(D, HEADS, 12)))
     assert len(text.splitlines()) == 7
     assert "self_attn.in_proj_weight" in text
 
 
 @pytest.mark.parametrize("values", ["paper", "free", "plain"])
-def test_tied_l2_attention_has_one_weight_for_query_and_key(values: str) -> None:
+def test_tied_l2_attention_has_one_weight_for_query_and_key(values):
     from wellposed.nn import L2SelfAttention
 
     (role,) = find_roles(L2SelfAttention(D, HEADS, values=values)).attention
@@ -205,14 +200,14 @@ def test_tied_l2_attention_has_one_weight_for_query_and_key(values: str) -> None
     assert untied.key.parameter_name == "k_proj.weight"
 
 
-def test_our_cross_attention_is_cross() -> None:
+def test_our_cross_attention_is_cross():
     from wellposed.nn import CosineCrossAttention
 
     (role,) = find_roles(nn.ModuleDict({"mix": CosineCrossAttention(D, HEADS)})).attention
     assert (role.kind, role.stack) == ("cross", "decoder")
 
 
-def test_neighbouring_rows_of_a_fused_weight_join_into_one_view() -> None:
+def test_neighbouring_rows_of_a_fused_weight_join_into_one_view():
     (role,) = find_roles(nn.MultiheadAttention(D, HEADS)).attention
     whole, output = joined_views((role.query, role.key, role.value, role.output))
     assert (whole.rows, whole.shape) == (None, (3 * D, D))
@@ -225,7 +220,7 @@ def test_neighbouring_rows_of_a_fused_weight_join_into_one_view() -> None:
     ]
 
 
-def test_heads_that_are_left_are_counted_by_their_width() -> None:
+def test_heads_that_are_left_are_counted_by_their_width():
     """BERT and Llama with one head of four cut away: their configurations still say four."""
     from tests.support.zoo import ZOO
 
@@ -242,7 +237,7 @@ def test_heads_that_are_left_are_counted_by_their_width() -> None:
 
 
 @pytest.mark.parametrize("model", ["bert", None, 3, nn.Linear, {}])
-def test_what_is_no_model_is_refused(model: object) -> None:
+def test_what_is_no_model_is_refused(model):
     with pytest.raises(ConfigError, match=r"expected a model \(torch\.nn\.Module\), received"):
         find_roles(model)
     with pytest.raises(ConfigError, match="'pattern'; nearest: patterns"):

@@ -1,31 +1,29 @@
 """Layouts that no library has under these names: each is right, or what is not is said by name."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from wellposed.roles import Roles, find_roles
+from wellposed.roles import find_roles
 
 D, H, T = 16, 4, 6
 
 
-def split(x: Tensor, heads: int = H) -> Tensor:
+def split(x, heads=H):
     return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
 
 
-def merged(x: Tensor) -> Tensor:
+def merged(x):
     return x.transpose(-3, -2).flatten(-2)
 
 
 class Layout(nn.Module):
     """Weights a to f of D x D, and what a layout makes of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for name in "abcdef":
             setattr(self, name, nn.Linear(D, D, bias=False))
@@ -33,14 +31,14 @@ class Layout(nn.Module):
         self.mix = nn.Parameter(torch.randn(H, H))
         self.up, self.down = nn.Linear(D, 24), nn.Linear(24, D)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x):
         return split(self.a(x)), split(self.b(x)), split(self.c(x))
 
 
 class TalkingHeads(Layout):
     """Logits and weights are mixed over heads (Shazeer et al. 2020)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.heads(x)
         logits = torch.einsum("hg,bgij->bhij", self.mix, q @ k.mT)
         weights = torch.einsum("hg,bgij->bhij", self.mix, logits.softmax(-1))
@@ -50,7 +48,7 @@ class TalkingHeads(Layout):
 class Interleaved(Layout):
     """ALiBi, and a fused weight whose rows go round query, value, key within each number."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, v, k = (split(part) for part in self.fused(x).unflatten(-1, (D, 3)).unbind(-1))
         far = (torch.arange(T)[None] - torch.arange(T)[:, None]).abs()
         slopes = 2.0 ** -torch.arange(1, H + 1)[:, None, None]
@@ -61,7 +59,7 @@ class Interleaved(Layout):
 class Parallel(Layout):
     """Attention and a feed-forward network read the same and are added at once."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = F.layer_norm(x, (D,))
         q, k, v = self.heads(y)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -71,7 +69,7 @@ class Parallel(Layout):
 class Sigmoid(Layout):
     """Attention by a sigmoid, which no softmax shows (Ramapuram et al. 2024)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.heads(x)
         weights = (q @ k.mT / 2 - math.log(T)).sigmoid()
         x = x + self.d(merged(weights @ v))
@@ -81,11 +79,11 @@ class Sigmoid(Layout):
 class Convolved(Layout):
     """Queries and keys pass a depthwise convolution over tokens (Primer, So et al. 2021)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv1d(D, D, 3, padding=1, groups=D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k = (self.conv(part(x).mT).mT for part in (self.a, self.b))
         mixed = F.scaled_dot_product_attention(split(q), split(k), split(self.c(x)))
         return x + self.d(merged(mixed))
@@ -94,11 +92,11 @@ class Convolved(Layout):
 class RoutedHeads(Layout):
     """A router weighs the heads of each token (Jin et al. 2024)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, H, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.heads(x)
         share = self.router(x).softmax(-1).mT[..., None]
         return x + self.d(merged(share * F.scaled_dot_product_attention(q, k, v)))
@@ -107,7 +105,7 @@ class RoutedHeads(Layout):
 class Differential(Layout):
     """The difference of two attentions, with one output (Ye et al. 2024)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         one = (split(self.a(x)) @ split(self.b(x)).mT / 2).softmax(-1)
         two = (split(self.e(x)) @ split(self.f(x)).mT / 2).softmax(-1)
         return x + self.d(merged((one - 0.5 * two) @ split(self.c(x))))
@@ -116,17 +114,17 @@ class Differential(Layout):
 class TiedKeyValue(Layout):
     """One weight is key and value, two tokens see four memory rows before the others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.memory = nn.Parameter(torch.randn(1, 4, D))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         seen = torch.cat([self.memory.expand(len(x), -1, -1), x], 1)
         k = v = split(self.b(seen))
         return x + self.d(merged(F.scaled_dot_product_attention(split(self.a(x)), k, v)))
 
 
-def labels(roles: Roles) -> dict[str, str]:
+def labels(roles):
     (part,) = roles.attention
     return {
         role: getattr(part, role).parameter_name[0] for role in ("query", "key", "value", "output")
@@ -137,7 +135,7 @@ PLAIN = {"query": "a", "key": "b", "value": "c", "output": "d"}
 
 
 @pytest.mark.parametrize("layout", [TalkingHeads, Parallel, Differential])
-def test_layouts_that_are_found_whole(layout: type[Layout]) -> None:
+def test_layouts_that_are_found_whole(layout):
     roles = find_roles(layout(), torch.randn(2, T, D))
     assert labels(roles) == PLAIN
     (part,) = roles.attention
@@ -152,7 +150,7 @@ def test_layouts_that_are_found_whole(layout: type[Layout]) -> None:
     assert [(role, view.parameter_name) for role, view in part.further] == both
 
 
-def test_rows_that_go_round_within_each_number_are_known_one_by_one() -> None:
+def test_rows_that_go_round_within_each_number_are_known_one_by_one():
     (part,) = find_roles(Interleaved(), torch.randn(2, T, D)).attention
     for offset, role in enumerate(("query", "value", "key")):
         rows = tuple((row, row + 1) for row in range(offset, 3 * D, 3))
@@ -161,7 +159,7 @@ def test_rows_that_go_round_within_each_number_are_known_one_by_one() -> None:
     assert part.key.parameter_name == "fused.weight"
 
 
-def test_one_weight_of_keys_and_values_is_both() -> None:
+def test_one_weight_of_keys_and_values_is_both():
     roles = find_roles(TiedKeyValue(), torch.randn(2, T, D))
     assert labels(roles) == {**PLAIN, "key": "b", "value": "b"}
     assert any("memory" in name for name in roles.unnamed)
@@ -169,7 +167,7 @@ def test_one_weight_of_keys_and_values_is_both() -> None:
 
 
 @pytest.mark.parametrize("layout", [Convolved, RoutedHeads, Sigmoid])
-def test_layouts_that_are_not_told_whole_say_so_by_name(layout: type[Layout]) -> None:
+def test_layouts_that_are_not_told_whole_say_so_by_name(layout):
     roles = find_roles(layout(), torch.randn(2, T, D))
     assert not roles.attention
     said = " ".join((*roles.unnamed, *roles.notes, *(w.view.label for w in roles.loose)))

@@ -1,25 +1,22 @@
 """Roles from one forward pass: many families that no file of the library names, rows by head, and
 what must not change."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
 from tests.support.many_families import BATCHES, FAMILIES, REFUSED, batch_of
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, RoleNotFoundError
-from wellposed.roles import Roles, RoleWeight, WeightView, find_roles
+from wellposed.roles import find_roles
 
 EVEN = "0:8 8:16 16:24 24:32"
 PAIR = "0:8 8:16"
 
 
-def even(query: str, key: str, value: str, output: str, keys: str = EVEN) -> dict[str, str]:
+def even(query, key, value, output, keys=EVEN):
     return {
         "query": f"{query} {EVEN}", "key": f"{key} {keys}", "value": f"{value} {keys}",
         "output": output,
@@ -44,7 +41,7 @@ BLOCKS = {
 
 # The last layer, as its code says: matrix, then the rows of each head (of each part, where the
 # whole matrix has two).
-TRUTH: dict[str, dict[str, str]] = {
+TRUTH = {
     "modernbert": {**BLOCKS, "output": "Wo", "gate": "Wi 0:48", "up": "Wi 48:96", "down": "Wo"},
     "mpt": {**BLOCKS, "output": "out_proj", "up": "up_proj", "down": "down_proj"},
     "deberta-v2": {
@@ -98,12 +95,12 @@ TRUTH: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def roles_of(name: str) -> tuple[nn.Module, Roles]:
+def roles_of(name):
     model = FAMILIES[name]()
     return model, find_roles(model, BATCHES[name]() if name in BATCHES else None)
 
 
-def shown(view: WeightView, path: str, heads: Any = ()) -> str:
+def shown(view, path, heads=()):
     entry = "" if view.entry is None else f"[{view.entry}]"
     name = view.parameter_name.removeprefix(f"{path}.").removesuffix(".weight") + entry
     spans = [span for head in heads for span in head] if heads else view.spans or ()
@@ -111,7 +108,7 @@ def shown(view: WeightView, path: str, heads: Any = ()) -> str:
 
 
 @pytest.mark.parametrize("name", TRUTH)
-def test_the_last_layer_is_what_its_code_says(name: str) -> None:
+def test_the_last_layer_is_what_its_code_says(name):
     _, roles = roles_of(name)
     part, network = roles.attention[-1], roles.feedforward[-1]
     found = {
@@ -127,7 +124,7 @@ def test_the_last_layer_is_what_its_code_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_found_whole_or_refused_by_name(name: str) -> None:
+def test_every_family_is_found_whole_or_refused_by_name(name):
     reason = REFUSED.get((name, "find_roles"), "")
     if name == "squeezebert":
         with pytest.raises(RoleNotFoundError, match=reason):
@@ -152,12 +149,12 @@ def test_every_family_is_found_whole_or_refused_by_name(name: str) -> None:
     assert named | listed >= {n for n, p in model.named_parameters() if p.ndim >= 2}
 
 
-def rows_of(view: WeightView) -> list[int]:
+def rows_of(view):
     spans = view.spans or ((0, view.shape[0]),)
     return [row for start, stop in spans for row in range(start, stop)]
 
 
-def test_latent_attention_names_both_factors() -> None:
+def test_latent_attention_names_both_factors():
     _, roles = roles_of("deepseek-v3")
     part = roles.attention[-1]
     assert [(role, shown(view, part.path)) for role, view in part.further] == [
@@ -169,7 +166,7 @@ def test_latent_attention_names_both_factors() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-neox", "gpt-oss", "deepseek-v3", "gpt-bigcode"])
-def test_the_gradient_of_a_view_lands_in_its_rows(name: str) -> None:
+def test_the_gradient_of_a_view_lands_in_its_rows(name):
     _, roles = roles_of(name)
     for weight in roles.weights():
         view, parameter = weight.view, weight.view.parameter
@@ -181,7 +178,7 @@ def test_the_gradient_of_a_view_lands_in_its_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bloom", "whisper", "mixtral"])
 @pytest.mark.parametrize("change", ["frozen", "half", "train"])
-def test_nothing_of_the_model_changes(name: str, change: str) -> None:
+def test_nothing_of_the_model_changes(name, change):
     model = FAMILIES[name]()
     if change == "half":
         model.to(torch.bfloat16)
@@ -205,14 +202,14 @@ def test_nothing_of_the_model_changes(name: str, change: str) -> None:
     assert [w.view.label for w in roles.weights()] == [w.view.label for w in whole.weights()]
 
 
-def in_layers(*names: str, layers: str = "layers", count: int = 2) -> set[str]:
+def in_layers(*names, layers="layers", count=2):
     return {f"{layers}.{layer}.{name}" for layer in range(count) for name in names}
 
 
 BERTS = {"attention.output.LayerNorm", "output.LayerNorm"}
 LLAMAS = {"input_layernorm", "post_attention_layernorm"}
 # Norms and tables of positions, as the code of each family says; ALBERT's layer is used twice.
-NORMS: dict[str, tuple[set[str], set[str]]] = {
+NORMS = {
     "xlm-roberta": (
         {"embeddings.LayerNorm", *in_layers(*BERTS, layers="encoder.layer")},
         {"embeddings.position_embeddings.weight"},
@@ -255,7 +252,7 @@ NORMS: dict[str, tuple[set[str], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_and_tables_of_positions_are_those_of_the_code(name: str) -> None:
+def test_norms_and_tables_of_positions_are_those_of_the_code(name):
     _, roles = roles_of(name)
     norms, positions = NORMS[name]
     assert set(roles.norms) == norms
@@ -267,18 +264,18 @@ def test_norms_and_tables_of_positions_are_those_of_the_code(name: str) -> None:
 class Scaled(nn.Module):
     """A norm by another name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(16))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.gain * x / x.square().mean(-1, keepdim=True).sqrt()
 
 
 class Placed(nn.Module):
     """Tables, norms and a block that no name tells."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.where = nn.Parameter(torch.randn(9, 16))
         self.words, self.kinds = nn.Embedding(11, 16), nn.Embedding(2, 16)
@@ -286,13 +283,13 @@ class Placed(nn.Module):
         self.first, self.squash, self.inner = Scaled(), nn.Tanh(), nn.Sequential(nn.LayerNorm(16))
         self.block = Custom()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.words(ids) + self.order(torch.arange(ids.shape[1])) + self.kinds(ids * 0)
         x = self.first(x + self.where[: ids.shape[1]])
         return self.block(self.inner(self.squash(x)))
 
 
-def test_norms_and_positions_of_nobodys_names() -> None:
+def test_norms_and_positions_of_nobodys_names():
     roles = find_roles(Placed(), torch.arange(8)[None])
     assert roles.norms == ("first", "inner.0")
     assert roles.inline_norms == ("block",)
@@ -306,7 +303,7 @@ def test_norms_and_positions_of_nobodys_names() -> None:
 class Custom(nn.Module):
     """A Transformer with names of its own, an in-place edit, and a weight that is not used."""
 
-    def __init__(self, *, skip: bool = False) -> None:
+    def __init__(self, *, skip=False):
         super().__init__()
         self.skip = skip
         self.a = nn.Linear(16, 48)
@@ -314,7 +311,7 @@ class Custom(nn.Module):
         self.c, self.d = nn.Linear(16, 24), nn.Linear(24, 16)
         self.lost = nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not self.skip:
             mixed = self.a(x)
             mixed += 0.0
@@ -326,7 +323,7 @@ class Custom(nn.Module):
         return x + self.d(F.gelu(self.c(F.layer_norm(x, (16,)))))
 
 
-def test_a_model_of_nobodys_names_needs_a_batch() -> None:
+def test_a_model_of_nobodys_names_needs_a_batch():
     with pytest.raises(RoleNotFoundError, match="Give a batch"):
         find_roles(Custom())
     roles = find_roles(Custom(), torch.randn(2, 5, 16))
@@ -338,14 +335,14 @@ def test_a_model_of_nobodys_names_needs_a_batch() -> None:
     assert [shown(w.view, "") for w in roles.weights() if w.role.startswith("feed")] == ["c", "d"]
 
 
-def test_a_batch_that_cannot_be_run_is_an_error_that_says_so() -> None:
+def test_a_batch_that_cannot_be_run_is_an_error_that_says_so():
     with pytest.raises(ConfigError, match=r"(?s)Custom fails on the batch.*float32 \(2, 5, 7\)"):
         find_roles(Custom(), torch.randn(2, 5, 7))
     with pytest.raises(ConfigError, match="batch: received int"):
         find_roles(Custom(), 3)
 
 
-def test_no_attention_at_all() -> None:
+def test_no_attention_at_all():
     roles = find_roles(Custom(skip=True), torch.randn(2, 5, 16))
     assert not roles.attention
     assert len(roles.feedforward) == 1
@@ -354,14 +351,14 @@ def test_no_attention_at_all() -> None:
         find_roles(nn.Linear(3, 3), torch.randn(2, 3))
 
 
-def test_a_layer_that_this_batch_does_not_reach_is_named() -> None:
+def test_a_layer_that_this_batch_does_not_reach_is_named():
     class Half(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
             self.layers = nn.ModuleList([layer, copy.deepcopy(layer)])
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.layers[0](x)
 
     roles = find_roles(Half(), torch.randn(2, 5, 16))
@@ -371,17 +368,17 @@ def test_a_layer_that_this_batch_does_not_reach_is_named() -> None:
     assert "layers.1.self_attn" in note
 
 
-def test_names_that_the_pass_contradicts_are_shown_beside_it() -> None:
+def test_names_that_the_pass_contradicts_are_shown_beside_it():
     class Swapped(nn.Module):
         """Llama's names; the key projection makes the values."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.num_heads = 2
             self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
             self.v_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             parts = [layer(x) for layer in (self.q_proj, self.v_proj, self.k_proj)]
             q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
             mixed = F.scaled_dot_product_attention(q, k, v)
@@ -400,7 +397,7 @@ def test_names_that_the_pass_contradicts_are_shown_beside_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_own_attention_is_seen_inside(batch_first: bool) -> None:
+def test_torchs_own_attention_is_seen_inside(batch_first):
     model = nn.Transformer(16, 2, 1, 1, 24, batch_first=batch_first)
     pair = (torch.randn(3, 5, 16), torch.randn(3, 4, 16))
     roles = find_roles(model, pair if batch_first else tuple(x.transpose(0, 1) for x in pair))
@@ -412,14 +409,14 @@ def test_torchs_own_attention_is_seen_inside(batch_first: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_are_named_beside_the_weights_that_they_adapt() -> None:
+def test_adapters_are_named_beside_the_weights_that_they_adapt():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["query_key_value", "dense", "dense_h_to_4h"])
     model = peft.get_peft_model(FAMILIES["gpt-neox"](), config)
     roles = find_roles(model)
     _, plain = roles_of("gpt-neox")
 
-    def short(weights: list[RoleWeight]) -> list[str]:
+    def short(weights):
         names = [w.view.label.removeprefix("base_model.model.") for w in weights]
         return [name.replace(".base_layer", "") for name in names]
 
@@ -429,9 +426,9 @@ def test_adapters_are_named_beside_the_weights_that_they_adapt() -> None:
     assert not roles.unnamed
 
 
-def test_compiled_and_wrapped_models_are_looked_into() -> None:
+def test_compiled_and_wrapped_models_are_looked_into():
     model = Custom()
-    compiled: Any = torch.compile(model)
+    compiled = torch.compile(model)
     (part,) = find_roles(compiled, torch.randn(2, 5, 16)).attention
     assert part.query.owner is model.a
     meta = FAMILIES["gpt-neox"]().to("meta")
@@ -439,13 +436,13 @@ def test_compiled_and_wrapped_models_are_looked_into() -> None:
         find_roles(meta)
 
 
-def test_layers_that_run_without_gradients_are_seen() -> None:
+def test_layers_that_run_without_gradients_are_seen():
     class Frozen(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = Custom()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with torch.no_grad():
                 return self.inner(x)
 
@@ -454,7 +451,7 @@ def test_layers_that_run_without_gradients_are_seen() -> None:
     assert len(roles.feedforward) == 1
 
 
-def test_keys_that_a_convolution_shortens_are_of_the_same_sequence() -> None:
+def test_keys_that_a_convolution_shortens_are_of_the_same_sequence():
     _, roles = roles_of("segformer")
     assert [part.kind for part in roles.attention] == ["self", "self"]
     assert [part.kind for part in roles_of("perceiver")[1].attention] == ["cross", "self", "self"]
@@ -463,14 +460,14 @@ def test_keys_that_a_convolution_shortens_are_of_the_same_sequence() -> None:
 class Rectified(nn.Module):
     """Queries behind a ReLU that is closed for some rows, and a gated network with ReLU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
         self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
         with torch.no_grad():
             self.both.bias[3] = -100.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
@@ -480,7 +477,7 @@ class Rectified(nn.Module):
         return x + self.down(F.relu(gate) * up)
 
 
-def test_a_row_that_an_activation_hides_is_never_left_out_in_silence() -> None:
+def test_a_row_that_an_activation_hides_is_never_left_out_in_silence():
     model, x = Rectified(), torch.randn(4, 9, 8)
     (network,) = find_roles(model, x).feedforward
     assert network.gate is not None

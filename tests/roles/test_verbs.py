@@ -1,15 +1,10 @@
 """Every verb on every family: it does all of its work or says by name what it cannot do."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.support.many_families import FAMILIES, REFUSED, UNTRIED, batch_of, verbs_table
-from torch import nn
 
 import wellposed as wp
 from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError
@@ -18,7 +13,7 @@ BUILT = [name for name in FAMILIES if name not in UNTRIED]
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
-def penalize(model: nn.Module, batch: Any) -> None:
+def penalize(model, batch):
     penalty = wp.OrthogonalityPenalty(
         model, query=1.0, key=1.0, attention=1.0, feedforward=1.0, attention_mode="separate",
         cross_attention=True, batch=batch, form="gram",
@@ -31,7 +26,7 @@ def penalize(model: nn.Module, batch: Any) -> None:
             assert weight.view.seen(gradient).any(), weight.view.label
 
 
-def constrain(model: nn.Module, batch: Any) -> None:
+def constrain(model, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     handle = wp.constrain_(
         model, optimizer, roles=("query", "key"), per="head", batch=batch, gain=1.0
@@ -48,7 +43,7 @@ def constrain(model: nn.Module, batch: Any) -> None:
             torch.testing.assert_close(small @ small.mT, identity, rtol=0, atol=1e-4)
 
 
-def measure(model: nn.Module, batch: Any) -> None:
+def measure(model, batch):
     found = wp.measure(model, batch, spectra=False)
     roles = wp.find_roles(model, batch)
     assert [row["role"] for row in found.rows] == [weight.role for weight in roles.weights()]
@@ -60,7 +55,7 @@ def measure(model: nn.Module, batch: Any) -> None:
     assert all(name in listed for name in roles.unnamed)
 
 
-def affinity(model: nn.Module, batch: Any) -> None:
+def affinity(model, batch):
     penalty = wp.OrthogonalityPenalty(model, affinity=1.0, batch=batch)
     output = model(**batch)[0]
     value = penalty()
@@ -73,23 +68,21 @@ def affinity(model: nn.Module, batch: Any) -> None:
     assert first.query.seen(gradient).any()
 
 
-def t_fixup(model: nn.Module, batch: Any) -> None:
+def t_fixup(model, batch):
     report = wp.t_fixup_(model, batch=batch)
     assert report.norms_removed
     assert not wp.find_roles(model, batch).norms
     assert model(**batch)[0].isfinite().all()
 
 
-def test_the_page_has_the_table_of_these_tests() -> None:
+def test_the_page_has_the_table_of_these_tests():
     assert f"\n{verbs_table()}\n" in PAGE.read_text("utf-8"), "run: python tools/support_table.py"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("verb", [penalize, constrain, measure, affinity, t_fixup])
 @pytest.mark.parametrize("name", BUILT)
-def test_a_verb_works_on_a_family_or_is_refused(
-    name: str, verb: Callable[[nn.Module, Any], None]
-) -> None:
+def test_a_verb_works_on_a_family_or_is_refused(name, verb):
     model = FAMILIES[name]()
     batch = batch_of(name, model)
     refused = REFUSED.get((name, verb.__name__))
@@ -100,7 +93,7 @@ def test_a_verb_works_on_a_family_or_is_refused(
         verb(model, batch)
 
 
-def test_rows_between_those_of_other_roles_are_held_by_head_alone() -> None:
+def test_rows_between_those_of_other_roles_are_held_by_head_alone():
     model = FAMILIES["gpt-neox"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="per='head'"):

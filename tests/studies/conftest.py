@@ -1,10 +1,7 @@
 """Small data sets in one folder, in which each recipe finds its own, and a small encoder."""
 
-from __future__ import annotations
-
 import gzip
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", 
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Texts whose labels nothing tells, and running text."""
     rng, folder = random.Random(0), tmp_path_factory.mktemp("data")
     for name, labels in (("imdb", 2), ("ag_news", 4)):
@@ -33,17 +30,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def minbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def minbert(tmp_path_factory):
     return write_minbert(tmp_path_factory.mktemp("minbert"))
 
 
 @pytest.fixture(scope="session")
-def task(minbert: Path) -> MinBertTask:
+def task(minbert):
     return MinBertTask(MinBertOptions(str(minbert), vocab_size=120, max_length=16))
 
 
 @pytest.fixture(scope="session")
-def encoder(task: MinBertTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder(task, tmp_path_factory):
     """A folder with the weights and the tokenizer of a BERT of one layer."""
     folder = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(5)

@@ -1,8 +1,6 @@
 """What recipes quote stands in the papers, word for word; their texts are no part of this project,
 so this runs where they are at hand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -23,7 +21,7 @@ NOT_AT_HAND = {"huang2020/depth"}
 QUOTED = [name for name in RECIPES if not name.startswith("frontier/")]
 
 
-def plain(text: str) -> str:
+def plain(text):
     """Return a text without marks of pages, spaces between words alone, words cut at a line's end
     put together."""
     text = re.sub(r"<\|[^|]*\|>", " ", text)
@@ -32,7 +30,7 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_a_recipe_of_a_paper_quotes_it_with_the_place(name: str) -> None:
+def test_a_recipe_of_a_paper_quotes_it_with_the_place(name):
     quotes = RECIPES.get(name).told("Quote")
     assert bool(quotes) is (name not in NOT_AT_HAND)
     for quote in quotes:
@@ -41,7 +39,7 @@ def test_a_recipe_of_a_paper_quotes_it_with_the_place(name: str) -> None:
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="the texts of the papers are not here")
 @pytest.mark.parametrize("name", [name for name in QUOTED if name not in NOT_AT_HAND])
-def test_the_words_stand_in_the_paper(name: str) -> None:
+def test_the_words_stand_in_the_paper(name):
     (path,) = FOLDER.glob(f"{PAPERS[name.partition('/')[0]]}_*.txt")
     text = plain(path.read_text(encoding="utf-8"))
     for quote in RECIPES.get(name).told("Quote"):

@@ -1,10 +1,6 @@
 """``reproduce frontier/characters``: its verdict on both sides, its two bounds, and a run of
 seconds."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -28,11 +24,11 @@ from wellposed_studies.study import Tuned
 RADII = len(SHARES) - 1
 
 
-def said(accuracy: float, sound: float) -> NextCharacters:
+def said(accuracy, sound):
     return NextCharacters(accuracy, sound, None, (accuracy, *[accuracy / 2] * RADII))
 
 
-def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger() -> None:
+def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger():
     theirs = Measured("theirs", Tuned([], []), [said(0.2, 1.5), said(0.2, 1.2)])
     tighter = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.5)]), theirs)
     assert tighter.accuracy == [pytest.approx(0.2), pytest.approx(0.1)]
@@ -43,9 +39,7 @@ def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger() -> None
     assert failed.accuracy == [pytest.approx(0.2), pytest.approx(-0.2)]
 
 
-def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_sound_one_is_not() -> (
-    None
-):
+def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_sound_one_is_not():
     """All weights the identity and tokens of root mean square 1: printed 1, as for one head."""
     width, heads, tokens = 16, 4, 4
     attention = InverseDAttention(width, heads).double()
@@ -59,7 +53,7 @@ def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_soun
     assert attacked <= certify(attention, seq_len=tokens, radius=radius).total
 
 
-def newhouse_model(heads: int) -> WellposedForCausalLM:
+def newhouse_model(heads):
     """Every weight has norm 1, as the study holds it."""
     torch.manual_seed(0)
     sizes = {
@@ -79,7 +73,7 @@ def newhouse_model(heads: int) -> WellposedForCausalLM:
     return model
 
 
-def test_the_printed_bound_is_the_formula_term_by_term() -> None:
+def test_the_printed_bound_is_the_formula_term_by_term():
     model = newhouse_model(2)
     weights = {
         name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 2
@@ -102,7 +96,7 @@ def test_the_printed_bound_is_the_formula_term_by_term() -> None:
     assert printed_bound(model.model) == pytest.approx(bound, rel=1e-6)
 
 
-def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
+def test_the_sound_bound_holds_for_the_map_from_tokens_to_states():
     model = newhouse_model(2)
     with torch.no_grad():
         for weight in model.parameters():
@@ -115,15 +109,15 @@ def test_the_sound_bound_holds_for_the_map_from_tokens_to_states() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> None:
+def test_no_perturbation_breaks_a_certified_character(dtype):
     model = newhouse_model(2)
-    model.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
+    model.to(dtype=dtype)
     ids = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
     found = next_characters(model, [ids], SHARES, printed=True)
     assert list(found.certified) == sorted(found.certified, reverse=True)
     assert found.certified[0] == found.accuracy > found.certified[-1]
     assert found.certified[2] > 0
-    vectors = model.get_input_embeddings()(ids).detach()  # pyright: ignore[reportCallIssue]
+    vectors = model.get_input_embeddings()(ids).detach()
     radius = float(vectors.norm(dim=-1).max())
     for share, certified in zip(SHARES, found.certified, strict=True):
         delta = torch.randn(vectors.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
@@ -132,6 +126,6 @@ def test_no_perturbation_breaks_a_certified_character(dtype: torch.dtype) -> Non
         assert float(right.double().mean()) >= certified
 
 
-def test_the_text_is_asked_for(tmp_path: Path) -> None:
+def test_the_text_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="give --data FILE"):
         reproduce("frontier/characters", scale="toy", out=tmp_path)

@@ -1,8 +1,6 @@
 """``reproduce frontier/order``: its verdict on both sides, and a run of seconds that is not
 repeated."""
 
-from __future__ import annotations
-
 import pytest
 
 from wellposed.training.certified.record import CertifiedRun
@@ -10,7 +8,7 @@ from wellposed_studies.frontier.order import SHARES, Curves, gains_over_control
 from wellposed_studies.study import Tuned
 
 
-def curve(label: str, *accuracies: list[float]) -> Curves:
+def curve(label, *accuracies):
     runs = [
         CertifiedRun("", "test", 1, "tok", "", 1.0, 1.0, 0.0, list(SHARES), values, values)
         for values in accuracies
@@ -18,9 +16,7 @@ def curve(label: str, *accuracies: list[float]) -> Curves:
     return Curves("order", label, Tuned([], []), runs)
 
 
-def test_the_gain_is_taken_where_the_control_has_half_and_from_the_control_that_leaves_least() -> (
-    None
-):
+def test_the_gain_is_taken_where_the_control_has_half_and_from_the_control_that_leaves_least():
     falling = [0.5, 0.4, 0.25, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]
     stays = [0.4, 0.4, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0]
     mine = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.0, 0.0]
@@ -31,7 +27,7 @@ def test_the_gain_is_taken_where_the_control_has_half_and_from_the_control_that_
     assert gains == {"lipschitz, T = 30": [pytest.approx(0.4)] * 2}
 
 
-def test_a_control_that_keeps_all_its_accuracy_gives_no_radius() -> None:
+def test_a_control_that_keeps_all_its_accuracy_gives_no_radius():
     flat = [0.5] * len(SHARES)
     control = curve("no blocks, T = 30", flat)
     assert control.half_radius() is None

@@ -1,17 +1,13 @@
 """``reproduce frontier/translation``: its verdict on both sides, and steps that are doubled until every
 model gains less than 1 % of its loss or overfits."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.translation import (
-    Trained,
     at_plateau,
     double_until_plateau,
     gains_over_norms,
@@ -19,7 +15,7 @@ from wellposed_studies.frontier.translation import (
 from wellposed_studies.study import FinishedRun
 
 
-def test_the_better_normalised_model_is_the_one_with_the_higher_mean() -> None:
+def test_the_better_normalised_model_is_the_one_with_the_higher_mean():
     bleu = {"post_ln": [20.0, 30.0], "pre_ln": [24.0, 24.0], "t_fixup": [25.0, 25.0]}
     assert gains_over_norms(bleu) == [5.0, -5.0]
 
@@ -28,7 +24,7 @@ Given = tuple[float, float]
 """The least loss of a model, and its last in units of that."""
 
 
-def trained(folder: Path, models: dict[str, Given]) -> Trained:
+def trained(folder, models):
     """Two seeds a model, .01 on either side of its loss; not a number where both failed."""
     return {
         name: [_run(folder / f"{name}{off}", least + off, last) for off in (-0.01, 0.01)]
@@ -36,7 +32,7 @@ def trained(folder: Path, models: dict[str, Given]) -> Trained:
     }
 
 
-def _run(folder: Path, least: float, last: float) -> FinishedRun:
+def _run(folder, least, last):
     failed = math.isnan(least)
     folder.mkdir(parents=True)
     losses = [3.0, 6.0] if failed else [least, last * least]
@@ -84,14 +80,8 @@ FLAT, RISEN = 1.0, 1.05
         ),
     ],
 )
-def test_every_model_has_to_stop_gaining(
-    tmp_path: Path,
-    of_lengths: dict[int, tuple[Given, Given]],
-    most: int,
-    lengths: int,
-    plateau: bool,
-) -> None:
-    def train(times: int) -> Trained:
+def test_every_model_has_to_stop_gaining(tmp_path, of_lengths, most, lengths, plateau):
+    def train(times):
         return trained(
             tmp_path / str(times), dict(zip(("first", "second"), of_lengths[times], strict=True))
         )

@@ -14,7 +14,7 @@ from tests.support.finished_runs import finished
 
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import RECIPES, Reproduction
-from wellposed.statistics import PairedComparison, paired_comparison
+from wellposed.statistics import paired_comparison
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
 from wellposed_studies.frontier import translation as small_translation
@@ -50,25 +50,23 @@ APART = (1.0, -1.0, 0.1)
 """Three that do not."""
 
 
-def seeds(value: float, spread: Sequence[float] = NEAR) -> list[float]:
+def seeds(value, spread=NEAR):
     return [value + offset for offset in spread]
 
 
-def two_bounds(ratio: float) -> list[dict[str, float]]:
+def two_bounds(ratio):
     row = dict.fromkeys(("lower", "lower_over_upper", "checked_by_autograd"), ratio)
     return [{**row, "upper": 1.0}] * 2
 
 
-def lower_bounds(growth: Callable[[float], float], upper: float = 1e3) -> list[dict[str, float]]:
+def lower_bounds(growth, upper=1000.0):
     return [
         {"N": n, "lower": growth(n), "upper": upper, "upper_kim": 2 * upper}
         for n in (10, 100, 1000)
     ]
 
 
-def changes(
-    experts: float, deeper: float, ours: float, dropout: float
-) -> dict[tuple[str, str], list[float]]:
+def changes(experts, deeper, ours, dropout):
     return {
         (LABELS["transject"], "experts"): seeds(experts),
         (LABELS["transject"], "layers"): seeds(ours),
@@ -77,11 +75,11 @@ def changes(
     }
 
 
-def by_stack(value: float, spread: Sequence[float] = NEAR) -> dict[str, list[float]]:
+def by_stack(value, spread=NEAR):
     return {"encoder": seeds(0.0 if value < 1 else value), "encoder-decoder": seeds(value, spread)}
 
 
-def opposite(measured: float) -> list[dict[str, Any]]:
+def opposite(measured):
     of = dict.fromkeys(("adversarial", "measured_over_tight"), measured)
     return [{"keys": "two opposite", "tight": 1.0, **of}]
 
@@ -89,11 +87,7 @@ def opposite(measured: float) -> list[dict[str, Any]]:
 STEEP = {"upper": 1.0, "lower": 0.9}
 
 
-def errors_at_the_end(
-    tied: Sequence[float] = (1e-6, 1.0),
-    dot: Sequence[float] = (9.0, 9.0),
-    contractive: Sequence[float] = (1e-6,),
-) -> list[dict[str, Any]]:
+def errors_at_the_end(tied=(1e-06, 1.0), dot=(9.0, 9.0), contractive=(1e-06,)):
     found = {"tied L2": tied, "dot product": dot, "contractive L2, sharp bound": contractive}
     return [
         {"attention": kind, "max_error": error}
@@ -102,26 +96,26 @@ def errors_at_the_end(
     ]
 
 
-def by_kind(**nll: float) -> dict[str, dict[int, list[float]]]:
+def by_kind(**nll):
     """NLL of one and three layers; only the contractive one gains by depth."""
     found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (GOOD | nll).items()}
     found[PAPERS][3] = tight(1.06)
     return found
 
 
-def tight(value: float) -> list[float]:
+def tight(value):
     return [value + offset / 10 for offset in NEAR]
 
 
-def against_plain(gain: float) -> PairedComparison:
+def against_plain(gain):
     return paired_comparison(seeds(0.5 + gain), [0.5, 0.505, 0.495])
 
 
-def by_place(*gains: float) -> dict[str, PairedComparison]:
+def by_place(*gains):
     return dict(zip(mcgrath.PLACES, map(against_plain, gains), strict=True))
 
 
-def drift(key: float) -> list[dict[str, Any]]:
+def drift(key):
     ends = {"key.0": tight(key), "affinity.0": tight(1.5)}
     return [
         {"seed": seed, "step": 9, "weight": weight, "error_over_initial": ratio}
@@ -130,7 +124,7 @@ def drift(key: float) -> list[dict[str, Any]]:
     ]
 
 
-def translated(gain: float) -> list[Any]:
+def translated(gain):
     """A corpus, its measure and runs: BLEU of the Transformer and of VAR-III, which gains."""
     variants = {bleu.TRANSFORMER: 20.0, f"{bleu.OC3}:1e-06": 20.0 + gain}
     runs = [
@@ -144,7 +138,7 @@ def translated(gain: float) -> list[Any]:
     return ["corpus", ["bleu"], kept]
 
 
-def scores(transject: float) -> list[Any]:
+def scores(transject):
     test = {
         variant: seeds(transject if variant == "transject" else 70.0, (0.0, 0.1, 0.3))
         for variant in VARIANTS
@@ -153,7 +147,7 @@ def scores(transject: float) -> list[Any]:
     return [test, "transject"]
 
 
-def rival(gain: float) -> list[Any]:
+def rival(gain):
     return [[[characters.Rivalry(tight(gain), [tight(gain)] * 5)]]]
 
 
@@ -168,7 +162,7 @@ INVERSES = Fed(
 )
 BLEU = Fed(bleu.compare_variants, translated(2.0), translated(-2.0), lambda found: found[1])
 SCORES = Fed(tables.judge, scores(80.0), scores(60.0))
-VERDICTS: Mapping[str, Fed] = {
+VERDICTS = {
     "huang2020/depth": Fed(
         deep.judge_depth, ([True, True], [False, False]), ([True, False], [False, False])
     ),
@@ -278,7 +272,7 @@ VERDICTS: Mapping[str, Fed] = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_a_made_up_result_on_either_side_changes_the_verdict(name: str) -> None:
+def test_a_made_up_result_on_either_side_changes_the_verdict(name):
     judge, holds, against, read, further = VERDICTS[name]
     sides = [judge(*holds, **further), judge(*against, **further)]
     assert [read(side) for side in sides] == [True, False]
@@ -305,11 +299,11 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name: str) -> None:
         (sizes.judge_table_5, ([],)),
     ],
 )
-def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge: Judge, result: Any) -> None:
+def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):
     assert judge(*result) is None
 
 
-def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes() -> None:
+def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) - set(VERDICTS) == {"huang2020/table-1"}, "a table of settings"
     assert len(RECIPES.names()) == 47
     for name in RECIPES:
@@ -318,7 +312,7 @@ def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes() -> None:
         assert recipe.minutes["mini"] > 0
 
 
-def test_a_verdict_without_its_test_is_refused() -> None:
+def test_a_verdict_without_its_test_is_refused():
     assert Reproduction([], [], "nothing", holds=None).criterion is None
     with pytest.raises(ConfigError, match="name the test in words"):
         Reproduction([], [], "nothing", holds=True)

@@ -1,12 +1,9 @@
 """The recipes of kim2021: each runs at toy size, and the numbers behind the figures are checked by
 another route."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,19 +26,19 @@ from wellposed_studies.kim2021.language_models import (
 from wellposed_studies.study import Sizes
 
 
-def test_row_norm_is_that_of_the_layer() -> None:
+def test_row_norm_is_that_of_the_layer():
     x = 2 * torch.randn(9, dtype=torch.float64)
     assert float(bounds.row_norm(x)) == pytest.approx(bounds.row_norm_of_layer(x), rel=1e-12)
 
 
-def test_the_whole_jacobian_is_that_of_the_layer() -> None:
+def test_the_whole_jacobian_is_that_of_the_layer():
     x = 2 * torch.randn(7, dtype=torch.float64)
     layer = bounds.unit_layer()
     by_autograd = torch.autograd.functional.jacobian(lambda t: layer(t[None, :, None])[0, :, 0], x)
     assert torch.allclose(bounds.jacobian(x), by_autograd, rtol=1e-10, atol=1e-12)
 
 
-def test_figure_2_brackets_the_constant_at_100_tokens() -> None:
+def test_figure_2_brackets_the_constant_at_100_tokens():
     """The figure's claim at N = 100 without ascent, against the certificate of the layer and an
     attack on it."""
     lower, x = bounds.two_sided_input(100)
@@ -57,18 +54,18 @@ def test_figure_2_brackets_the_constant_at_100_tokens() -> None:
     assert attack.value == pytest.approx(lower, rel=1e-6)
 
 
-def test_gradient_ascent_alone_comes_near_the_bound() -> None:
+def test_gradient_ascent_alone_comes_near_the_bound():
     values, _ = bounds.ascend_inf(20, 8, 200)
     assert 0.7 < float(values.max()) / kim_bracket(20, norm="inf", head_dim=1) <= 1
 
 
-def test_spectral_ascent_stays_below_both_upper_bounds() -> None:
+def test_spectral_ascent_stays_below_both_upper_bounds():
     found = bounds.ascend_two(12, 4, 60)
     upper = certify(bounds.unit_layer(), seq_len=12, norm=2, mask="full").total
     assert 1 < float(found.max()) <= upper <= kim_bracket(12, norm=2, head_dim=1)
 
 
-def test_a_contraction_is_inverted_at_its_rate_and_an_expansion_is_not() -> None:
+def test_a_contraction_is_inverted_at_its_rate_and_an_expansion_is_not():
     half = nn.Linear(4, 4, bias=False)
     half.weight.data.copy_(0.5 * torch.eye(4))
     x = torch.randn(2, 3, 4)
@@ -79,7 +76,7 @@ def test_a_contraction_is_inverted_at_its_rate_and_an_expansion_is_not() -> None
     assert inverse.reconstruction_errors(half, x, 1.0, 8)[-1] > 100
 
 
-def test_random_layers_show_what_figure_3_shows() -> None:
+def test_random_layers_show_what_figure_3_shows():
     x = inverse.probe_inputs(4, 24, 32, 10.0, 0)
     assert bool((x[:, 0] == 0).all())
     ends = {
@@ -91,7 +88,7 @@ def test_random_layers_show_what_figure_3_shows() -> None:
     assert ends["dot_product"] > 1
 
 
-def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
+def test_paper_scale_has_the_papers_numbers(tmp_path):
     request = Request("paper", tmp_path)
     sizes = one_layer(request)
     config = run_config(request, sizes, "l2_contractive_kim2021", 1)
@@ -105,7 +102,7 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_diverged_run_has_no_depth_at_which_it_trains(tmp_path: Path) -> None:
+def test_a_diverged_run_has_no_depth_at_which_it_trains(tmp_path):
     sizes = Sizes(3, 1, 16, heads=8, batch_size=4, seq_len=16, depths=(1,), limit=2000)
     wild = replace(sizes, learning_rate=1e30, eval_batches=1)
     (run,) = train_models(Request("toy", tmp_path), "diverge", ("dot_product",), wild)
@@ -113,7 +110,7 @@ def test_a_diverged_run_has_no_depth_at_which_it_trains(tmp_path: Path) -> None:
     assert depths_learned([run]) == {"dot_product": []}
 
 
-def test_wrong_names_are_refused(tmp_path: Path) -> None:
+def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="nearest: kim2021/figure"):
         reproduce("kim2021/figure-22", out=tmp_path)
     with pytest.raises(ConfigError, match="unknown scale"):

@@ -1,14 +1,10 @@
 """McGrath (2024): the task of three sets, its losses and scores, and the recipes at toy size."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import itertools
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from torch.nn import functional
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Request
-from wellposed.recipes.reproduce import Reproduced, reproduce
+from wellposed.recipes.reproduce import reproduce
 from wellposed.training import RunConfig, read_metrics
 from wellposed_studies.mcgrath2024 import scores as study
 from wellposed_studies.mcgrath2024.task import (
@@ -32,20 +28,20 @@ from wellposed_studies.mcgrath2024.task import (
 )
 
 
-def test_the_overall_score_gives_every_row_of_his_table() -> None:
+def test_the_overall_score_gives_every_row_of_his_table():
     for row in study.PAPER_TABLE.values():
         scores = dict(zip(study.COLUMNS, row, strict=True))
         assert overall_score(scores) == pytest.approx(scores["overall"], abs=6e-5)
 
 
-def batch(task: MinBertTask, rows: int = 6) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def batch(task, rows=6):
     """Logits and a batch of a few rows of each set."""
     members = task.batches("train", 3 * rows, seed=0, epoch=0)[0]
     found = task.collate([task.dataset("train")[member] for member in members])
     return torch.randn(3 * rows, 7, generator=torch.Generator().manual_seed(1)), found
 
 
-def test_the_loss_is_the_sum_of_the_three_means(task: MinBertTask, minbert: Path) -> None:
+def test_the_loss_is_the_sum_of_the_three_means(task, minbert):
     logits, found = batch(task)
     labels = found["labels"]
     sst = functional.cross_entropy(logits[:6, :5], labels[:6, 0].long())
@@ -61,22 +57,22 @@ def test_the_loss_is_the_sum_of_the_three_means(task: MinBertTask, minbert: Path
     assert float(total / count) == pytest.approx(float(sst - signs.mean()), rel=1e-5)
 
 
-def test_the_cosine_of_one_output_node_has_no_gradient() -> None:
+def test_the_cosine_of_one_output_node_has_no_gradient():
     output = torch.randn(6, 1, requires_grad=True)
     functional.cosine_embedding_loss(output, torch.rand(6, 1) + 0.1, torch.ones(6)).backward()
     assert output.grad is not None
     assert output.grad.abs().max() < 1e-6
 
 
-def test_scores_of_several_batches_are_those_of_all_rows(task: MinBertTask) -> None:
+def test_scores_of_several_batches_are_those_of_all_rows(task):
     logits, found = batch(task, 10)
-    totals: dict[str, tuple[float, float]] = {}
+    totals = {}
     for part in (slice(0, 11), slice(11, 25), slice(25, 30)):
         sums = task.metric_sums(logits[part], {"labels": found["labels"][part]})
         totals = {
             name: tuple(map(sum, zip(totals.get(name, (0.0, 0.0)), pair, strict=True)))
             for name, pair in sums.items()
-        }  # type: ignore[misc]
+        }
     scores = task.summarize(totals)
     pair = torch.stack([logits[20:, 6], found["labels"][20:, 2]]).double()
     assert scores["sts"] == pytest.approx(float(torch.corrcoef(pair)[0, 1]), abs=1e-9)
@@ -86,7 +82,7 @@ def test_scores_of_several_batches_are_those_of_all_rows(task: MinBertTask) -> N
     assert task.summarize(constant)["sts"] == 0.0, "it orders nothing"
 
 
-def test_batches_hold_rows_of_each_set_and_every_row_once_a_pass(task: MinBertTask) -> None:
+def test_batches_hold_rows_of_each_set_and_every_row_once_a_pass(task):
     sizes = (40, 40, 40)
     drawn = [member for epoch in (0, 1) for each in task.batches("train", 12, seed=1, epoch=epoch)
              for member in each]  # fmt: skip
@@ -106,16 +102,14 @@ def test_batches_hold_rows_of_each_set_and_every_row_once_a_pass(task: MinBertTa
         ("householder", {"query": 1e-4, "form": "qr", "qr_method": "householder"}),
     ],
 )
-def test_his_penalties_are_variants(variant: str, penalty: dict[str, Any]) -> None:
+def test_his_penalties_are_variants(variant, penalty):
     found = vars(apply_variant(variant, RunConfig("minbert")).penalty)
     assert {name: found[name] for name in penalty} == penalty
 
 
 @pytest.mark.slow
-def test_the_recipes_train_each_cell_once_by_the_common_loop(
-    minbert: Path, encoder: Path, tmp_path: Path
-) -> None:
-    made: dict[str, Reproduced] = {}
+def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, tmp_path):
+    made = {}
     for item in ("figure-3", "figure-1", "table-1", "qr"):
         name = f"mcgrath2024/{item}"
         made[item] = reproduce(name, scale="toy", out=tmp_path, data=str(minbert))
@@ -149,16 +143,16 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(
     assert claim["command"].endswith("--encoder ENCODER")
 
 
-def test_an_encoder_and_data_are_asked_for(minbert: Path, tmp_path: Path) -> None:
+def test_an_encoder_and_data_are_asked_for(minbert, tmp_path):
     with pytest.raises(ConfigError, match="give --encoder FOLDER"):
         reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert))
     with pytest.raises(ConfigError, match=r"give --data FOLDER with ids-sst-train.csv"):
         reproduce("mcgrath2024/qr", scale="toy", out=tmp_path)
 
 
-def test_a_pretrained_encoder_is_fine_tuned_gently(encoder: Path, tmp_path: Path) -> None:
+def test_a_pretrained_encoder_is_fine_tuned_gently(encoder, tmp_path):
     for scale, steps in (("mini", 200), ("medium", 1000)):
-        sizes = study.sizes_of(Request(scale, tmp_path, encoder=str(encoder)))  # type: ignore[arg-type]
+        sizes = study.sizes_of(Request(scale, tmp_path, encoder=str(encoder)))
         assert (sizes.steps, sizes.learning_rate) == (steps, 5e-5)
     assert study.sizes_of(Request("mini", tmp_path)).learning_rate == 1e-3
 
@@ -174,9 +168,7 @@ def test_a_pretrained_encoder_is_fine_tuned_gently(encoder: Path, tmp_path: Path
         ((0.9, 0.92, 0.91), (1.1, 1.11, math.nan), None),
     ],
 )
-def test_the_drift_is_judged_by_every_weight_with_its_error(
-    key: tuple[float, ...], affinity: tuple[float, ...], verdict: bool | None
-) -> None:
+def test_the_drift_is_judged_by_every_weight_with_its_error(key, affinity, verdict):
     ends = {"key.0": key, "key.1": (0.9, 0.9, 0.9), "affinity.0": affinity}
     rows = [
         {"seed": seed, "step": step, "weight": weight, "error_over_initial": ratio if step else 1.0}
@@ -199,14 +191,14 @@ ROWS = {
 }
 
 
-def folder_of(path: Path) -> Path:
+def folder_of(path):
     for stem, header in HEADERS.items():
         for split in ("train", "dev"):
             (path / f"{stem}-{split}.csv").write_text(header + ROWS[stem], encoding="utf-8")
     return path
 
 
-def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
+def test_sentences_and_labels_are_read(tmp_path):
     folder_of(tmp_path)
     (tmp_path / "quora-train-extra.csv.gz").write_bytes(
         gzip.compress((HEADERS["quora"] + "7\tz\tone\ttwo\t1.0\n").encode())
@@ -236,7 +228,7 @@ def test_sentences_and_labels_are_read(tmp_path: Path) -> None:
         ("sts-dev", '0\ta\t"one\ttwo\t1.0\n', ":2: not a row of quoted fields"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path: Path, file: str, rows: str, says: str) -> None:
+def test_a_malformed_row_is_named(tmp_path, file, rows, says):
     folder_of(tmp_path)
     header = "" if "sentence1" in rows else HEADERS[file.rpartition("-")[0]]
     (tmp_path / f"{file}.csv").write_text(header + rows)
@@ -244,7 +236,7 @@ def test_a_malformed_row_is_named(tmp_path: Path, file: str, rows: str, says: st
         read_minbert(tmp_path)
 
 
-def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_doubled_files_are_named(tmp_path):
     folder_of(tmp_path)
     (tmp_path / "sts-dev.csv").unlink()
     (tmp_path / "quora-train.csv").unlink()
@@ -258,7 +250,7 @@ def test_missing_and_doubled_files_are_named(tmp_path: Path) -> None:
         read_minbert(tmp_path / "elsewhere")
 
 
-def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> None:
+def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path):
     read, _ = read_minbert(folder_of(tmp_path))
     texts = [text for rows in read.values() for row, _ in rows for text in row]
     tokenizer = train_word_pieces(texts, vocab_size=80, max_length=8)
@@ -276,7 +268,7 @@ def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path: Path) -> Non
 
 
 @pytest.mark.data
-def test_the_shared_files_are_read_whole(shared_data: Path) -> None:
+def test_the_shared_files_are_read_whole(shared_data):
     read, files = read_minbert(shared_data / "minbert")
     sizes = {"sst": (8544, 1101), "para": (28017, 2000), "sts": (6040, 863)}
     assert {

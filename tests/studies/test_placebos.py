@@ -2,27 +2,23 @@
 run on untrained models, on answers that do not look at the input, on the labels of other examples,
 and with its sides exchanged, by its own measuring."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.recipe import RECIPES, Request
 from wellposed.tasks import build_task
-from wellposed.training import RunResult, train
+from wellposed.training import train
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
 
 pytestmark = pytest.mark.slow
 TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]
 Alter = Callable[[Any], Any]
-PLACEBOS: dict[str, Alter] = {
+PLACEBOS = {
     "untrained": lambda logits: logits,
     "constant": lambda logits: logits.mean(0, keepdim=True).expand_as(logits),
     "labels shuffled": lambda logits: logits.roll(1, 0),
@@ -30,7 +26,7 @@ PLACEBOS: dict[str, Alter] = {
 """What becomes of the answers to a batch before they meet its labels."""
 
 
-def altered(task: Any, alter: Alter) -> Any:
+def altered(task, alter):
     """Return a task whose losses and metrics see other answers."""
     kind = type(task)
     found = copy.copy(task)
@@ -47,10 +43,10 @@ def altered(task: Any, alter: Alter) -> Any:
     return found
 
 
-def placebo(name: str) -> Callable[..., Iterator[RunResult]]:
+def placebo(name):
     """Return a `train_planned` whose models learn nothing."""
 
-    def trained(planned: Iterable[PlannedRun], **how: Any) -> Iterator[RunResult]:
+    def trained(planned, **how):
         for folder, _, config in planned:
             task = how.get("task") or build_task(config.task, config.task_options)
             still = replace(config.train, learning_rate=1e-12, gamma=1e-12)
@@ -61,18 +57,18 @@ def placebo(name: str) -> Callable[..., Iterator[RunResult]]:
     return trained
 
 
-def side(config: RunConfig) -> tuple[str, bool]:
+def side(config):
     """Return what a run is one of: a variant, with blocks or without."""
     return config.variant.partition(":")[0], config.model.num_hidden_layers > 0
 
 
-def exchanged(known: dict[str, tuple[RunConfig, RunResult]]) -> Callable[..., Iterator[RunResult]]:
+def exchanged(known):
     """Return a `train_planned` that gives every side the run of another, as if it were its own."""
 
-    def world(config: RunConfig) -> tuple[Any, ...]:
+    def world(config):
         return config.task, str(config.task_options), config.train.seed
 
-    def trained(planned: Iterable[PlannedRun], **_: Any) -> Iterator[RunResult]:
+    def trained(planned, **_):
         for _folder, _label, config in planned:
             rivals = [each for each in known.values() if world(each[0]) == world(config)]
             sides = list(dict.fromkeys(side(of) for of, _ in rivals))
@@ -87,7 +83,7 @@ def exchanged(known: dict[str, tuple[RunConfig, RunResult]]) -> Callable[..., It
     return trained
 
 
-def verdict(name: str, out: Path, data: dict[str, Path]) -> bool | None:
+def verdict(name, out, data):
     """Run a recipe on small models and return what it says, as no toy scale may."""
     recipe = RECIPES.get(name)
     paper = name.partition("/")[0]
@@ -104,39 +100,31 @@ def verdict(name: str, out: Path, data: dict[str, Path]) -> bool | None:
 
 
 @pytest.fixture(scope="module")
-def given(data: Path, minbert: Path, encoder: Path) -> dict[str, Path]:
+def given(data, minbert, encoder):
     return {"data": data, "minbert": minbert, "encoder": encoder}
 
 
 @pytest.fixture(scope="module")
-def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def outs(tmp_path_factory):
     """A folder for each kind of models, which recipes share."""
     return {kind: tmp_path_factory.mktemp("runs") for kind in (*PLACEBOS, "real")}
 
 
 @pytest.mark.parametrize("kind", PLACEBOS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_models_that_learned_nothing_earn_no_verdict(
-    name: str,
-    kind: str,
-    given: dict[str, Path],
-    outs: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_models_that_learned_nothing_earn_no_verdict(name, kind, given, outs, monkeypatch):
     monkeypatch.setattr(study, "train_planned", placebo(kind))
     assert verdict(name, outs[kind], given) is None
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_exchanged_sides_do_not_earn_the_same(
-    name: str, given: dict[str, Path], outs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchanged_sides_do_not_earn_the_same(name, given, outs, monkeypatch):
     """What holds of two sides does not hold of them exchanged; that two sides do not differ, which is
     against some claims, is so either way."""
-    known: dict[str, tuple[RunConfig, RunResult]] = {}
+    known = {}
     really = study.train_planned
 
-    def recorded(planned: Iterable[PlannedRun], **how: Any) -> Iterator[RunResult]:
+    def recorded(planned, **how):
         for result in really(planned, **how):
             config = RunConfig.from_dict(result.result["config"], where="")
             known[str(result.out)] = config, result
@@ -150,9 +138,7 @@ def test_exchanged_sides_do_not_earn_the_same(
         assert not (said and verdict(name, outs["real"], given))
 
 
-def test_without_the_gate_untrained_models_would_earn_a_verdict(
-    given: dict[str, Path], outs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_gate_untrained_models_would_earn_a_verdict(given, outs, monkeypatch):
     monkeypatch.setattr(study, "train_planned", placebo("untrained"))
     monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
     assert verdict("huang2020/depth", outs["untrained"], given) is not None

@@ -1,8 +1,6 @@
 """The page of finished artefacts: from their files alone, never from toy sizes; `reproduce all`
 resumes, and its seconds are those of all its calls."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time
@@ -20,7 +18,6 @@ from wellposed.recipes.reproduce import (
     Criterion,
     Recipe,
     Reproduction,
-    Request,
     TimedProgress,
     file_stem,
     reproduce,
@@ -30,18 +27,12 @@ from wellposed.recipes.reproduction_page import reproduction_page
 ROOT = Path(__file__).parents[2]
 
 
-def make(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    stops_at: str = "",
-    lacks_data: str = "",
-    read: dict[str, str | None] | None = None,
-) -> list[str]:
+def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
     """Let every recipe finish at once with a made-up row; return the list of those that ran, and
     what they ``read``."""
-    ran: list[str] = []
+    ran = []
 
-    def made(recipe: Recipe, request: Request) -> Reproduction:
+    def made(recipe, request):
         if recipe.name == stops_at:
             raise KeyboardInterrupt
         if recipe.name == lacks_data:
@@ -59,20 +50,18 @@ def make(
     return ran
 
 
-def run_all(tmp_path: Path, *words: str) -> tuple[int, Path]:
+def run_all(tmp_path, *words):
     page = tmp_path / "docs" / "page.md"
     given = ["--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]
     return main(["reproduce", "all", *given]), page
 
 
-def section(text: str, name: str) -> str:
+def section(text, name):
     return text.partition(f"## {name} ")[2].partition("\n## ")[0]
 
 
 @pytest.mark.slow
-def test_all_goes_on_where_it_stopped_and_writes_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch):
     first = make(monkeypatch, stops_at="sengupta2023/table-1")
     status, page = run_all(tmp_path)
     assert status == 130
@@ -109,9 +98,7 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(
 
 
 @pytest.mark.slow
-def test_what_lacks_data_is_named_and_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lacks_data_is_named_and_left_out(tmp_path, monkeypatch, capsys):
     make(monkeypatch, lacks_data="mcgrath2024/qr")
     status, page = run_all(tmp_path)
     assert status == 0
@@ -120,7 +107,7 @@ def test_what_lacks_data_is_named_and_left_out(
 
 
 @pytest.mark.slow
-def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toy_sizes_are_no_evidence(tmp_path, monkeypatch):
     make(monkeypatch)
     _, page = run_all(tmp_path, "--scale", "toy")
     assert "\n## " not in page.read_text()
@@ -130,9 +117,7 @@ def test_toy_sizes_are_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_what_is_finished_at_a_larger_scale_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_finished_at_a_larger_scale_is_kept(tmp_path, monkeypatch):
     make(monkeypatch)
     run_all(tmp_path, "--scale", "medium")
     ran = make(monkeypatch)
@@ -149,9 +134,7 @@ def test_what_is_finished_at_a_larger_scale_is_kept(
 
 
 @pytest.mark.slow
-def test_files_of_an_earlier_form_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_earlier_form_are_made_again(tmp_path, monkeypatch):
     make(monkeypatch)
     run_all(tmp_path)
     old = tmp_path / "out" / f"{file_stem('kim2021/figure-2')}.json"
@@ -163,14 +146,12 @@ def test_files_of_an_earlier_form_are_made_again(
     assert ran == ["kim2021/figure-2"]
 
 
-def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path, monkeypatch):
     sets = tmp_path / "sets"
     for name in ("ptb", "minbert", "multi30k"):
         (sets / name).mkdir(parents=True)
     (sets / "ptb" / "ptb.char.train.txt.gz").touch()
-    read: dict[str, str | None] = {}
+    read = {}
     make(monkeypatch, read=read)
     assert run_all(tmp_path, "--data", str(sets))[0] == 0
     assert read["kim2021/figure-4"] == str(sets / "ptb" / "ptb.char.train.txt.gz")
@@ -185,11 +166,9 @@ def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(
         assert read["kim2021/figure-4"] == expected, "one recipe finds its own too"
 
 
-def test_a_result_says_what_was_read_where_no_data_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_says_what_was_read_where_no_data_is_given(tmp_path, monkeypatch):
     make(monkeypatch)
-    said: list[str] = []
+    said = []
     without = reproduce("kim2021/figure-4", out=tmp_path, announce=said.append)
     assert said == ["no data given: English prose that ships with Python"]
     assert without.result.notes == ("no data given: English prose that ships with Python",)
@@ -202,7 +181,7 @@ def test_a_result_says_what_was_read_where_no_data_is_given(
     assert len(said) == 1
 
 
-def test_whatever_goes_with_data_takes_data() -> None:
+def test_whatever_goes_with_data_takes_data():
     for name in RECIPES:
         recipe = RECIPES.get(name)
         if recipe.folders or recipe.builtin or recipe.takes:
@@ -212,9 +191,7 @@ def test_whatever_goes_with_data_takes_data() -> None:
 @pytest.mark.parametrize(
     "name", ["kim2021/figure-2", "huang2020/signal", "sengupta2023/table-5", "frontier/order"]
 )
-def test_data_for_a_recipe_that_reads_none_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_for_a_recipe_that_reads_none_is_refused(name, tmp_path, monkeypatch):
     ran = make(monkeypatch)
     with pytest.raises(
         ConfigError,
@@ -224,9 +201,7 @@ def test_data_for_a_recipe_that_reads_none_is_refused(
     assert ran == []
 
 
-def test_data_that_is_not_there_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
     ran = make(monkeypatch)
     monkeypatch.setattr("wellposed.recipes.reproduce.hub_answers", lambda: False)
     with pytest.raises(DataError, match="no such file or folder; give a file"):
@@ -241,13 +216,13 @@ def test_data_that_is_not_there_is_said_at_once(
     assert ran == ["kim2021/figure-4"]
 
 
-def test_the_committed_page_is_that_of_the_committed_results() -> None:
+def test_the_committed_page_is_that_of_the_committed_results():
     assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction_page(
         ROOT / "benchmarks" / "reproduction"
     )
 
 
-def test_committed_results_name_the_data_that_their_recipes_read() -> None:
+def test_committed_results_name_the_data_that_their_recipes_read():
     for path in sorted((ROOT / "benchmarks" / "reproduction").glob("*.json")):
         values = json.loads(path.read_text())
         recipe = RECIPES.get(values["recipe"])
@@ -258,8 +233,8 @@ def test_committed_results_name_the_data_that_their_recipes_read() -> None:
 TRAINS, DRAWS = "kim2021/figure-11", "kim2021/figure-2"
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, *, stops: bool = False) -> None:
-    def made(recipe: Recipe, request: Request) -> Reproduction:
+def slow(monkeypatch, *, stops=False):
+    def made(recipe, request):
         time.sleep(0.15)
         request.announce("half way")
         if stops:
@@ -269,12 +244,12 @@ def slow(monkeypatch: pytest.MonkeyPatch, *, stops: bool = False) -> None:
     monkeypatch.setattr(Recipe, "__call__", made)
 
 
-def seconds(out: Path, name: str) -> float:
+def seconds(out, name):
     reproduce(name, out=out)
     return json.loads((out / f"{name.replace('/', '-')}.json").read_text())["seconds"]
 
 
-def test_a_stopped_call_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_call_counts(tmp_path, monkeypatch):
     slow(monkeypatch, stops=True)
     for name in (TRAINS, DRAWS):
         with pytest.raises(KeyboardInterrupt):
@@ -287,14 +262,14 @@ def test_a_stopped_call_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(list((tmp_path / "seconds").iterdir())) == 2, "each scale has its own"
 
 
-def test_a_killed_call_counts_up_to_its_last_line(tmp_path: Path) -> None:
+def test_a_killed_call_counts_up_to_its_last_line(tmp_path):
     progress = TimedProgress(tmp_path / "a" / "b.txt", print)
     time.sleep(0.12)
     progress("half way")
     assert TimedProgress(tmp_path / "a" / "b.txt", print).seconds() >= 0.1
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "b.txt").write_text("soon")
     with pytest.raises(
         DataError, match=r"b\.txt: expected the seconds of earlier calls, found 'soon'"
@@ -302,7 +277,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         TimedProgress(tmp_path / "b.txt", print)
 
 
-def test_a_line_of_another_process_keeps_the_time(tmp_path: Path) -> None:
+def test_a_line_of_another_process_keeps_the_time(tmp_path):
     """Recipes with several jobs send the function that takes their lines to the processes that
     train."""
     ticking = pickle.loads(pickle.dumps(TimedProgress(tmp_path / "seconds.txt", print)))

@@ -1,8 +1,6 @@
 """Grids of runs: trained once, read back, and cut short on test where asked; of a run that diverged the
 reason is written down, and no verdict is drawn from the survivors."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -27,8 +25,8 @@ BASE = RunConfig(
 )
 
 
-def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path):
+    said = []
     request = Request("toy", tmp_path, announce=said.append)
     wild = replace(BASE, train=replace(BASE.train, learning_rate=1e30, seed=1))
     planned = [
@@ -55,7 +53,7 @@ def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path: Path) ->
     assert (first.folder / "result.json").stat().st_mtime_ns == before
 
 
-def test_the_test_split_is_cut_short_only_where_asked(tmp_path: Path) -> None:
+def test_the_test_split_is_cut_short_only_where_asked(tmp_path):
     request = Request("toy", tmp_path)
     counts = {}
     for batches in (1, None):
@@ -66,12 +64,12 @@ def test_the_test_split_is_cut_short_only_where_asked(tmp_path: Path) -> None:
     assert counts == {1: {"valid": 8, "test": 4}, None: {"valid": 8, "test": 12}}
 
 
-def test_a_cancelled_run_is_an_interrupt() -> None:
+def test_a_cancelled_run_is_an_interrupt():
     with pytest.raises(KeyboardInterrupt):
         FinishedRun.of(RunResult("cancelled", Path("runs/a")))
 
 
-def test_mean_and_error_by_hand() -> None:
+def test_mean_and_error_by_hand():
     assert mean_and_error([1.0, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)))
     assert mean_and_error([4.0]) == (4.0, pytest.approx(math.nan, nan_ok=True))
     mean, error = mean_and_error([1.0, math.nan])
@@ -79,7 +77,7 @@ def test_mean_and_error_by_hand() -> None:
     assert math.isnan(error)
 
 
-def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
+def test_a_depth_that_diverged_says_why(tmp_path):
     request = Request("toy", tmp_path)
     sizes = Sizes(4, 1, 8, batch_size=4, pairs=40, depths=(1,), rates=(1e30,))
     fixup, post_ln = train_depths(request, sizes)
@@ -94,7 +92,7 @@ def test_a_depth_that_diverged_says_why(tmp_path: Path) -> None:
     assert not any(row["trains"] for row in rows)
 
 
-def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[FinishedRun]:
+def study_runs(folder, **scores):
     """Runs with these BLEU scores by variant and seed; None is a run that failed."""
     return [
         finished(
@@ -109,10 +107,10 @@ def study_runs(folder: Path, **scores: tuple[float | None, ...]) -> list[Finishe
     ]
 
 
-def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path: Path) -> None:
+def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path):
     plain, oc3 = tables.TRANSFORMER, f"{tables.OC3}_at_1e-06"
 
-    def compared(**scores: tuple[float | None, ...]) -> tuple[str, bool | None]:
+    def compared(**scores):
         runs = study_runs(tmp_path, **scores)
         kept = {of: [r for r in runs if r.variant.startswith(of)] for of in ("post_ln", "oc3")}
         return tables.compare_variants("corpus", ["bleu"], kept)

@@ -1,13 +1,9 @@
 """The recipes of sengupta2023: each runs at toy size, and what they measure is checked by another
 route."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +22,11 @@ from wellposed_studies.sengupta2023.trained import (
     text_study,
     train_study,
 )
-from wellposed_studies.study import FinishedRun, PlannedRun
+from wellposed_studies.study import FinishedRun
 
 
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
-def test_data_of_another_kind_is_no_reason_for_builtin_data(table: str, tmp_path: Path) -> None:
+def test_data_of_another_kind_is_no_reason_for_builtin_data(table, tmp_path):
     (tmp_path / "piano").mkdir()
     says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
     given = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
@@ -38,7 +34,7 @@ def test_data_of_another_kind_is_no_reason_for_builtin_data(table: str, tmp_path
         reproduce(f"sengupta2023/{table}", scale="toy", **given)
 
 
-def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
+def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):
     result = costs.table_5(Request("mini", tmp_path))
     rows = {row["model"]: row for row in result.rows}
     assert [rows[name]["closed_formula"] for name in ("TransJect, E = 1", "TransJect, E = 4", "TransJect, E = 8")] == [
@@ -54,7 +50,7 @@ def test_table_5_gives_the_papers_numbers_over_ten(tmp_path: Path) -> None:
     assert "every printed value is ten times ours" in result.got
 
 
-def test_printed_averages_are_the_means_of_the_printed_tasks() -> None:
+def test_printed_averages_are_the_means_of_the_printed_tasks():
     tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
     for place, average in enumerate(PAPER["average"]):
         mean = math.fsum(PAPER[task][place] for task in tasks) / 5
@@ -69,14 +65,14 @@ def test_printed_averages_are_the_means_of_the_printed_tasks() -> None:
 
 
 def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    data, tmp_path, monkeypatch
+):
     request = Request("medium", tmp_path, str(data))
     study = text_study(request, "imdb")
     best = {"post_ln": 9e-3, "transject": 3e-2}
-    planned: list[PlannedRun] = []
+    planned = []
 
-    def trained(request: Request, grid: list[PlannedRun], **_: object) -> list[FinishedRun]:
+    def trained(request, grid, **_):
         del request
         planned.extend(grid)
         runs = []
@@ -100,7 +96,7 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
     assert len(planned) == 8, "a study is tuned once"
 
 
-def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
+def test_paper_scale_has_the_papers_numbers(tmp_path):
     imdb = text_study(Request("paper", tmp_path), "imdb")
     config = run_config(imdb, {"data": "x"}, "transject", 0)
     model, train = config.model, config.train
@@ -111,9 +107,7 @@ def test_paper_scale_has_the_papers_numbers(tmp_path: Path) -> None:
     assert (train.batch_size, train.patience, imdb.sizes.options["max_length"]) == (32, 4, 512)
 
 
-def test_every_variant_trains_the_same_steps_on_the_same_batches(
-    tmp_path: Path, data: Path
-) -> None:
+def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path, data):
     study = text_study(Request("mini", tmp_path, str(data)), "imdb")
     trains = [run_config(study, {}, variant, 1).train for variant in VARIANTS]
     assert (
@@ -121,9 +115,7 @@ def test_every_variant_trains_the_same_steps_on_the_same_batches(
     )
 
 
-def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(
-    tmp_path: Path, data: Path
-) -> None:
+def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(tmp_path, data):
     request = Request("mini", tmp_path, str(data))
     scaled = text_study(request, "imdb")
     unscaled = replace(scaled, scale_embeddings=False)
@@ -134,7 +126,7 @@ def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_sc
         assert (changed == plain) == variant.startswith("transject")
 
 
-def test_data_is_found_in_a_folder_or_named_itself(data: Path, tmp_path: Path) -> None:
+def test_data_is_found_in_a_folder_or_named_itself(data, tmp_path):
     assert find_data(str(data), ("imdb",)) == str(Path(data) / "imdb")
     assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
     assert find_data(str(data), ("cifar10",)) is None
@@ -147,16 +139,16 @@ def test_data_is_found_in_a_folder_or_named_itself(data: Path, tmp_path: Path) -
         reproduce("sengupta2023/table-1", scale="toy", out=tmp_path)
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
+def batches():
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     return [{"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), "attention_mask": mask}]
 
 
-def classifier(architecture: str, **options: Any) -> Any:
+def classifier(architecture, **options):
     return build_model(architecture, "sequence_classification", vocab_size=13, **options).eval()
 
 
-def test_layers_hold_the_ratios_of_token_distances() -> None:
+def test_layers_hold_the_ratios_of_token_distances():
     model = classifier("wellposed", hidden_size=8, num_attention_heads=2).double()
     found = states.measure_layers(model, batches())
     with torch.no_grad():
@@ -169,7 +161,7 @@ def test_layers_hold_the_ratios_of_token_distances() -> None:
     assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
 
 
-def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
+def test_heads_and_experts_are_seen_and_hooks_are_gone():
     plain = classifier("wellposed", hidden_size=16, num_attention_heads=2)
     parts = states.part_entropies(plain, batches())
     assert [len(row) for row in parts] == [2, 2]
@@ -185,7 +177,7 @@ def test_heads_and_experts_are_seen_and_hooks_are_gone() -> None:
     assert states.residual_weights(model) == [pytest.approx(math.tanh(0.5))] * 2
 
 
-def test_a_diverged_run_is_without_metrics(data: Path, tmp_path: Path) -> None:
+def test_a_diverged_run_is_without_metrics(data, tmp_path):
     request = Request("toy", tmp_path, str(data))
     study = text_study(request, "imdb")
     wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, steps=6))
@@ -194,14 +186,10 @@ def test_a_diverged_run_is_without_metrics(data: Path, tmp_path: Path) -> None:
     assert math.isnan(broken.metric("accuracy,test"))
 
 
-def test_speed_is_measured_beside_both_kinds_of_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_is_measured_beside_both_kinds_of_attention(tmp_path, monkeypatch):
     allowed = []
 
-    def seconds(
-        calls: Mapping[str, Callable[[], None]], repeats: int, *, warmup: int
-    ) -> dict[str, float]:
+    def seconds(calls, repeats, *, warmup):
         for name, call in calls.items():
             with monkeypatch.context() as watched:
                 watched.setattr(
@@ -223,11 +211,11 @@ def test_speed_is_measured_beside_both_kinds_of_attention(
     assert ours == {"N x N": 20.0, "fused": 1.0}
 
 
-def math_only() -> bool:
+def math_only():
     return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_small_numbers() -> None:
+def test_small_numbers():
     assert states.quantile([4.0, 1.0], 0.25) == 1.75
     models = costs.build_models(16, 1, 2, 8)
     assert set(models) == set(costs.PAPER)

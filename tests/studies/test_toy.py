@@ -1,10 +1,7 @@
 """Every recipe at toy scale: it leaves table, figure and claim, and does not train again what is
 there; what holds at any size holds."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,19 +26,19 @@ GIVEN = (
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     """Return one folder for all recipes, so that those which share runs train them once."""
     return tmp_path_factory.mktemp("reproduce")
 
 
-def accuracy(rows: Rows) -> None:
+def accuracy(rows):
     assert {"post_ln", "rezero", "lipschitz, T = 10"} <= {row["model"] for row in rows}
     assert {row["radius"] for row in rows if "radius" in row} == set(TOKEN_SHARES)
     ours = [row for row in rows if row["model"].startswith(("lipschitz", "no blocks"))]
     assert max(row["total"] for row in ours if "total" in row) <= 1
 
 
-def characters(rows: Rows) -> None:
+def characters(rows):
     theirs = {"Newhouse, AdamW", "Newhouse, Muon"}
     assert {row["model"] for row in rows} == theirs | {"lipschitz:1", "lipschitz:2"}
     for row in rows:
@@ -50,17 +47,17 @@ def characters(rows: Rows) -> None:
             assert row["sound_bound"] <= float(row["model"].split(":")[1]) * (1 + 1e-6)
 
 
-def depth(rows: Rows) -> None:
+def depth(rows):
     assert {row["blocks"] for row in rows} == {1, 2}
     assert max(row["total"] for row in rows if row["model"] == "lipschitz") <= 1
 
 
-def order(rows: Rows) -> None:
+def order(rows):
     assert {row["task"] for row in rows} == set(TASKS)
     assert {row["model"] for row in rows} == {"pre_ln", "lipschitz, T = 30", "no blocks, T = 30"}
 
 
-def translation(every: Rows) -> None:
+def translation(every):
     rows, longer = ([r for r in every if (r["steps"] == 3) is short] for short in (True, False))
     kept = {row["model"]: row for row in rows if row["kept"]}
     for label in LABELS.values():
@@ -78,23 +75,23 @@ def translation(every: Rows) -> None:
         assert all(row[part] == kept[row["model"]][part] for row in longer)
 
 
-def words(rows: Rows) -> None:
+def words(rows):
     assert {row["model"] for row in rows} == {"bag", "one lipschitz block", "windows of 1"}
     assert {row["k"] for row in rows} == {0, 1, 2, 3, 5}
-    of_runs: dict[Any, list[float]] = {}
+    of_runs = {}
     for row in rows:
         of_runs.setdefault((row["corpus"], row["model"]), []).append(row["certified"])
     assert all(shares == sorted(shares, reverse=True) for shares in of_runs.values())
 
 
-CHECKS: dict[str, Callable[[Rows], None]] = {
+CHECKS = {
     f"frontier/{check.__name__}": check
     for check in (accuracy, characters, depth, order, translation, words)
 }
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("mcgrath2024/")])
-def test_a_recipe_leaves_its_files_and_keeps_its_runs(name: str, data: Path, out: Path) -> None:
+def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, out):
     takes = "data" in RECIPES.get(name).takes and name != "frontier/translation"
     given = str(data) if takes and name.startswith(GIVEN) else None
     done = reproduce(name, scale="toy", out=out, data=given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ from wellposed_studies.kim2021 import costs as kim
 from wellposed_studies.sengupta2023 import sweeps as parts
 from wellposed_studies.sengupta2023 import tables as sengupta
 from wellposed_studies.sengupta2023.trained import LABELS as MODELS
-from wellposed_studies.sengupta2023.trained import VARIANTS, Study, text_study
-from wellposed_studies.study import FinishedRun, Sizes
+from wellposed_studies.sengupta2023.trained import VARIANTS, text_study
+from wellposed_studies.study import FinishedRun
 
 ENTROPY = 3.0
 ACCURACIES = ("accuracy,test", "accuracy,valid")
@@ -28,19 +27,10 @@ GOOD["l2_tied_wide"] = 1.04
 GOOD["l2_contractive"] = 1.0  # by the sharp bound: beside the claim, never part of it
 
 
-def language_models(
-    monkeypatch: pytest.MonkeyPatch,
-    nll: dict[str, float],
-    deep: dict[str, float],
-    *,
-    pairs: float = 2.5,
-    level: bool = True,
-) -> None:
+def language_models(monkeypatch, nll, deep, *, pairs=2.5, level=True):
     """Let the grid come out with these test NLL at one layer and at the deepest."""
 
-    def trained(
-        request: Request, group: str, kinds: tuple[str, ...], sizes: Sizes
-    ) -> list[FinishedRun]:
+    def trained(request, group, kinds, sizes):
         del request, group
         both, reference = ("nats_per_char,test", "nats_per_char,valid"), {"nats_per_char": ENTROPY}
         runs = []
@@ -56,8 +46,8 @@ def language_models(
 
 
 def test_a_model_that_the_claim_needs_and_that_does_not_train_is_named_and_ends_the_verdict(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     language_models(monkeypatch, GOOD, GOOD | {"dot_product": ENTROPY, "l2_tied": ENTROPY})
     found = reproduce("kim2021/figure-11", out=tmp_path).result
     assert found.holds is None
@@ -76,17 +66,11 @@ def test_language_models_no_better_than_pairs_of_characters_or_that_still_learn_
     assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is None
 
 
-def five_models(
-    monkeypatch: pytest.MonkeyPatch,
-    metric: str,
-    values: Mapping[str, float | None],
-    *,
-    level: bool = True,
-) -> None:
+def five_models(monkeypatch, metric, values, *, level=True):
     """Let each model reach its value with every seed, about a thousandth more with each; None
     diverged."""
 
-    def trained(request: Request, study: Study) -> tuple[Any, list[FinishedRun]]:
+    def trained(request, study):
         del request
         runs = []
         for seed, (index, variant) in itertools.product(
@@ -109,12 +93,8 @@ def five_models(
     [(0.8, 0.85, True), (0.8, 0.6, False), (0.6, 0.85, False), (None, 0.85, None)],
 )
 def test_table_1_wants_each_of_the_two_to_win_its_task(
-    transject: float | None,
-    random: float,
-    holds: bool | None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    transject, random, holds, monkeypatch, tmp_path
+):
     for name in ("imdb", "ag_news"):
         (tmp_path / "data" / name).mkdir(parents=True)
     plain = dict.fromkeys(("post_ln", "rezero", "orthogonal"), 0.7)
@@ -136,9 +116,7 @@ def test_table_1_wants_each_of_the_two_to_win_its_task(
     assert first["paper"] == 81.3
 
 
-def test_table_2_judges_the_average_where_every_task_is_learnt(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_table_2_judges_the_average_where_every_task_is_learnt(monkeypatch, tmp_path):
     plain = dict.fromkeys(("post_ln", "rezero", "orthogonal", "transject_random"), 0.7)
     for transject, holds in ((0.8, True), (0.6, False), (0.5, None)):
         five_models(monkeypatch, "accuracy", {**plain, "transject": transject})
@@ -151,9 +129,7 @@ def test_table_2_judges_the_average_where_every_task_is_learnt(
 
 
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
-def test_tables_say_nothing_while_models_still_learn(
-    table: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tables_say_nothing_while_models_still_learn(table, monkeypatch, tmp_path):
     for folder in ("imdb", "ptb"):
         (tmp_path / "data" / folder).mkdir(parents=True)
     metric = "perplexity" if table == "table-3" else "accuracy"
@@ -168,9 +144,7 @@ def test_tables_say_nothing_while_models_still_learn(
     ("ours", "holds"),
     [([0.69, 0.75, 0.71], None), ([0.80, 0.82, 0.81], True), ([0.60, 0.62, 0.61], False)],
 )
-def test_a_difference_within_the_noise_of_the_seeds_is_no_verdict(
-    ours: list[float], holds: bool | None
-) -> None:
+def test_a_difference_within_the_noise_of_the_seeds_is_no_verdict(ours, holds):
     test = {**{variant: [0.70, 0.71, 0.72] for variant in VARIANTS}, "transject": ours}
     assert sengupta.judge(test, "transject") is holds
 
@@ -184,11 +158,9 @@ def test_a_difference_within_the_noise_of_the_seeds_is_no_verdict(
     ],
 )
 def test_ablations_are_beside_the_whole_model_of_the_same_seed(
-    changes: Sequence[float], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def trained(
-        request: Request, study: Study, *, variants: Sequence[str], task: Any = None
-    ) -> tuple[Any, list[Any]]:
+    changes, words, monkeypatch, tmp_path
+):
+    def trained(request, study, *, variants, task=None):
         del request, task
         less = changes if study.name.endswith("1") else (0.0, 0.0, 0.0)
         values = [dict.fromkeys(ACCURACIES, 0.7 + seed / 100 + less[seed]) for seed in range(3)]

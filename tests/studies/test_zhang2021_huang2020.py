@@ -1,8 +1,6 @@
 """Recipes of zhang2021 and huang2020: printed values against printed gains, the theorem by another
 route, toy runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -14,19 +12,18 @@ from tests.support.finished_runs import finished
 from wellposed.compare.named import NAMED
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_encoder_factor
-from wellposed.recipes.reproduce import Request, Scale, reproduce
-from wellposed.training.config import RunConfig
+from wellposed.recipes.reproduce import Request, reproduce
 from wellposed.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
 from wellposed_studies.huang2020.depth import summarise
 from wellposed_studies.presets import PRESETS
 from wellposed_studies.sentences import translation_data
-from wellposed_studies.study import FinishedRun, PlannedRun, Sizes
+from wellposed_studies.study import FinishedRun, Sizes
 from wellposed_studies.zhang2021 import affinity_rows as theorem
 from wellposed_studies.zhang2021 import tables
 
 
-def test_printed_values_give_the_printed_gains() -> None:
+def test_printed_values_give_the_printed_gains():
     # A value read into the wrong column would break its gain, which the paper prints to 0.1 %.
     printed = [
         measure
@@ -44,9 +41,7 @@ def test_printed_values_give_the_printed_gains() -> None:
         assert gain is None or 100 * (top / plain - 1) == pytest.approx(gain, abs=0.11), values
 
 
-def test_the_factor_of_appendix_c_follows_from_the_square_of_its_input_and_breaks_its_premise() -> (
-    None
-):
+def test_the_factor_of_appendix_c_follows_from_the_square_of_its_input_and_breaks_its_premise():
     for layers in (6, 100):
         v = t_fixup_encoder_factor(layers)
         by_square = 2 * layers * (2 * v**2 * (9 * layers) ** -0.5 + v**4)
@@ -55,19 +50,17 @@ def test_the_factor_of_appendix_c_follows_from_the_square_of_its_input_and_break
         assert v**2 > 1 / layers
 
 
-def test_gains_are_given_as_printed_and_as_recomputed_in_every_measure() -> None:
+def test_gains_are_given_as_printed_and_as_recomputed_in_every_measure():
     said = tables.about_gains(tables.PRINTED["table-4"])
     assert said.count(" (") == 18
     assert "PersonaChat skip_thought 4.8 (4.8)" in said
     assert "En-Mk bleu 5.3 (5.6)" in tables.about_gains(tables.PRINTED["table-1"])
 
 
-def test_vectors_and_encoder_reach_the_dialogues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[RunConfig] = []
+def test_vectors_and_encoder_reach_the_dialogues(tmp_path, monkeypatch):
+    seen = []
 
-    def stop(_: Request, planned: list[PlannedRun]) -> None:
+    def stop(_, planned):
         seen.append(planned[0].config)
         raise KeyboardInterrupt
 
@@ -83,9 +76,7 @@ def test_vectors_and_encoder_reach_the_dialogues(
         reproduce("zhang2021/table-1", scale="toy", out=tmp_path, vectors="glove.txt")
 
 
-def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_times_too_large() -> (
-    None
-):
+def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_times_too_large():
     # Two keys +-k, q = 0, noise along k: p = sigmoid(2 alpha eps |k|), change = sqrt 2 |p - 1/2|,
     # by hand.
     keys = torch.tensor([[3.0, 4.0], [-3.0, -4.0]], dtype=torch.float64)
@@ -102,7 +93,7 @@ def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_time
 
 
 @pytest.mark.parametrize("eps", [1e-2, 1.0, 30.0])
-def test_no_ascent_passes_the_tight_bound(eps: float) -> None:
+def test_no_ascent_passes_the_tight_bound(eps):
     generator = torch.Generator().manual_seed(1)
     keys = theorem.shifted_keys(6, 4, generator)
     found = theorem.ascend(keys, 0.5, eps, restarts=8, steps=60, generator=generator)
@@ -110,7 +101,7 @@ def test_no_ascent_passes_the_tight_bound(eps: float) -> None:
     assert theorem.tight_bound(keys, 0.5, eps) <= math.sqrt(2)
 
 
-def test_the_runs_of_the_papers_are_presets_by_name() -> None:
+def test_the_runs_of_the_papers_are_presets_by_name():
     settings = {}
     for name in PRESETS:
         config = NAMED.get(name)()
@@ -132,7 +123,7 @@ def test_the_runs_of_the_papers_are_presets_by_name() -> None:
     ]  # fmt: skip
 
 
-def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path: Path) -> None:
+def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path):
     first = translation_data(Request("toy", tmp_path / "a"), pairs=20, words=True)
     second = translation_data(Request("toy", tmp_path / "b"), pairs=20, words=True)
     text = Path(first["data"]).read_text()
@@ -141,7 +132,7 @@ def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path: Path) -> 
     assert all(source == target[::-1] for source, target in pairs)
 
 
-def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) -> None:
+def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path):
     for language in ("fr", "en"):
         (tmp_path / f"train.{language}.gz").touch()
     found = translation_data(Request("toy", tmp_path, str(tmp_path)), wanted=("de", "en"))
@@ -151,7 +142,7 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path: Path) ->
         translation_data(Request("toy", tmp_path, str(tmp_path)))
 
 
-def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path: Path) -> None:
+def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path):
     lines = [f"{'one two'[: i % 7 + 1]} {i}\t{'un deux'[: i % 7 + 1]} {i}" for i in range(60)]
     (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
     table, out, data = "zhang2021/table-2", tmp_path / "out", str(tmp_path)
@@ -176,19 +167,15 @@ def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path: Path) -
         ("kim2021/table-2", "toy", "en,fr", "kim2021/table-2: reads no languages"),
     ],
 )
-def test_languages_that_cannot_be_used_are_refused(
-    tmp_path: Path, name: str, scale: Scale, languages: str, says: str
-) -> None:
+def test_languages_that_cannot_be_used_are_refused(tmp_path, name, scale, languages, says):
     with pytest.raises(ConfigError, match=says):
         reproduce(name, scale=scale, out=tmp_path, languages=languages)
 
 
-def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path, monkeypatch):
     monkeypatch.setattr(FinishedRun, "settled", True)
 
-    def run(variant: str, depth: int, seed: int, valid: float | None) -> FinishedRun:
+    def run(variant, depth, seed, valid):
         loss, of = (
             {} if valid is None else {"loss,valid": valid, "loss,test": valid},
             {"depth": depth, "seed": seed},
@@ -217,7 +204,7 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(
 
 
 @pytest.mark.parametrize("width", [1, 8])
-def test_the_change_of_a_block_is_that_of_its_jacobian(width: int) -> None:
+def test_the_change_of_a_block_is_that_of_its_jacobian(width):
     """|J J^T u| from the dense Jacobian by autograd, and in one dimension from the closed form of
     appendix A."""
     row = theorem_3_1.measure_block("v = w = m = L^-1/4", width, 60, seed=3)

@@ -1,7 +1,5 @@
 """The registry of tasks, building from plain options, and what every task promises."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -9,19 +7,18 @@ import re
 import subprocess
 import sys
 from itertools import chain
-from typing import Any
 
 import pytest
 
-from wellposed.tasks import SPLITS, TASKS, Task, build_task
+from wellposed.tasks import SPLITS, TASKS, build_task
 
 SMALL_LISTOPS = {"num_train": 90, "num_valid": 30, "num_test": 30}
 
 
 @pytest.fixture(scope="module", params=["listops", "char_lm", "text_classification"])
-def task(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Task:
+def task(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    options: dict[str, Any] = dict(SMALL_LISTOPS)
+    options = dict(SMALL_LISTOPS)
     if request.param == "char_lm":
         (folder / "text.txt").write_text("To be, or not to be: that is the question.\n" * 40)
         options = {"data": str(folder / "text.txt"), "seq_len": 32}
@@ -32,7 +29,7 @@ def task(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return build_task(request.param, options)
 
 
-def test_importing_and_building_tasks_is_light() -> None:
+def test_importing_and_building_tasks_is_light():
     heavy = ["torch", "transformers", "tokenizers", "datasets"]
     code = f"import sys, wellposed.tasks; print([name for name in {heavy} if name in sys.modules])"
     build = f"wellposed.tasks.build_task('listops', {SMALL_LISTOPS})"
@@ -41,7 +38,7 @@ def test_importing_and_building_tasks_is_light() -> None:
     assert said.splitlines() == ["[]", "False"]
 
 
-def test_every_option_field_has_a_help_text() -> None:
+def test_every_option_field_has_a_help_text():
     for name in TASKS.names():
         options = TASKS.get(name).options
         names = [field.name for field in dataclasses.fields(options)]
@@ -51,14 +48,14 @@ def test_every_option_field_has_a_help_text() -> None:
         assert "data" not in names[1:], "--data comes first"
 
 
-def test_batches_partition_each_split(task: Task) -> None:
+def test_batches_partition_each_split(task):
     for split in SPLITS[1:]:
         assert sorted(chain(*task.batches(split, 7, seed=3, epoch=2))) == list(
             range(len(task.dataset(split)))
         )
 
 
-def test_batches_are_a_function_of_seed_and_epoch_alone(task: Task) -> None:
+def test_batches_are_a_function_of_seed_and_epoch_alone(task):
     first = task.batches("train", 4, seed=1, epoch=1)
     assert first == task.batches("train", 4, seed=1, epoch=1)
     assert first != task.batches("train", 4, seed=1, epoch=2)
@@ -67,14 +64,14 @@ def test_batches_are_a_function_of_seed_and_epoch_alone(task: Task) -> None:
         assert task.batches(split, 4, seed=1, epoch=1) == task.batches(split, 4, seed=9, epoch=8)
 
 
-def test_lengths_are_those_of_the_examples(task: Task) -> None:
+def test_lengths_are_those_of_the_examples(task):
     for split in SPLITS:
         dataset, lengths = task.dataset(split), task.lengths(split)
         assert len(dataset) == len(lengths) > 0
         assert [len(dataset[i]["input_ids"]) for i in range(len(dataset))] == list(lengths)
 
 
-def test_collate_pads_to_the_longest_of_the_batch(task: Task) -> None:
+def test_collate_pads_to_the_longest_of_the_batch(task):
     dataset = task.dataset("train")
     pad = task.model_kwargs()["pad_token_id"]
     for indices in task.batches("train", 5, seed=0, epoch=1)[:4]:
@@ -88,7 +85,7 @@ def test_collate_pads_to_the_longest_of_the_batch(task: Task) -> None:
             assert int(batch["attention_mask"][row].sum()) == len(ids)
 
 
-def test_model_kwargs_hold_every_id_and_position(task: Task) -> None:
+def test_model_kwargs_hold_every_id_and_position(task):
     kwargs = task.model_kwargs()
     for split in SPLITS:
         for example in task.dataset(split):
@@ -98,7 +95,7 @@ def test_model_kwargs_hold_every_id_and_position(task: Task) -> None:
     assert task.tokenizer.pad_token_id == kwargs["pad_token_id"]
 
 
-def test_description_is_json_and_reference_has_the_headline(task: Task) -> None:
+def test_description_is_json_and_reference_has_the_headline(task):
     described = json.loads(json.dumps(task.description()))
     assert described["task"] == task.name
     assert "sha256" in json.dumps(described)

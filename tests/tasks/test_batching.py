@@ -1,12 +1,9 @@
 """Length bucketing: a partition, deterministic, with little padding, and without effect on the loss;
 losses against the formula, written out in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ from wellposed.tasks.task import (
     size=st.integers(1, 40),
     key=st.text(max_size=5),
 )
-def test_batches_are_a_deterministic_partition(lengths: list[int], size: int, key: str) -> None:
+def test_batches_are_a_deterministic_partition(lengths, size, key):
     batches = bucketed_batches(lengths, size, shuffle=key)
     assert batches == bucketed_batches(lengths, size, shuffle=key)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
@@ -36,12 +33,12 @@ def test_batches_are_a_deterministic_partition(lengths: list[int], size: int, ke
     assert sum(len(batch) < size for batch in batches) <= 1
 
 
-def test_padding_is_a_fraction_of_that_of_unsorted_batches() -> None:
+def test_padding_is_a_fraction_of_that_of_unsorted_batches():
     generator = random.Random(0)
     lengths = [generator.randint(5, 500) for _ in range(3200)]
     plain = [list(range(i, i + 32)) for i in range(0, 3200, 32)]
 
-    def padding(batches: list[list[int]]) -> int:
+    def padding(batches):
         return sum(
             max(lengths[i] for i in batch) * len(batch) - sum(lengths[i] for i in batch)
             for batch in batches
@@ -50,23 +47,21 @@ def test_padding_is_a_fraction_of_that_of_unsorted_batches() -> None:
     assert padding(bucketed_batches(lengths, 32, shuffle="x")) < 0.05 * padding(plain)
 
 
-def test_batches_are_not_in_order_of_length() -> None:
+def test_batches_are_not_in_order_of_length():
     batches = bucketed_batches(list(range(3200)), 32, shuffle="x")
     means = [sum(batch) / len(batch) for batch in batches]
     rising = sum(a < b for a, b in itertools.pairwise(means))
     assert 25 < rising < 75
 
 
-def _examples(count: int) -> list[dict[str, list[int]]]:
+def _examples(count):
     generator = random.Random(1)
     lengths = [generator.randint(2, 30) for _ in range(count)]
     ids = [[generator.randrange(1, 11) for _ in range(length)] for length in lengths]
     return [{"input_ids": row, "labels": [i % 3]} for i, row in enumerate(ids)]
 
 
-def same_in_buckets_and_alone(
-    examples: list[dict[str, list[int]]], losses: Callable[[list[int]], tuple[float, ...]]
-) -> None:
+def same_in_buckets_and_alone(examples, losses):
     """Compare the sums of ``losses`` over padded batches with those over single examples."""
     count = len(examples)
     batches = bucketed_batches([len(e["input_ids"]) for e in examples], 7, shuffle="x")
@@ -76,12 +71,12 @@ def same_in_buckets_and_alone(
     torch.testing.assert_close(bucketed, single, rtol=rounding, atol=0)
 
 
-def test_padding_never_changes_a_classification_loss() -> None:
+def test_padding_never_changes_a_classification_loss():
     examples = _examples(60)
     embedding, head = torch.nn.Embedding(11, 8).double(), torch.nn.Linear(8, 3).double()
 
     @torch.no_grad()
-    def losses(indices: list[int]) -> tuple[float, float, float]:
+    def losses(indices):
         batch = pad_examples([examples[i] for i in indices], pad_id=0)
         labels = batch["labels"][:, 0]
         mask = batch["attention_mask"].unsqueeze(-1)
@@ -92,13 +87,13 @@ def test_padding_never_changes_a_classification_loss() -> None:
     same_in_buckets_and_alone(examples, losses)
 
 
-def test_padding_never_changes_a_language_model_loss() -> None:
+def test_padding_never_changes_a_language_model_loss():
     examples = [{"input_ids": example["input_ids"]} for example in _examples(40)]
     embedding, head = torch.nn.Embedding(11, 8).double(), torch.nn.Linear(8, 11).double()
     model = torch.nn.GRU(8, 8, batch_first=True).double()
 
     @torch.no_grad()
-    def losses(indices: list[int]) -> tuple[float, float]:
+    def losses(indices):
         batch = pad_examples([examples[i] for i in indices], pad_id=0)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         logits = head(model(embedding(batch["input_ids"]))[0])
@@ -113,7 +108,7 @@ def test_padding_never_changes_a_language_model_loss() -> None:
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 
-def by_formula(rows: list[list[float]], labels: list[int], smoothing: float) -> tuple[float, int]:
+def by_formula(rows, labels, smoothing):
     """Sum over labelled rows of (1 - s)(-log p[y]) + s mean(-log p), in Python floats."""
     total, count = 0.0, 0
     for row, label in zip(rows, labels, strict=True):
@@ -128,7 +123,7 @@ def by_formula(rows: list[list[float]], labels: list[int], smoothing: float) -> 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_cross_entropy_is_the_formula_in_float32(smoothing: float, dtype: torch.dtype) -> None:
+def test_cross_entropy_is_the_formula_in_float32(smoothing, dtype):
     logits = (3 * torch.randn(50, 7)).to(dtype)
     labels = torch.randint(0, 7, (50,))
     labels[::4] = -100
@@ -140,7 +135,7 @@ def test_cross_entropy_is_the_formula_in_float32(smoothing: float, dtype: torch.
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_causal_loss_shifts_by_one_and_ignores_padding(smoothing: float) -> None:
+def test_causal_loss_shifts_by_one_and_ignores_padding(smoothing):
     logits = torch.randn(2, 4, 5, dtype=torch.float64)
     labels = torch.tensor([[1, 2, 3, 4], [4, 0, -100, -100]])
     total, count = causal_cross_entropy_sum(logits, labels, label_smoothing=smoothing)
@@ -150,7 +145,7 @@ def test_causal_loss_shifts_by_one_and_ignores_padding(smoothing: float) -> None
     assert int(count) == 4
 
 
-def test_padded_logits_get_no_gradient() -> None:
+def test_padded_logits_get_no_gradient():
     logits = torch.randn(1, 4, 5, requires_grad=True)
     causal_cross_entropy_sum(logits, torch.tensor([[1, 2, -100, -100]]))[0].backward()
     assert logits.grad is not None
@@ -158,10 +153,10 @@ def test_padded_logits_get_no_gradient() -> None:
     assert not bool(logits.grad[0, 1:].any())
 
 
-def test_accuracy_counts() -> None:
+def test_accuracy_counts():
     logits = torch.eye(4)[[0, 1, 1, 3]]
     assert accuracy_sums(logits, torch.tensor([0, 1, 2, 0])) == (2.0, 4.0)
 
 
-def test_perplexity_beyond_all_floats_is_infinite() -> None:
+def test_perplexity_beyond_all_floats_is_infinite():
     assert (perplexity(1e6), perplexity(0.0)) == (math.inf, 1.0)

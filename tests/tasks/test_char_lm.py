@@ -1,12 +1,8 @@
 """Character language modelling: texts, splits, token accounting over epochs, entropy, bad input."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import bad_config, bad_data, refused
 
-from wellposed.tasks import CharLMTask, build_task
+from wellposed.tasks import build_task
 from wellposed.tasks.data.texts import looks_spaced
 from wellposed.tasks.language_modeling import BlockDataset, LineDataset
 
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200))
 
 
-def build(data: Path | str, **options: Any) -> Any:
+def build(data, **options):
     return build_task("char_lm", {"data": str(data), "seq_len": 32, **options})
 
 
-def decoded(task: CharLMTask, split: Any) -> str:
+def decoded(task, split):
     """Join the blocks of a split, without their one-token overlap, back into its text."""
     blocks = [block["input_ids"] for block in task.dataset(split)]
     ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
@@ -34,13 +30,13 @@ def decoded(task: CharLMTask, split: Any) -> str:
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def text_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
 
 
-def test_one_file_is_cut_contiguously_into_90_5_5(text_file: Path) -> None:
+def test_one_file_is_cut_contiguously_into_90_5_5(text_file):
     task = build(text_file)
     parts = [decoded(task, split) for split in ("train", "valid", "test")]
     assert "".join(parts) == TEXT
@@ -50,7 +46,7 @@ def test_one_file_is_cut_contiguously_into_90_5_5(text_file: Path) -> None:
     assert described["cut_from_train"] == {"valid": "contiguous 5%", "test": "contiguous 5%"}
 
 
-def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file: Path) -> None:
+def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file):
     task = build(text_file, seq_len=20)
     tokens = task.dataset("train").tokens.tolist()
     firsts = set()
@@ -63,7 +59,7 @@ def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file: P
     assert len(firsts) > 1
 
 
-def test_totals_over_a_split_count_every_character_but_the_first(text_file: Path) -> None:
+def test_totals_over_a_split_count_every_character_but_the_first(text_file):
     task = build(text_file)
     totals = (0.0, 0.0)
     for indices in task.batches("valid", 3, seed=0, epoch=0):
@@ -78,7 +74,7 @@ def test_totals_over_a_split_count_every_character_but_the_first(text_file: Path
     assert metrics["bits_per_char"] == pytest.approx(math.log2(7), rel=1e-5)
 
 
-def test_limit_chars_cuts_train_alone_and_is_described(text_file: Path) -> None:
+def test_limit_chars_cuts_train_alone_and_is_described(text_file):
     full, task = build(text_file), build(text_file, limit_chars=1000)
     assert decoded(task, "train") == decoded(full, "train")[:1000]
     described, whole = task.description(), full.description()["characters"]
@@ -89,7 +85,7 @@ def test_limit_chars_cuts_train_alone_and_is_described(text_file: Path) -> None:
 SPACED = "n o _ i t _ w a s n ' t \n < u n k > _ a _ b c d \n "
 
 
-def test_spaced_text_is_mapped_back(tmp_path: Path) -> None:
+def test_spaced_text_is_mapped_back(tmp_path):
     for split in ("train", "valid", "test"):
         (tmp_path / f"x.char.{split}.txt").write_text(SPACED * 20)
     task = build(tmp_path / "x.char.train.txt")
@@ -112,11 +108,11 @@ def test_spaced_text_is_mapped_back(tmp_path: Path) -> None:
         ("", False),
     ],
 )
-def test_detection_of_the_spaced_format(text: str, spaced: bool) -> None:
+def test_detection_of_the_spaced_format(text, spaced):
     assert looks_spaced(text) is spaced
 
 
-def test_malformed_spaced_lines_are_named(tmp_path: Path) -> None:
+def test_malformed_spaced_lines_are_named(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a b c d e\n" * 60 + "a bc d\nx  y\n")
     says = f"{path}:61: expected single characters separated by single spaces: 'a bc d'"
@@ -125,7 +121,7 @@ def test_malformed_spaced_lines_are_named(tmp_path: Path) -> None:
     assert build(path, format="plain").description()["characters"]["train"] > 0
 
 
-def test_builtin_prose_is_english_deterministic_and_described() -> None:
+def test_builtin_prose_is_english_deterministic_and_described():
     from wellposed.tasks.data.texts import gather_prose
 
     text, identity = gather_prose()
@@ -141,7 +137,7 @@ def test_builtin_prose_is_english_deterministic_and_described() -> None:
         build("builtin", test="a.txt")
 
 
-def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_texts_are_joined_by_line_feeds(monkeypatch):
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": ["one", "two\n", "three"] * 20})
@@ -155,7 +151,7 @@ def test_hub_texts_are_joined_by_line_feeds(monkeypatch: pytest.MonkeyPatch) -> 
         build("hf:name")
 
 
-def test_lines_are_examples_and_padding_has_no_loss(tmp_path: Path) -> None:
+def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i} sheep{'!' * (i % 7)}\n" for i in range(300)))
     task = build(path, examples="lines", seq_len=40)
@@ -182,7 +178,7 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path: Path) -> None:
     assert whole == pytest.approx((nats, count))
 
 
-def test_lines_need_a_line_feed(tmp_path: Path) -> None:
+def test_lines_need_a_line_feed(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abc" * 500)
     with bad_data(match="no line feed, so it is one line; give examples='blocks'"):
@@ -194,12 +190,10 @@ def test_lines_need_a_line_feed(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(total=st.integers(2, 80), seq_len=st.integers(2, 20), data=st.data())
-def test_each_token_is_predicted_once_after_its_own_predecessor(
-    total: int, seq_len: int, data: st.DataObject
-) -> None:
+def test_each_token_is_predicted_once_after_its_own_predecessor(total, seq_len, data):
     blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
     offset = data.draw(st.integers(0, blocks.num_offsets - 1))
-    predicted: list[int] = []
+    predicted = []
     for index in blocks.indices(offset):
         tokens = blocks[index]["input_ids"]
         assert 2 <= len(tokens) <= seq_len
@@ -210,9 +204,7 @@ def test_each_token_is_predicted_once_after_its_own_predecessor(
 
 @settings(max_examples=50, deadline=None)
 @given(total=st.integers(2, 60), seq_len=st.integers(2, 12))
-def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(
-    total: int, seq_len: int
-) -> None:
+def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(total, seq_len):
     blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
     assert blocks.indices(0) == list(range(len(blocks)))
     every = [index for offset in range(blocks.num_offsets) for index in blocks.indices(offset)]
@@ -222,7 +214,7 @@ def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(
             blocks[index]
 
 
-def test_sequence_behaviour() -> None:
+def test_sequence_behaviour():
     blocks = BlockDataset(np.arange(10), seq_len=4, where="text")
     assert len(blocks) == 3
     assert blocks[-1] == blocks[2]
@@ -232,7 +224,7 @@ def test_sequence_behaviour() -> None:
         assert blocks.sizes(offset) == cut
 
 
-def test_too_short_text_and_block_are_refused() -> None:
+def test_too_short_text_and_block_are_refused():
     with bad_data(match=r"valid\.txt: 1 tokens, expected at least 2"):
         BlockDataset(np.arange(1), seq_len=4, where="valid.txt")
     with bad_config(match="seq_len = 1"):
@@ -241,9 +233,7 @@ def test_too_short_text_and_block_are_refused() -> None:
 
 @pytest.mark.parametrize("text", ["ab\ncde\n\nf", "\n\n", "abcdefgh", "\na\nbcdefghi\n", "ab"])
 @pytest.mark.parametrize("seq_len", [2, 3, 5, 50])
-def test_every_token_but_the_first_is_predicted_once_within_its_line(
-    text: str, seq_len: int
-) -> None:
+def test_every_token_but_the_first_is_predicted_once_within_its_line(text, seq_len):
     tokens = np.array([ord(character) for character in text])
     lines = LineDataset(tokens, line_feed=ord("\n"), seq_len=seq_len, where="text")
     rows = [line["input_ids"] for line in lines]

@@ -1,11 +1,7 @@
 """Running text and pairs from JSON lines, JSON lists and parquet."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.refusal import bad_config, bad_data
@@ -19,7 +15,7 @@ PAIRS = [{"de": f"eins {number}", "en": f"one {number}", "id": number} for numbe
 NESTED = [{"translation": {"de": row["de"], "en": row["en"]}} for row in PAIRS]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write(path, rows):
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -33,7 +29,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
-def test_the_column_text_is_the_text(tmp_path: Path, name: str) -> None:
+def test_the_column_text_is_the_text(tmp_path, name):
     write(tmp_path / name, TEXTS)
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "train.txt").write_text("".join(row["text"] + "\n" for row in TEXTS))
@@ -46,9 +42,7 @@ def test_the_column_text_is_the_text(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("rows", [PAIRS, NESTED], ids=["columns", "nested"])
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
-def test_columns_by_language_are_the_pairs(
-    tmp_path: Path, name: str, rows: list[dict[str, Any]]
-) -> None:
+def test_columns_by_language_are_the_pairs(tmp_path, name, rows):
     write(tmp_path / name, rows)
     for data in (tmp_path / name, tmp_path):
         found, _ = load_parallel(ParallelOptions(str(data), "de", "en"))
@@ -60,15 +54,13 @@ def test_columns_by_language_are_the_pairs(
         assert sorted(pairs) == sorted((row["de"], row["en"]) for row in PAIRS)
 
 
-def test_a_pair_without_text_is_named(tmp_path: Path) -> None:
+def test_a_pair_without_text_is_named(tmp_path):
     path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
     with bad_data(match=r"a\.json:61: 'de' is NoneType, expected a string"):
         load_parallel(ParallelOptions(str(path), "de", "en"))
 
 
-def test_parquet_without_its_package_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with bad_config(match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):

@@ -1,19 +1,15 @@
 """Task ``dialogue``: both formats, contexts, splits, repetitions, refusals with file:line, metrics
 by generation."""
 
-from __future__ import annotations
-
 import gzip
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import DataError
-from wellposed.tasks import DialogueTask, build_task
+from wellposed.tasks import build_task
 from wellposed.tasks.data.files import TextFile
 from wellposed.tasks.data.splits import DataOptions
 from wellposed.tasks.dialogue import (
@@ -34,15 +30,15 @@ PERSONA = (
 )
 
 
-def _file(text: str) -> TextFile:
+def _file(text):
     return TextFile(Path("x.txt"), text, {})
 
 
-def _daily(folder: Path, *more: str, test: Sequence[str] = ()) -> Path:
+def _daily(folder, *more, test=()):
     """Write a folder of made-up dialogues as DailyDialog is released, label files beside them."""
     rng = random.Random(0)
 
-    def lines(count: int) -> list[str]:
+    def lines(count):
         turns = [
             [rng.choices("abcde", k=3) for _ in range(rng.randint(2, 5))] for _ in range(count)
         ]
@@ -56,11 +52,11 @@ def _daily(folder: Path, *more: str, test: Sequence[str] = ()) -> Path:
     return folder
 
 
-def _task(data: Path | str, **options: Any) -> Any:
+def _task(data, **options):
     return build_task("dialogue", {"data": str(data), "tokenizer": "char", **options})
 
 
-def _texts(task: DialogueTask, split: Any = "train") -> list[tuple[str, str]]:
+def _texts(task, split="train"):
     decode = lambda ids: str(task.tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
     return [(decode(row["input_ids"]), decode(row["labels"])) for row in task.dataset(split)]
 
@@ -68,13 +64,13 @@ def _texts(task: DialogueTask, split: Any = "train") -> list[tuple[str, str]]:
 # Formats --------------------------------------------------------------------------------------------------------------
 
 
-def test_dailydialog_is_one_dialogue_a_line_and_every_later_turn_a_reply() -> None:
+def test_dailydialog_is_one_dialogue_a_line_and_every_later_turn_a_reply():
     (dialogue,) = parse_dailydialog(_file(DAILY))
     assert dialogue.turns == ("hello there !", "hi .", "how are you ?", "fine .")
     assert list(dialogue.replies()) == [1, 2, 3]
 
 
-def test_personachat_keeps_personas_exchanges_and_counts_candidates() -> None:
+def test_personachat_keeps_personas_exchanges_and_counts_candidates():
     first, second = parse_personachat(_file(PERSONA))
     turns = ("hi", "hello .", "what do you drink ?", "tea , of course .")
     assert first == Dialogue(1, turns, ("i like tea.",), ("i fly.",), True, 3)
@@ -82,7 +78,7 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates() -> None:
     assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
 
 
-def test_an_unknown_format_says_what_was_expected() -> None:
+def test_an_unknown_format_says_what_was_expected():
     with bad_data(match=r"x.txt:1: neither format .* __eou__ .* received 'plain text'"):
         detect_format(_file("plain text\n"))
 
@@ -115,7 +111,7 @@ DAILY_SAYS = [
         *((parse_personachat, *case) for case in PERSONA_SAYS),
     ],
 )
-def test_malformed_lines_are_named(parse: Callable[..., Any], text: str, says: str) -> None:
+def test_malformed_lines_are_named(parse, text, says):
     with pytest.raises(DataError, match=says) as caught:
         parse(_file(text))
     assert str(caught.value).count("x.txt:") == 1
@@ -124,13 +120,13 @@ def test_malformed_lines_are_named(parse: Callable[..., Any], text: str, says: s
 # Contexts -------------------------------------------------------------------------------------------------------------
 
 
-def _fill(folder: Path, text: str) -> Path:
+def _fill(folder, text):
     for name in ("train", "valid", "test"):
         (folder / f"{name}.txt").write_text(text)
     return folder
 
 
-def test_contexts_are_the_latest_utterances_with_the_replier_as_b(tmp_path: Path) -> None:
+def test_contexts_are_the_latest_utterances_with_the_replier_as_b(tmp_path):
     assert _texts(_task(_fill(tmp_path, DAILY), context=2)) == [
         ("A: hello there !", "hi ."),
         ("B: hello there ! A: hi .", "how are you ?"),
@@ -140,7 +136,7 @@ def test_contexts_are_the_latest_utterances_with_the_replier_as_b(tmp_path: Path
     assert _texts(_task(tmp_path, context=1, speaker_marks=False))[1:] == later
 
 
-def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path: Path) -> None:
+def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path):
     data = _fill(tmp_path, PERSONA)
     assert _texts(_task(data)) == [
         ("persona: i like tea. A: hi", "hello ."),
@@ -151,7 +147,7 @@ def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path: Path) ->
     assert _texts(_task(data, persona="none", lowercase=True))[0][0] == "a: hi"
 
 
-def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path: Path) -> None:
+def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path):
     data = _fill(tmp_path, DAILY)
     task = _task(data, max_tokens=6, context=1)
     assert _texts(task)[0] == ("ere !", "hi .")
@@ -164,7 +160,7 @@ def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path:
 # Splits ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path: Path) -> None:
+def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):
     described = _task(_daily(tmp_path)).description()
     assert described["dialogues"] == {"train": 30, "valid": 2, "test": 3}
     names = ["train.txt.gz", "validation.txt", "test.txt"]
@@ -172,11 +168,11 @@ def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path: 
     assert found == [f"dialogues_{name}" for name in names]
 
 
-def _persona_lines(part: Sequence[Dialogue]) -> set[str]:
+def _persona_lines(part):
     return {line for dialogue in part for line in dialogue.persona}
 
 
-def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path: Path) -> None:
+def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path):
     lines = []
     # dialogues 0 2 4, 6 8 10, ... and 1 3 5, ... are linked through their second lines
     for number in range(60):
@@ -194,13 +190,13 @@ def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path
     assert set(described["cut_from_train"]) == {"valid", "test"}
 
 
-def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path: Path) -> None:
+def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path):
     (tmp_path / "train.txt").write_text(DAILY)
     with bad_data(match="1 dialogues are too few to cut valid and test from"):
         _task(tmp_path)
 
 
-def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path: Path) -> None:
+def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path):
     repeated_and_new = ["x y __eou__ z __eou__", "new one __eou__ bad __eou__"]
     _daily(tmp_path, "xy __eou__ z __eou__", test=repeated_and_new)
     described = _task(tmp_path).description()
@@ -212,7 +208,7 @@ def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path: Path) 
     assert [reply for _, reply in _texts(dropped, "test")] == ["bad"]
 
 
-def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
+def test_places_without_dialogues_are_errors(tmp_path):
     with bad_config(match="this task has no such data"):
         _task("builtin")
     with bad_data(match="no train file; looked for names like"):
@@ -224,7 +220,7 @@ def test_places_without_dialogues_are_errors(tmp_path: Path) -> None:
         _task(tmp_path)
 
 
-def test_synonyms_are_groups_of_words_each_in_one(tmp_path: Path) -> None:
+def test_synonyms_are_groups_of_words_each_in_one(tmp_path):
     path = tmp_path / "s.txt"
     path.write_text("big large huge\nSmall little\n")
     groups = {"big": ("big", "large", "huge"), "small": ("small", "little")}
@@ -237,7 +233,7 @@ def test_synonyms_are_groups_of_words_each_in_one(tmp_path: Path) -> None:
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_path: Path) -> None:
+def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_path):
     data = _fill(tmp_path, DAILY)
     task = _task(data)
     references = ["hi .", "how are you ?", "fine ."]
@@ -259,7 +255,7 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_data: Path) -> None:
+def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_data):
     splits, _ = load_dialogues(DataOptions(str(shared_data / "dailydialog")))
     assert [len(splits[split]) for split in ("train", "valid", "test")] == [11118, 1000, 1000]
     assert sum(len(dialogue.turns) for dialogue in splits["test"]) == 7740
@@ -268,7 +264,7 @@ def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_dat
 
 
 @pytest.mark.data
-def test_the_shared_personachat_is_read_whole(shared_data: Path) -> None:
+def test_the_shared_personachat_is_read_whole(shared_data):
     splits, _described = load_dialogues(DataOptions(str(shared_data / "personachat")))
     train, valid, test = splits.values()
     assert len(train) + len(test) == 701

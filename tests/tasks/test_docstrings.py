@@ -1,7 +1,5 @@
 """The labelled sentences that ship with Python."""
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 from pathlib import Path
@@ -13,7 +11,7 @@ from wellposed.tasks import build_task
 from wellposed.tasks.data.texts import labelled_docstrings
 
 
-def test_every_sentence_stands_in_the_file_that_it_names_and_only_once() -> None:
+def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():
     table, described = labelled_docstrings()
     assert described["rows"] == len(table) == len(set(table.texts)) > 1000
     assert min(table.labels.count(topic) for topic in ("code", "network")) > 500
@@ -23,7 +21,7 @@ def test_every_sentence_stands_in_the_file_that_it_names_and_only_once() -> None
         assert all(word in said for word in text.split()), place
 
 
-def test_the_task_cuts_splits_and_takes_no_files_beside() -> None:
+def test_the_task_cuts_splits_and_takes_no_files_beside():
     task = build_task("text_classification", {"data": "builtin"})
     train, valid, test = (len(task.dataset(split)) for split in ("train", "valid", "test"))
     assert valid == test == round(0.15 * (train + valid + test))
@@ -31,7 +29,7 @@ def test_the_task_cuts_splits_and_takes_no_files_beside() -> None:
         build_task("text_classification", {"data": "builtin", "valid": "x.csv"})
 
 
-def test_a_library_without_source_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_without_source_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="no source here; give data=FILE"):
         labelled_docstrings.__wrapped__()

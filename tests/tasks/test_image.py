@@ -1,36 +1,32 @@
 """Images: npz, CIFAR-10's binary version, folders by class, gray and colour, bad input by name."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import DataError
-from wellposed.tasks import SPLITS, ImageTask, build_task
+from wellposed.tasks import SPLITS, build_task
 
 X = np.random.default_rng(0).integers(0, 256, (30, 4, 4, 3), dtype=np.uint8)
 Y = np.arange(30) % 3
 
 
-def build(data: Path | str = "builtin", **options: Any) -> Any:
+def build(data="builtin", **options):
     return build_task("image", {"data": str(data), **options})
 
 
-def ids(task: ImageTask, split: Any) -> np.ndarray:
+def ids(task, split):
     return np.array([example["input_ids"] for example in task.dataset(split)]) - 2
 
 
-def write_npz(folder: Path, *splits: str, **arrays: Any) -> None:
+def write_npz(folder, *splits, **arrays):
     for split in splits or SPLITS:
         np.savez(folder / f"{split}.npz", **{"x": X, "y": Y, **arrays})
 
 
-def test_gray_and_colour_are_the_values_of_the_file(tmp_path: Path) -> None:
+def test_gray_and_colour_are_the_values_of_the_file(tmp_path):
     write_npz(tmp_path)
     colour = build(tmp_path, color="rgb")
     assert np.array_equal(ids(colour, "test"), X.reshape(30, -1))
@@ -42,7 +38,7 @@ def test_gray_and_colour_are_the_values_of_the_file(tmp_path: Path) -> None:
     assert build(tmp_path).tokenizer.decode([2, 257]) == "0 255"
 
 
-def test_a_missing_split_is_cut_and_train_can_be_limited(tmp_path: Path) -> None:
+def test_a_missing_split_is_cut_and_train_can_be_limited(tmp_path):
     write_npz(tmp_path, "train")
     task = build(tmp_path / "train.npz", limit_train=10)
     assert [len(task.dataset(split)) for split in SPLITS] == [10, 2, 2]
@@ -52,14 +48,14 @@ def test_a_missing_split_is_cut_and_train_can_be_limited(tmp_path: Path) -> None
     assert len(described["files"]["train"]["sha256"]) == 64
 
 
-def test_a_folder_with_gray_and_colour_files_gives_the_one_asked_for(tmp_path: Path) -> None:
+def test_a_folder_with_gray_and_colour_files_gives_the_one_asked_for(tmp_path):
     write_npz(tmp_path, "train_rgb")
     write_npz(tmp_path, "train_gray", x=X[..., 0])
     assert build(tmp_path, color="rgb").lengths("train")[0] == 48
     assert build(tmp_path).lengths("train")[0] == 16
 
 
-def test_the_binary_version_of_cifar(tmp_path: Path) -> None:
+def test_the_binary_version_of_cifar(tmp_path):
     generator = np.random.default_rng(1)
     pixels = generator.integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
     labels = (np.arange(60) % 10).astype(np.uint8)
@@ -81,7 +77,7 @@ def test_the_binary_version_of_cifar(tmp_path: Path) -> None:
             build(tmp_path)
 
 
-def test_the_pickles_of_cifar_are_refused_unopened(tmp_path: Path) -> None:
+def test_the_pickles_of_cifar_are_refused_unopened(tmp_path):
     (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     for data in (tmp_path, tmp_path / "data_batch_1"):
         with bad_data(match=r"data_batch_1: .* pickles.*take the binary version"):
@@ -90,9 +86,7 @@ def test_the_pickles_of_cifar_are_refused_unopened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n", b"label,text\n", b"PK\x03\x04 cut short"])
 @pytest.mark.parametrize("name", ["x.npz", "x.npy"])
-def test_files_that_are_no_npz_are_said_to_be_none(
-    tmp_path: Path, content: bytes, name: str
-) -> None:
+def test_files_that_are_no_npz_are_said_to_be_none(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
     with bad_data(
         match=rf"{name}: cannot be read as npz without .*write it with numpy.savez_compressed"
@@ -100,10 +94,10 @@ def test_files_that_are_no_npz_are_said_to_be_none(
         build(tmp_path / name)
 
 
-def test_folders_of_images_by_class(tmp_path: Path) -> None:
+def test_folders_of_images_by_class(tmp_path):
     image = pytest.importorskip("PIL.Image")
 
-    def write(name: str, value: int = 0, *, height: int = 4) -> None:
+    def write(name, value=0, *, height=4):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         image.fromarray(np.full((height, 4), value, np.uint8)).save(tmp_path / name)
 
@@ -139,13 +133,13 @@ def test_folders_of_images_by_class(tmp_path: Path) -> None:
         ({"x": np.array([{}], dtype=object)}, "without unpickling"),
     ],
 )
-def test_arrays_that_cannot_be_used(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+def test_arrays_that_cannot_be_used(tmp_path, arrays, message):
     write_npz(tmp_path, **arrays)
     with pytest.raises(DataError, match=message):
         build(tmp_path)
 
 
-def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path: Path) -> None:
+def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path):
     write_npz(tmp_path)
     with bad_data(match="size = 3 does not divide the"):
         build(tmp_path, size=3)
@@ -169,7 +163,7 @@ def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path: Path) 
         build(tmp_path / "nothing")
 
 
-def test_builtin_shapes_are_balanced_and_told_apart_by_their_pixels() -> None:
+def test_builtin_shapes_are_balanced_and_told_apart_by_their_pixels():
     task, again = build(size=16), build(size=16)
     assert list(task.dataset("valid")) == list(again.dataset("valid"))
     assert task.reference() == {"accuracy": 0.25}

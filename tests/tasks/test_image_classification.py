@@ -1,12 +1,8 @@
 """`image_classification`: pixel values against a plain computation, folders as ImageFolder reads
 them, bad images."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,29 +13,29 @@ from tests.support.images import class_folders, image_config
 from tests.support.refusal import bad_config, bad_data, refused
 
 from wellposed.errors import CheckpointError, ConfigError
-from wellposed.tasks import SPLITS, ImageClassificationTask, build_task, image_classification
+from wellposed.tasks import SPLITS, build_task, image_classification
 from wellposed.tasks.data.images import read_image_file
 
 X = np.random.default_rng(0).integers(0, 256, (30, 6, 4, 3), dtype=np.uint8)
 Y = np.arange(30) % 3
 
 
-def build(data: Path | str = "builtin", **options: Any) -> Any:
+def build(data="builtin", **options):
     return build_task("image_classification", {"data": str(data), **options})
 
 
-def pixels(task: ImageClassificationTask, split: Any = "train") -> torch.Tensor:
+def pixels(task, split="train"):
     return task.collate(list(task.dataset(split)))["pixel_values"]
 
 
 @pytest.fixture
-def npz(tmp_path: Path) -> Path:
+def npz(tmp_path):
     for split in SPLITS:
         np.savez(tmp_path / f"{split}.npz", x=X, y=Y)
     return tmp_path
 
 
-def test_pixels_have_mean_zero_and_deviation_one_over_train(npz: Path) -> None:
+def test_pixels_have_mean_zero_and_deviation_one_over_train(npz):
     task = build(npz)
     scaled = X.astype(np.float64) / 255
     expected = (scaled - scaled.mean((0, 1, 2))) / scaled.std((0, 1, 2))
@@ -52,7 +48,7 @@ def test_pixels_have_mean_zero_and_deviation_one_over_train(npz: Path) -> None:
     }  # fmt: skip
 
 
-def test_images_become_the_size_and_the_channels_of_the_model(npz: Path, tmp_path: Path) -> None:
+def test_images_become_the_size_and_the_channels_of_the_model(npz, tmp_path):
     rgb, gray = (image_config(tmp_path / f"vit{count}", num_channels=count) for count in (3, 1))
     assert pixels(build(npz, processor=f"config:{rgb}")).shape == (30, 3, 16, 16)
     found = pixels(build(npz, processor=f"config:{gray}")).double()
@@ -64,7 +60,7 @@ def test_images_become_the_size_and_the_channels_of_the_model(npz: Path, tmp_pat
     assert torch.allclose(shapes[:, 0], shapes[:, 1], atol=1e-6)
 
 
-def test_a_saved_processor_is_used_as_it_is(npz: Path, tmp_path: Path) -> None:
+def test_a_saved_processor_is_used_as_it_is(npz, tmp_path):
     saved = transformers.BeitImageProcessor(
         size={"height": 20, "width": 20}, crop_size={"height": 12, "width": 12}
     )
@@ -74,7 +70,7 @@ def test_a_saved_processor_is_used_as_it_is(npz: Path, tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
-def test_what_is_not_kept_is_made_again(npz: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_kept_is_made_again(npz, monkeypatch):
     kept = build(npz)
     first = pixels(kept)
     assert torch.equal(first, pixels(kept))
@@ -85,7 +81,7 @@ def test_what_is_not_kept_is_made_again(npz: Path, monkeypatch: pytest.MonkeyPat
     assert len(few._kept) == 2
 
 
-def test_flip_turns_about_half_of_train_differently_in_every_epoch(npz: Path) -> None:
+def test_flip_turns_about_half_of_train_differently_in_every_epoch(npz):
     plain, task = build(npz), build(npz, flip=True)
     for split in ("valid", "test"):
         assert task.batches(split, 4, seed=0, epoch=0) == plain.batches(split, 4, seed=0, epoch=0)
@@ -102,7 +98,7 @@ def test_flip_turns_about_half_of_train_differently_in_every_epoch(npz: Path) ->
     assert both["labels"].tolist() == [0, 0]
 
 
-def test_folders_are_read_as_imagefolder_reads_them(tmp_path: Path) -> None:
+def test_folders_are_read_as_imagefolder_reads_them(tmp_path):
     root = class_folders(tmp_path / "pets")
     (root / "cat" / "notes.txt").write_text("no image")
     config = image_config(tmp_path / "vit")
@@ -123,7 +119,7 @@ def test_folders_are_read_as_imagefolder_reads_them(tmp_path: Path) -> None:
     assert len(build(again.parent, processor=f"config:{config}").dataset("test")) == 4
 
 
-def test_images_of_many_kinds_are_converted(tmp_path: Path) -> None:
+def test_images_of_many_kinds_are_converted(tmp_path):
     red = np.zeros((4, 5, 3), np.uint8)
     red[..., 0] = 200
     colour = Image.fromarray(red)
@@ -143,9 +139,7 @@ def test_images_of_many_kinds_are_converted(tmp_path: Path) -> None:
         assert np.array_equal(read_image_file(tmp_path / name), expected), name
 
 
-def test_images_that_cannot_be_used_are_named_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_that_cannot_be_used_are_named_at_once(tmp_path, monkeypatch):
     root = class_folders(tmp_path / "pets", count=12)
     whole = (root / "cat" / "01.jpg").read_bytes()
     (root / "cat" / "01.jpg").write_bytes(whole[: len(whole) // 2])
@@ -162,7 +156,7 @@ def test_images_that_cannot_be_used_are_named_at_once(
             read_image_file(root / "cat" / "deeper" / "00.png")
 
 
-def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_in_one_line(npz, tmp_path):
     pets = class_folders(tmp_path / "pets", count=10)
     shallow = shutil.ignore_patterns("deeper")
     cat = shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shallow)
@@ -194,14 +188,12 @@ def test_what_does_not_fit_is_said_in_one_line(npz: Path, tmp_path: Path) -> Non
         _ = build().tokenizer
 
 
-def test_images_of_the_hub_are_those_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_the_hub_are_those_of_a_folder(tmp_path, monkeypatch):
     import datasets
 
     root = class_folders(tmp_path / "pets")
     paths = [sorted(p for p in (root / n).rglob("*") if p.is_file()) for n in ("cat", "dog")]
-    columns: dict[str, list[Any]] = {"image": list(map(str, chain(*paths)))}
+    columns = {"image": list(map(str, chain(*paths)))}
     columns["label"] = [0] * len(paths[0]) + [1] * len(paths[1])
     label = datasets.ClassLabel(names=["cat", "dog"])
     features = datasets.Features({"image": datasets.Image(), "label": label})

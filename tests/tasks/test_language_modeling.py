@@ -1,11 +1,7 @@
 """Language modeling with any tokenizer: every byte counted once, bits per byte against a slow
 sum."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ import transformers
 from tests.support.refusal import bad_config
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
-from wellposed.tasks import SPLITS, Task, build_task
+from wellposed.tasks import SPLITS, build_task
 from wellposed.tasks.language_modeling import encode_with_bytes
 from wellposed.tasks.text.tokenizers import build_encoder
 
@@ -22,14 +18,14 @@ TEXT = "The naïve café — 10 € — 🙂 said: don't!\n\n  Two  spaces,\ttab
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     byte_level_bpe([TEXT], size=320).save_pretrained(tmp_path / "bpe")
     bert_words(["The", "said:", "too."]).save_pretrained(tmp_path / "words")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return tmp_path
 
 
-def build(folder: Path, tokenizer: str = "bpe", **options: Any) -> Task:
+def build(folder, tokenizer="bpe", **options):
     name = f"hf:{folder / tokenizer}" if (folder / tokenizer).is_dir() else tokenizer
     return build_task(
         "language_modeling",
@@ -39,9 +35,7 @@ def build(folder: Path, tokenizer: str = "bpe", **options: Any) -> Task:
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "words", "byte", "character"])
 @pytest.mark.parametrize("piece", [10**6, 200])
-def test_the_bytes_of_all_tokens_are_those_of_the_text(
-    folder: Path, tokenizer: str, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_of_all_tokens_are_those_of_the_text(folder, tokenizer, piece, monkeypatch):
     monkeypatch.setattr("wellposed.tasks.language_modeling.PIECE", piece)
     name = f"hf:{folder / tokenizer}" if (folder / tokenizer).is_dir() else tokenizer
     found = encode_with_bytes(build_encoder(name, [TEXT], max_words=1), TEXT)
@@ -51,7 +45,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(
     assert len(found.token_bytes) == len(found.ids.flat)
 
 
-def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder: Path) -> None:
+def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder):
     encoder = build_encoder(f"hf:{folder / 'bpe'}", [TEXT], max_words=1)
     found = encode_with_bytes(encoder, TEXT)
     assert found.token_bytes is not None
@@ -67,7 +61,7 @@ def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder
     assert (counted[at_characters] == written[at_characters]).all()
 
 
-def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder: Path) -> None:
+def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder):
     task = build(folder)
     config = transformers.GPT2Config(
         vocab_size=task.model_kwargs()["vocab_size"], n_embd=8, n_layer=1, n_head=2, n_positions=16
@@ -84,7 +78,7 @@ def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder: Path)
     first = len(task.tokenizer.decode(blocks[0]["input_ids"][:1]).encode())
     tokens = sum(len(block["input_ids"]) - 1 for block in blocks)
     for size in (1, 3):
-        totals: dict[str, tuple[float, float]] = {}
+        totals = {}
         for members in task.batches("valid", size, seed=0, epoch=0):
             batch = task.collate([blocks[member] for member in members])
             with torch.no_grad():
@@ -101,7 +95,7 @@ def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder: Path)
         )
 
 
-def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder: Path) -> None:
+def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder):
     task = build(folder, "byte")
     ids = [token for block in task.dataset("valid") for token in block["input_ids"][1:]]
     shares = [ids.count(token) / len(ids) for token in set(ids)]
@@ -117,7 +111,7 @@ def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder: Path) -> No
     assert found["bits_per_byte"] == pytest.approx(nats * len(ids) / math.log(2) / int(counted))
 
 
-def test_the_tokenizer_and_what_it_loses_are_described(folder: Path) -> None:
+def test_the_tokenizer_and_what_it_loses_are_described(folder):
     task = build(folder, "words")
     described = task.description()
     assert described["unknown_tokens"]["train"]["most_frequent"].keys() == {"[UNK]"}

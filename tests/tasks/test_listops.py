@@ -1,38 +1,34 @@
 """ListOps: labels against an independent evaluator, the law against a plain sampler, files row by
 row."""
 
-from __future__ import annotations
-
 import gzip
 import random
 import statistics
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import bad_config, refused
 
-from wellposed.tasks import SPLITS, ListOpsTask, build_task
+from wellposed.tasks import SPLITS, build_task
 from wellposed.tasks.listops import VOCABULARY, ListOpsGenerator, ListOpsRules, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
 
 
-def build(data: Path | str = "builtin", **options: Any) -> Any:
+def build(data="builtin", **options):
     return build_task("listops", {"data": str(data), **options})
 
 
-def value_of(text: str) -> int:
+def value_of(text):
     """Evaluate by nesting Python lists: no stack, no shared code with the library."""
     python = text.replace("(", " ").replace(")", " ")
     for name in ("MIN", "MAX", "MED", "SM", "FIRST", "LAST"):
         python = python.replace(f"[{name} ", f"['{name}', ")
     python = " ".join(token if token.endswith(",") else f"{token}," for token in python.split())
 
-    def value(node: Any) -> int:
+    def value(node):
         if isinstance(node, int):
             return node
         values = [value(child) for child in node[1:]]
@@ -49,12 +45,12 @@ def value_of(text: str) -> int:
     return value(eval(python.removesuffix(",")))
 
 
-def texts(task: ListOpsTask, split: Any) -> list[str]:
+def texts(task, split):
     tokens = ["<pad>", "<unk>", *VOCABULARY]
     return [" ".join(tokens[i] for i in example["input_ids"]) for example in task.dataset(split)]
 
 
-def shape(text: str) -> tuple[int, list[int]]:
+def shape(text):
     """Return the depth of digits (the root has depth 1) and the number of arguments of every
     operator."""
     depth, deepest, open_counts, counts = 1, 1, [0], []
@@ -84,7 +80,7 @@ EXPRESSIONS = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(text=EXPRESSIONS)
-def test_evaluate_equals_the_independent_evaluator(text: str) -> None:
+def test_evaluate_equals_the_independent_evaluator(text):
     assert evaluate(text.split()) == value_of(text)
 
 
@@ -93,8 +89,8 @@ def test_evaluate_equals_the_independent_evaluator(text: str) -> None:
     [("short", 2000, 4, 5, 5, 50), ("lra", 60, 10, 10, 500, 2000)],
 )
 def test_expressions_are_exact_and_within_the_bounds(
-    setting: str, train: int, max_depth: int, max_args: int, min_length: int, max_length: int
-) -> None:
+    setting, train, max_depth, max_args, min_length, max_length
+):
     task = build(setting=setting, num_train=train, num_valid=train // 3, num_test=train // 3)
     for split in SPLITS:
         for example, text in zip(task.dataset(split), texts(task, split), strict=True):
@@ -109,18 +105,18 @@ def test_expressions_are_exact_and_within_the_bounds(
     assert task.model_kwargs()["max_position_embeddings"] == max(lengths)
 
 
-def sampled_by_the_plain_law(rules: ListOpsRules, count: int) -> list[str]:
+def sampled_by_the_plain_law(rules, count):
     """Draw whole trees recursively, with the probabilities of the Long Range Arena, and reject by
     length afterwards."""
     generator = random.Random("reference")
 
-    def tree(depth: int) -> str:
+    def tree(depth):
         if depth < rules.max_depth and generator.random() <= 0.25:
             children = [tree(depth + 1) for _ in range(generator.randint(2, rules.max_args))]
             return f"{generator.choice(['[MIN', '[MAX', '[MED', '[SM'])} {' '.join(children)} ]"
         return str(generator.randrange(10))
 
-    drawn: list[str] = []
+    drawn = []
     while len(drawn) < count:
         text = tree(1)
         if rules.min_length < len(text.split()) < rules.max_length:
@@ -128,13 +124,13 @@ def sampled_by_the_plain_law(rules: ListOpsRules, count: int) -> list[str]:
     return drawn
 
 
-def test_the_law_is_that_of_the_long_range_arena() -> None:
+def test_the_law_is_that_of_the_long_range_arena():
     rules = ListOpsRules(max_depth=5, max_args=6, min_length=10, max_length=80)
     generator = ListOpsGenerator(rules, seed=5)
     ours = [" ".join(VOCABULARY[token] for token in generator.draw()[0]) for _ in range(2500)]
     plain = sampled_by_the_plain_law(rules, 2500)
 
-    statistics_of: dict[str, Any] = {
+    statistics_of = {
         "length": lambda text: len(text.split()),
         "operators": lambda text: text.count("["),
         "depth": lambda text: shape(text)[0],
@@ -150,7 +146,7 @@ def test_the_law_is_that_of_the_long_range_arena() -> None:
         assert abs(statistics.mean(a) - statistics.mean(b)) < 4.5 * error, name
 
 
-def test_generation_depends_on_the_data_seed_alone() -> None:
+def test_generation_depends_on_the_data_seed_alone():
     described, again, other = (build(**SMALL, data_seed=i).description() for i in (0, 0, 1))
     assert described["sha256"] == again["sha256"] != other["sha256"]
     # A change of this digest is a change of every published ListOps number: raise GENERATOR_VERSION
@@ -159,7 +155,7 @@ def test_generation_depends_on_the_data_seed_alone() -> None:
     assert described["sha256"].startswith("81d50fca2943c48d")
 
 
-def test_impossible_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_bounds_are_refused(monkeypatch):
     with bad_config(match=r"(?s)max_depth = 1.*max_args = 1, expected an integer >= 2"):
         build(max_depth=1, max_args=1)
     with bad_config(match="leave no length strictly between"):
@@ -173,7 +169,7 @@ def test_impossible_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         build(**SMALL, max_depth=2, max_args=2, min_length=10, max_length=20)
 
 
-def write_rows(path: Path, rows: list[str]) -> str:
+def write_rows(path, rows):
     content = "".join(row + "\n" for row in rows)
     path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
     return str(path)
@@ -183,7 +179,7 @@ GOOD = ["5\t( ( ( [SM 7 ) 8 ) ] )", "3\t[MIN 3 9 ]", "3\t( ( ( [LAST 9 ) 3 ) ] )
 
 
 @pytest.mark.parametrize("name", ["x_train.tsv", "x_train.tsv.gz"])
-def test_files_of_label_and_expression(tmp_path: Path, name: str) -> None:
+def test_files_of_label_and_expression(tmp_path, name):
     for split in SPLITS:
         write_rows(tmp_path / name.replace("train", split), GOOD)
     task = build(tmp_path / name)
@@ -193,7 +189,7 @@ def test_files_of_label_and_expression(tmp_path: Path, name: str) -> None:
     assert encoded == task.dataset("train")[0]["input_ids"]
 
 
-def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
+def test_long_range_arena_files_with_header(tmp_path):
     rows = ["Source\tTarget", *("\t".join(reversed(row.split("\t"))) for row in GOOD)]
     for split in ("train", "val", "test"):
         write_rows(tmp_path / f"basic_{split}.tsv", rows)
@@ -219,13 +215,13 @@ def test_long_range_arena_files_with_header(tmp_path: Path) -> None:
         ("5\t ", "0 expressions, expected one"),
     ],
 )
-def test_malformed_rows_are_named(tmp_path: Path, row: str, problem: str) -> None:
+def test_malformed_rows_are_named(tmp_path, row, problem):
     data = write_rows(tmp_path / "train.tsv", [*GOOD[:5], row, *GOOD])
     with refused(f"{data}:6: ", problem):
         build(data)
 
 
-def test_options_that_do_not_fit_a_file_are_refused(tmp_path: Path) -> None:
+def test_options_that_do_not_fit_a_file_are_refused(tmp_path):
     data = write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
     with bad_config(match="option max_args: says what is drawn, no effect on"):
         build(data, max_args=4, num_train=9)

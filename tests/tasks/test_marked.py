@@ -1,11 +1,8 @@
 """Task ``marked``: the answer is read from the row, and no bag of its words tells it more often
 than stated."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
-from typing import Any
 
 import pytest
 from tests.support.refusal import bad_config
@@ -17,7 +14,7 @@ from wellposed.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_dist
 SMALL = {"num_train": 60, "num_valid": 20, "num_test": 20}
 
 
-def rows_of(task: Any) -> list[tuple[str, str]]:
+def rows_of(task):
     rows = [
         task.dataset(split)[index] for split in SPLITS for index in range(SMALL[f"num_{split}"])
     ]
@@ -27,7 +24,7 @@ def rows_of(task: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("question", ["order", "recall"])
-def test_every_row_has_the_label_that_a_reader_finds(question: str) -> None:
+def test_every_row_has_the_label_that_a_reader_finds(question):
     task = build_task("marked", {"question": question, "slots": 5, "words": 4, **SMALL})
     assert isinstance(task, MarkedTask)
     rows = rows_of(task)
@@ -43,13 +40,13 @@ def test_every_row_has_the_label_that_a_reader_finds(question: str) -> None:
             assert words[0] == label
 
 
-def test_without_repeats_every_slot_is_as_good_a_guess() -> None:
+def test_without_repeats_every_slot_is_as_good_a_guess():
     drawn = draw_distinct(MarkedOptions("recall", 4, 6, repeats=False), 50, seed=0)
     assert all(len(set(row.tokens)) == 5 for row in drawn)
     assert bag_accuracy(drawn) == 0.25
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
+def test_the_same_seed_gives_the_same_rows_and_another_one_others():
     digests = [
         build_task("marked", {**SMALL, "data_seed": seed}).description()["sha256"]
         for seed in (0, 0, 1)
@@ -57,7 +54,7 @@ def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_best_guess_from_the_bag_is_found_by_counting_every_row() -> None:
+def test_the_best_guess_from_the_bag_is_found_by_counting_every_row():
     """Over all rows of recall, the best guess for each bag of words, by brute force."""
     words, slots = ("w0", "w1", "w2"), 3
     drawn = [
@@ -65,7 +62,7 @@ def test_the_best_guess_from_the_bag_is_found_by_counting_every_row() -> None:
         for row in itertools.product(words, repeat=slots)
         for place in range(slots)
     ]
-    answers: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    answers = defaultdict(Counter)
     for tokens, answer in drawn:
         answers[tuple(sorted(tokens))][answer] += 1
     best = sum(max(counts.values()) for counts in answers.values())
@@ -85,11 +82,11 @@ def test_the_best_guess_from_the_bag_is_found_by_counting_every_row() -> None:
         ({"num_test": 0}, "num_test = 0"),
     ],
 )
-def test_impossible_sizes_are_refused(options: dict[str, int], words: str) -> None:
+def test_impossible_sizes_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         build_task("marked", {**SMALL, **options})
 
 
-def test_more_rows_than_there_are_is_refused_with_the_way_out() -> None:
+def test_more_rows_than_there_are_is_refused_with_the_way_out():
     with bad_config(match=r"too few different rows: 8 found, 100 wanted; lower num_train"):
         build_task("marked", {"question": "recall", "slots": 2, "words": 2, **SMALL})

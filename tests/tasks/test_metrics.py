@@ -1,14 +1,10 @@
 """Metrics of generated text against values worked by hand (in the comments), brute force, and
 their properties."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import math
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,10 +34,10 @@ from wellposed.tasks.metrics.overlap import (
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 
 
-def test_meteor_by_hand() -> None:
+def test_meteor_by_hand():
     # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
     # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
-    def scored(said: str, wanted: str, expected: float, **how: Any) -> None:
+    def scored(said, wanted, expected, **how):
         found = meteor(words_of(said), words_of(wanted), **how)
         assert found == pytest.approx(expected, abs=1e-12)
 
@@ -60,7 +56,7 @@ def test_meteor_by_hand() -> None:
     scored("a big dog", "a large dog", 1 - 0.5 / 27, synonyms={"big": "large"})
 
 
-def test_rouge_l_by_hand() -> None:
+def test_rouge_l_by_hand():
     # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill police,
     # beta = 1: LCS(S1, S2) = 3, F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
     first = words_of("police killed the gunman")
@@ -73,9 +69,7 @@ def test_rouge_l_by_hand() -> None:
 
 @given(WORDS, WORDS)
 @settings(max_examples=60, deadline=None)
-def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subsequence(
-    first: list[str], second: list[str]
-) -> None:
+def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subsequence(first, second):
     picks = [
         {pick for n in range(len(words) + 1) for pick in itertools.combinations(words, n)}
         for words in (first, second)
@@ -86,7 +80,7 @@ def test_rouge_l_is_symmetric_at_beta_one_and_counts_the_longest_common_subseque
     assert rouge_l(first, first) == pytest.approx(1.0 if first else 0.0)
 
 
-def test_cider_by_hand() -> None:
+def test_cider_by_hand():
     # References: "a b" and "a c"; log 2 = L. df(a) = 2, so a weighs 0; b, c, ab, ac weigh L each.
     # Pair 1: hypothesis "a b" is its reference: cosine 1 for n = 1 (b alone) and n = 2 (ab), none
     # for n = 3, 4: 1/2. Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine
@@ -100,7 +94,7 @@ def test_cider_by_hand() -> None:
     assert cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
 
 
-def test_cider_of_one_pair_is_zero_and_numbers_must_agree() -> None:
+def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
     assert cider([["a", "b"]], [["a", "b"]]) == [0.0]
     with pytest.raises(ShapeError, match="2 hypotheses for 1 references"):
         cider([["a"], ["b"]], [["a"]])
@@ -112,11 +106,11 @@ ROWS = {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}
 VECTORS = WordVectors({word: np.array(row, np.float32) for word, row in ROWS.items()}, 2)
 
 
-def _scores(first: list[str], second: list[str]) -> dict[str, float]:
+def _scores(first, second):
     return embedding_scores([first], [second], VECTORS)[0]
 
 
-def test_embedding_metrics_by_hand() -> None:
+def test_embedding_metrics_by_hand():
     # a b against a: sum (3, 4) with (3, 0): 3/5. Extrema (3, 4) too: 3/5. Greedy: a takes 1, b
     # takes 0: mean 1/2; back: a takes 1: (1/2 + 1) / 2 = 3/4.
     expected = {"embedding_average": 0.6, "vector_extrema": 0.6, "greedy_matching": 0.75}
@@ -131,7 +125,7 @@ def test_embedding_metrics_by_hand() -> None:
     assert _scores(["a", "b", "c"], ["b"]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_words_without_a_vector_are_left_out_and_counted() -> None:
+def test_words_without_a_vector_are_left_out_and_counted():
     said, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
     scores, counts = embedding_scores(said, wanted, VECTORS)
     assert scores == pytest.approx(dict.fromkeys(VECTOR_METRICS, 1 / 3))
@@ -140,9 +134,7 @@ def test_words_without_a_vector_are_left_out_and_counted() -> None:
 
 @given(WORDS.filter(len), WORDS.filter(len))
 @settings(max_examples=40, deadline=None)
-def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(
-    first: list[str], second: list[str]
-) -> None:
+def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first, second):
     assert _scores(first, second) == pytest.approx(_scores(second, first), abs=1e-6)
     # a and c may cancel in the sum, but not to zero: 3 m = 6 n needs 0 m + 1 n = 0.
     ones = dict.fromkeys(VECTOR_METRICS, 1.0)
@@ -151,7 +143,7 @@ def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("header", ["", "3 2\n"])
-def test_word_vectors_of_both_text_formats(tmp_path: Path, pack: Any, header: str) -> None:
+def test_word_vectors_of_both_text_formats(tmp_path, pack, header):
     path = tmp_path / ("v.txt.gz" if pack is gzip.compress else "v.txt")
     path.write_bytes(pack((header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()))
     vectors = read_word_vectors(path)
@@ -173,20 +165,20 @@ def test_word_vectors_of_both_text_formats(tmp_path: Path, pack: Any, header: st
         (b"a 1 2\n\xe9 1 2\n", r"v.txt:2: not UTF-8"),
     ],
 )
-def test_malformed_vectors_are_named_by_line(tmp_path: Path, content: bytes, says: str) -> None:
+def test_malformed_vectors_are_named_by_line(tmp_path, content, says):
     (tmp_path / "v.txt").write_bytes(content)
     with bad_data(match=says):
         read_word_vectors(tmp_path / "v.txt")
 
 
-def test_places_without_vectors_are_refused(tmp_path: Path) -> None:
+def test_places_without_vectors_are_refused(tmp_path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
     for name, says in (("vec.txt", "no such file"), (".", "is a folder"), ("cut.gz", "cut short")):
         with bad_data(match=says):
             read_word_vectors(tmp_path / name)
 
 
-def test_sentence_cosine_by_hand() -> None:
+def test_sentence_cosine_by_hand():
     # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
     rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
     found = sentence_cosine(["x", " "], ["y", "x"], lambda texts: [rows[text] for text in texts])
@@ -195,7 +187,7 @@ def test_sentence_cosine_by_hand() -> None:
         sentence_cosine(["x"], ["y"], lambda texts: [[1.0]])
 
 
-def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path: Path) -> None:
+def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path):
     from transformers import BertConfig, BertModel
 
     from wellposed.tasks.text.tokenizers import WordEncoder
@@ -212,13 +204,13 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
         hf_sentence_encoder(str(tmp_path / "none"))
 
 
-FILES: dict[str, Any] = {
+FILES = {
     "vectors": VECTORS,
     "sentence_encoder": lambda texts: [[1.0]] * len(texts),
 }
 
 
-def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without() -> None:
+def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():
     said, wanted = ["a b .", "c"], ["a b .", "c a"]
     full = dialogue_scores(said, wanted, **FILES)
     assert set(full.scores) == {*DIALOGUE_METRICS, "cider_d"}
@@ -230,7 +222,7 @@ def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without() -
     assert {name: full.scores[name] for name in bare.scores} == bare.scores
 
 
-def test_bleu_by_hand() -> None:
+def test_bleu_by_hand():
     # 5 words, 4 of them right: 4/5; reference of 7 words: brevity exp(1 - 7/5).
     found = dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
     assert found.scores["bleu_1"] == pytest.approx(100 * 0.8 * math.exp(-0.4), abs=1e-9)
@@ -239,7 +231,7 @@ def test_bleu_by_hand() -> None:
     assert "tok:13a" in found.details["bleu_4"]
 
 
-def test_empty_replies_score_zero_everywhere() -> None:
+def test_empty_replies_score_zero_everywhere():
     found = dialogue_scores(["", ""], ["a b", "c"], **FILES)
     assert set(found.scores.values()) == {0.0}
     assert found.details["empty_hypotheses"] == 2
@@ -251,7 +243,7 @@ HYPOTHESES = ["the cat sat on the mat today", "a dog ran across the green field"
 REFERENCES = ["the cat sat on a mat today .", "a dog ran across the field"]
 
 
-def bleu(hypotheses: list[str], references: list[str]) -> float:
+def bleu(hypotheses, references):
     """Return 100 exp(min(0, 1 - r/c)) prod_n p_n^(1/4), with clipped counts over the corpus."""
     precisions = []
     for n in range(1, 5):
@@ -268,7 +260,7 @@ def bleu(hypotheses: list[str], references: list[str]) -> float:
     return 100 * math.exp(min(0.0, 1 - r / c)) * math.prod(precisions) ** 0.25
 
 
-def test_bleu_is_that_of_the_paper_and_says_what_was_counted() -> None:
+def test_bleu_is_that_of_the_paper_and_says_what_was_counted():
     found = score_texts(HYPOTHESES, REFERENCES).scores["bleu"]
     assert found == pytest.approx(bleu(HYPOTHESES, REFERENCES), abs=1e-9)
     scored = score_texts(HYPOTHESES, REFERENCES, bleu_tokens="char")

@@ -1,11 +1,7 @@
 """Sentence pairs: layouts of folders, tables, the hub; and one message with file:line for
 everything that is wrong."""
 
-from __future__ import annotations
-
 import gzip
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.refusal import bad_config, bad_data
@@ -16,13 +12,13 @@ from wellposed.tasks.data.parallel import ParallelOptions, load_parallel
 PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
 
 
-def write(folder: Path, name: str, texts: list[str]) -> Path:
+def write(folder, name, texts):
     content, path = "".join(text + "\n" for text in texts).encode(), folder / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     return path
 
 
-def write_split(folder: Path, stem: str, count: int, ending: str = "") -> None:
+def write_split(folder, stem, count, ending=""):
     write(folder, f"{stem}.de{ending}", [de for de, _ in PAIRS[:count]])
     write(folder, f"{stem}.en{ending}", [en for _, en in PAIRS[:count]])
 
@@ -35,25 +31,18 @@ LAYOUTS = {
 }
 
 
-def load(
-    data: Path | str,
-    source: str = "de",
-    target: str = "en",
-    *,
-    test: Path | str = "",
-    **options: Any,
-) -> tuple[Any, dict[str, Any]]:
+def load(data, source="de", target="en", *, test="", **options):
     given = ParallelOptions(str(data), source, target, str(test) or None, **options)
     return load_parallel(given)
 
 
-def rows_of(texts: Any) -> list[tuple[str, str]]:
+def rows_of(texts):
     return list(zip(texts.source, texts.target, strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("flipped", [False, True])
-def test_every_layout_gives_the_same_pairs(tmp_path: Path, layout: str, flipped: bool) -> None:
+def test_every_layout_gives_the_same_pairs(tmp_path, layout, flipped):
     for name, count in zip(LAYOUTS[layout], (40, 7, 5), strict=True):
         stem, _, ending = name.partition("*")
         write_split(tmp_path, stem, count, ending)
@@ -64,7 +53,7 @@ def test_every_layout_gives_the_same_pairs(tmp_path: Path, layout: str, flipped:
     assert "cut_from_train" not in described
 
 
-def test_a_test_set_is_chosen_among_several(tmp_path: Path) -> None:
+def test_a_test_set_is_chosen_among_several(tmp_path):
     for count, stem in enumerate(("test_2017_mscoco", "test_2016_flickr", "val", "train"), start=3):
         write_split(tmp_path, stem, count)
     says = r"2 files could be the test split; choose one with test_set:\n  test_2016_fl"
@@ -76,7 +65,7 @@ def test_a_test_set_is_chosen_among_several(tmp_path: Path) -> None:
         load(tmp_path, test_set="2018")
 
 
-def test_missing_splits_are_cut_from_train_and_said_so(tmp_path: Path) -> None:
+def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
     write_split(tmp_path, "train", 40)
     pairs, described = load(tmp_path / "train.de")
     cut = dict.fromkeys(("valid", "test"), "2 of 40 pairs, by a fixed shuffle")
@@ -89,7 +78,7 @@ def test_missing_splits_are_cut_from_train_and_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [False, True])
-def test_a_table_of_pairs(tmp_path: Path, header: bool) -> None:
+def test_a_table_of_pairs(tmp_path, header):
     rows = ["id\ten\tde"] * header + [f"{i}\t{en}\t{de}" for i, (de, en) in enumerate(PAIRS)]
     write(tmp_path, "train.tsv.gz", rows)
     write(tmp_path, "valid.tsv", rows[: 3 + header])
@@ -98,7 +87,7 @@ def test_a_table_of_pairs(tmp_path: Path, header: bool) -> None:
     assert described["files"]["valid"]["columns"] == f"id,en,de ({'header' if header else 'given'})"
 
 
-def test_columns_without_names_are_refused(tmp_path: Path) -> None:
+def test_columns_without_names_are_refused(tmp_path):
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
     says = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
     with bad_config(match=says):
@@ -118,14 +107,14 @@ EMPTY = r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is em
 @pytest.mark.parametrize(
     ("texts", "says"), [(ENGLISH[:43], SHORT), (["a", " ", *ENGLISH[2:39], ""], EMPTY)]
 )
-def test_lines_without_a_partner_are_named(tmp_path: Path, texts: list[str], says: str) -> None:
+def test_lines_without_a_partner_are_named(tmp_path, texts, says):
     write_split(tmp_path, "train", 40)
     write(tmp_path, "train.en", texts)
     with bad_data(match=says):
         load(tmp_path)
 
 
-def test_an_unknown_language_names_those_that_exist(tmp_path: Path) -> None:
+def test_an_unknown_language_names_those_that_exist(tmp_path):
     write_split(tmp_path, "train", 40)
     with bad_data(match=r"no train file for language 'fr'.*languages that exist there: de, en"):
         load(tmp_path, "de", "fr")
@@ -137,7 +126,7 @@ def test_an_unknown_language_names_those_that_exist(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
-def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_the_hub(monkeypatch):
     from datasets import Dataset
 
     nested = Dataset.from_dict({"translation": [{"de": de, "en": en} for de, en in PAIRS]})
@@ -151,7 +140,7 @@ def test_pairs_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         load("hf:some/pairs", "cs", "en")
 
 
-def test_a_test_set_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_set_from_elsewhere(tmp_path, monkeypatch):
     train = write(tmp_path, "train.tsv", ["de\ten", *("\t".join(pair) for pair in PAIRS * 20)])
     other = tmp_path / "other"
     other.mkdir()

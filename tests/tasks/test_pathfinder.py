@@ -1,12 +1,8 @@
 """Pathfinder: labels read off the picture by another route, balance, determinism, the release's
 folders, bad input."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +24,11 @@ from wellposed.tasks.pathfinder import (
 FEW = {"num_train": 6, "num_valid": 2, "num_test": 2}
 
 
-def build(data: Path | str = "builtin", **options: Any) -> Any:
+def build(data="builtin", **options):
     return build_task("pathfinder", {"data": str(data), **options})
 
 
-def connected_on_paper(drawing: Drawing, size: int) -> bool:
+def connected_on_paper(drawing, size):
     """Draw dashes with a thick pen on fine paper, so that gaps close and curves do not touch;
     follow the ink."""
     from scipy import ndimage
@@ -55,7 +51,7 @@ def connected_on_paper(drawing: Drawing, size: int) -> bool:
 
 
 @pytest.mark.parametrize(("setting", "count"), [("easy", 6), ("medium", 2), ("hard", 2)])
-def test_the_label_is_what_following_the_ink_says(setting: str, count: int) -> None:
+def test_the_label_is_what_following_the_ink_says(setting, count):
     rules = RULES[setting]
     for index in range(count):
         drawing = draw_image(rules, index % 2, f"test/{index}")
@@ -64,7 +60,7 @@ def test_the_label_is_what_following_the_ink_says(setting: str, count: int) -> N
         assert connected_on_paper(drawing, rules.size) == bool(index % 2) == bool(drawing.label)
 
 
-def test_dashes_have_their_length_gap_and_turn_and_stay_inside() -> None:
+def test_dashes_have_their_length_gap_and_turn_and_stay_inside():
     rules = RULES["medium"]
     drawing = draw_image(rules, 1, "geometry")
     for curve in drawing.curves:
@@ -77,7 +73,7 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside() -> None:
         assert all(1.9 < value < rules.size - 1.9 for dash in curve for value in dash)
 
 
-def facing(drawing: Drawing) -> tuple[tuple[float, ...], ...]:
+def facing(drawing):
     """Return the dots and, at each, the dash that starts there: all that can be seen at the dots
     themselves."""
     curves = drawing.curves[:2]
@@ -86,14 +82,14 @@ def facing(drawing: Drawing) -> tuple[tuple[float, ...], ...]:
 
 
 @pytest.mark.parametrize(("setting", "count"), [("easy", 4), ("hard", 1)])
-def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting: str, count: int) -> None:
+def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting, count):
     for index in range(count):
         apart, connected = (draw_image(RULES[setting], label, f"dots/{index}") for label in (0, 1))
         assert facing(apart) == facing(connected)
         assert apart.curves[0] != connected.curves[0]
 
 
-def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label() -> None:
+def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label():
     for length, matched in ((2, False), (3, True)):
         task = build(**FEW, size=16, contour_length=length, distractors=1, distractor_length=1)
         assert task.description()["dots_tell_nothing"] is matched
@@ -103,7 +99,7 @@ def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label() 
             assert connected_on_paper(draw_image(rules, label, "short"), 16) == bool(label)
 
 
-def test_pixels_show_the_dots_the_dashes_and_nothing_else() -> None:
+def test_pixels_show_the_dots_the_dashes_and_nothing_else():
     drawing = Drawing((((4.5, 8.5, 10.5, 8.5),),), ((4.5, 8.5), (24.5, 20.5)), 0)
     image = render(drawing, 32)
     assert image[8, 4] == image[20, 24] == image[8, 5] == 255
@@ -113,7 +109,7 @@ def test_pixels_show_the_dots_the_dashes_and_nothing_else() -> None:
     assert (image > 0).sum() < 45
 
 
-def test_images_depend_on_seed_split_and_number_alone() -> None:
+def test_images_depend_on_seed_split_and_number_alone():
     task, larger = build(**FEW), build(**{**FEW, "num_train": 8})
     assert list(larger.dataset("train"))[:6] == list(task.dataset("train"))
     assert build(**FEW, data_seed=1).dataset("train")[0] != task.dataset("train")[0]
@@ -127,7 +123,7 @@ def test_images_depend_on_seed_split_and_number_alone() -> None:
     assert described["image"] == [32, 32]
 
 
-def test_tokens_are_pixels_and_the_tokenizer_says_so() -> None:
+def test_tokens_are_pixels_and_the_tokenizer_says_so():
     task = build(**FEW)
     drawn = render(draw_image(RULES["easy"], 0, "0/train/0"), 32)
     decoded = task.tokenizer.decode(task.dataset("train")[0]["input_ids"])
@@ -135,7 +131,7 @@ def test_tokens_are_pixels_and_the_tokenizer_says_so() -> None:
     assert task.model_kwargs()["max_position_embeddings"] == 1024
 
 
-def test_difficulty_options_are_followed_and_impossible_ones_refused() -> None:
+def test_difficulty_options_are_followed_and_impossible_ones_refused():
     task = build(**FEW, contour_length=3, distractors=0, size=24, max_turn=1.1)
     assert task.lengths("train")[0] == 576
     assert task.description()["rules"] == {
@@ -149,7 +145,7 @@ def test_difficulty_options_are_followed_and_impossible_ones_refused() -> None:
         build(valid="x.npz")
 
 
-def write_release(folder: Path, count: int = 30) -> None:
+def write_release(folder, count=30):
     from PIL import Image
 
     (folder / "metadata").mkdir()
@@ -163,7 +159,7 @@ def write_release(folder: Path, count: int = 30) -> None:
         (folder / "metadata" / f"{number}.npy").write_text("\n".join(lines) + "\n")
 
 
-def test_the_public_release_is_read_as_it_is(tmp_path: Path) -> None:
+def test_the_public_release_is_read_as_it_is(tmp_path):
     pytest.importorskip("PIL")
     write_release(tmp_path)
     task = build(tmp_path)
@@ -177,7 +173,7 @@ def test_the_public_release_is_read_as_it_is(tmp_path: Path) -> None:
     assert task.description()["cut_from_train"]["test"] == "3 of 30 rows, by a fixed shuffle"
 
 
-def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
+def test_damaged_releases_are_named_by_line(tmp_path):
     pytest.importorskip("PIL")
     write_release(tmp_path)
     (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
@@ -185,7 +181,7 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
     with refused(f"{metadata}:4: ", "give unreadable='skip'"):
         build(tmp_path)
 
-    def skipped(count: int, says: str) -> None:
+    def skipped(count, says):
         task = build(tmp_path, unreadable="skip")
         assert sum(len(task.dataset(split)) for split in SPLITS) == count
         assert says in task.description()["skipped_images"][0]
@@ -209,7 +205,7 @@ def test_damaged_releases_are_named_by_line(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
+def test_folders_near_the_release_are_told_apart(tmp_path):
     root = tmp_path / "pathfinder32"
     for name in ("curv_baseline", "curv_contour_length_9"):
         (root / name / "metadata").mkdir(parents=True)
@@ -223,7 +219,7 @@ def test_folders_near_the_release_are_told_apart(tmp_path: Path) -> None:
         build(root / "curv_baseline")
 
 
-def test_npz_files_are_read_and_drawing_options_refused(tmp_path: Path) -> None:
+def test_npz_files_are_read_and_drawing_options_refused(tmp_path):
     for split in SPLITS:
         x = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
         np.savez(tmp_path / f"{split}.npz", x=x, y=np.array([0, 1, 0, 1]))

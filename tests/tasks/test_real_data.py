@@ -1,19 +1,16 @@
 """The published data sets, as far as they are at hand: counts, vocabularies, labels."""
 
-from __future__ import annotations
-
 import gzip
-from pathlib import Path
 
 import pytest
 from tests.support.tokenizer_folders import bert_words
 
-from wellposed.tasks import SPLITS, CharLMTask, Task, build_task
+from wellposed.tasks import SPLITS, CharLMTask, build_task
 
 pytestmark = pytest.mark.data
 
 
-def sizes(task: Task) -> list[int]:
+def sizes(task):
     return [len(task.dataset(split)) for split in SPLITS]
 
 
@@ -28,14 +25,14 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("data", PUBLISHED)
-def test_published_sets_have_their_sizes_and_labels(shared_data: Path, data: str) -> None:
+def test_published_sets_have_their_sizes_and_labels(shared_data, data):
     """Labels of ListOps are those of every expression, or the task would have refused the file."""
     name, options, expected, labels = PUBLISHED[data]
     task = build_task(name, {"data": str(shared_data / data), **options})
     assert (sizes(task), task.model_kwargs()["num_labels"]) == (expected, labels)
 
 
-def test_penn_treebank_characters(shared_data: Path) -> None:
+def test_penn_treebank_characters(shared_data):
     task = build_task(
         "char_lm", {"data": str(shared_data / "ptb" / "ptb.char.train.txt.gz"), "seq_len": 256}
     )
@@ -58,9 +55,7 @@ def test_penn_treebank_characters(shared_data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(
-    shared_data: Path, tmp_path: Path
-) -> None:
+def test_quora_pairs_with_a_tokenizer_that_has_a_form_for_them(shared_data, tmp_path):
     bert_words(["What", "is", "the", "How", "I"]).save_pretrained(tmp_path)
     columns = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate"}
     columns["tokenizer"] = f"hf:{tmp_path}"

@@ -1,19 +1,15 @@
 """Retrieval: AAN files, pairs made of labelled texts, builtin passages, bad rows by line, the
 training loop."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.refusal import bad_config, bad_data, refused
 
 from wellposed.errors import ConfigError
-from wellposed.tasks import SPLITS, RetrievalTask, build_task
+from wellposed.tasks import SPLITS, build_task
 
 PAIRS = [
     (i % 2, f"A{i % 7}", f"B{i % 5}", f"first paper {i % 7}", f"second é {i % 5}")
@@ -21,21 +17,21 @@ PAIRS = [
 ]
 
 
-def build(data: Path | str = "builtin", **options: Any) -> Any:
+def build(data="builtin", **options):
     return build_task("retrieval", {"data": str(data), **options})
 
 
-def as_tsv(rows: Any) -> str:
+def as_tsv(rows):
     return "".join("\t".join(map(str, row)) + "\n" for row in rows)
 
 
-def decoded(task: RetrievalTask, split: Any) -> list[tuple[int, str, str]]:
+def decoded(task, split):
     decode, rows = task.tokenizer.decode, task.dataset(split)
     names = ("input_ids", "input_ids_pair")
     return [(row["labels"][0], *(decode(row[name]) for name in names)) for row in rows]
 
 
-def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path: Path) -> None:
+def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path):
     for split, rows in {"train": PAIRS, "eval": PAIRS[:6], "test": PAIRS[3:12]}.items():
         floats = [(float(row[0]), *row[1:]) for row in rows]
         (tmp_path / f"new_aan_pairs.{split}.tsv").write_text(as_tsv(floats))
@@ -58,7 +54,7 @@ def test_the_release_of_the_long_range_arena_is_read_as_it_is(tmp_path: Path) ->
         ((), "an empty line, expected 5"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) -> None:
+def test_bad_rows_are_named(tmp_path, row, problem):
     path = tmp_path / "x.train.tsv"
     # A first row that is cut short does not change what the file is.
     for before in [6, 0][: 1 + (len(row) == 4)]:
@@ -67,7 +63,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: tuple[str, ...], problem: str) 
             build(path)
 
 
-def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path: Path) -> None:
+def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path):
     label_of = {f"text {i} of {i % 3}": str(i % 3) for i in range(60)}
     for split in SPLITS:
         rows = [(label, f"{split} {text}") for text, label in label_of.items()]
@@ -88,7 +84,7 @@ def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path: Path) 
     assert decoded(build(tmp_path, num_train=101, data_seed=1), "train") != decoded(task, "train")
 
 
-def test_every_pair_can_be_drawn_and_one_more_is_refused(tmp_path: Path) -> None:
+def test_every_pair_can_be_drawn_and_one_more_is_refused(tmp_path):
     rows = [(str(i % 2), f"text {i}") for i in range(6)]
     for split in SPLITS:
         (tmp_path / f"{split}.tsv").write_text(as_tsv(rows))
@@ -98,7 +94,7 @@ def test_every_pair_can_be_drawn_and_one_more_is_refused(tmp_path: Path) -> None
         build(tmp_path, num_train=13, num_valid=2, num_test=2)
 
 
-def test_builtin_passages_share_no_section_between_splits() -> None:
+def test_builtin_passages_share_no_section_between_splits():
     from wellposed.tasks.retrieval import builtin_passages
 
     tables, _ = builtin_passages()
@@ -112,7 +108,7 @@ def test_builtin_passages_share_no_section_between_splits() -> None:
     assert task.reference() == {"accuracy": 0.5}
 
 
-def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
+def test_batches_partition_and_pad_each_side_by_itself(tmp_path):
     made = [(i % 2, i, i, "a" * (i + 1), "b" * (41 - i)) for i in range(40)]
     (tmp_path / "x.train.tsv").write_text(as_tsv(made))
     task = build(tmp_path / "x.train.tsv")
@@ -127,7 +123,7 @@ def test_batches_partition_and_pad_each_side_by_itself(tmp_path: Path) -> None:
         assert batch[f"attention_mask{side}"].sum(1).tolist() == lengths
 
 
-def test_options_that_cannot_be_used(tmp_path: Path) -> None:
+def test_options_that_cannot_be_used(tmp_path):
     with bad_config(match="only with data=FILE; builtin data brings"):
         build(valid="x.tsv")
     with refused("num_train = 0, expected an integer >= 1", "max_length = -1", kind=ConfigError):
@@ -141,7 +137,7 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
         build(tmp_path / "x.train.tsv", max_length=3, overflow="error")
 
 
-def test_texts_in_folders_by_class_are_paired_by_class(tmp_path: Path) -> None:
+def test_texts_in_folders_by_class_are_paired_by_class(tmp_path):
     for name in ("neg", "pos"):
         (tmp_path / "train" / name).mkdir(parents=True)
         for i in range(100):

@@ -1,12 +1,9 @@
 """The joint tokenizer: round trips, saved and loaded, the same everywhere, unknown characters
 counted."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.support.refusal import bad_config
@@ -28,7 +25,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_texts_come_back_and_the_saved_tokenizer_is_the_same(tmp_path: Path, kind: str) -> None:
+def test_texts_come_back_and_the_saved_tokenizer_is_the_same(tmp_path, kind):
     from transformers import AutoTokenizer
 
     encoder = build_pair_encoder(kind, TEXTS, vocab_size=120)
@@ -51,13 +48,13 @@ def test_texts_come_back_and_the_saved_tokenizer_is_the_same(tmp_path: Path, kin
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_white_space_is_read_as_one_space_and_markup_as_characters(kind: str) -> None:
+def test_white_space_is_read_as_one_space_and_markup_as_characters(kind):
     tokenizer = build_pair_encoder(kind, TEXTS, vocab_size=120).tokenizer(max_length=50)
     assert tokenizer("  two\t young ")["input_ids"] == tokenizer("two young")["input_ids"]
     assert tokenizer("</s>")["input_ids"].count(EOS_ID) == 1
 
 
-def test_unknown_characters_are_counted_and_named() -> None:
+def test_unknown_characters_are_counted_and_named():
     encoder = build_pair_encoder("char", TEXTS, vocab_size=0)
     found = encoder.encode(["two ☃☃", "ž young"])
     assert found.unknown_description() == {
@@ -68,19 +65,19 @@ def test_unknown_characters_are_counted_and_named() -> None:
     assert found.ids.flat.tolist().count(UNK_ID) == 3
 
 
-def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint() -> None:
+def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint():
     encoder = build_pair_encoder("bpe", TEXTS, vocab_size=120)
     lengths = encoder.encode(["young men", "zwei junge"]).ids.lengths.tolist()
     assert lengths[0] < lengths[1] + 4 < len("young men")
     assert encoder.vocab_size <= 120
 
 
-def test_a_vocabulary_below_the_characters_is_refused() -> None:
+def test_a_vocabulary_below_the_characters_is_refused():
     with bad_config(match=r"vocab_size = 10, but the texts hold \d+ characters; expected at least"):
         build_pair_encoder("bpe", TEXTS, vocab_size=10)
 
 
-def test_equal_texts_give_equal_vocabularies_in_every_process() -> None:
+def test_equal_texts_give_equal_vocabularies_in_every_process():
     """The merges of 400 pseudo-words, many of them tied in frequency, under two hash seeds."""
     code = (
         "import random, hashlib; from wellposed.tasks.text.seq2seq_tokenizers import"

@@ -1,14 +1,9 @@
 """Reading files: gzip, UTF-8, missing and empty files; how valid and test are found, or cut from
 train."""
 
-from __future__ import annotations
-
 import gzip
 import random
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.support.refusal import bad_data
@@ -17,7 +12,6 @@ from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.splits import (
     SPLITS,
     DataOptions,
-    Split,
     cut_missing,
     cut_missing_text,
     find_split_files,
@@ -25,20 +19,20 @@ from wellposed.tasks.data.splits import (
 )
 
 
-def touch(folder: Path, *names: str) -> None:
+def touch(folder, *names):
     for name in names:
         (folder / name).write_text("x")
 
 
-def find(data: Path, **given: Path) -> tuple[list[str], str]:
+def find(data, **given):
     """Return the names of the files of train, valid and test, and how they were found."""
-    named: dict[str, Any] = {split: str(path) for split, path in given.items()}
+    named = {split: str(path) for split, path in given.items()}
     found, how = find_split_files(DataOptions(str(data), **named), suffixes=(".tsv", ".csv"))
     assert list(found) == list(SPLITS)[: len(found)]
     return [path.name for path in found.values()], how
 
 
-def test_gzip_equals_plain_whatever_the_name(tmp_path: Path) -> None:
+def test_gzip_equals_plain_whatever_the_name(tmp_path):
     text = "naïve café\r\n日本\n"
     stored = gzip.compress(text.encode())
     for name, content in {"a.txt": text.encode(), "b.txt.gz": stored, "c.txt": stored}.items():
@@ -46,7 +40,7 @@ def test_gzip_equals_plain_whatever_the_name(tmp_path: Path) -> None:
         assert read_text(tmp_path / name).text == text
 
 
-def test_byte_order_mark_is_taken_off_and_said(tmp_path: Path) -> None:
+def test_byte_order_mark_is_taken_off_and_said(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
     file = read_text(tmp_path / "a.txt")
     assert file.text == "text"
@@ -80,14 +74,14 @@ CUT = gzip.compress(bytes(range(256)) * 50)
         ("fake.gz", b"plain text", r"named \.gz but is not gzip"),
     ],
 )
-def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+def test_what_is_no_text_is_named(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with bad_data(match=f"(?s){says}") as caught:
         read_text(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_missing_file_lists_near_names(tmp_path: Path) -> None:
+def test_missing_file_lists_near_names(tmp_path):
     touch(tmp_path, "ptb.char.train.txt.gz", "other.md")
     with bad_data(match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"):
         read_text(tmp_path / "ptb.char.trian.txt.gz")
@@ -106,24 +100,24 @@ def test_missing_file_lists_near_names(tmp_path: Path) -> None:
         "Train.tsv Valid.tsv Test.tsv",
     ],
 )
-def test_siblings_of_a_train_file(tmp_path: Path, names: str) -> None:
+def test_siblings_of_a_train_file(tmp_path, names):
     files = names.split()
     touch(tmp_path, *files, "unrelated.txt", "other_valid.csv")
     assert find(tmp_path / files[0]) == (files, "found by name")
 
 
-def test_a_file_with_another_name_has_no_siblings(tmp_path: Path) -> None:
+def test_a_file_with_another_name_has_no_siblings(tmp_path):
     touch(tmp_path, "constraint.txt", "constvalid.txt", "test.txt")
     assert find(tmp_path / "constraint.txt") == (["constraint.txt"], "one file")
 
 
-def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path: Path) -> None:
+def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path):
     touch(tmp_path, "train.tsv.gz", "valid.tsv", "test_a.tsv.gz", "README.md")
     assert find(tmp_path / "train.tsv.gz")[0] == ["train.tsv.gz", "valid.tsv"]
     assert find(tmp_path)[0] == ["train.tsv.gz", "valid.tsv", "test_a.tsv.gz"]
 
 
-def test_explicit_files_win(tmp_path: Path) -> None:
+def test_explicit_files_win(tmp_path):
     touch(tmp_path, "train.tsv", "valid.tsv", "mine.tsv")
     found, how = find(tmp_path / "train.tsv", valid=tmp_path / "mine.tsv")
     assert found[1] == "mine.tsv"
@@ -147,18 +141,18 @@ def test_explicit_files_win(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_folders_that_leave_a_split_open(tmp_path: Path, names: str, says: str) -> None:
+def test_folders_that_leave_a_split_open(tmp_path, names, says):
     touch(tmp_path, *names.split())
     with bad_data(match=says):
         find(tmp_path)
 
 
-def test_hub_data_set_by_name_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_set_by_name_and_config(monkeypatch):
     import datasets
 
-    calls: list[tuple[Any, ...]] = []
+    calls = []
 
-    def load(*args: Any) -> dict[str, Any]:
+    def load(*args):
         calls.append(args)
         return dict.fromkeys(("train", "validation", "extra"), SimpleNamespace())
 
@@ -168,10 +162,10 @@ def test_hub_data_set_by_name_and_config(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls == [("owner/name", "small"), ("name", None)]
 
 
-def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failures_are_data_errors(monkeypatch):
     import datasets
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
@@ -185,12 +179,12 @@ def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Numbers(tuple[int, ...]):
-    def select(self, rows: Sequence[int], /) -> Numbers:
+    def select(self, rows, /):
         return Numbers(self[row] for row in rows)
 
 
 @pytest.mark.parametrize("missing", [("valid",), ("test",), ("valid", "test")])
-def test_rows_are_those_of_the_fixed_shuffle(missing: tuple[Split, ...]) -> None:
+def test_rows_are_those_of_the_fixed_shuffle(missing):
     order = list(range(97))
     random.Random("cut").shuffle(order)
     expected = {split: sorted(order[5 * i : 5 * i + 5]) for i, split in enumerate(missing)}
@@ -205,9 +199,9 @@ def test_rows_are_those_of_the_fixed_shuffle(missing: tuple[Split, ...]) -> None
 
 
 @pytest.mark.parametrize("missing", [(), ("valid",), ("test",), ("valid", "test")])
-def test_a_text_is_cut_at_its_end_in_the_order_of_the_splits(missing: tuple[Split, ...]) -> None:
+def test_a_text_is_cut_at_its_end_in_the_order_of_the_splits(missing):
     text = "".join(chr(97 + i % 26) for i in range(1010))
-    whole: dict[Split, str] = {split: "own" for split in SPLITS[1:] if split not in missing}
+    whole = {split: "own" for split in SPLITS[1:] if split not in missing}
     texts, described = cut_missing_text({"train": text, **whole}, "x.txt", {})
     assert texts["train"] + "".join(texts[split] for split in missing) == text
     assert all(len(texts[split]) == 50 for split in missing)

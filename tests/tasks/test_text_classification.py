@@ -1,8 +1,6 @@
 """Labelled texts: formats, headers, releases as they are, splits, truncation, and one message with
 file:line for each bad row."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import gzip
@@ -10,14 +8,12 @@ import io
 import itertools
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.refusal import refused
 
 from wellposed.errors import ConfigError
-from wellposed.tasks import SPLITS, TextClassificationTask, build_task
+from wellposed.tasks import SPLITS, build_task
 
 ROWS = [
     (["neg", "pos"][i % 2], f'He said "word{i}", twice\\once' + " again" * (i % 4))
@@ -25,35 +21,35 @@ ROWS = [
 ]
 
 
-def build(data: Path | str, **options: Any) -> Any:
+def build(data, **options):
     values = {"data": str(data), "tokenizer": "byte", "max_length": 400, **options}
     return build_task("text_classification", values)
 
 
-def texts(task: TextClassificationTask, split: Any = "train") -> list[tuple[str, str]]:
+def texts(task, split="train"):
     decode = task.tokenizer.decode
     return [(task.labels[e["labels"][0]], str(decode(e["input_ids"]))) for e in task.dataset(split)]
 
 
-def columns(task: TextClassificationTask) -> str:
+def columns(task):
     return task.description()["files"]["train"]["columns"]
 
 
-def as_tsv(rows: list[Any], header: list[str] | None = None) -> str:
+def as_tsv(rows, header=None):
     return "".join("\t".join(row) + "\n" for row in ([header] if header else []) + rows)
 
 
-def as_csv(rows: list[Any], header: list[str] | None = None, delimiter: str = ",") -> str:
+def as_csv(rows, header=None, delimiter=","):
     out = io.StringIO()
     csv.writer(out, delimiter=delimiter).writerows(([header] if header else []) + rows)
     return out.getvalue()
 
 
-def as_json(rows: list[Any], *names: str) -> str:
+def as_json(rows, *names):
     return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
 
 
-def write_parquet(path: Path, **columns: Any) -> Path:
+def write_parquet(path, **columns):
     import pyarrow
     import pyarrow.parquet
 
@@ -79,7 +75,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("name", [*FORMATS, "k.parquet"])
-def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, zipped: bool) -> None:
+def test_every_format_gives_the_same_rows(tmp_path, name, zipped):
     path = tmp_path / (name + ".gz" * zipped)
     if name == "k.parquet":
         columns = zip(*ROWS, strict=True)
@@ -92,7 +88,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, zipped: boo
     assert len(task.description()["files"]["train"]["sha256"]) == 64
 
 
-def test_quoting_can_be_overridden(tmp_path: Path) -> None:
+def test_quoting_can_be_overridden(tmp_path):
     quoted = [(label, text.replace("\\", "\n")) for label, text in ROWS]
     (tmp_path / "a.tsv").write_text(as_csv(quoted, delimiter="\t"))
     assert set(texts(build(tmp_path / "a.tsv", quoting="csv"))) < set(quoted)
@@ -100,12 +96,12 @@ def test_quoting_can_be_overridden(tmp_path: Path) -> None:
     assert texts(build(tmp_path / "b.csv", quoting="none"))[0][1] == '5" tall'
 
 
-def write_splits(folder: Path, **rows: list[Any]) -> None:
+def write_splits(folder, **rows):
     for split in SPLITS:
         (folder / f"{split}.tsv").write_text(as_tsv(rows.get(split, ROWS)))
 
 
-def test_truncation_is_counted_and_error_is_a_choice(tmp_path: Path) -> None:
+def test_truncation_is_counted_and_error_is_a_choice(tmp_path):
     train = [("a", "x" * 10), ("b", "y" * 4)] * 5
     write_splits(tmp_path, train=train, valid=[("a", "z" * 5)], test=[("b", "zz")])
     task = build(tmp_path, max_length=4)
@@ -117,7 +113,7 @@ def test_truncation_is_counted_and_error_is_a_choice(tmp_path: Path) -> None:
         build(tmp_path, max_length=4, overflow="error")
 
 
-def test_labels_are_those_of_train_in_order(tmp_path: Path) -> None:
+def test_labels_are_those_of_train_in_order(tmp_path):
     train = [(str(label), "t") for label in (10, 2, -1)] * 4
     write_splits(tmp_path, train=train, valid=[("2", "t")] * 2 + [("10", "t")], test=[("10", "u")])
     task = build(tmp_path)
@@ -131,7 +127,7 @@ def test_labels_are_those_of_train_in_order(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def test_word_vocabulary_comes_from_train_and_unknown_words_are_counted(tmp_path: Path) -> None:
+def test_word_vocabulary_comes_from_train_and_unknown_words_are_counted(tmp_path):
     train = [("a", "x y z"), ("b", "x y")] * 5
     write_splits(tmp_path, train=train, valid=[("a", "x new")], test=[("a", "new new")])
     described = build(tmp_path, tokenizer="word", max_words=2).description()
@@ -167,9 +163,7 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize(("name", "row", "problem"), BAD_ROWS)
 @pytest.mark.parametrize("tokenizer", ["byte", "character", "word"])
-def test_bad_rows_are_named(
-    tmp_path: Path, name: str, row: str, problem: str, tokenizer: str
-) -> None:
+def test_bad_rows_are_named(tmp_path, name, row, problem, tokenizer):
     lines = GOOD[name] * 15
     lines.insert(7, row)
     path = tmp_path / name
@@ -178,14 +172,14 @@ def test_bad_rows_are_named(
         build(path, tokenizer=tokenizer)
 
 
-def test_all_bad_rows_of_a_file_are_in_one_message_by_the_lines_of_the_file(tmp_path: Path) -> None:
+def test_all_bad_rows_of_a_file_are_in_one_message_by_the_lines_of_the_file(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('label,text\npos,"two\nlines"\nneg,fine\n' + "short\n" * 15)
     with refused("15 rows that cannot be used; correct or remove", f"{path}:5: ", "and 5 more"):
         build(path)
 
 
-def test_parquet_of_other_values_than_texts_is_named(tmp_path: Path) -> None:
+def test_parquet_of_other_values_than_texts_is_named(tmp_path):
     import pyarrow
 
     path = tmp_path / "a.parquet"
@@ -202,7 +196,7 @@ def test_parquet_of_other_values_than_texts_is_named(tmp_path: Path) -> None:
         build(path)
 
 
-def test_labels_of_thousands_of_digits_are_names(tmp_path: Path) -> None:
+def test_labels_of_thousands_of_digits_are_names(tmp_path):
     long = "9" * 5000
     rows = [(str(i % 2) if i % 3 else long, "x") for i in range(40)]
     (tmp_path / "a.tsv").write_text(as_tsv(rows))
@@ -231,9 +225,7 @@ COMMON_LAYOUTS = {
 
 
 @pytest.mark.parametrize("header", COMMON_LAYOUTS)
-def test_common_layouts_run_without_options_or_say_the_ones_to_give(
-    tmp_path: Path, header: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_common_layouts_run_without_options_or_say_the_ones_to_give(tmp_path, header, caplog):
     names, path = header.split(","), tmp_path / "mine.csv"
     label, text = COMMON_LAYOUTS[header]
     rows = [{name: f"{name} {i}, really" for name in names} for i in range(60)]
@@ -253,16 +245,14 @@ def test_common_layouts_run_without_options_or_say_the_ones_to_give(
 
 
 @pytest.mark.parametrize("mark", [",", ";", "|", "\t"])
-def test_fields_of_a_csv_stand_between_what_both_first_lines_hold(
-    tmp_path: Path, mark: str
-) -> None:
+def test_fields_of_a_csv_stand_between_what_both_first_lines_hold(tmp_path, mark):
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file, delimiter=mark).writerows([("label", "text"), *ROWS])
     (tmp_path / "b.csv").write_text(as_csv(ROWS, ("label", "text")))
     assert texts(build(tmp_path / "a.csv")) == texts(build(tmp_path / "b.csv"))
 
 
-def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path: Path) -> None:
+def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path):
     rows = [(f"id{i}", text, label) for i, (label, text) in enumerate(ROWS)]
     (tmp_path / "a.csv").write_text(as_csv(rows))
     with refused("36 different labels in 36 rows", "give label_column=2 (2 different values)"):
@@ -270,7 +260,7 @@ def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path: Path) -> None:
     assert build(tmp_path / "a.csv", label_column="2", text_column="1").labels == ("neg", "pos")
 
 
-def test_columns_that_are_asked_for(tmp_path: Path) -> None:
+def test_columns_that_are_asked_for(tmp_path):
     path = tmp_path / "x.csv"
     rows = [(str(i), label, f"h{i}", f"b{i}") for i, (label, _) in enumerate(ROWS)]
     path.write_text(as_csv(rows, ["id", "stars", "head", "body"]))
@@ -303,20 +293,20 @@ def test_columns_that_are_asked_for(tmp_path: Path) -> None:
         ("x.json", "{}", "dict, expected a list of objects"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_files_that_cannot_be_used(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with refused(tmp_path / name, message):
         build(tmp_path / name)
 
 
-def test_options_that_cannot_be_used(tmp_path: Path) -> None:
+def test_options_that_cannot_be_used(tmp_path):
     with refused("max_length = 0, expected", "max_words = -1, expected", kind=ConfigError):
         build(tmp_path, max_length=0, max_words=-1)
     with refused("option valid: only with data=FILE; hf: data brings", kind=ConfigError):
         build("hf:name", valid="x.tsv")
 
 
-def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path: Path) -> None:
+def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path):
     from wellposed.tasks.text.tokenizers import CharacterEncoder
 
     folder, generator = tmp_path / "tokenizer", random.Random(0)
@@ -341,14 +331,14 @@ FIELDS = list(csv.reader(io.StringIO(AG_NEWS)))
 EXPECTED = [(CLASSES[int(label) - 1], f"{title} {text}") for label, title, text in FIELDS]
 
 
-def release(folder: Path, content: str = AG_NEWS, *, classes: bool = True) -> Path:
+def release(folder, content=AG_NEWS, *, classes=True):
     for split in SPLITS:
         (folder / f"{split}.csv").write_text(content)
     (folder / "classes.txt").write_text("\n".join(CLASSES) + "\n" if classes else "no")
     return folder
 
 
-def test_ag_news_is_read_as_it_is_released(tmp_path: Path) -> None:
+def test_ag_news_is_read_as_it_is_released(tmp_path):
     task = build(release(tmp_path))
     assert EXPECTED[1][1].startswith('"Microsoft" patch, due AP - The company\'s "fix", a 5\\" one')
     assert [texts(task, split) for split in SPLITS] == [EXPECTED] * 3
@@ -358,7 +348,7 @@ def test_ag_news_is_read_as_it_is_released(tmp_path: Path) -> None:
     assert task.description()["class_names"]["path"] == str(tmp_path / "classes.txt")
 
 
-def test_the_same_columns_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     import datasets
 
     swapped = [(title, label, words) for label, title, words in FIELDS]
@@ -388,7 +378,7 @@ def test_the_same_columns_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         build("hf:name")
 
 
-def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path: Path) -> None:
+def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path):
     yelp = '"1","Don\'t.\\n\\n""Never"" again."\n"2","Good."\n'
     expected = [("1", 'Don\'t.\\n\\n"Never" again.'), ("2", "Good.")]
     assert texts(build(release(tmp_path, yelp, classes=False))) == expected
@@ -399,7 +389,7 @@ def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path: Pat
         build(release(tmp_path, '"1","a","b"\n"2",""," "\n', classes=False))
 
 
-def test_names_of_classes_that_do_not_fit_are_said_not_to_be_used(tmp_path: Path) -> None:
+def test_names_of_classes_that_do_not_fit_are_said_not_to_be_used(tmp_path):
     described = build(release(tmp_path, AG_NEWS.replace('"4"', '"0"', 1))).description()
     says = "classes.txt not used: labels are 0, 1, 2, 3, expected some of 1 to 4"
     assert says in described["class_names"]
@@ -409,8 +399,8 @@ def test_names_of_classes_that_do_not_fit_are_said_not_to_be_used(tmp_path: Path
         build(tmp_path, class_names="a,b")
 
 
-def write_folders(root: Path) -> Path:
-    def write(path: Path, text: str) -> None:
+def write_folders(root):
+    def write(path, text):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
@@ -422,7 +412,7 @@ def write_folders(root: Path) -> Path:
     return root
 
 
-def test_the_release_of_imdb_is_read_as_it_is(tmp_path: Path) -> None:
+def test_the_release_of_imdb_is_read_as_it_is(tmp_path):
     task = build(write_folders(tmp_path))
     assert [len(task.dataset(split)) for split in SPLITS] == [23, 1, 10]
     for split in SPLITS:
@@ -434,13 +424,13 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["train", "train/pos"])
-def test_a_folder_inside_the_release_names_the_one_to_give(tmp_path: Path, inside: str) -> None:
+def test_a_folder_inside_the_release_names_the_one_to_give(tmp_path, inside):
     root = write_folders(tmp_path / "aclImdb")
     with refused(f"is in a folder of texts by class; give that: {root}"):
         build(root / inside)
 
 
-def test_bad_files_of_the_release_are_named(tmp_path: Path) -> None:
+def test_bad_files_of_the_release_are_named(tmp_path):
     bad = write_folders(tmp_path) / "test" / "pos" / "9_9.txt"
     bad.write_bytes(b"caf\xe9")
     with refused(f"{bad}: not UTF-8: byte 0xe9 at offset 3"):

@@ -1,11 +1,6 @@
 """Bulk encoding equals the tokenizer; tokenizers decode exactly, save and load; nothing unknown is
 silent."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +15,6 @@ from wellposed.tasks.text.tokenizers import (
     WORD_UNK,
     ByteEncoder,
     CharacterEncoder,
-    TextEncoder,
     WordEncoder,
     build_encoder,
     split_words,
@@ -33,19 +27,19 @@ TEXTS = [
     " leading and trailing ",
     "\x00\x1c\x85\x7f",
 ]
-BUILDERS: dict[str, Callable[[], TextEncoder]] = {
+BUILDERS = {
     "character": lambda: CharacterEncoder("".join(TEXTS)),
     "byte": ByteEncoder,
     "word": lambda: WordEncoder.from_texts(TEXTS, max_words=100),
 }
 
 
-def rows(encoder: TextEncoder, texts: list[str]) -> list[list[int]]:
+def rows(encoder, texts):
     return [row.tolist() for row in encoder.encode(texts).ids]
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_bulk_encoding_equals_the_tokenizer(kind: str) -> None:
+def test_bulk_encoding_equals_the_tokenizer(kind):
     encoder = BUILDERS[kind]()
     tokenizer = encoder.tokenizer(max_length=512)
     texts = [*TEXTS, "", "unseen ΩΩ words"]
@@ -54,7 +48,7 @@ def test_bulk_encoding_equals_the_tokenizer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
-def test_round_trip_through_auto_tokenizer(kind: str, tmp_path: Path) -> None:
+def test_round_trip_through_auto_tokenizer(kind, tmp_path):
     from transformers import AutoTokenizer
 
     encoder = BUILDERS[kind]()
@@ -72,7 +66,7 @@ def test_round_trip_through_auto_tokenizer(kind: str, tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
-def test_characters_and_bytes_of_any_text(text: str) -> None:
+def test_characters_and_bytes_of_any_text(text):
     known = CharacterEncoder(text).encode([text])
     assert not known.unknown
     assert known.full_lengths == [len(text)]
@@ -81,13 +75,13 @@ def test_characters_and_bytes_of_any_text(text: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(alphabet=st.characters(categories=["Zs", "Zl", "Zp", "Cc", "L"]), max_size=30))
-def test_split_words_is_the_whitespace_split_of_the_tokenizer(text: str) -> None:
+def test_split_words_is_the_whitespace_split_of_the_tokenizer(text):
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     assert split_words(text) == [word for word, _ in WhitespaceSplit().pre_tokenize_str(text)]
 
 
-def test_unknown_characters_and_words_are_counted() -> None:
+def test_unknown_characters_and_words_are_counted():
     encoded = CharacterEncoder("abc").encode(["abxx", "cyx"])
     assert dict(encoded.unknown) == {"x": 3, "y": 1}
     described = {"count": 4, "distinct": 2, "most_frequent": {"x": 3, "y": 1}}
@@ -97,17 +91,17 @@ def test_unknown_characters_and_words_are_counted() -> None:
     assert dict(words.unknown) == {"c": 2, "d": 1}
 
 
-def test_word_vocabulary_is_the_most_frequent_ties_in_alphabetical_order() -> None:
+def test_word_vocabulary_is_the_most_frequent_ties_in_alphabetical_order():
     assert WordEncoder.from_texts(["b a c c", "d"], max_words=3).words == ["c", "a", "b"]
 
 
-def test_truncation_keeps_the_first_tokens_and_reports_full_lengths() -> None:
+def test_truncation_keeps_the_first_tokens_and_reports_full_lengths():
     encoded = CharacterEncoder("abc").encode(["abc", "", "a", "cba"], max_length=2)
     assert [row.tolist() for row in encoded.ids] == [[2, 3], [], [2], [4, 3]]
     assert encoded.full_lengths == [3, 0, 1, 3]
 
 
-def test_drop_characters_are_white_space_for_bulk_and_tokenizer() -> None:
+def test_drop_characters_are_white_space_for_bulk_and_tokenizer():
     encoder = WordEncoder(["[MAX", "1", "]"], drop="()")
     texts = ["( ( [MAX 1 ) ] )", "[MAX 1 ]", "([MAX 1)]"]
     assert rows(encoder, texts) == [[2, 3, 4]] * 3
@@ -115,13 +109,13 @@ def test_drop_characters_are_white_space_for_bulk_and_tokenizer() -> None:
 
 
 @pytest.fixture
-def bracketed(tmp_path: Path) -> Path:
+def bracketed(tmp_path):
     """Return a saved tokenizer that puts [CLS] before and [SEP] after every text."""
     bert_words(["one", "two", "three"]).save_pretrained(tmp_path)
     return tmp_path
 
 
-def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(bracketed: Path) -> None:
+def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(bracketed):
     encoder = build_encoder(f"hf:{bracketed}", [], max_words=1)
     encoded = encoder.encode(["one two three", "one zebra"], max_length=4)
     assert [row.tolist() for row in encoded.ids] == [[2, 4, 5, 3], [2, 4, 1, 3]]
@@ -131,14 +125,14 @@ def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(brack
     assert encoder.tokenizer(max_length=4).model_max_length == 4
 
 
-def test_bad_tokenizer_names() -> None:
+def test_bad_tokenizer_names():
     with bad_config(match="tokenizer = 'chars', expected byte, character, word or hf:NAME"):
         build_encoder("chars", [], max_words=1)
     with bad_config(match=r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"):
         build_encoder("hf:/no/such/folder", [], max_words=1)
 
 
-def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

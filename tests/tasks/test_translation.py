@@ -1,21 +1,16 @@
 """Translation: batches, losses, what is counted or refused, and scores of generated texts."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks import SPLITS, Task, build_task
+from wellposed.tasks import SPLITS, build_task
 from wellposed.tasks.batches import token_batches
 from wellposed.tasks.kinds.seq2seq import Decoding, generate_texts
 from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
@@ -24,7 +19,7 @@ WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four"}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     draw = random.Random(0)
     for split, count in (("train", 60), ("val", 9), ("test", 8)):
@@ -35,12 +30,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(corpus: Path, **options: Any) -> Task:
+def build(corpus, **options):
     known = {"src": "de", "tgt": "en", "vocab_size": 40, "max_tokens": 40}
     return build_task("translation", {"data": str(corpus), **known, **options})
 
 
-def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> None:
+def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus):
     task = build(corpus)
     batch = task.collate([task.dataset("train")[i] for i in range(4)])
     names = ("input_ids", "attention_mask", "decoder_input_ids", "labels")
@@ -58,7 +53,7 @@ def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus: Path) -> 
     assert task.model_kwargs()["decoder_start_token_id"] == BOS_ID
 
 
-def test_loss_and_perplexity_do_not_depend_on_batches(corpus: Path) -> None:
+def test_loss_and_perplexity_do_not_depend_on_batches(corpus):
     """The mean over all targets of -log p, token by token in float64."""
     task = build(corpus)
     size = task.model_kwargs()["vocab_size"]
@@ -82,7 +77,7 @@ def test_loss_and_perplexity_do_not_depend_on_batches(corpus: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_reference_is_the_unigram_model(corpus: Path) -> None:
+def test_the_reference_is_the_unigram_model(corpus):
     task = build(corpus)
     tokens = Counter(token for example in task.dataset("valid") for token in example["labels"])
     total = sum(tokens.values())
@@ -91,7 +86,7 @@ def test_the_reference_is_the_unigram_model(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [40, 64])
-def test_token_batches_hold_their_limit_and_every_pair_once(corpus: Path, limit: int) -> None:
+def test_token_batches_hold_their_limit_and_every_pair_once(corpus, limit):
     task = build(corpus, tokens_per_batch=limit)
     lengths = [max(len(row["input_ids"]), len(row["labels"])) for row in task.dataset("train")]
     batches = task.batches("train", 6, seed=3, epoch=1)
@@ -104,7 +99,7 @@ def test_token_batches_hold_their_limit_and_every_pair_once(corpus: Path, limit:
     assert task.batches("test", 6, seed=0, epoch=0) == task.batches("test", 6, seed=9, epoch=4)
 
 
-def test_token_batches_waste_little() -> None:
+def test_token_batches_waste_little():
     draw = random.Random(1)
     lengths = [draw.randint(3, 40) for _ in range(2000)]
     batches = token_batches(lengths, lengths, 400, 1000, shuffle="a")
@@ -115,9 +110,7 @@ def test_token_batches_waste_little() -> None:
         token_batches([40], [3], 39, 8, shuffle="a")
 
 
-def changed(
-    corpus: Path, folder: Path, split: str, change: Callable[[list[str], str], Any]
-) -> None:
+def changed(corpus, folder, split, change):
     """Copy the corpus; ``change`` edits the lines of a split in each language."""
     for path in corpus.iterdir():
         lines = path.read_text().splitlines()
@@ -126,8 +119,8 @@ def changed(
         (folder / path.name).write_text("\n".join(lines) + "\n")
 
 
-def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: Path) -> None:
-    def lengthen(lines: list[str], language: str) -> None:
+def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
+    def lengthen(lines, language):
         lines[4] = " ".join(lines[:9])
 
     changed(corpus, tmp_path, "train", lengthen)
@@ -150,8 +143,8 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus: Path, tmp_path: P
     assert task._references["test"][4] == whole, "what BLEU compares with"
 
 
-def test_what_the_data_lacks_or_repeats_is_described(corpus: Path, tmp_path: Path) -> None:
-    def repeat(lines: list[str], language: str) -> None:
+def test_what_the_data_lacks_or_repeats_is_described(corpus, tmp_path):
+    def repeat(lines, language):
         first = (corpus / f"train{language}").read_text().splitlines()[0]
         lines[:2] = ["☃ eins" if language == ".de" else "Ž one", first]
 
@@ -171,17 +164,15 @@ def test_what_the_data_lacks_or_repeats_is_described(corpus: Path, tmp_path: Pat
 class Oracle(torch.nn.Module):
     """An encoder-decoder that knows the right answers: `generate` looks the source up."""
 
-    def __init__(self, task: Task, spoil: int = 0) -> None:
+    def __init__(self, task, spoil=0):
         super().__init__()
         self.device = torch.device("cpu")
         self.config = SimpleNamespace(max_position_embeddings=40, decoder_start_token_id=BOS_ID)
-        self.widths: list[int] = []
+        self.widths = []
         rows = [row for split in SPLITS for row in task.dataset(split)]
         self.answers = {tuple(row["input_ids"]): row["labels"][spoil:] for row in rows}
 
-    def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **keywords: Any
-    ) -> SimpleNamespace:
+    def generate(self, input_ids, attention_mask, **keywords):
         self.keywords = keywords
         self.widths.append(input_ids.shape[1])
         rows = [
@@ -193,8 +184,8 @@ class Oracle(torch.nn.Module):
         return SimpleNamespace(sequences=sequences)
 
 
-def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path) -> None:
-    task: Any = build(corpus, bleu_tokens="char", generate_beams=2, generate_length_penalty=0.6)
+def test_generated_texts_are_scored_in_the_order_of_the_references(corpus):
+    task = build(corpus, bleu_tokens="char", generate_beams=2, generate_length_penalty=0.6)
     right = Oracle(task).train()
     found = task.generate_metrics(right, "test", batch_size=3)
     assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0})
@@ -209,9 +200,9 @@ def test_generated_texts_are_scored_in_the_order_of_the_references(corpus: Path)
     assert "tok:char" in described["signatures"]["bleu"]
 
 
-def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
+def test_the_length_penalty_of_gnmt_reaches_the_search(corpus):
     gnmt = {"generate_length_penalty": 0.6, "generate_length_penalty_form": "gnmt"}
-    task: Any = build(corpus, generate_beams=2, **gnmt)
+    task = build(corpus, generate_beams=2, **gnmt)
     model = Oracle(task)
     task.generate_metrics(model, "test", batch_size=3)
     assert 7 ** model.keywords["length_penalty"] == pytest.approx((12 / 6) ** 0.6)
@@ -221,7 +212,7 @@ def test_the_length_penalty_of_gnmt_reaches_the_search(corpus: Path) -> None:
         build(corpus, generate_length_penalty_form="gmnt")
 
 
-def small_model(task: Task) -> Any:
+def small_model(task):
     from wellposed.models import build_model
 
     torch.manual_seed(0)
@@ -230,11 +221,11 @@ def small_model(task: Task) -> Any:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, beams: int) -> None:
+def test_generation_tells_after_every_token_and_can_be_stopped(corpus, beams):
     class Stop(Exception):  # noqa: N818
         pass
 
-    task: Any = build(corpus, generate_beams=beams)
+    task = build(corpus, generate_beams=beams)
     model, told = small_model(task), []
     some = {"batch_size": 2, "max_examples": 4}
     silent = task.generate_metrics(model, "valid", **some)
@@ -243,7 +234,7 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, bea
     assert sorted(set(told)) == [(0, 4), (2, 4)]
     assert len(told) > 2
 
-    def stop(done: int, count: int) -> None:
+    def stop(done, count):
         raise Stop
 
     with pytest.raises(Stop):
@@ -252,11 +243,11 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus: Path, bea
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, beams: int) -> None:
+def test_generation_with_a_real_model_gives_every_row_its_texts(corpus, beams):
     """Batched by length, every row gets what it gets alone."""
     task = build(corpus)
     model = small_model(task).eval()
-    rows: Sequence[Any] = [task.dataset("test")[i]["input_ids"] for i in range(5)]
+    rows = [task.dataset("test")[i]["input_ids"] for i in range(5)]
     decoding = Decoding(beams=beams, num_return=beams, options={"max_new_tokens": 6})
     together = dict(generate_texts(model, task.tokenizer, rows, decoding, batch_size=5))
     assert sorted(together) == list(range(5))
@@ -278,6 +269,6 @@ def test_generation_with_a_real_model_gives_every_row_its_texts(corpus: Path, be
         ({"generate_length_penalty": math.inf}, "generate_length_penalty = inf"),
     ],
 )
-def test_bad_options_are_refused(corpus: Path, options: dict[str, Any], says: str) -> None:
+def test_bad_options_are_refused(corpus, options, says):
     with pytest.raises((ConfigError, DataError), match=says):
         build(corpus, **options)

@@ -1,24 +1,19 @@
 """Word language modelling: words, ends of lines, vocabulary, accounting, perplexity, Penn
 Treebank's counts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tests.support.refusal import bad_config
 
-from wellposed.tasks import SPLITS, WordLMTask, build_task
+from wellposed.tasks import SPLITS, build_task
 
 LINES = [" the cat <unk> N times ", " a dog 's bark ", "", " the dog sat "]
 
 
-def build(data: Path | str, **options: Any) -> Any:
+def build(data, **options):
     return build_task("word_lm", {"data": str(data), "seq_len": 6, **options})
 
 
-def decoded(task: WordLMTask, split: Any) -> list[str]:
+def decoded(task, split):
     """Join the blocks of a split, without their one-token overlap, back into its words."""
     blocks = [block["input_ids"] for block in task.dataset(split)]
     ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
@@ -26,13 +21,13 @@ def decoded(task: WordLMTask, split: Any) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for split, lines in {"train": LINES * 5, "valid": LINES, "test": [" the parrot sat "]}.items():
         (tmp_path / f"ptb.{split}.txt").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
-def test_words_and_ends_of_lines_are_those_of_the_file(folder: Path) -> None:
+def test_words_and_ends_of_lines_are_those_of_the_file(folder):
     task = build(folder)
     expected = [word for line in LINES if line.strip() for word in [*line.split(), "<eos>"]]
     assert decoded(task, "train") == expected * 5
@@ -42,7 +37,7 @@ def test_words_and_ends_of_lines_are_those_of_the_file(folder: Path) -> None:
     assert decoded(without, "valid") == [word for word in expected if word != "<eos>"]
 
 
-def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder: Path) -> None:
+def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder):
     task = build(folder)
     assert task.model_kwargs()["vocab_size"] == 2 + 11
     described = task.description()["unknown_words"]
@@ -53,7 +48,7 @@ def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder: P
     assert {"<eos>", "the", "dog"} <= set(decoded(small, "train"))
 
 
-def test_pieces_are_words_and_marks(tmp_path: Path) -> None:
+def test_pieces_are_words_and_marks(tmp_path):
     (tmp_path / "x.txt").write_text("Well, it's (almost) done.\n" * 30)
     task = build(tmp_path / "x.txt", words="pieces", eos=False)
     text = "".join(decoded(task, "train")[:7])
@@ -61,7 +56,7 @@ def test_pieces_are_words_and_marks(tmp_path: Path) -> None:
     assert "done." in decoded(build(tmp_path / "x.txt"), "train")
 
 
-def test_limit_words_cuts_train_alone(folder: Path) -> None:
+def test_limit_words_cuts_train_alone(folder):
     full, task = build(folder), build(folder, limit_words=9)
     assert decoded(task, "train") == decoded(full, "train")[:9]
     assert (
@@ -72,7 +67,7 @@ def test_limit_words_cuts_train_alone(folder: Path) -> None:
 
 
 @pytest.mark.data
-def test_penn_treebank_has_its_published_counts(shared_data: Path) -> None:
+def test_penn_treebank_has_its_published_counts(shared_data):
     task = build(shared_data / "ptb" / "ptb.train.txt.gz", seq_len=36)
     assert task.description()["words"] == {"train": 929_589, "valid": 73_760, "test": 82_430}
     assert task.model_kwargs()["vocab_size"] == 10_000 + 2

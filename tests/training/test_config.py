@@ -1,10 +1,7 @@
 """Ranges of the configuration: every field out of range is named at once, and no valid one is
 refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from wellposed.training import ConstrainOptions, PenaltyOptions, RunConfig, Trai
 from wellposed.training import config_difference as difference
 
 
-def test_all_problems_of_a_section_are_in_one_error() -> None:
+def test_all_problems_of_a_section_are_in_one_error():
     with pytest.raises(ConfigError) as caught:
         TrainOptions(steps=0, learning_rate=-1.0, adam_beta2=1.0, max_grad_norm=float("nan"))
     message = str(caught.value)
@@ -22,7 +19,7 @@ def test_all_problems_of_a_section_are_in_one_error() -> None:
         assert part in message
 
 
-def test_all_problems_of_all_sections_of_a_file_are_in_one_error() -> None:
+def test_all_problems_of_all_sections_of_a_file_are_in_one_error():
     sizes = {"hidden_size": 30, "num_attention_heads": 4}
     values = {"task": "listops", "model": sizes, "train": {"steps": 0, "stepz": 1}}
     with pytest.raises(ConfigError) as caught:
@@ -41,12 +38,12 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("options", "name"), NUMBERS)
-def test_every_number_has_a_range(options: Any, name: str) -> None:
+def test_every_number_has_a_range(options, name):
     with pytest.raises(ConfigError, match=f"{name} = -1, expected"):
         options(**{name: -1})
 
 
-def test_recorded_runs_keep_their_penalty_and_their_gain() -> None:
+def test_recorded_runs_keep_their_penalty_and_their_gain():
     """Run folders of 0.2 name the form, and hold pretrained weights at gain 1 without saying so."""
     squares = {"attention": 1e-6, "form": "gram_squared"}
     recorded = RunConfig.from_dict({"task": "listops", "penalty": squares})

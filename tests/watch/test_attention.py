@@ -1,18 +1,14 @@
 """The watcher sees the same attention weights by every route, and changes nothing."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from wellposed.roles import AttentionRole, find_roles
+from wellposed.roles import find_roles
 from wellposed.watch import (
-    AttentionCall,
     AttentionWatcher,
     MultiheadCall,
     ScaledDotProductCall,
@@ -37,7 +33,7 @@ class Mixer(nn.Module):
     """Attention written out by hand; ``mix`` makes (batch, heads, tokens, head width) of query, key
     and value."""
 
-    def __init__(self, mix: Any) -> None:
+    def __init__(self, mix):
         super().__init__()
         self.num_heads = HEADS
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
@@ -45,15 +41,15 @@ class Mixer(nn.Module):
         )
         self.mix = mix
 
-    def heads(self, x: Tensor) -> list[Tensor]:
+    def heads(self, x):
         layers = (self.q_proj, self.k_proj, self.v_proj)
         return [layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in layers]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.o_proj(self.mix(*self.heads(x)).transpose(1, 2).flatten(2))
 
     @torch.no_grad()
-    def reference(self, x: Tensor) -> Tensor:
+    def reference(self, x):
         """The weights, one number at a time."""
         query, key, _ = self.heads(x)
         weights = torch.empty(BATCH, HEADS, TOKENS, TOKENS, dtype=x.dtype)
@@ -68,9 +64,9 @@ class Mixer(nn.Module):
         return weights
 
 
-def watched(model: nn.Module, *inputs: Tensor) -> list[tuple[AttentionRole, list[AttentionCall]]]:
+def watched(model, *inputs):
     """What a watcher tells of one call of the model, which gives the same result as without it."""
-    found: list[tuple[AttentionRole, list[AttentionCall]]] = []
+    found = []
     plain = model(*inputs)
     watcher = AttentionWatcher(
         model,
@@ -85,22 +81,22 @@ def watched(model: nn.Module, *inputs: Tensor) -> list[tuple[AttentionRole, list
     return found
 
 
-def by_scaled_dot_product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def by_scaled_dot_product(query, key, value):
     return F.scaled_dot_product_attention(query, key, value)
 
 
-def by_merged_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def by_merged_heads(query, key, value):
     merged = F.scaled_dot_product_attention(
         query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     )
     return merged.unflatten(0, (-1, HEADS))
 
 
-def by_softmax(softmax: Any) -> Any:
+def by_softmax(softmax):
     return lambda query, key, value: softmax(query @ key.mT / math.sqrt(WIDTH / HEADS)) @ value
 
 
-def both(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def both(query, key, value):
     gate = (query @ key.mT).softmax(-1).mean()  # a softmax beside the attention is not attention
     return gate * F.scaled_dot_product_attention(query, key, value)
 
@@ -114,7 +110,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_weights_by_every_route_against_loops(name: str) -> None:
+def test_weights_by_every_route_against_loops(name):
     mix, kind = MIXES[name]
     model, x = Mixer(mix).double(), torch.randn(BATCH, TOKENS, WIDTH).double()
     ((role, (call,)),) = watched(model, x)
@@ -124,7 +120,7 @@ def test_weights_by_every_route_against_loops(name: str) -> None:
     torch.testing.assert_close(call.weights(), model.reference(x), rtol=1e-12, atol=1e-13)
 
 
-def test_masks_of_scaled_dot_product_attention() -> None:
+def test_masks_of_scaled_dot_product_attention():
     """Boolean, additive and causal masks, grouped heads and a scale: the product of the weights
     with the values."""
     query, key, value = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)
@@ -132,7 +128,7 @@ def test_masks_of_scaled_dot_product_attention() -> None:
     role = find_roles(nn.MultiheadAttention(8, 4)).attention[0]
     keep = torch.rand(2, 1, 5, 5) > 0.3
     keep |= torch.eye(5, dtype=torch.bool)
-    options: list[dict[str, Any]] = [
+    options = [
         {"attn_mask": keep},
         {"attn_mask": torch.randn(5, 5).double()},
         {"is_causal": True},
@@ -150,13 +146,13 @@ def test_masks_of_scaled_dot_product_attention() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}]
 )
-def test_torch_attention_with_every_option(options: dict[str, Any]) -> None:
+def test_torch_attention_with_every_option(options):
     model = nn.ModuleDict(
         {"attention": nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True, **options)}
     ).double()
-    attention: Any = model["attention"]
+    attention = model["attention"]
     x = torch.randn(2, 5, 8).double()
-    found: list[AttentionCall] = []
+    found = []
     watcher = AttentionWatcher(
         model, find_roles(model).attention, lambda _, calls: found.extend(call for call, _ in calls)
     )
@@ -176,6 +172,6 @@ def test_torch_attention_with_every_option(options: dict[str, Any]) -> None:
     ("shape", "dim"), [((2, 5, 5), 1), ((4, 5, 3), -1), ((3, 5, 5), -1), ((5, 5), -1)],
     ids=["over queries", "a router", "heads do not divide it", "one matrix"],
 )  # fmt: skip
-def test_other_softmaxes_are_not_taken_for_attention(shape: tuple[int, ...], dim: int) -> None:
+def test_other_softmaxes_are_not_taken_for_attention(shape, dim):
     role = find_roles(Mixer(by_scaled_dot_product)).attention[0]
     assert SoftmaxCall.read(role, torch.randn(shape), dim) is None

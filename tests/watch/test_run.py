@@ -1,15 +1,12 @@
 """A quiet run leaves nothing behind: training flags, buffers, random states, gradients, torch's
 fast path."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import ConfigError
 from wellposed.roles import find_roles
@@ -19,12 +16,12 @@ from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 class Restless(nn.Module):
     """Draws numbers, counts its calls in a buffer and fails when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor, *, fail: bool = False) -> Tensor:
+    def forward(self, x, *, fail=False):
         self.calls += 1
         x = self.norm(self.linear(x)) + torch.randn(3)
         if fail:
@@ -34,7 +31,7 @@ class Restless(nn.Module):
 
 @pytest.mark.parametrize("fail", [False, True])
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_nothing_is_left_behind(fail: bool, evaluate: bool) -> None:
+def test_nothing_is_left_behind(fail, evaluate):
     model = Restless().train()
     model.norm.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -53,7 +50,7 @@ def test_nothing_is_left_behind(fail: bool, evaluate: bool) -> None:
     assert torch.backends.mha.get_fastpath_enabled() is fast
 
 
-def test_a_graph_of_before_can_still_be_run_backwards() -> None:
+def test_a_graph_of_before_can_still_be_run_backwards():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     loss = model(torch.randn(4, 3)).square().sum()
     with quiet_run(model):
@@ -62,9 +59,9 @@ def test_a_graph_of_before_can_still_be_run_backwards() -> None:
     assert model[0].weight.grad is not None
 
 
-def test_ways_of_calling_a_model() -> None:
+def test_ways_of_calling_a_model():
     class Add(nn.Module):
-        def forward(self, x: Tensor, y: Tensor | float = 1.0) -> Tensor:
+        def forward(self, x, y=1.0):
             return x + y
 
     model, x = Add(), torch.ones(1, 2)
@@ -80,9 +77,9 @@ def test_ways_of_calling_a_model() -> None:
             call_model(model, wrong)
 
 
-def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes_and_the_nearest_names() -> None:
+def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes_and_the_nearest_names():
     class Named(nn.Module):
-        def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
+        def forward(self, input_ids, **others):
             return input_ids @ torch.ones(3, 1)
 
     with pytest.raises(ConfigError, match=r"RuntimeError: .*\n.*argument: float32 \(1, 2\)"):
@@ -91,7 +88,7 @@ def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes_and_the_neares
         call_model(Named(), {"input_idz": torch.arange(3)})
 
 
-def test_first_tensor_looks_into_what_models_return() -> None:
+def test_first_tensor_looks_into_what_models_return():
     x = torch.ones(2, 3)
     for value in (
         x,
@@ -103,11 +100,11 @@ def test_first_tensor_looks_into_what_models_return() -> None:
     assert first_tensor({"a": None, "b": "text"}) is None
 
 
-def test_real_tokens_of_every_mask() -> None:
+def test_real_tokens_of_every_mask():
     mask = torch.tensor([[1, 1, 0]])
     real = mask.bool()
     translating = find_roles(nn.Transformer(8, 2, 1, 1, 16, batch_first=True)).attention
-    batches: list[tuple[Any, str | None, Any]] = [
+    batches = [
         ({"attention_mask": mask}, "encoder", ()),
         ({"attention_mask": mask}, None, ()),
         ({"attention_mask": mask}, "decoder", ()),  # a decoder alone has no other mask

@@ -1,20 +1,14 @@
 """Certified accuracy is never above the accuracy under attack, and equal to it where the theory
 says so."""
 
-from __future__ import annotations
-
 import csv
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from wellposed.certification import Certificate, certify
+from wellposed.certification import certify
 from wellposed.errors import ConfigError, DataError, ShapeError
-from wellposed.linalg import Norm
 from wellposed.models import (
     WellposedConfig,
     WellposedForCausalLM,
@@ -23,12 +17,12 @@ from wellposed.models import (
     input_vectors,
 )
 from wellposed.training.certified import accuracy
-from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
+from wellposed.training.certified.accuracy import certified_accuracy
 
 
-def make_model(attention: str) -> WellposedForSequenceClassification:
+def make_model(attention):
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"num_labels": 3}
+    sizes = {"num_labels": 3}
     config = WellposedConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attention=attention, norm="none",
         max_position_embeddings=10, pad_token_id=0, **sizes,
@@ -36,7 +30,7 @@ def make_model(attention: str) -> WellposedForSequenceClassification:
     return WellposedForSequenceClassification(config).eval()
 
 
-def make_batches(model: Any, count: int = 12) -> list[dict[str, Tensor]]:
+def make_batches(model, count=12):
     """Labels are mostly what the model says, so that there is something to certify; some are wrong
     on purpose."""
     generator = torch.Generator().manual_seed(1)
@@ -50,7 +44,7 @@ def make_batches(model: Any, count: int = 12) -> list[dict[str, Tensor]]:
     return [{name: part[each] for name, part in whole.items()} for each in rows]
 
 
-def assert_sound(curve: CertifiedAccuracy) -> None:
+def assert_sound(curve):
     assert all(seen >= sure for sure, seen in zip(curve.certified, curve.attacked, strict=True))
     for values in (curve.certified, curve.attacked):
         assert values == sorted(values, reverse=True)
@@ -59,7 +53,7 @@ def assert_sound(curve: CertifiedAccuracy) -> None:
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 @pytest.mark.parametrize("attention", ["l2_tied", "l2_contractive", "cosine"])
-def test_attacked_accuracy_is_never_below_certified_accuracy(attention: str, norm: Norm) -> None:
+def test_attacked_accuracy_is_never_below_certified_accuracy(attention, norm):
     model = make_model(attention)
     certificate = certify(model, seq_len=10, norm=norm)
     curve = certified_accuracy(model, make_batches(model), certificate, attack_steps=6)
@@ -68,7 +62,7 @@ def test_attacked_accuracy_is_never_below_certified_accuracy(attention: str, nor
     assert curve.attacked[-1] < curve.clean
 
 
-def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
+def test_a_linear_model_attacked_at_its_certified_radius_breaks():
     """Without feed-forward and attention weights the margin is linear, so the radius of two classes
     is the distance."""
     model = make_model("l2_contractive")
@@ -86,7 +80,7 @@ def test_a_linear_model_attacked_at_its_certified_radius_breaks() -> None:
     assert curve.certified == curve.attacked == [1.0, 1.0, 0.0]
 
 
-def test_dot_product_is_certified_inside_its_ball_only() -> None:
+def test_dot_product_is_certified_inside_its_ball_only():
     model = make_model("dot_product")
     batches = make_batches(model)
     everywhere = certify(model, seq_len=10)
@@ -102,7 +96,7 @@ def test_dot_product_is_certified_inside_its_ball_only() -> None:
 
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
-def test_no_radius_leaves_the_ball(norm: Norm) -> None:
+def test_no_radius_leaves_the_ball(norm):
     """The margin is raised so high that only the ball is left to limit the radius, and half the
     inputs lie outside."""
     model = make_model("dot_product")
@@ -125,7 +119,7 @@ def test_no_radius_leaves_the_ball(norm: Norm) -> None:
     assert f"{int((largest > ball).sum())} of 12 inputs lie outside the ball" in curve.table()
 
 
-def test_a_certificate_of_long_inputs_is_refused_for_short_ones() -> None:
+def test_a_certificate_of_long_inputs_is_refused_for_short_ones():
     model = make_model("l2_contractive")
     batches = make_batches(model)
     lengths = batches[0]["attention_mask"].sum(-1)
@@ -139,7 +133,7 @@ def test_a_certificate_of_long_inputs_is_refused_for_short_ones() -> None:
     assert_sound(certified_accuracy(model, batches, covered, attack_steps=4))
 
 
-def test_without_a_bound_nothing_is_certified_and_one_line_says_why() -> None:
+def test_without_a_bound_nothing_is_certified_and_one_line_says_why():
     model = make_model("dot_product")
     certificate = certify(model, seq_len=10)
     curve = certified_accuracy(model, make_batches(model), certificate, radii=[0.0, 1e-12])
@@ -149,7 +143,7 @@ def test_without_a_bound_nothing_is_certified_and_one_line_says_why() -> None:
     assert note in curve.table().splitlines()
 
 
-def test_files_hold_the_rows(tmp_path: Path) -> None:
+def test_files_hold_the_rows(tmp_path):
     model = make_model("l2_contractive")
     certificate = certify(model, seq_len=10)
     curve = certified_accuracy(model, make_batches(model), certificate, attack_steps=2)
@@ -163,15 +157,15 @@ def test_files_hold_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("radii", "steps"), [([0.2, 0.1], 3), ([-1.0], 3), ([], 3), ([0.1], 0)])
-def test_bad_arguments_are_refused(radii: list[float], steps: int) -> None:
+def test_bad_arguments_are_refused(radii, steps):
     model = make_model("l2_contractive")
     with pytest.raises(ConfigError, match=r"certified.accuracy"):
         certified_accuracy(model, [], certify(model, seq_len=10), radii=radii, attack_steps=steps)
 
 
-def test_bad_data_is_refused() -> None:
+def test_bad_data_is_refused():
     model = make_model("l2_contractive")
-    certificate: Certificate = certify(model, seq_len=10)
+    certificate = certify(model, seq_len=10)
     with pytest.raises(DataError, match="no examples"):
         certified_accuracy(model, [], certificate)
     batch = make_batches(model)[0]
@@ -181,17 +175,17 @@ def test_bad_data_is_refused() -> None:
         certified_accuracy(model, [batch], certify(model, seq_len=4))
 
 
-def test_default_radii_of_nothing_certified() -> None:
+def test_default_radii_of_nothing_certified():
     assert accuracy.default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]
 
 
-def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was() -> None:
+def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was():
     model = make_model("l2_contractive")
     batches, certificate = make_batches(model), certify(model, seq_len=10)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.9
-    asked: Any = {"radii": [0.0, 0.01, 0.5], "attack_steps": 4}
+    asked = {"radii": [0.0, 0.01, 0.5], "attack_steps": 4}
     expected = certified_accuracy(model, batches, certificate, **asked)
     model.train()
     assert certified_accuracy(model, batches, certificate, **asked) == expected
@@ -199,7 +193,7 @@ def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was() -> None:
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_radii_in_tokens_are_multiples_of_the_median_token_norm() -> None:
+def test_radii_in_tokens_are_multiples_of_the_median_token_norm():
     model = make_model("l2_contractive")
     batches, certificate = make_batches(model), certify(model, seq_len=10)
     shares = [0.0, 0.01, 0.1]
@@ -216,7 +210,7 @@ def test_radii_in_tokens_are_multiples_of_the_median_token_norm() -> None:
 TOKENS, WORDS = 7, 6
 
 
-def language_model(seed: int, heads: int) -> WellposedForCausalLM:
+def language_model(seed, heads):
     torch.manual_seed(seed)
     config = WellposedConfig(
         vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=heads, intermediate_size=16,
@@ -226,14 +220,14 @@ def language_model(seed: int, heads: int) -> WellposedForCausalLM:
     return WellposedForCausalLM(config).double().eval()
 
 
-def texts() -> dict[str, Tensor]:
+def texts():
     ids = torch.randint(0, WORDS, (5, TOKENS), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, 4:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
 
 
-def right_and_radii(model: Any, batch: dict[str, Tensor]) -> tuple[list[bool], list[float]]:
+def right_and_radii(model, batch):
     """One by one: whether the token after position i is predicted, and its certified radius."""
     certificate = certify(model, seq_len=TOKENS)
     right, radii = [], []
@@ -247,7 +241,7 @@ def right_and_radii(model: Any, batch: dict[str, Tensor]) -> tuple[list[bool], l
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_shares_are_those_of_the_predictions_one_by_one(heads: int) -> None:
+def test_shares_are_those_of_the_predictions_one_by_one(heads):
     model, batch = language_model(0, heads), texts()
     right, radii = right_and_radii(model, batch)
     sizes = [0.0, 1e-3, 0.02, 0.1, 1.0]
@@ -261,7 +255,7 @@ def test_shares_are_those_of_the_predictions_one_by_one(heads: int) -> None:
         assert sure <= seen
 
 
-def test_no_certified_prediction_falls_to_an_attack_on_it_alone() -> None:
+def test_no_certified_prediction_falls_to_an_attack_on_it_alone():
     """Gradient ascent of one prediction at a time, from several starts, at its own radius."""
     largest = 0.0
     for seed in range(3):

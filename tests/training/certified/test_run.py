@@ -1,11 +1,7 @@
 """``compare --certify``, ``certified.json``: certified is never above attacked."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.report import aggregate, build_report
 from wellposed.tasks import build_task
 from wellposed.training import load_run_model, read_config
-from wellposed.training.certified.record import NAME, TOKEN_SHARES, CertifiedRun, read_certified
+from wellposed.training.certified.record import NAME, TOKEN_SHARES, read_certified
 from wellposed.training.certified.run import certify_runs, nearest_words
 from wellposed.training.loop.step import certified_logits
 
@@ -28,7 +24,7 @@ SMALL = {"hidden_size": 4, "num_attention_heads": 2}
 SHORT = [*typed("--steps 20 --eval-every 20 --checkpoint-every 20 --batch-size 8 --quiet"), *TINY]
 
 
-def write_texts(folder: Path) -> Path:
+def write_texts(folder):
     rng = random.Random(0)
     folder.mkdir(parents=True)
     pairs = [("pos", "good"), ("neg", "bad")] * 40
@@ -38,7 +34,7 @@ def write_texts(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compared(tmp_path_factory):
     """Return the folder of a comparison of a variant with a certificate and one with a bound on a
     ball only."""
     folder = tmp_path_factory.mktemp("compared")
@@ -47,7 +43,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def texts(out: Path, *words: str) -> list[str]:
+def texts(out, *words):
     """Return a command on the texts beside ``out``."""
     data = str(out.parent / "data" / "train.tsv")
     variants = ["--variants", "rezero,lipschitz"] if words[0] == "compare" else []
@@ -55,11 +51,11 @@ def texts(out: Path, *words: str) -> list[str]:
     return [*given, *variants, *words[1:], "--out", str(out)]
 
 
-def found(folder: Path) -> dict[str, Any]:
+def found(folder):
     return json.loads((folder / NAME).read_text())
 
 
-def test_every_run_of_a_comparison_holds_its_curve(compared: Path) -> None:
+def test_every_run_of_a_comparison_holds_its_curve(compared):
     runs = list(compared.glob("*/seed-*"))
     assert len(runs) == 4
     for values in map(found, runs):
@@ -71,9 +67,7 @@ def test_every_run_of_a_comparison_holds_its_curve(compared: Path) -> None:
         assert values["examples"] == 4
 
 
-def test_the_total_is_at_most_one_and_of_its_tokens_one(
-    compared: Path,
-) -> None:
+def test_the_total_is_at_most_one_and_of_its_tokens_one(compared):
     values = found(compared / "lipschitz" / "seed-0")
     model, _ = load_run_model(compared / "lipschitz" / "seed-0")
     for name, weight in model.named_parameters():
@@ -84,7 +78,7 @@ def test_the_total_is_at_most_one_and_of_its_tokens_one(
     assert values["median_token"] == pytest.approx(1, abs=1e-5)
 
 
-def test_the_report_has_the_curves_and_the_named_radius(compared: Path, tmp_path: Path) -> None:
+def test_the_report_has_the_curves_and_the_named_radius(compared, tmp_path):
     table = aggregate([compared]).table()
     assert "certified@0.1,test" in table
     page = build_report([compared], tmp_path / "report.html").read_text()
@@ -98,7 +92,7 @@ def test_the_report_has_the_curves_and_the_named_radius(compared: Path, tmp_path
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
 
 
-def test_both_texts_of_a_pair_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_texts_of_a_pair_move(tmp_path, capsys):
     words = typed("compare retrieval --num-train 24 --num-valid 8 --num-test 8 --max-length 12")
     words += typed(f"--variants rezero,lipschitz:2 --seeds 1 --certify 6 --out {tmp_path / 'out'}")
     assert main([*words, *SHORT, "--margin-loss", "hinge", "--margin-radius", "0.05"]) == 0
@@ -118,7 +112,7 @@ def test_both_texts_of_a_pair_move(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "certified accuracy on test of retrieval" in said
 
 
-def test_certify_says_what_radii_mean(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_certify_says_what_radii_mean(compared, capsys):
     run = compared / "rezero" / "seed-1"
     (run / NAME).unlink()
     words = ["--examples", "4", "--attack-steps", "2", "--radius", "9"]
@@ -134,14 +128,14 @@ def test_certify_says_what_radii_mean(compared: Path, capsys: pytest.CaptureFixt
     assert "no module enlarges a change of its input" in capsys.readouterr().out
 
 
-def test_numbers_made_in_another_way_are_not_taken(compared: Path) -> None:
+def test_numbers_made_in_another_way_are_not_taken(compared):
     """Of another split or attack they were, and printed beside those of the others."""
     folder = compared / "rezero" / "seed-1"
     config = read_config(folder)
     task = build_task(config.task, config.task_options)
-    certified: list[str] = []
+    certified = []
 
-    def certify_again(**asked: Any) -> CertifiedRun:
+    def certify_again(**asked):
         certified.clear()
         asked = {"examples": 4, **asked}
         return certify_runs([folder], task, announce=certified.append, **asked)[0]
@@ -163,7 +157,7 @@ def test_numbers_made_in_another_way_are_not_taken(compared: Path) -> None:
     assert certified
 
 
-def test_an_outdated_or_damaged_certificate_is_named(compared: Path, tmp_path: Path) -> None:
+def test_an_outdated_or_damaged_certificate_is_named(compared, tmp_path):
     values = found(compared / "lipschitz" / "seed-0")
     shares = values["shares"]
     spoilt = {
@@ -186,9 +180,7 @@ def test_an_outdated_or_damaged_certificate_is_named(compared: Path, tmp_path: P
         read_certified(tmp_path, run_date="")
 
 
-def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(tmp_path, capsys):
     (tmp_path / "train.tsv").write_text("en\tfr\n" + "a b\tc d\n" * 60)
     words = typed(f"compare translation --data {tmp_path / 'train.tsv'} --src en --tgt fr")
     assert main([*words, *SHORT, "--certify", "4", "--out", str(tmp_path / "out")]) == 2
@@ -196,7 +188,7 @@ def test_tasks_without_a_label_or_a_next_token_are_refused_before_training(
     assert not (tmp_path / "out").exists()
 
 
-def test_next_tokens_are_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_next_tokens_are_certified(tmp_path, capsys):
     words = typed("compare char_lm --limit-chars 20000 --seq-len 16 --variants lipschitz")
     words += [*SHORT, *typed(f"--certify 16 --seeds 1 --out {tmp_path / 'out'}")]
     assert main(words) == 0
@@ -214,14 +206,14 @@ class Tokenizer:
 
     all_special_ids = (0,)
 
-    def get_vocab(self) -> dict[str, int]:
+    def get_vocab(self):
         return {f"w{number}": number for number in range(20)}
 
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+    def convert_ids_to_tokens(self, ids):
         return [f"w{number}" for number in ids]
 
 
-def test_nearest_words_are_those_of_a_search_by_hand() -> None:
+def test_nearest_words_are_those_of_a_search_by_hand():
     config = WellposedConfig(vocab_size=20, num_hidden_layers=1, num_labels=2, **SMALL)
     model = WellposedForSequenceClassification(config).eval()
     ids = torch.tensor([[7, 7, 7, 3, 3, 0], [5, 3, 7, 7, 0, 0]])
@@ -238,7 +230,7 @@ def test_nearest_words_are_those_of_a_search_by_hand() -> None:
         assert word.distance == pytest.approx(distances[best], rel=1e-12)
 
 
-def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit() -> None:
+def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit():
     """By hand: every other class gains what a vector of length r can add to it over the class that
     is right."""
     config = WellposedConfig(vocab_size=9, num_hidden_layers=0, num_labels=3, **SMALL)
@@ -258,9 +250,7 @@ def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit()
     assert bool(weight.grad.isfinite().all())
 
 
-def test_a_margin_is_trained_and_refused_where_nothing_has_one(
-    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_margin_is_trained_and_refused_where_nothing_has_one(compared, tmp_path, capsys):
     words = [*texts(compared, "train", "--variant", "lipschitz")[:-2]]
     first_losses = []
     for number, margin in enumerate((["0"], ["0.5"], ["0.5", "--margin-loss", "certified"])):

@@ -1,12 +1,8 @@
 """Windows of words that vote (B15): every replacement tried, windows free to move, and a user's own
 checkpoint from training to the table."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ WORDS = ("oil", "win", "bank", "goal", "x")
 
 
 @functools.cache
-def bounds_of(words: int, limit: int = 24) -> WindowBounds:
+def bounds_of(words, limit=24):
     """A BERT that learnt which of three classes the first word of a window is of."""
     torch.manual_seed(words)
     tokenizer = bert_words(WORDS)
@@ -46,7 +42,7 @@ def bounds_of(words: int, limit: int = 24) -> WindowBounds:
     return WindowBounds(windows, tokenizer, limit)
 
 
-def drawn(count: int, words: int, length: int = 8) -> list[list[str]]:
+def drawn(count, words, length=8):
     """Texts that mostly repeat a window, so that many of them hold a change."""
     generator = torch.Generator().manual_seed(5)
     found = []
@@ -59,19 +55,19 @@ def drawn(count: int, words: int, length: int = 8) -> list[list[str]]:
     return found
 
 
-def answers(bounds: WindowBounds, texts: list[list[str]]) -> torch.Tensor:
+def answers(bounds, texts):
     with torch.no_grad():
         ids = [bounds.encode(" ".join(text))[None] for text in texts]
         return torch.cat([bounds.model(input_ids=each).logits.argmax(-1) for each in ids])
 
 
-def batch_of(bounds: WindowBounds, text: list[str]) -> dict[str, torch.Tensor]:
+def batch_of(bounds, text):
     ids = bounds.encode(" ".join(text))[None]
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @pytest.mark.parametrize("words", [1, 2, 3])
-def test_no_replaced_words_change_a_certified_answer(words: int):
+def test_no_replaced_words_change_a_certified_answer(words):
     """Known and unknown words in every place or two, and every string of a special token."""
     bounds, some = bounds_of(words), 0
     for text in drawn(4, words, 6 * words):
@@ -118,7 +114,7 @@ def test_no_free_windows_change_a_certified_answer_under_ascent():
     assert climbed, "the ascent can turn what is not certified"
 
 
-def one_away(text: str) -> set[str]:
+def one_away(text):
     found = {text[:i] + text[i + 1 :] for i in range(len(text))}
     for letter in "ox ":
         found |= {text[:i] + letter + text[i:] for i in range(len(text) + 1)}
@@ -127,7 +123,7 @@ def one_away(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("limit", [12, 6])
-def test_single_words_hold_insertions_deletions_and_characters_too(limit: int):
+def test_single_words_hold_insertions_deletions_and_characters_too(limit):
     """With a limit of 6 every edit moves the cut as well."""
     bounds, some = bounds_of(1, limit), 0
     for text in drawn(6, 1, length=8):
@@ -148,7 +144,7 @@ def test_single_words_hold_insertions_deletions_and_characters_too(limit: int):
 
 
 @pytest.mark.parametrize("words", [1, 2])
-def test_an_attack_never_falls_below_the_certificate(words: int):
+def test_an_attack_never_falls_below_the_certificate(words):
     bounds, texts = bounds_of(words), drawn(12, words, 5 * words)
     batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
     counts = {"words": [1, 2], "edits": [1], "characters": [1]}
@@ -188,7 +184,7 @@ def test_windows_are_a_function_of_their_words_alone():
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     """A BERT of the user's, its tokenizer and texts."""
     config = BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                         intermediate_size=16, max_position_embeddings=16)  # fmt: skip
@@ -200,9 +196,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys):
     bert, run = str(checkpoint / "bert"), str(checkpoint / "run")
     data = ["--data", str(checkpoint / "train.tsv"), "--from", bert, "--tokenizer", f"hf:{bert}"]
     steps = "--steps 60 --eval-every 60 --checkpoint-every 60"
@@ -210,7 +204,7 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(
     windows = ["--certified-windows", "2", "--learning-rate", "0.01", "--margin-loss", "words:1"]
     task = ["text_classification", *data, *small]
     assert main(["train", *task, *windows, "--out", run]) == 0
-    model: Any = load_saved_model(checkpoint / "run" / "final")
+    model = load_saved_model(checkpoint / "run" / "final")
     assert (model.config.window_words, model.config.window_tokens) == (2, 4)
     capsys.readouterr()
     asked = ["--words", "1", "--edits", "1", "--examples", "6", "--text", "oil bank x oil"]
@@ -234,7 +228,7 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(
 
 
 @pytest.mark.slow
-def test_a_comparison_certifies_windows_of_our_own_models(tmp_path: Path):
+def test_a_comparison_certifies_windows_of_our_own_models(tmp_path):
     words = "compare text_classification --data builtin --variants pre_ln --seeds 1 --steps 3"
     small = "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
     asked = "--certified-windows 1 --certify-words 1 --max-length 6 --quiet"

@@ -1,14 +1,10 @@
 """Changed words and characters (B14) by independent routes: every change tried, on vocabularies
 small enough."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from wellposed.attack import WordAttack, WordSwaps
 from wellposed.cli import main
 from wellposed.errors import ConfigError, DataError, NotLipschitzError, ShapeError
-from wellposed.models import WellposedForSequenceClassification
 from wellposed.nn import ConvexResidual
 from wellposed.report import build_report
 from wellposed.tasks.text.tokenizers import CharacterEncoder, WordEncoder
@@ -27,7 +22,7 @@ from wellposed.training import load_run_model
 from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.record import WORDS_NAME, read_words
 from wellposed.training.certified.word_accuracy import word_accuracy
-from wellposed.training.certified.words import WordBounds, bound_words, hold_texts
+from wellposed.training.certified.words import bound_words, hold_texts
 from wellposed.training.folder.result import read_result
 from wellposed.training.loop.word_margin import word_logits
 
@@ -40,7 +35,7 @@ KINDS = [
 ]
 
 
-def model_of(blocks: int = 1, **options: Any) -> WellposedForSequenceClassification:
+def model_of(blocks=1, **options):
     """With weights of norm 1, and shares of branches that leave some of each token."""
     cool = {"ball_temperature": 0.05} if options.get("attention", "ball") == "ball" else {}
     model = classifier(blocks, **{"vocab_size": 8, "position": "none", **cool, **options})
@@ -52,20 +47,20 @@ def model_of(blocks: int = 1, **options: Any) -> WellposedForSequenceClassificat
     return model
 
 
-def logits(bounds: WordBounds, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+def logits(bounds, texts):
     """Scores of texts one by one, without padding."""
     with torch.no_grad():
         return torch.cat([bounds.model(input_ids=torch.tensor([list(t)])).logits for t in texts])
 
 
-def batch_of(texts: Sequence[Sequence[int]], **more: Any) -> dict[str, torch.Tensor]:
+def batch_of(texts, **more):
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
     return {"input_ids": ids, "attention_mask": mask, **more}
 
 
-def clear(bounds: WordBounds, count: int, tokens: int) -> list[list[int]]:
+def clear(bounds, count, tokens):
     """Texts mostly of the words that speak for one class, some with one word against it."""
     generator = torch.Generator().manual_seed(3)
     found = []
@@ -79,12 +74,12 @@ def clear(bounds: WordBounds, count: int, tokens: int) -> list[list[int]]:
     return found
 
 
-def drawn(count: int, tokens: int = 4, first: int = 2) -> list[list[int]]:
+def drawn(count, tokens=4, first=2):
     generator = torch.Generator().manual_seed(3)
     return torch.randint(first, 8, (count, tokens), generator=generator).tolist()
 
 
-def replaced(text: Sequence[int], k: int) -> list[list[int]]:
+def replaced(text, k):
     """Every text with any k words replaced by any of the vocabulary."""
     found = []
     for places in itertools.combinations(range(len(text)), k):
@@ -96,7 +91,7 @@ def replaced(text: Sequence[int], k: int) -> list[list[int]]:
     return found
 
 
-def edited(text: tuple[int, ...]) -> set[tuple[int, ...]]:
+def edited(text):
     """Every text one inserted, deleted or replaced word away."""
     found = {text[:i] + text[i + 1 :] for i in range(len(text)) if len(text) > 1}
     for word in range(8):
@@ -106,9 +101,7 @@ def edited(text: tuple[int, ...]) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(
-    options: dict[str, Any],
-):
+def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(options):
     bounds = bound_words(model_of(**options), seq_len=6)
     assert bounds.exact == (options["blocks"] == 0)
     texts = clear(bounds, 12, 6)
@@ -132,7 +125,7 @@ def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options: dict[str, Any]):
+def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options):
     bounds = bound_words(model_of(**options), seq_len=8)
     texts = clear(bounds, 8, 7)
     held = hold_texts(bounds, [batch_of(texts)], {"edits": 2})
@@ -147,12 +140,12 @@ def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options
     assert any(found.held["edits"] for found in held)
 
 
-def of_words(bounds: WordBounds, limit: int = 16) -> tuple[CharacterEdits, Any]:
+def of_words(bounds, limit=16):
     tokenizer = WordEncoder(WORDS).tokenizer(max_length=limit)
     return CharacterEdits.of(bounds.model, tokenizer, limit), tokenizer
 
 
-def characters_away(text: str) -> set[str]:
+def characters_away(text):
     """Every text one character away, over an alphabet with a letter that no word has."""
     found = {text[:i] + text[i + 1 :] for i in range(len(text))}
     for letter in "abx ":
@@ -163,7 +156,7 @@ def characters_away(text: str) -> set[str]:
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("limit", [16, 5])
-def test_no_changed_characters_change_a_certified_answer(options: dict[str, Any], limit: int):
+def test_no_changed_characters_change_a_certified_answer(options, limit):
     """Strings are edited and tokenized again, cut as in training; unknown words and double blanks
     are there."""
     bounds = bound_words(model_of(**options), seq_len=16)
@@ -237,7 +230,7 @@ def test_padding_and_wrong_answers_and_all_words():
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
-def test_positions_and_causal_models_hold_replaced_words_alone(blocks: int):
+def test_positions_and_causal_models_hold_replaced_words_alone(blocks):
     for options in ({"position": "learned"}, {"is_causal": True}):
         bounds = bound_words(model_of(blocks, **options), seq_len=6)
         texts = drawn(4)
@@ -257,7 +250,7 @@ def test_positions_and_causal_models_hold_replaced_words_alone(blocks: int):
         ({"pooling": "max"}, ConfigError, "pooling 'max'"),
     ],
 )
-def test_other_models_are_refused_with_the_reason(options: dict[str, Any], error: Any, says: str):
+def test_other_models_are_refused_with_the_reason(options, error, says):
     with pytest.raises(error, match=says):
         bound_words(model_of(1, **options), seq_len=6)
 
@@ -280,7 +273,7 @@ def test_other_tokenizers_and_longer_texts_are_refused():
 
 @pytest.mark.parametrize("words", [0.0, 1.0, 1.5, 2.0, 9.0])
 @pytest.mark.parametrize("blocks", [0, 2])
-def test_the_loss_reads_what_k_words_can_reach(blocks: int, words: float):
+def test_the_loss_reads_what_k_words_can_reach(blocks, words):
     """Without blocks the logits are those of the best replacements; with them they lie above, and
     everything has a gradient."""
     model = model_of(blocks, ball_embeddings=True, unit_embeddings=False).double()
@@ -317,9 +310,7 @@ def test_a_model_without_such_a_loss_is_named():
         word_logits(torch.zeros(1, 3), batch, torch.nn.Linear(2, 2), 1.0)
 
 
-def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, capsys):
     rows = [
         f"{label}\t{word} {word} film {word} x\n" for label, word in (("p", "good"), ("n", "bad"))
     ]
@@ -361,9 +352,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(
         assert says in capsys.readouterr().err
 
 
-def test_a_model_without_a_certificate_is_attacked_and_told_why(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_model_without_a_certificate_is_attacked_and_told_why(capsys, tmp_path):
     out = str(tmp_path / "plain")
     words = "train text_classification --data builtin --variant pre_ln --steps 2 --quiet"
     small = "--model.hidden-size 16 --model.num-hidden-layers 1 --model.num-attention-heads 2"
@@ -377,7 +366,7 @@ def test_a_model_without_a_certificate_is_attacked_and_told_why(
     assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", said)
 
 
-def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path: Path):
+def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path):
     out = tmp_path / "runs"
     words = (
         "compare text_classification --data builtin --variants lipschitz,rezero --seeds 1 --steps 4"

@@ -1,13 +1,10 @@
 """Checkpoints: complete or absent, damaged ones refused by file, nothing pickled, a full disk loses
 nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,46 +25,46 @@ FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manife
 class Held:
     """A model and an optimizer with a state, and where it saves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.model = stub.StubModel(dropout=0.1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
         self.folder = folder
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.zero_grad()
         tokens = torch.randint(0, 11, (2, 4))
         self.model(tokens, None).logits.square().mean().backward()
         self.optimizer.step()
 
-    def save(self, step: int) -> Path:
+    def save(self, step):
         state = TrainerState(step=step, best_value=0.1 + 0.2, best_step=1)
         random_states = [encode(*random_tensors())]
         files = checkpoints.snapshot(self.model, self.optimizer, state, random_states)
         return checkpoints.write_checkpoint(self.folder, step, files)
 
-    def numbers(self) -> list[torch.Tensor]:
+    def numbers(self):
         state = self.optimizer.state_dict()["state"]
         moments = [state[i][name] for i in sorted(state) for name in sorted(state[i])]
         return [tensor.detach().clone() for tensor in (*self.model.parameters(), *moments)]
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Held:
+def held(tmp_path):
     """Return a model that has taken a step."""
     held = Held(tmp_path)
     held.step()
     return held
 
 
-def draw() -> list[Any]:
+def draw():
     return [random.random(), random.gauss(0, 1), torch.rand(3).tolist(), np.random.rand(3).tolist()]
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_a_checkpoint_brings_back_every_bit(held: Held, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_back_every_bit(held, tmp_path):
     for _ in range(2):
         held.step()
     folder = held.save(3)
@@ -84,7 +81,7 @@ def test_a_checkpoint_brings_back_every_bit(held: Held, tmp_path: Path) -> None:
     assert same(other.numbers(), straight)
 
 
-def test_nothing_is_pickled(held: Held) -> None:
+def test_nothing_is_pickled(held):
     folder = held.save(1)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
     for path in folder.glob("*.json"):
@@ -96,7 +93,7 @@ def test_nothing_is_pickled(held: Held) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["half", "altered", "missing"])
-def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) -> None:
+def test_damage_is_found_and_the_file_named(held, name, damage):
     older, folder = held.save(1), held.save(2)
     path = folder / name
     if damage == "missing":
@@ -115,9 +112,7 @@ def test_damage_is_found_and_the_file_named(held: Held, name: str, damage: str) 
 
 
 @pytest.mark.parametrize(("older", "renames"), [(1, 0), (2, 0), (2, 1)])
-def test_a_kill_at_a_rename(
-    held: Held, monkeypatch: pytest.MonkeyPatch, older: int, renames: int
-) -> None:
+def test_a_kill_at_a_rename(held, monkeypatch, older, renames):
     """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
     start removes it or, between the two renames of a replacement, puts it back."""
     old = held.save(older)
@@ -126,7 +121,7 @@ def test_a_kill_at_a_rename(
     class Killed(BaseException):
         pass
 
-    def kill(self: Path, target: Path) -> Path:
+    def kill(self, target):
         if next(left, None) is None:
             raise Killed
         return rename(self, target)
@@ -144,7 +139,7 @@ def test_a_kill_at_a_rename(
     assert list(held.folder.iterdir()) == [old]
 
 
-def test_the_newest_and_the_best_stay(held: Held) -> None:
+def test_the_newest_and_the_best_stay(held):
     for step in (1, 2, 3, 4, 9):
         held.save(step)
     # 9 is later than the present step: a damaged one, or of a course that was given up
@@ -155,7 +150,7 @@ def test_the_newest_and_the_best_stay(held: Held) -> None:
     assert len(list(held.folder.iterdir())) == 3
 
 
-def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
+def test_a_checkpoint_of_another_model_is_refused(held):
     folder = held.save(1)
     with pytest.raises(CheckpointError, match="does not fit this run"):
         checkpoints.load_checkpoint(folder, nn.Linear(2, 2))
@@ -163,9 +158,7 @@ def test_a_checkpoint_of_another_model_is_refused(held: Held) -> None:
         checkpoints.step_of(Path("somewhere/final"))
 
 
-def test_a_new_process_keeps_its_generators_and_old_files_are_counted(
-    held: Held,
-) -> None:
+def test_a_new_process_keeps_its_generators_and_old_files_are_counted(held):
     folder = held.save(1)
     before = torch.manual_seed(5).get_state()
     checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)

@@ -1,13 +1,10 @@
 """Files that are old or new and never half, also where two processes write the same one; and the one
 writer of a run folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ with open_replacing(Path(sys.argv[1])) as file:
 """
 
 
-def start(path: Path) -> subprocess.Popen[str]:
+def start(path):
     words, pipe = [sys.executable, "-c", WRITER, str(path)], subprocess.PIPE
     child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     assert child.stdout is not None
@@ -40,7 +37,7 @@ def start(path: Path) -> subprocess.Popen[str]:
     return child
 
 
-def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_leave_a_whole_one(tmp_path):
     """With one temporary name for both, the one that ended first published the half of the
     other."""
     path = tmp_path / "page.html"
@@ -53,7 +50,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path):
     path = tmp_path / "page.html"
     other = start(path)
     other.send_signal(signal.SIGKILL)
@@ -63,11 +60,11 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path: Path) -> Non
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_the_record_of_files_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_files_comes_last(tmp_path, monkeypatch):
     order = []
     replace = Path.replace
 
-    def noted(path: Path, target: Path) -> Path:
+    def noted(path, target):
         order.append(Path(target).name)
         return replace(path, target)
 
@@ -78,7 +75,7 @@ def test_the_record_of_files_comes_last(tmp_path: Path, monkeypatch: pytest.Monk
         assert list((tmp_path / "new").glob("[!.]*")) == []
     assert order == ["b.csv", "a.json"]
 
-    def interrupted() -> None:
+    def interrupted():
         with durable_files.replace_files(tmp_path / "new") as there:
             (there / "a.json").write_text("[]")
             raise KeyError
@@ -91,7 +88,7 @@ def test_the_record_of_files_comes_last(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("kind", ["pipe", "link", "file"])
-def test_a_folder_replaces_whatever_has_its_name(tmp_path: Path, kind: str) -> None:
+def test_a_folder_replaces_whatever_has_its_name(tmp_path, kind):
     """``shutil.rmtree`` of a pipe waits for ever."""
     path = tmp_path / "final"
     if kind == "pipe":
@@ -109,7 +106,7 @@ def test_a_folder_replaces_whatever_has_its_name(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
-def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
     precious, absent = tmp_path / "precious", tmp_path / "absent"
     precious.write_text("of the user")
     (tmp_path / f".tmp-{os.getpid()}-page.html").symlink_to(precious)
@@ -126,7 +123,7 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path):
     out = tmp_path / "run"
     first = start_stub(out, 100000, 0.01, 0.1, "auto")
     every = {"log_every": 1, "eval_every": 5, "checkpoint_every": 3}
@@ -145,7 +142,7 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path) ->
     assert not (out / NAME).exists()
 
 
-def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path: Path) -> None:
+def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
     (out / NAME).write_text("process 1 on another-host\n")
@@ -171,7 +168,7 @@ with only_writer(Path(sys.argv[1])):
 """
 
 
-def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path: Path) -> None:
+def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path):
     command = [sys.executable, "-c", WITH_CHILD, str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -188,12 +185,12 @@ def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "file", "pipe", "folder"])
-def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     """A link named run.lock emptied the file that it leads to."""
     out, precious = tmp_path / "run", tmp_path / "precious"
     out.mkdir()
     precious.write_text("of the user")
-    make: dict[str, Callable[[], object]] = {
+    make = {
         "link": lambda: (out / NAME).symlink_to(precious),
         "hard link": lambda: (out / NAME).hardlink_to(precious),
         "file": lambda: (out / NAME).write_text("of the user"),

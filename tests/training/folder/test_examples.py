@@ -1,9 +1,6 @@
 """``examples.json``: what a finished model answers, and what the report makes of it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from tests.support.html_page import Page
@@ -18,7 +15,7 @@ from wellposed.training.folder.examples import NAME
 SHORT = typed("--steps 3 --eval-every 3 --batch-size 8 --quiet", TINY)
 
 
-def test_a_classifier_keeps_its_answers_by_label_and_its_first_texts(tmp_path: Path) -> None:
+def test_a_classifier_keeps_its_answers_by_label_and_its_first_texts(tmp_path):
     run = tmp_path / "run"
     succeed("train text_classification --data builtin", [*SHORT, "--out", str(run)])
     found, result = json.loads((run / NAME).read_bytes()), read_result(run)
@@ -54,7 +51,7 @@ def test_a_classifier_keeps_its_answers_by_label_and_its_first_texts(tmp_path: P
             build_report([run], tmp_path / "page.html")
 
 
-def test_a_language_model_goes_on_from_texts_alike_every_time(tmp_path: Path) -> None:
+def test_a_language_model_goes_on_from_texts_alike_every_time(tmp_path):
     files = []
     for name in ("one", "two"):
         words = [*SHORT, "--limit-chars", "20000", "--out", str(tmp_path / name)]

@@ -1,14 +1,10 @@
 """The manifests of final/ and of a run: written with it, true until the run goes on; and a damaged
 best checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
 from hashlib import sha256
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -30,7 +26,7 @@ from wellposed.training import (
 )
 
 
-def test_manifests_hold_size_and_digest_of_every_file(tmp_path: Path) -> None:
+def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
     out = tmp_path / "run"
     assert read_result(tmp_path) is None
     result = stub.run(stub.make_config(), out)
@@ -58,7 +54,7 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path: Path) -> None:
     verify_final(out / "final", weights=False)
 
 
-def test_a_run_going_on_has_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_going_on_has_no_manifest(tmp_path, monkeypatch):
     """Files grow while a run goes on, and a kill must leave no manifest that they contradict."""
     out = tmp_path / "run"
     config = stub.make_config()
@@ -67,7 +63,7 @@ def test_a_run_going_on_has_no_manifest(tmp_path: Path, monkeypatch: pytest.Monk
     there = []
 
     class Watching(stub.StubTask):
-        def collate(self, examples: Any) -> Any:
+        def collate(self, examples):
             there.append((out / "manifest.json").exists())
             return super().collate(examples)
 
@@ -79,9 +75,7 @@ def test_a_run_going_on_has_no_manifest(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("average", [0, 2])
-def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], average: int
-) -> None:
+def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(tmp_path, capsys, average):
     """One flipped bit in the best checkpoint made a run impossible to finish, however often it was
     resumed."""
     out = tmp_path / "run"
@@ -107,7 +101,7 @@ def test_a_run_ends_with_the_last_weights_where_the_best_are_damaged(
         assert same(final(out), last)
 
 
-def test_a_damaged_record_of_starts_is_one_message(tmp_path: Path) -> None:
+def test_a_damaged_record_of_starts_is_one_message(tmp_path):
     out = tmp_path / "run"
     config = stub.make_config()
     stub.run(config, out)
@@ -121,7 +115,7 @@ def test_a_damaged_record_of_starts_is_one_message(tmp_path: Path) -> None:
     assert stub.run(config, out, resume="auto").status == "success"
 
 
-def test_the_loader_of_python_checks_too(tmp_path: Path) -> None:
+def test_the_loader_of_python_checks_too(tmp_path):
     options = TrainOptions(steps=2, batch_size=64, eval_batches=1)
     model = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
     config = RunConfig("char_lm", {"limit_chars": 9000, "seq_len": 64}, model=model, train=options)
@@ -133,7 +127,7 @@ def test_the_loader_of_python_checks_too(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(tmp_path_factory):
     return stub.run(stub.make_config(steps=2), tmp_path_factory.mktemp("schema") / "run").result
 
 
@@ -152,7 +146,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (("failure",), {"step": 3}),
     ],
 )
-def test_wrong_values_are_named(result: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def test_wrong_values_are_named(result, path, value):
     broken = copy.deepcopy(result)
     inner = broken
     for key in path[:-1]:

@@ -1,10 +1,7 @@
 """Every class of ours is named in the folder it is saved to, and that folder loads without running
 its code."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("architecture", "kind"), KINDS)
-def test_every_class_is_named_and_loads(architecture: str, kind: str, tmp_path: Path) -> None:
+def test_every_class_is_named_and_loads(architecture, kind, tmp_path):
     sizes = {"hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1}
     model = build_model(architecture, kind, **sizes)
     model.save_pretrained(tmp_path)
@@ -32,7 +29,7 @@ def test_every_class_is_named_and_loads(architecture: str, kind: str, tmp_path: 
     named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     classes = (type(each).__name__ for each in (model, model.config))
     assert sorted(named.values()) == sorted(f"{MODULE}.{name}" for name in classes)
-    found: dict[str, type] = {}
+    found = {}
     exec((tmp_path / f"{MODULE}.py").read_text(), found)
     assert found[type(model).__name__] is type(model)
     loaded = load_saved_model(tmp_path)

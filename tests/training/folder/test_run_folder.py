@@ -1,13 +1,9 @@
 """Run folders: what is written, when one may be used, and what a changed configuration is told."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib
 from hashlib import sha256
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,16 +29,14 @@ VALUES = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans()
     ),
     data=st.dictionaries(st.text("abc", min_size=1), VALUES),
 )
-def test_a_configuration_survives_the_file(
-    tmp_path_factory: pytest.TempPathFactory, train: TrainOptions, data: dict[str, str]
-) -> None:
+def test_a_configuration_survives_the_file(tmp_path_factory, train, data):
     config = RunConfig("listops", data, train=train)
     folder = tmp_path_factory.mktemp("run")
     run_folder.write_config(folder, config)
     assert read_config(folder) == config
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     config = stub.make_config()
     with pytest.raises(ConfigError, match="already holds files"):
@@ -57,7 +51,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         stub.run(config, tmp_path / "new", resume="yes")
 
 
-def test_every_changed_field_is_listed(tmp_path: Path) -> None:
+def test_every_changed_field_is_listed(tmp_path):
     config = stub.make_config(steps=5, eval_every=5, checkpoint_every=5)
     stub.run(config, tmp_path / "run")
     changed = dataclasses.replace(
@@ -78,7 +72,7 @@ def test_every_changed_field_is_listed(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     config = stub.make_config(steps=4)
     stub.run(config, tmp_path / "a")
     for out in ("a", "b"):
@@ -93,7 +87,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         stub.run(config, tmp_path / "a", resume=tmp_path / "a" / "checkpoint-4")
 
 
-def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:
+def test_the_environment_names_versions_and_every_start(tmp_path):
     run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "train", "x"]), 0)
     run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "again"]), 7)
     values = json.loads((tmp_path / "env.json").read_text())
@@ -112,14 +106,14 @@ def test_the_environment_names_versions_and_every_start(tmp_path: Path) -> None:
         ('task = "listops"\n[train]\nstepz = 3\n', "unknown option 'stepz'; nearest: steps"),
     ],
 )
-def test_bad_configuration_files(tmp_path: Path, content: str | None, says: str) -> None:
+def test_bad_configuration_files(tmp_path, content, says):
     if content is not None:
         (tmp_path / "config.toml").write_text(content)
     with pytest.raises(ConfigError, match=says):
         read_config(tmp_path)
 
 
-def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path: Path) -> None:
+def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
     with MetricsFile(tmp_path) as metrics:
         for step in range(5):
             metrics.append({"step": step, "loss": float("nan")})
@@ -136,9 +130,9 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path: Path) -> N
         MetricsFile(tmp_path, rows=7)
 
 
-def test_the_configuration_is_on_disk_before_the_first_step(tmp_path: Path) -> None:
+def test_the_configuration_is_on_disk_before_the_first_step(tmp_path):
     class Broken(stub.StubTask):
-        def collate(self, examples: object) -> dict[str, object]:
+        def collate(self, examples):
             raise RuntimeError("first batch")
 
     with pytest.raises(RuntimeError, match="first batch"):
@@ -150,7 +144,7 @@ def test_the_configuration_is_on_disk_before_the_first_step(tmp_path: Path) -> N
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 
 
-def trained(tmp_path: Path, steps: int, data: str = "text.txt") -> Any:
+def trained(tmp_path, steps, data="text.txt"):
     """Train on ``data`` for ``steps``, from where the run is."""
     config = RunConfig(
         "char_lm",
@@ -165,13 +159,13 @@ def trained(tmp_path: Path, steps: int, data: str = "text.txt") -> Any:
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
 
 
-def test_changed_data_is_refused_and_restored_data_taken(tmp_path: Path, text: Path) -> None:
+def test_changed_data_is_refused_and_restored_data_taken(tmp_path, text):
     out = tmp_path / "run"
     trained(tmp_path, 2)
     recorded = json.loads((out / "env.json").read_text())["data"]["files.train"]
@@ -186,13 +180,13 @@ def test_changed_data_is_refused_and_restored_data_taken(tmp_path: Path, text: P
     assert trained(tmp_path, 4).status == "success"
 
 
-def test_data_that_moved_is_the_same_data(tmp_path: Path, text: Path) -> None:
+def test_data_that_moved_is_the_same_data(tmp_path, text):
     trained(tmp_path, 2)
     text.rename(tmp_path / "moved.txt")
     assert trained(tmp_path, 4, data="moved.txt").status == "success"
 
 
-def test_a_folder_without_digests_goes_on(tmp_path: Path, text: Path) -> None:
+def test_a_folder_without_digests_goes_on(tmp_path, text):
     trained(tmp_path, 2)
     file = tmp_path / "run" / "env.json"
     values = json.loads(file.read_text())

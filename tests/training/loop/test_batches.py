@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,15 +16,15 @@ from wellposed.errors import ConfigError, DataError, WellposedError
 from wellposed.training.loop.batches import MicroBatches, check_target_count, token_count
 
 
-def stream(**options: Any) -> MicroBatches:
+def stream(**options):
     return MicroBatches(stub.StubTask(), 4, **{"seed": 0, **options})
 
 
-def ids(batches: list[dict[str, torch.Tensor]]) -> list[list[list[int]]]:
+def ids(batches):
     return [batch["input_ids"].tolist() for batch in batches]
 
 
-def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task() -> None:
+def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task():
     task = stub.StubTask()
     found = ids(stream(seed=3).take(14))
     data = task.dataset("train")
@@ -39,20 +38,20 @@ def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 13])
-def test_a_stream_resumes_from_its_position(taken: int) -> None:
+def test_a_stream_resumes_from_its_position(taken):
     whole, first = ids(stream().take(20)), stream()
     first.take(taken)
     second = stream(epoch=first.epoch, index=first.index)
     assert ids(second.take(20 - taken)) == whole[taken:]
 
 
-def test_processes_share_one_stream() -> None:
+def test_processes_share_one_stream():
     whole = ids(stream().take(12))
     parts = [ids(stream(rank=rank, world=3).take(4)) for rank in range(3)]
     assert [batch for step in zip(*parts, strict=True) for batch in step] == whole
 
 
-def test_targets_are_counted_as_the_loss_counts_them() -> None:
+def test_targets_are_counted_as_the_loss_counts_them():
     task = stub.StubTask()
     for batch in MicroBatches(task, 5, seed=0).take(6):
         logits = torch.zeros(*batch["input_ids"].shape, stub.VOCABULARY)
@@ -60,13 +59,13 @@ def test_targets_are_counted_as_the_loss_counts_them() -> None:
         assert token_count(batch) == int((batch["input_ids"] != 0).sum())
 
 
-def test_a_task_that_counts_otherwise_is_told_what_to_do() -> None:
+def test_a_task_that_counts_otherwise_is_told_what_to_do():
     expected = "loss_sum reports 7 targets, but the labels hold 9; define target_count"
     with pytest.raises(ConfigError, match=expected):
         check_target_count(stub.StubTask(), 9, 7.0)
 
 
-def test_a_split_without_batches_is_an_error() -> None:
+def test_a_split_without_batches_is_an_error():
     class Empty(stub.StubTask):
         sizes: ClassVar = {"train": 0, "valid": 1, "test": 1}
 
@@ -75,7 +74,7 @@ def test_a_split_without_batches_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 3)])
-def test_workers_give_the_same_batches_at_the_same_positions(rank: int, world: int) -> None:
+def test_workers_give_the_same_batches_at_the_same_positions(rank, world):
     before = torch.get_rng_state()
     at = {"seed": 3, "epoch": 1, "index": 2, "rank": rank, "world": world}
     kinds = [stream(**at, workers=workers) for workers in (0, 2)]
@@ -87,9 +86,7 @@ def test_workers_give_the_same_batches_at_the_same_positions(rank: int, world: i
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_weights_do_not_depend_on_workers_whose_number_may_change(
-    tmp_path: Path,
-) -> None:
+def test_weights_do_not_depend_on_workers_whose_number_may_change(tmp_path):
     stub.run(stub.make_config(dropout=0.1, log_every=1, steps=6), tmp_path / "none")
     stub.run(stub.make_config(dropout=0.1, log_every=1, steps=3, num_workers=1), tmp_path / "some")
     longer = stub.make_config(dropout=0.1, log_every=1, steps=6, num_workers=2)
@@ -101,18 +98,18 @@ def test_weights_do_not_depend_on_workers_whose_number_may_change(
     assert set(losses[0]) <= set(losses[1])
 
 
-def test_what_a_task_raises_in_a_worker_is_raised_as_it_is(tmp_path: Path) -> None:
+def test_what_a_task_raises_in_a_worker_is_raised_as_it_is(tmp_path):
     class Damaged(stub.StubTask):
-        def collate(self, examples: Any) -> Any:
+        def collate(self, examples):
             raise DataError("rows.tsv:7: no label")
 
     with pytest.raises(DataError, match=r"^rows\.tsv:7: no label$"):
         stub.run(stub.make_config(num_workers=1), tmp_path / "run", task=Damaged())
 
 
-def test_a_worker_that_is_killed_ends_the_run_in_one_line(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(tmp_path):
     class Killed(stub.StubTask):
-        def collate(self, examples: Any) -> Any:
+        def collate(self, examples):
             os.kill(os.getpid(), signal.SIGKILL)
 
     expected = r"num_workers = 1: fewer need less memory.*--resume auto"

@@ -1,13 +1,9 @@
 """From options to the objects of a run: the optimizer that is named, weights held in their set, and
 models of images that a run starts from."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -23,7 +19,7 @@ from wellposed.constrain import MuonAndAdamW
 from wellposed.errors import ConfigError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.report import build_report
-from wellposed.tasks import Task, build_task
+from wellposed.tasks import build_task
 from wellposed.training import (
     ConstrainOptions,
     ModelOptions,
@@ -39,18 +35,18 @@ from wellposed.training.loop.build import build_constraint, build_optimizer, bui
 
 @pytest.mark.parametrize("kind", ["muon", "sgd"])
 @pytest.mark.parametrize("to", [None, "orthogonal", "spectral"])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, to: Any) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, kind, to):
     config = stub.make_config(dropout=0.3, optimizer=kind)
     if to is not None:
         config = replace(config, constrain=ConstrainOptions("*.inner", to=to))
     assert_resumed_bit_for_bit(config, tmp_path)
 
 
-def test_each_name_is_that_optimizer_with_its_numbers() -> None:
+def test_each_name_is_that_optimizer_with_its_numbers():
     model = stub.StubModel()
     held = [model.blocks[0].inner.weight]
 
-    def build(where: Any = (), **options: Any) -> Any:
+    def build(where=(), **options):
         return build_optimizer(model, TrainOptions(**options), constrained=held, where=where)
 
     adamw = build(adam_beta2=0.9)
@@ -70,9 +66,9 @@ def test_each_name_is_that_optimizer_with_its_numbers() -> None:
         assert len(decays) == len(list(model.parameters()))
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="optimizer = 'lion', expected 'adamw', 'muon' or 'sgd'"):
-        TrainOptions(optimizer="lion")  # pyright: ignore[reportArgumentType]
+        TrainOptions(optimizer="lion")
     with pytest.raises(ConfigError, match=r"momentum = 0\.9 with optimizer = adamw"):
         TrainOptions(momentum=0.9)
     with pytest.raises(ConfigError, match="no trainable matrix"):
@@ -85,13 +81,11 @@ TRAIN = TrainOptions(steps=6, batch_size=4, eval_every=3, checkpoint_every=3, op
 BASE = RunConfig(task="marked", task_options=TASK, model=MODEL, train=TRAIN)
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def weights_of(folder):
     return load_run_model(folder)[0].state_dict()
 
 
-def test_held_weights_stay_in_their_set_and_a_longer_run_is_the_same(
-    tmp_path: Path,
-) -> None:
+def test_held_weights_stay_in_their_set_and_a_longer_run_is_the_same(tmp_path):
     config = apply_variant("lipschitz", replace(BASE, train=replace(TRAIN, schedule="constant")))
     train(config, tmp_path / "whole", progress=False)
     short = replace(config, train=replace(config.train, steps=3))
@@ -107,17 +101,17 @@ def test_held_weights_stay_in_their_set_and_a_longer_run_is_the_same(
 WEIGHTS = ("blocks.0.inner.weight", "blocks.1.inner.weight")
 
 
-def make_config(where: str = "*.inner", **options: Any) -> RunConfig:
+def make_config(where="*.inner", **options):
     return replace(stub.make_config(dropout=0.3, **options), constrain=ConstrainOptions(where))
 
 
-def isometry_error(weight: torch.Tensor) -> float:
+def isometry_error(weight):
     """Return the largest |<w_i, w_j> - [i = j]| over pairs of columns, one by one in float64."""
     columns = list(enumerate(weight.double().T))
     return max(abs(float(v @ w) - (i == j)) for i, v in columns for j, w in columns)
 
 
-def test_named_weights_stay_orthogonal_and_the_run_says_how_well(tmp_path: Path) -> None:
+def test_named_weights_stay_orthogonal_and_the_run_says_how_well(tmp_path):
     result = stub.run(make_config(), tmp_path / "run")
     worst = max(isometry_error(final(tmp_path / "run")[name]) for name in WEIGHTS)
     assert worst <= 1e-5
@@ -133,7 +127,7 @@ def test_named_weights_stay_orthogonal_and_the_run_says_how_well(tmp_path: Path)
 
 
 @pytest.mark.parametrize("to", ["spectral", "columns"])
-def test_the_other_sets_are_held_through_kill_and_resume(tmp_path: Path, to: Any) -> None:
+def test_the_other_sets_are_held_through_kill_and_resume(tmp_path, to):
     config = replace(stub.make_config(), constrain=ConstrainOptions("*.inner", to=to, bound=0.5))
     info = stub.run(config, tmp_path / "run").result["train_info"]
     for name in WEIGHTS:
@@ -147,7 +141,7 @@ def test_the_other_sets_are_held_through_kill_and_resume(tmp_path: Path, to: Any
     assert_resumed_bit_for_bit(config, tmp_path)
 
 
-def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path: Path) -> None:
+def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path):
     config = make_config()
     stub.run(config, tmp_path / "run")
     for name in ("metrics.jsonl", "result.json"):
@@ -168,14 +162,14 @@ def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path: Path) -> 
         ("embedding", r"constrain\.where.*embedding of 11 vectors in 8 dimensions"),
     ],
 )
-def test_names_that_cannot_be_held_are_refused(tmp_path: Path, where: str, says: str) -> None:
+def test_names_that_cannot_be_held_are_refused(tmp_path, where, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         stub.run(make_config(where), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("family", ["vit", "deit"])
-def test_t_fixup_reads_the_norm_of_embedded_patches(family: str, tmp_path: Path) -> None:
+def test_t_fixup_reads_the_norm_of_embedded_patches(family, tmp_path):
     """v solves K (2 v^2 x^2 + v^4) = 1 with x the mean norm of the tokens that enter the first of
     K/2 layers."""
     layers, width = 3, 64
@@ -183,9 +177,9 @@ def test_t_fixup_reads_the_norm_of_embedded_patches(family: str, tmp_path: Path)
     config = image_config(tmp_path / family, family, **sizes)
     task = build_task("image_classification", {"processor": f"config:{config}", "limit_train": 32})
 
-    def started(init: str) -> torch.nn.Module:
+    def started(init):
         torch.manual_seed(0)
-        options = StartOptions(str(config), init=init, from_scratch=True)  # type: ignore[arg-type]
+        options = StartOptions(str(config), init=init, from_scratch=True)
         return build_start(RunConfig("image_classification", start=options), task).model
 
     plain, fixed = started("own"), started("t_fixup")
@@ -203,7 +197,7 @@ def test_t_fixup_reads_the_norm_of_embedded_patches(family: str, tmp_path: Path)
             assert 0.99 * largest < float(weight.detach().abs().max()) <= largest * (1 + 1e-5)
 
 
-def test_t_fixup_refuses_a_model_without_patches(tmp_path: Path) -> None:
+def test_t_fixup_refuses_a_model_without_patches(tmp_path):
     config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1])
     config.save_pretrained(tmp_path)
     task = build_task("image_classification", {"limit_train": 32})
@@ -212,8 +206,8 @@ def test_t_fixup_refuses_a_model_without_patches(tmp_path: Path) -> None:
         build_start(RunConfig("image_classification", start=options), task)
 
 
-def _mean_norm_of_tokens(model: torch.nn.Module, task: Task) -> float:
-    entering: list[torch.Tensor] = []
+def _mean_norm_of_tokens(model, task):
+    entering = []
     first = model.base_model.layers[0]
     hook = first.register_forward_pre_hook(lambda module, given: entering.append(given[0]))
     batch = task.collate(list(task.dataset("train")))
@@ -223,7 +217,7 @@ def _mean_norm_of_tokens(model: torch.nn.Module, task: Task) -> float:
     return float(entering[0].norm(dim=-1).mean())
 
 
-def test_the_heads_of_a_query_are_held_by_themselves_where_asked_for() -> None:
+def test_the_heads_of_a_query_are_held_by_themselves_where_asked_for():
     model = torch.nn.TransformerEncoderLayer(8, 2, 12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = build_constraint(ConstrainOptions("query", per="head"), model, optimizer)

@@ -1,16 +1,12 @@
 """The layer that is blamed is the one that broke: in its weights, forward, inside a block, or
 backward."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tests.support import stub_task as stub
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.compare.compare import compare
 from wellposed.errors import ConvergenceError
@@ -23,24 +19,24 @@ from wellposed.training.loop.divergence import first_nonfinite_module
 class Attention(nn.Module):
     """Computes between its layers, where no module's output shows it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q_proj, self.o_proj = nn.Linear(4, 4), nn.Linear(4, 4)
         self.divide_by = 1.0
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         scores = self.q_proj(x) @ x.mT + mask
         return self.o_proj((scores.softmax(-1) @ x) / self.divide_by)
 
 
 class Tower(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Linear(4, 4)
         self.layers = nn.ModuleList(Attention() for _ in range(3))
         self.norm = nn.LayerNorm(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         # Masks hold -inf by right.
         mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
         x = self.embed(x)
@@ -49,26 +45,26 @@ class Tower(nn.Module):
         return self.norm(x)
 
 
-def weight(tower: Tower, x: Tensor) -> None:
+def weight(tower, x):
     tower.layers[1].o_proj.weight[2, 3] = float("nan")
 
 
-def output(tower: Tower, x: Tensor) -> None:
+def output(tower, x):
     x.mul_(100)
     for index in (1, 2):
         tower.layers[index].o_proj.weight.mul_(1e38)
         tower.layers[index].o_proj.bias.fill_(3e38)
 
 
-def between(tower: Tower, x: Tensor) -> None:
+def between(tower, x):
     tower.layers[2].divide_by = 0.0
 
 
-def given(tower: Tower, x: Tensor) -> None:
+def given(tower, x):
     x[0, 0, 0] = float("inf")
 
 
-def blame(model: nn.Module, x: Tensor, **extra: Tensor) -> Any:
+def blame(model, x, **extra):
     return first_nonfinite_module(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
 
 
@@ -81,7 +77,7 @@ def blame(model: nn.Module, x: Tensor, **extra: Tensor) -> Any:
         (given, "(the model itself)", ""),
     ],
 )
-def test_the_first_place_that_is_not_finite_is_blamed(spoil: Any, layer: str, reason: str) -> None:
+def test_the_first_place_that_is_not_finite_is_blamed(spoil, layer, reason):
     tower, x = Tower(), torch.randn(2, 5, 4, requires_grad=True)
     with torch.no_grad():
         spoil(tower, x)
@@ -90,15 +86,15 @@ def test_the_first_place_that_is_not_finite_is_blamed(spoil: Any, layer: str, re
     assert reason in found.reason
 
 
-def test_a_term_of_the_loss() -> None:
+def test_a_term_of_the_loss():
     tower, x = Tower(), torch.randn(2, 5, 4)
     term = tower.embed.weight.sum() * float("inf")
     assert blame(tower, x, **{"(the penalty)": term}).layer == "(the penalty)"
 
 
-def test_a_backward_pass_that_breaks() -> None:
+def test_a_backward_pass_that_breaks():
     class Root(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return (x * 0.0).abs().sqrt()  # the derivative of sqrt at 0 is infinite, times 0 is NaN
 
     model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
@@ -107,7 +103,7 @@ def test_a_backward_pass_that_breaks() -> None:
     assert "backward pass" in found.reason
 
 
-def test_finite_gradients_whose_norm_overflows() -> None:
+def test_finite_gradients_whose_norm_overflows():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     x = torch.ones(2, 4)
     found = first_nonfinite_module(model, lambda: {"(the loss)": 1e25 * model(x).sum()})
@@ -117,22 +113,22 @@ def test_finite_gradients_whose_norm_overflows() -> None:
     assert expected in found.reason
 
 
-def test_a_run_stops_before_the_weights_are_touched(tmp_path: Any) -> None:
+def test_a_run_stops_before_the_weights_are_touched(tmp_path):
     """The batch of step 6 breaks block 1; the run ends there with the step, the rate and the
     layer."""
 
     class Fragile(stub.Block):
         calls = 0
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if self.training and torch.is_grad_enabled():
                 Fragile.calls += 1
             broken = self.training and Fragile.calls >= 6
             return super().forward(x) * (float("inf") if broken else 1.0)
 
-    held: list[Any] = []
+    held = []
 
-    def make(config: Any, task: Any) -> nn.Module:
+    def make(config, task):
         model = stub.make_model(config, task)
         model.blocks[1] = Fragile(8, 0.0)
         held.append(model)
@@ -156,12 +152,12 @@ def test_a_run_stops_before_the_weights_are_touched(tmp_path: Any) -> None:
         assert torch.equal(held[0].state_dict()[name], value)
 
 
-def test_a_bad_validation_loss_stops_the_run_too(tmp_path: Any) -> None:
+def test_a_bad_validation_loss_stops_the_run_too(tmp_path):
     class Overflowing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x if self.training else x * float("nan")
 
-    def make(config: Any, task: Any) -> nn.Module:
+    def make(config, task):
         model = stub.make_model(config, task)
         model.blocks.append(Overflowing())
         return model
@@ -172,8 +168,8 @@ def test_a_bad_validation_loss_stops_the_run_too(tmp_path: Any) -> None:
     assert "valid" in result.result["failure"]["what"]
 
 
-def test_a_margin_that_overflows_is_the_loss_that_is_blamed(tmp_path: Path) -> None:
-    def make(config: Any, task: Any) -> nn.Module:
+def test_a_margin_that_overflows_is_the_loss_that_is_blamed(tmp_path):
+    def make(config, task):
         model = stub.make_model(config, task)
         model.lm_head = model.head
         return model
@@ -184,7 +180,7 @@ def test_a_margin_that_overflows_is_the_loss_that_is_blamed(tmp_path: Path) -> N
     assert "every activation is finite" in failure["reason"]
 
 
-def test_logits_may_be_a_plain_tensor() -> None:
+def test_logits_may_be_a_plain_tensor():
     from wellposed.training.loop.batches import forward
 
     logits = torch.zeros(1, 2, 3)
@@ -192,20 +188,20 @@ def test_logits_may_be_a_plain_tensor() -> None:
     batch = {"input_ids": tokens, "labels": tokens}
 
     for output in (logits, SimpleNamespace(logits=logits)):
-        model: Any = nn.Module()
+        model = nn.Module()
         model.forward = lambda input_ids, output=output: output
         assert forward(model, batch) is logits
 
 
 @pytest.mark.parametrize("when", ["start", "step"])
-def test_a_convergence_error_is_a_failed_run(tmp_path: Path, when: str) -> None:
+def test_a_convergence_error_is_a_failed_run(tmp_path, when):
     config = stub.make_config()
 
-    def broken(*_: Any) -> Any:
+    def broken(*_):
         raise ConvergenceError("polar: the (8, 8) matrix holds values that are not finite")
 
     class Breaking(stub.StubTask):
-        def loss_sum(self, *_: Any, **__: Any) -> Any:
+        def loss_sum(self, *_, **__):
             broken()
 
     keywords = {"model": broken} if when == "start" else {"task": Breaking()}
@@ -219,8 +215,8 @@ def test_a_convergence_error_is_a_failed_run(tmp_path: Path, when: str) -> None:
     assert stub.run(config, tmp_path / "run", resume="auto").status == "success"
 
 
-def test_a_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaking(config: RunConfig, task: Any) -> Any:
+def test_a_comparison_goes_on(tmp_path, monkeypatch):
+    def breaking(config, task):
         if config.variant == "rezero":
             raise ConvergenceError("the initialisation did not converge")
         return build_run_model(config, task)

@@ -6,10 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import ClassVar
 
 import jsonschema
 import pytest
@@ -26,7 +24,7 @@ from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.folder.checkpoints import WeightHistory, mean_tensors
 
 
-def last(folder: Path, step: int) -> dict[str, torch.Tensor]:
+def last(folder, step):
     return {
         f"{file.stem}.{key}": value
         for file in (folder / f"checkpoint-{step}").glob("*.safetensors")
@@ -34,7 +32,7 @@ def last(folder: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(one, other):
     """Compare the last checkpoint, the final weights and the rows of two runs, bit for bit."""
     assert same(last(one, 12), last(other, 12))
     assert same(final(one), final(other))
@@ -42,11 +40,11 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "run"
 
 
-def test_what_a_run_leaves_behind(out: Path) -> None:
+def test_what_a_run_leaves_behind(out):
     task = stub.StubTask()
     result = stub.run(stub.make_config(), out, task=task, command=["wellposed", "train", "stub"])
     assert (result.status, result.exit_code, result.message) == ("success", 0, "")
@@ -73,7 +71,7 @@ def test_what_a_run_leaves_behind(out: Path) -> None:
     assert task.read.count("test") == 1
 
 
-def test_the_best_weights_on_valid_are_kept_and_tested(out: Path) -> None:
+def test_the_best_weights_on_valid_are_kept_and_tested(out):
     """A learning rate that ruins late steps: the best evaluation is not the last one."""
     config = stub.make_config(steps=24, learning_rate=0.6, warmup_steps=20)
     result = stub.run(config, out)
@@ -95,7 +93,7 @@ def test_the_best_weights_on_valid_are_kept_and_tested(out: Path) -> None:
     assert result.result["results"]["stub"]["loss,test"] == pytest.approx(slow, rel=1e-5)
 
 
-def test_early_stopping_looks_at_valid_alone(out: Path) -> None:
+def test_early_stopping_looks_at_valid_alone(out):
     config = stub.make_config(steps=80, learning_rate=0.6, warmup_steps=20, patience=2)
     result = stub.run(config, out)
     losses = [row["loss"] for row in rows(out, "valid")]
@@ -105,9 +103,7 @@ def test_early_stopping_looks_at_valid_alone(out: Path) -> None:
 
 
 @pytest.mark.parametrize("ask", [1, 4, 9, 14, 17, 20])
-def test_stop_and_resume(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, ask: int
-) -> None:
+def test_stop_and_resume(tmp_path, out, monkeypatch, ask):
     """The stop falls between steps, inside evaluations on valid and inside the one on test; the
     folder may move."""
     config = stub.make_config(dropout=0.3, log_every=5, keep_checkpoints=2, gradient_accumulation=2)
@@ -123,9 +119,7 @@ def test_stop_and_resume(
     assert_same_run(moved, tmp_path / "straight")
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, out, monkeypatch, capsys):
     config = stub.make_config(dropout=0.3, keep_checkpoints=3)
     stub.run(config, tmp_path / "straight")
     with monkeypatch.context() as patch:
@@ -144,7 +138,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert_same_run(out, tmp_path / "straight")
 
 
-def test_no_usable_checkpoint_is_an_error(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_usable_checkpoint_is_an_error(out, monkeypatch):
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         stub.run(stub.make_config(), out)
@@ -154,14 +148,12 @@ def test_no_usable_checkpoint_is_an_error(out: Path, monkeypatch: pytest.MonkeyP
         stub.run(stub.make_config(), out, resume="auto")
 
 
-def test_a_full_disk_ends_nothing(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
     config = stub.make_config(dropout=0.3)
     stub.run(config, tmp_path / "straight")
     write, count = durable_files.write_synced, 0
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path, data):
         nonlocal count
         count += path.name == "optimizer.safetensors"
         if count == 2:
@@ -178,10 +170,10 @@ def test_a_full_disk_ends_nothing(
     assert_same_run(out, tmp_path / "straight")
 
 
-def test_a_disk_that_fills_up_at_the_very_end(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_at_the_very_end(out, monkeypatch):
     write = durable_files.open_replacing
 
-    def full(path: Path) -> AbstractContextManager[IO[bytes]]:
+    def full(path):
         if path.name == "result.json":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return write(path)
@@ -195,7 +187,7 @@ def test_a_disk_that_fills_up_at_the_very_end(out: Path, monkeypatch: pytest.Mon
     assert len(rows(out, "test")) == 1
 
 
-def test_a_finished_run_is_returned_as_it_is(out: Path) -> None:
+def test_a_finished_run_is_returned_as_it_is(out):
     first = stub.run(stub.make_config(), out)
     stamp = (out / "result.json").stat().st_mtime_ns
     task = stub.StubTask()
@@ -213,30 +205,28 @@ def test_a_finished_run_is_returned_as_it_is(out: Path) -> None:
     )
 
 
-def test_seeds(tmp_path: Path) -> None:
+def test_seeds(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         stub.run(stub.make_config(dropout=0.3, seed=seed), tmp_path / name)
     assert_same_run(tmp_path / "a", tmp_path / "b")
     assert not same(final(tmp_path / "a"), final(tmp_path / "c"))
 
 
-def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path: Path) -> None:
+def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path):
     """A model that draws more numbers for its weights, and one of another width, change nothing of
     the stream."""
-    seen: dict[str, list[Any]] = {}
-    masks: dict[str, list[Any]] = {}
+    seen = {}
+    masks = {}
     for name, width, draws in (("a", 8, 0), ("b", 8, 1000), ("c", 16, 0)):
         batches, zeros = seen.setdefault(name, []), masks.setdefault(name, [])
 
-        def make(
-            *_: Any, sizes: Any = (width, 1, 0.5, draws), lists: Any = (batches, zeros)
-        ) -> Any:
+        def make(*_, sizes=(width, 1, 0.5, draws), lists=(batches, zeros)):
             model, (batches, zeros) = stub.StubModel(*sizes), lists
 
-            def before(_: Any, args: Any, inputs: dict[str, torch.Tensor]) -> None:
+            def before(_, args, inputs):
                 batches.append(inputs["input_ids"].tolist())
 
-            def after(module: Any, args: Any, output: torch.Tensor) -> None:
+            def after(module, args, output):
                 if module.training:
                     zeros.append((output == 0).tolist())
 
@@ -250,19 +240,19 @@ def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path: Path) -> 
     assert masks["a"] != masks["c"]
 
 
-def test_evaluation_draws_no_random_numbers_and_ignores_the_batch_size(tmp_path: Path) -> None:
+def test_evaluation_draws_no_random_numbers_and_ignores_the_batch_size(tmp_path):
     often = stub.make_config(dropout=0.3, eval_every=1, checkpoint_every=12)
     stub.run(often, tmp_path / "often")
     stub.run(stub.make_config(dropout=0.3, eval_every=12, checkpoint_every=12), tmp_path / "once")
     assert same(last(tmp_path / "often", 12), last(tmp_path / "once", 12))
 
 
-def test_fewer_validation_batches(tmp_path: Path) -> None:
+def test_fewer_validation_batches(tmp_path):
     result = stub.run(stub.make_config(steps=4, eval_batches=1), tmp_path / "run")
     assert result.result["n-samples"]["stub"] == {"valid": 4, "test": 5}
 
 
-def test_a_split_that_is_empty(tmp_path: Path) -> None:
+def test_a_split_that_is_empty(tmp_path):
     class NoTest(stub.StubTask):
         sizes: ClassVar = {"train": 8, "valid": 3, "test": 0}
 
@@ -270,7 +260,7 @@ def test_a_split_that_is_empty(tmp_path: Path) -> None:
         stub.run(stub.make_config(steps=2), tmp_path / "run", task=NoTest())
 
 
-def test_the_mean_is_that_of_float64() -> None:
+def test_the_mean_is_that_of_float64():
     draws = [{"w": torch.randn(5), "n": torch.tensor(i)} for i in range(7)]
     mean = mean_tensors(draws)
     slow = [sum(float(draw["w"][k]) for draw in draws) / 7 for k in range(5)]
@@ -279,13 +269,13 @@ def test_the_mean_is_that_of_float64() -> None:
     assert int(mean["n"]) == 6
 
 
-def linear(value: float) -> torch.nn.Linear:
+def linear(value):
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(module.weight, value)
     return module
 
 
-def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> None:
+def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path):
     history = WeightHistory(tmp_path, 3)
     for step in (1, 2, 3, 4):
         history.add(step, linear(0.0))
@@ -298,7 +288,7 @@ def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("rate", "used"), [(0.3, "best"), (1.0, "average")])
-def test_a_run_ends_with_the_better_weights(tmp_path: Path, rate: float, used: str) -> None:
+def test_a_run_ends_with_the_better_weights(tmp_path, rate, used):
     """With a learning rate that bounces the mean wins; the weights kept are those of the last
     evaluations."""
     options = {"keep_checkpoints": 9, "average_checkpoints": 2, "steps": 20}
@@ -306,7 +296,7 @@ def test_a_run_ends_with_the_better_weights(tmp_path: Path, rate: float, used: s
     result = stub.run(config, tmp_path / "run").result
     weights = result["weights"]
 
-    def kept(step: int) -> dict[str, torch.Tensor]:
+    def kept(step):
         return load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
 
     assert weights["averaged_steps"] == [16, 20]
@@ -320,7 +310,7 @@ def test_a_run_ends_with_the_better_weights(tmp_path: Path, rate: float, used: s
     assert not (tmp_path / "run" / "averaging").exists()
 
 
-def test_averages_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_survive_an_interruption(tmp_path, monkeypatch):
     config = stub.make_config(learning_rate=0.3, dropout=0.2, average_checkpoints=3)
     stub.run(config, tmp_path / "straight")
     with monkeypatch.context() as patch:
@@ -331,33 +321,33 @@ def test_averages_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.Mo
     assert same(final(tmp_path / "run"), final(tmp_path / "straight"))
 
 
-def test_the_mean_of_orthogonal_weights_is_refused(tmp_path: Path) -> None:
+def test_the_mean_of_orthogonal_weights_is_refused(tmp_path):
     held = ConstrainOptions("blocks.*")
     config = replace(stub.make_config(average_checkpoints=2), constrain=held)
     with pytest.raises(ConfigError, match="the mean of orthogonal matrices is not orthogonal"):
         stub.run(config, tmp_path / "run")
 
 
-def writing_task(calls: list[Any]) -> Any:
+def writing_task(calls):
     """Return the stub task with texts to score: how many, and with which weights."""
 
     class WritingTask(stub.StubTask):
         report_headline = "bleu"
 
-        def generate_metrics(self, model: Any, split: str, **how: Any) -> dict[str, float]:
+        def generate_metrics(self, model, split, **how):
             how["notify"](0, 1)
             weight = model.embedding.weight.detach().clone()
             calls.append((split, how["batch_size"], how.get("max_examples"), weight))
             return {"bleu": float(len(calls))}
 
-        def describe_generation(self) -> dict[str, Any]:
+        def describe_generation(self):
             return {"signatures": {"bleu": "hand-made"}}
 
     return WritingTask()
 
 
-def test_generated_text_is_scored_once_with_the_final_weights(tmp_path: Path) -> None:
-    calls: list[Any] = []
+def test_generated_text_is_scored_once_with_the_final_weights(tmp_path):
+    calls = []
     result = stub.run(stub.make_config(), tmp_path / "run", task=writing_task(calls)).result
     assert [call[:3] for call in calls] == [("valid", 4, None), ("test", 4, None)]
     assert all(torch.equal(call[3], final(tmp_path / "run")["embedding.weight"]) for call in calls)

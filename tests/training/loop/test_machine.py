@@ -1,12 +1,8 @@
 """Devices, precision, memory: refused in one line where they are not there, the same numbers where
 they only save."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2,
 DATA = {"limit_chars": 9000, "seq_len": 32}
 
 
-def losses(out: Path, **options: object) -> list[float]:
+def losses(out, **options):
     values = {"steps": 3, "batch_size": 16, "eval_batches": 1, "log_every": 1, **options}
     penalty = PenaltyOptions(affinity=1e-3, key=1e-2)
     how = {"model": SMALL, "penalty": penalty, "train": TrainOptions(**values)}
@@ -35,7 +31,7 @@ def losses(out: Path, **options: object) -> list[float]:
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"])
-def test_an_unknown_device(device: str) -> None:
+def test_an_unknown_device(device):
     with pytest.raises(ConfigError, match=r"device = .*expected auto, cpu, cuda, cuda:N or mps"):
         TrainOptions(device=device)
 
@@ -48,29 +44,27 @@ def test_an_unknown_device(device: str) -> None:
         ({"device": "cpu", "precision": "fp16"}, "1", "only CUDA devices train in it; give --prec"),
     ],
 )
-def test_unusable_devices(
-    monkeypatch: pytest.MonkeyPatch, options: Any, world: str, says: str
-) -> None:
+def test_unusable_devices(monkeypatch, options, world, says):
     if world != "1":
         monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(ConfigError, match=says):
         build_accelerator(TrainOptions(**options))
 
 
-def test_checkpointing_changes_no_number(tmp_path: Path) -> None:
+def test_checkpointing_changes_no_number(tmp_path):
     """Dropout is drawn again as it was, so only the order of sums could differ."""
     plain = losses(tmp_path / "plain")
     saving = losses(tmp_path / "saving", gradient_checkpointing=True)
     assert saving == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_model_that_cannot_recompute_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_recompute_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="StubModel cannot recompute its activations"):
         stub.run(stub.make_config(gradient_checkpointing=True), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
     """With a backend that computes as Python does, the numbers are the same; the inner model is
     what is saved."""
     whole = torch.compile
@@ -101,7 +95,7 @@ def test_a_compiled_model_is_what_trains(tmp_path: Path, monkeypatch: pytest.Mon
     "error",
     [torch.OutOfMemoryError("out of memory"), MemoryError(), RuntimeError("can't allocate memory")],
 )
-def test_memory_ends_in_one_line(tmp_path: Path, error: Any, options: Any, says: str) -> None:
+def test_memory_ends_in_one_line(tmp_path, error, options, says):
     config = RunConfig("char_lm", {"seq_len": 64}, train=TrainOptions(**options))
     failing = one_line_failures(tmp_path, config, Accelerator())
     with pytest.raises(WellposedError, match=says) as caught, failing:
@@ -109,7 +103,7 @@ def test_memory_ends_in_one_line(tmp_path: Path, error: Any, options: Any, says:
     assert "\n" not in str(caught.value)
 
 
-def test_fp16_leaves_no_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_leaves_no_step_out(tmp_path, monkeypatch):
     """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of
     fp16, 2^-11."""
     monkeypatch.setattr(machine, "FP16_DEVICES", ("cpu", "cuda"))
@@ -126,7 +120,7 @@ def test_fp16_leaves_no_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert 0 < state["steps_at_scale"] <= 8
 
 
-def test_the_scale_grows_after_many_finite_steps_and_has_an_end() -> None:
+def test_the_scale_grows_after_many_finite_steps_and_has_an_end():
     state = TrainerState()
     for _ in range(STEPS_TO_DOUBLE):
         state.count_scaled_step()

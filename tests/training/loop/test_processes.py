@@ -1,8 +1,6 @@
 """Two processes on one micro-batch each are one process on two: the same weights to rounding, the
 same folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -27,7 +25,7 @@ COMMAND = typed("train char_lm --seq-len 16 --batch-size 4 --schedule constant -
 "--model.dropout 0 --model.num-hidden-layers 1")  # fmt: skip
 
 
-def command(*words: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+def command(*words, processes=1):
     """Run ``python -m wellposed``, under torchrun where there are several processes."""
     torchrun = f"torch.distributed.run --standalone --nproc_per_node={processes} -m"
     launcher = typed(torchrun) if processes > 1 else []
@@ -41,14 +39,14 @@ def command(*words: str, processes: int = 1) -> subprocess.CompletedProcess[str]
     )
 
 
-def write_data(folder: Path, **characters: int) -> str:
+def write_data(folder, **characters):
     """Write a file of so many characters for each split; return that of train."""
     for split, count in characters.items():
         (folder / f"{split}.txt").write_text((DATA * 70)[:count])
     return str(folder / "train.txt")
 
 
-def assert_same_losses(one: Path, other: Path, rel: float = 1e-4) -> None:
+def assert_same_losses(one, other, rel=0.0001):
     """Compare all rows but their seconds, to rounding."""
     for left, right in zip(rows(one), rows(other), strict=True):
         assert left.keys() == right.keys()
@@ -56,7 +54,7 @@ def assert_same_losses(one: Path, other: Path, rel: float = 1e-4) -> None:
             assert left[name] == pytest.approx(right[name], rel=rel), name
 
 
-def assert_same_final(one: Path, other: Path) -> None:
+def assert_same_final(one, other):
     """Compare the files, and the weights to rounding; the bias of keys has no gradient but
     rounding."""
     verify_final(other)
@@ -71,7 +69,7 @@ def assert_same_final(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) -> None:
+def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path):
     """The splits have 3 and 1 batches, which two processes cannot share evenly."""
     data = write_data(tmp_path, train=16 * 4 * 9, valid=16 * 4 * 3, test=16 * 4)
     words = [*COMMAND, "--data", data, "--penalty.query", "0.1", "--constrain.where", "key"]
@@ -92,9 +90,7 @@ def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(
-    tmp_path: Path,
-) -> None:
+def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(tmp_path):
     """Two processes by FSDP2; the last batch of an epoch is short, so that their shares of a step
     differ."""
     data = write_data(tmp_path, train=16 * (4 * 9 + 2), valid=16 * 4 * 3, test=16 * 4)
@@ -139,7 +135,7 @@ def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(
 
 
 @pytest.mark.slow
-def test_two_processes_compare_together(tmp_path: Path) -> None:
+def test_two_processes_compare_together(tmp_path):
     data = write_data(tmp_path, train=len(DATA) * 60)
     what = typed("--variants post_ln,pre_ln --seeds 1 --steps 3 --eval-batches 2 --quiet")
     words = ["compare", *COMMAND[1:], "--data", data, *what]
@@ -155,9 +151,7 @@ def test_two_processes_compare_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_commands_of_one_process_refuse_several(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
-) -> None:
+def test_commands_of_one_process_refuse_several(monkeypatch, capsys, rank):
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     for name, says in (("doctor", "without torchrun"), ("report", "")):
@@ -169,8 +163,8 @@ def test_commands_of_one_process_refuse_several(
 
 
 def test_sharding_that_a_run_cannot_do_is_refused_before_anything_is_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    monkeypatch, capsys, tmp_path
+):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert main([*COMMAND, "--steps", "2", "--out", str(tmp_path / "run")]) == 2
     assert "to shard the weights (FSDP)" in capsys.readouterr().err
@@ -185,7 +179,7 @@ def test_sharding_that_a_run_cannot_do_is_refused_before_anything_is_done(
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_other_in_one_line(tmp_path: Path) -> None:
+def test_a_process_that_dies_ends_the_other_in_one_line(tmp_path):
     first, second = start_two(SCRIPT, tmp_path / "run", "100000", "0.01", "0.1", "never")
     try:
         wait_for_rows(first, tmp_path / "run", 4)

@@ -1,11 +1,8 @@
 """What a person sees: plain lines when piped, a bar on a terminal, nothing when quiet, no colour
 under NO_COLOR."""
 
-from __future__ import annotations
-
 import io
 import sys
-from typing import Any
 
 import pytest
 
@@ -19,11 +16,11 @@ VALID = {"step": 5, "split": "valid", "loss": 1.5, "nats": 1.5, "best": True, "s
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def show(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, enabled: bool = True) -> str:
+def show(monkeypatch, stream, *, enabled=True):
     monkeypatch.setattr(sys, "stderr", stream)
     with Progress(enabled=enabled, steps=10, description="listops oc1 seed 0") as progress:
         progress.start(0)
@@ -33,7 +30,7 @@ def show(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, enabled: bool 
     return stream.getvalue()
 
 
-def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines(monkeypatch, capsys):
     lines = show(monkeypatch, io.StringIO()).splitlines()
     assert lines[0] == "a [bold]message[/bold]"
     numbers = "loss 1.25 penalty 0.5 grad_norm 2 learning_rate 0.001 tokens_per_second 123,456"
@@ -42,7 +39,7 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -56,8 +53,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loss 1.2500" in plain
 
 
-def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Any = iter([0.0, 9.0, 10.0, 10.5, 21.0])
+def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch):
+    clock = iter([0.0, 9.0, 10.0, 10.5, 21.0])
     monkeypatch.setattr("wellposed.training.loop.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -68,8 +65,8 @@ def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])
-def test_eta(monkeypatch: pytest.MonkeyPatch, done: int, began: float, expected: str) -> None:
-    clock: Any = iter([began, 10.0])
+def test_eta(monkeypatch, done, began, expected):
+    clock = iter([began, 10.0])
     monkeypatch.setattr("wellposed.training.loop.progress.time.monotonic", lambda: next(clock))
     progress = Progress(enabled=False, steps=10, description="")
     progress.start(0)

@@ -1,12 +1,8 @@
 """The loop with the real tasks, models, penalty and measurements: they fit together, and what is
 saved loads again."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -32,19 +28,19 @@ SHORT = TrainOptions(steps=4, batch_size=4, **EVERY)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("the north wind and the sun were disputing which was the stronger. " * 60)
     return path
 
 
-def language_model(text: Path, **changes: Any) -> RunConfig:
+def language_model(text, **changes):
     data = {"data": str(text), "seq_len": 16}
     return RunConfig("char_lm", data, model=SMALL, train=SHORT, **changes)
 
 
 @pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "lm"
     penalty = PenaltyOptions(affinity=1e-3, attention=1e-3, feedforward=1e-3)
     result = train(language_model(text, penalty=penalty, variant="oc3"), out, progress=False)
@@ -54,18 +50,14 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("strength", "times"), [(1e-6, 0), (100.0, 1)])
-def test_a_first_penalty_that_rules_the_loss_is_said_once(
-    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, strength: float, times: int
-) -> None:
+def test_a_first_penalty_that_rules_the_loss_is_said_once(text, tmp_path, caplog, strength, times):
     penalty = PenaltyOptions(key=strength)
     with caplog.at_level("INFO", logger="wellposed.training"):
         train(language_model(text, penalty=penalty), tmp_path / "run", progress=False)
     assert caplog.text.count("it rules the training") == times
 
 
-def test_vital_signs_are_rows_of_the_run_and_change_nothing(
-    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vital_signs_are_rows_of_the_run_and_change_nothing(text, tmp_path, caplog):
     plain = language_model(text)
     watched = replace(plain, train=replace(SHORT, monitor=2, learning_rate=0.1))
     results = [
@@ -90,8 +82,8 @@ def test_vital_signs_are_rows_of_the_run_and_change_nothing(
 
 
 def test_the_first_module_that_is_not_finite_is_an_alarm_of_the_run_and_of_its_report(
-    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    text, tmp_path, caplog
+):
     options = replace(SHORT, monitor=1, learning_rate=1e30, schedule="constant", max_grad_norm=0)
     train(replace(language_model(text), train=options), tmp_path / "run", progress=False)
     alarms = [row for row in read_metrics(tmp_path / "run") if row["split"] == "alarm"]
@@ -101,9 +93,7 @@ def test_the_first_module_that_is_not_finite_is_an_alarm_of_the_run_and_of_its_r
     assert "alarms at 2 steps, the first at step 1: vital/decoder.0.query/update is" in page
 
 
-def test_a_run_that_goes_on_watches_the_steps_it_would_have_watched(
-    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_goes_on_watches_the_steps_it_would_have_watched(text, tmp_path, caplog):
     whole = replace(SHORT, monitor=3, learning_rate=0.1, schedule="constant")
     for steps in (2, 4):
         config = replace(language_model(text), train=replace(whole, steps=steps))
@@ -114,7 +104,7 @@ def test_a_run_that_goes_on_watches_the_steps_it_would_have_watched(
     assert [line.partition(":")[0] for line in said] == ["step 1", "step 4"]
 
 
-def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> None:
+def test_a_language_model_leaves_everything_a_report_reads(finished):
     from wellposed.measurement import Measurement
 
     files = (finished / f"measure-{when}.json" for when in ("initial", "final"))
@@ -126,9 +116,7 @@ def test_a_language_model_leaves_everything_a_report_reads(finished: Path) -> No
     assert all(row["penalty"] > 0 for row in trained)
 
 
-def test_the_final_model_loads_and_gives_the_same_logits(
-    finished: Path,
-) -> None:
+def test_the_final_model_loads_and_gives_the_same_logits(finished):
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = load_run_model(finished)
@@ -142,7 +130,7 @@ def test_the_final_model_loads_and_gives_the_same_logits(
             assert torch.equal(loaded(input_ids=ids).logits, logits)
 
 
-def test_a_cancelled_run_loads(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_run_loads(text, tmp_path, monkeypatch):
     config = language_model(text)
     with pytest.raises(ConfigError, match="not a run folder"):
         load_run_model(tmp_path / "run")
@@ -158,7 +146,7 @@ def test_a_cancelled_run_loads(text: Path, tmp_path: Path, monkeypatch: pytest.M
         load_run_model(tmp_path / "run")
 
 
-def test_a_classifier(tmp_path: Path) -> None:
+def test_a_classifier(tmp_path):
     rows = "".join(f"{'good' if i % 2 else 'bad'}\t{'fine ' * (i % 5 + 1)}\n" for i in range(60))
     (tmp_path / "data.tsv").write_text("label\ttext\n" + rows)
     data = {"data": str(tmp_path / "data.tsv")}
@@ -173,14 +161,14 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert type(model).__name__ == "WellposedForSequenceClassification"
 
 
-def test_bf16_trains_fp32_weights(text: Path, tmp_path: Path) -> None:
+def test_bf16_trains_fp32_weights(text, tmp_path):
     config = replace(language_model(text), train=replace(SHORT, precision="bf16"))
     assert train(config, tmp_path / "run", progress=False).status == "success"
     model, _ = load_run_model(tmp_path / "run")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_missing_data_leaves_no_folder(tmp_path: Path) -> None:
+def test_missing_data_leaves_no_folder(tmp_path):
     config = RunConfig("char_lm", {"data": str(tmp_path / "nowhere.txt")})
     with pytest.raises(DataError, match=r"nowhere\.txt"):
         train(config, tmp_path / "run", progress=False)

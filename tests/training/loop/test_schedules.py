@@ -1,13 +1,10 @@
 """Learning rates against closed forms written down a second time, and the edges between their
 pieces."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import math
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -23,27 +20,27 @@ from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begu
 BASE = TrainOptions(steps=50, learning_rate=0.3, warmup_steps=7, decay_steps=20, gamma=0.8)
 
 
-def rates(schedule: Schedule, **changes: object) -> list[float]:
+def rates(schedule, **changes):
     options = dataclasses.replace(BASE, schedule=schedule, **changes)
     return [learning_rate(step, options, hidden_size=64) for step in range(1, options.steps + 1)]
 
 
-def test_every_schedule_of_the_configuration_is_registered() -> None:
+def test_every_schedule_of_the_configuration_is_registered():
     assert set(SCHEDULES.names()) == set(Schedule.__args__)
 
 
-def test_constant_warms_up_linearly_then_stays() -> None:
+def test_constant_warms_up_linearly_then_stays():
     expected = [0.3 * t / 7 for t in range(1, 7)] + [0.3] * 44
     assert rates("constant") == pytest.approx(expected, rel=1e-15)
     assert rates("constant", warmup_steps=0) == [0.3] * 50
 
 
-def test_inverse_sqrt() -> None:
+def test_inverse_sqrt():
     expected = [0.3 * (20 / (20 + n)) ** 0.5 for n in range(50)]
     assert rates("inverse_sqrt") == pytest.approx(expected, rel=1e-15)
 
 
-def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup() -> None:
+def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup():
     values = rates("inverse_sqrt_warmup")
     rising, falling = range(1, 8), range(8, 51)
     expected = [0.3 * t / 7 for t in rising] + [0.3 * (7 / t) ** 0.5 for t in falling]
@@ -51,12 +48,12 @@ def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup() -> None:
     assert values.index(max(values)) == 6
 
 
-def test_kim2021_meets_at_the_warmup_step() -> None:
+def test_kim2021_meets_at_the_warmup_step():
     expected = [0.8 / 8 * (t * 7**-1.5 if t < 7 else t**-0.5) for t in range(1, 51)]
     assert rates("kim2021") == pytest.approx(expected, rel=1e-14)
 
 
-def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step() -> None:
+def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step():
     values = rates("cosine")
     assert values[:7] == pytest.approx([0.3 * t / 7 for t in range(1, 8)], rel=1e-15)
     assert values[7] == 0.3  # the first step after warm-up is at the peak
@@ -65,18 +62,18 @@ def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step() -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(values[7:]))
 
 
-def test_a_schedule_that_needs_warmup_says_so() -> None:
+def test_a_schedule_that_needs_warmup_says_so():
     for schedule in ("kim2021", "inverse_sqrt_warmup"):
         expected = f"warmup_steps = 0, expected at least 1 for the schedule {schedule}"
         with pytest.raises(ConfigError, match=expected):
             TrainOptions(schedule=schedule)
 
 
-def logged(out: Path) -> list[tuple[int, float]]:
+def logged(out):
     return [(row["step"], row["loss"]) for row in rows(out, "train")]
 
 
-def test_a_longer_run_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_run_is_the_same(tmp_path, capsys):
     """The schedule is constant, so 8 steps and 4 more are 12, bit for bit, dropout included."""
     short, whole = (stub.make_config(steps=steps, dropout=0.2) for steps in (8, 12))
     stub.run(whole, tmp_path / "whole")
@@ -93,7 +90,7 @@ def test_a_longer_run_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert stub.run(whole, out, resume="auto", longer=True).result == result.result
 
 
-def test_a_schedule_tells_its_new_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_tells_its_new_rate(tmp_path, capsys):
     how = {"schedule": "linear", "learning_rate": 0.4}
     short, whole = (stub.make_config(steps=steps, **how) for steps in (4, 8))
     stub.run(short, tmp_path)
@@ -102,7 +99,7 @@ def test_a_schedule_tells_its_new_rate(tmp_path: Path, capsys: pytest.CaptureFix
     assert "linear now ends at step 8: at step 4 the learning rate goes from 0.1 to 0.25" in said
 
 
-def test_only_the_length_may_change_and_only_grow(tmp_path: Path) -> None:
+def test_only_the_length_may_change_and_only_grow(tmp_path):
     config = stub.make_config(steps=8)
     stub.run(config, tmp_path)
     before = (tmp_path / "result.json").read_bytes()
@@ -115,7 +112,7 @@ def test_only_the_length_may_change_and_only_grow(tmp_path: Path) -> None:
     assert (tmp_path / "result.json").read_bytes() == before
 
 
-def test_another_device_is_the_same_run(tmp_path: Path) -> None:
+def test_another_device_is_the_same_run(tmp_path):
     config = stub.make_config(steps=4)
     stub.run(config, tmp_path)
     (tmp_path / "result.json").unlink()
@@ -125,7 +122,7 @@ def test_another_device_is_the_same_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text())["config"]["train"]["device"] == "cpu"
 
 
-def test_a_share_of_warmup_stays_what_it_was() -> None:
+def test_a_share_of_warmup_stays_what_it_was():
     task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     train = TrainOptions(epochs=2, batch_size=10, warmup_share=0.25)
     begun = counted_in_steps(RunConfig("char_lm", train=train), task)

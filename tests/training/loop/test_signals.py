@@ -1,8 +1,6 @@
 """Signals and kills of a real process: a run that is asked to stop ends in order, and one that is
 killed goes on bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -19,7 +17,7 @@ from wellposed.training.loop.processes import StopRequest
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_in_order(tmp_path):
     """One process for each signal, side by side."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     started = {number: start_stub(tmp_path / number.name, 100000, 0.01) for number in signals}
@@ -43,13 +41,13 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_handlers_are_put_back_and_other_threads_left_alone() -> None:
+def test_handlers_are_put_back_and_other_threads_left_alone():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with StopRequest():
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
-    def enter() -> bool:
+    def enter():
         with StopRequest() as stop:
             return stop.requested
 
@@ -57,7 +55,7 @@ def test_handlers_are_put_back_and_other_threads_left_alone() -> None:
         assert not pool.submit(enter).result()
 
 
-def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+def test_a_hangup_that_is_ignored_stays_ignored():
     """`nohup wellposed train ...` outlives its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -69,7 +67,7 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_request_inside_another_is_heard_by_both() -> None:
+def test_a_request_inside_another_is_heard_by_both():
     with StopRequest() as outer:
         with StopRequest() as inner:
             signal.raise_signal(signal.SIGTERM)
@@ -84,7 +82,7 @@ def test_a_request_inside_another_is_heard_by_both() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
-def test_killed_at_the_last_renames(tmp_path: Path) -> None:
+def test_killed_at_the_last_renames(tmp_path):
     """At random moments it is killed by the smallest search for faults."""
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-m", "tests.support.kill_and_resume", str(tmp_path)]

@@ -1,38 +1,34 @@
 """One step against the slow formula in float64: accumulation, penalty shares, clipping, smoothing,
 and losses of certified margins."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from tests.support import stub_task as stub
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.certification import certify
 from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed.training import TrainOptions, read_metrics
-from wellposed.training.loop.batches import Batch, MicroBatches
+from wellposed.training.loop.batches import MicroBatches
 from wellposed.training.loop.build import build_optimizer
 from wellposed.training.loop.step import certified_logits, compute_gradients, hinge_sum, rows_of
 
 
 @pytest.fixture(scope="module")
-def accelerator() -> Accelerator:
+def accelerator():
     return Accelerator(mixed_precision="no", cpu=True)
 
 
-def gradients(model: nn.Module) -> torch.Tensor:
+def gradients(model):
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([part.reshape(-1) for part in found])
 
 
-def concatenated(batches: list[Batch]) -> Batch:
+def concatenated(batches):
     """Return one batch that holds the sequences of all, padded to the longest."""
     values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
@@ -41,7 +37,7 @@ def concatenated(batches: list[Batch]) -> Batch:
     }
 
 
-def slow_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
+def slow_gradients(model, batch):
     """Return the gradient of the mean loss per target, target by target."""
     model.zero_grad(set_to_none=True)
     log_probabilities = model(batch["input_ids"], batch["attention_mask"]).logits.log_softmax(-1)
@@ -56,7 +52,7 @@ def slow_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_accumulation_is_exact_wherever_targets_are(accelerator: Accelerator, count: int) -> None:
+def test_accumulation_is_exact_wherever_targets_are(accelerator, count):
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 3, seed=0).take(count)
     assert count == 1 or len({int((b["labels"][:, 1:] != -100).sum()) for b in batches}) > 1
@@ -70,15 +66,13 @@ def test_accumulation_is_exact_wherever_targets_are(accelerator: Accelerator, co
     assert numbers.finite
 
 
-def test_a_penalty_weighs_as_the_share_of_the_sequences(
-    accelerator: Accelerator,
-) -> None:
+def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
     values = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     weight = model.blocks[0].inner.weight
 
-    def penalty() -> torch.Tensor:
+    def penalty():
         return next(values) * weight.square().sum()
 
     without = slow_gradients(model, concatenated(batches))
@@ -95,7 +89,7 @@ def test_a_penalty_weighs_as_the_share_of_the_sequences(
     assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
 
 
-def test_clipping_scales_the_whole_gradient(accelerator: Accelerator) -> None:
+def test_clipping_scales_the_whole_gradient(accelerator):
     task, model = stub.StubTask(), stub.StubModel().double()
     batches = MicroBatches(task, 4, seed=0).take(2)
     free = slow_gradients(model, concatenated(batches))
@@ -108,11 +102,11 @@ def test_clipping_scales_the_whole_gradient(accelerator: Accelerator) -> None:
     assert numbers.grad_norm == pytest.approx(4 * limit, rel=1e-12)
 
 
-def test_label_smoothing_and_precision_change_the_gradient(accelerator: Accelerator) -> None:
+def test_label_smoothing_and_precision_change_the_gradient(accelerator):
     task, model = stub.StubTask(), stub.StubModel()
     batches = MicroBatches(task, 4, seed=0).take(1)
 
-    def with_options(**changes: Any) -> torch.Tensor:
+    def with_options(**changes):
         model.zero_grad(set_to_none=True)
         compute_gradients(accelerator, model, task, batches, TrainOptions(**changes))
         return gradients(model)
@@ -125,7 +119,7 @@ def test_label_smoothing_and_precision_change_the_gradient(accelerator: Accelera
     torch.testing.assert_close(half, plain, rtol=0, atol=0.05 * float(plain.abs().max()))
 
 
-def test_frozen_parameters_are_left_alone() -> None:
+def test_frozen_parameters_are_left_alone():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
     groups = build_optimizer(model, TrainOptions()).param_groups
@@ -140,20 +134,20 @@ class WithAuxiliary(nn.Module):
     """A model whose own loss is the mean over sequences of (length * |w|)^2, so that sequences
     differ."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def own_loss(self, attention_mask: Tensor) -> Tensor:
+    def own_loss(self, attention_mask):
         size = self.inner.blocks[0].inner.weight.square().sum()
         return STRENGTH * (attention_mask.sum(1) ** 2).to(size.dtype).mean() * size
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+    def forward(self, input_ids, attention_mask):
         logits = self.inner(input_ids, attention_mask).logits
         return SimpleNamespace(logits=logits, auxiliary_loss=self.own_loss(attention_mask))
 
 
-def test_its_gradient_does_not_depend_on_how_a_batch_is_cut() -> None:
+def test_its_gradient_does_not_depend_on_how_a_batch_is_cut():
     accelerator = Accelerator(mixed_precision="no", cpu=True)
     task, model = stub.StubTask(), WithAuxiliary(stub.StubModel()).double()
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
@@ -175,8 +169,8 @@ def test_its_gradient_does_not_depend_on_how_a_batch_is_cut() -> None:
     assert compute_gradients(accelerator, model.inner, task, batches, options).auxiliary is None
 
 
-def test_it_is_logged_and_left_out_of_evaluations(tmp_path: Path) -> None:
-    def build(config: Any, task: Any) -> Any:
+def test_it_is_logged_and_left_out_of_evaluations(tmp_path):
+    def build(config, task):
         return WithAuxiliary(stub.make_model(config, task))
 
     config = stub.make_config(learning_rate=1e-9)
@@ -191,9 +185,9 @@ def test_it_is_logged_and_left_out_of_evaluations(tmp_path: Path) -> None:
     assert all(own["auxiliary_loss"] > 1.0 for own, _ in pairs if own["split"] == "train")
 
 
-def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path: Path) -> None:
+def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path):
     class Broken(WithAuxiliary):
-        def own_loss(self, attention_mask: Tensor) -> Tensor:
+        def own_loss(self, attention_mask):
             return super().own_loss(attention_mask) * float("inf")
 
     config = stub.make_config()
@@ -204,7 +198,7 @@ def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path: Path) -> None:
     assert result.result["failure"]["layer"] == "(the auxiliary loss)"
 
 
-def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:
+def test_the_hinge_is_how_far_another_class_can_come_ahead():
     logits, labels = torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 4, (20,))
     expected = 0.0
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
@@ -221,9 +215,7 @@ def test_the_hinge_is_how_far_another_class_can_come_ahead() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(
-    tied: bool,
-) -> None:
+def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(tied):
     config = WellposedConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, norm="none", unit_embeddings=True,
         attention="ball", feedforward="maxmin", residual="convex", max_position_embeddings=6, dropout=0.0,
@@ -249,7 +241,7 @@ def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(
     assert any(radius * body >= r for radius in radii.tolist())
 
 
-def test_an_encoder_decoder_has_no_margin() -> None:
+def test_an_encoder_decoder_has_no_margin():
     with pytest.raises(ConfigError, match="received an encoder-decoder"):
         rows_of("seq2seq_lm", torch.zeros(1, 2, dtype=torch.long))
 
@@ -270,6 +262,6 @@ def test_an_encoder_decoder_has_no_margin() -> None:
         ({"margin_loss": "words:2", "parallel": "fsdp"}, "parallel = fsdp with margin_loss"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, object], says: str) -> None:
+def test_options_that_do_not_fit_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
-        TrainOptions(**options)  # pyright: ignore[reportArgumentType]
+        TrainOptions(**options)

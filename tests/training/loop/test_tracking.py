@@ -1,10 +1,6 @@
 """Trackers are told what the files of a run hold, and none of them can end a run."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate import tracking as accelerate_tracking
@@ -19,7 +15,7 @@ from wellposed.training.loop.tracking import Tracking
 
 
 @pytest.fixture(autouse=True)
-def records(monkeypatch: pytest.MonkeyPatch) -> list[Notebook]:
+def records(monkeypatch):
     """The notebook in the place of every tracker."""
     for name in ("notebook", "tensorboard", "trackio", "wandb"):
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Notebook)
@@ -29,7 +25,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> list[Notebook]:
     return Notebook.records
 
 
-def numbers(row: dict[str, Any]) -> dict[str, float]:
+def numbers(row):
     return {
         f"{row['split']}/{name}": value
         for name, value in row.items()
@@ -37,9 +33,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def test_a_tracker_is_told_what_the_files_hold(
-    tmp_path: Path, records: list[Notebook], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_is_told_what_the_files_hold(tmp_path, records, capsys):
     out = tmp_path / "run"
     result = stub.run(stub.make_config(), out, tracking=Tracking(("notebook",)))
     (record,) = records
@@ -59,7 +53,7 @@ def test_a_tracker_is_told_what_the_files_hold(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_and_without(tmp_path):
     stub.run(stub.make_config(dropout=0.1), tmp_path / "plain")
     stub.run(stub.make_config(dropout=0.1), tmp_path / "tracked", tracking=Tracking(("notebook",)))
     one, other = tmp_path / "plain", tmp_path / "tracked"
@@ -71,13 +65,11 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
-def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
-) -> None:
+def test_a_tracker_that_raises_is_told_once_and_ends_nothing(tmp_path, monkeypatch, caplog, method):
     class Broken(Notebook):
         pass
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise OSError("the network is away")
 
     monkeypatch.setattr(Broken, method, fail)
@@ -99,7 +91,7 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(
     ("name", "says"),
     [("comet_ml", "comet_ml needs the package 'comet-ml'"), ("tensorbord", "nearest: tensorboard")],
 )
-def test_an_absent_tracker_is_refused_at_once(tmp_path: Path, name: str, says: str) -> None:
+def test_an_absent_tracker_is_refused_at_once(tmp_path, name, says):
     with pytest.raises(ConfigError, match=says) as refused:
         stub.run(stub.make_config(), tmp_path / "run", tracking=Tracking((name,)))
     assert "\n" not in str(refused.value)
@@ -107,7 +99,7 @@ def test_an_absent_tracker_is_refused_at_once(tmp_path: Path, name: str, says: s
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-def test_a_resumed_run_keeps_its_record(tmp_path: Path, records: list[Notebook], name: str) -> None:
+def test_a_resumed_run_keeps_its_record(tmp_path, records, name):
     out, tracking = tmp_path / "run", Tracking((name,))
     config = stub.make_config(log_every=1, checkpoint_every=3, eval_every=20)
 
@@ -117,7 +109,7 @@ def test_a_resumed_run_keeps_its_record(tmp_path: Path, records: list[Notebook],
     class Until(stub.StubTask):
         taken = 0
 
-        def collate(self, examples: Any) -> Any:
+        def collate(self, examples):
             self.taken += 1
             if self.taken > 5:
                 raise Killed
