@@ -16,6 +16,7 @@ from wellposed.linalg import (
     singular_values,
     spectrum,
     stable_rank,
+    with_smallest,
 )
 
 WIDTH = 256
@@ -246,3 +247,30 @@ def test_every_value_of_a_spectrum_is_within_its_error(kind, scale, shape):
     rounding = len(true) * 2.0**-52 * true[0]
     assert bool(((found.values - true).abs() <= found.errors + rounding).all())
     assert float(found.errors.max()) <= 1e-6 * float(true[0])
+    again = with_smallest(matrix * scale, found)
+    assert torch.equal(again.values[:-1], found.values[:-1])
+    assert bool((again.errors <= found.errors).all())
+
+
+@pytest.mark.parametrize("scale", [2.0**-600, 1.0, 2.0**600])
+@pytest.mark.parametrize("least", [0.5, 2.0**-12, 2.0**-18, 2.0**-30])
+def test_the_smallest_value_is_found_anew_where_squares_have_lost_it(
+    least: float, scale: float
+) -> None:
+    """Columns of a Hadamard matrix in lengths that are powers of two: nothing is rounded."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(6):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix = scale * matrix
+    matrix[:, 20] *= least
+    found = spectrum(matrix)
+    again = with_smallest(matrix, found)
+    true = 8 * least * scale
+    assert abs(float(again.values[-1]) - true) <= float(again.errors[-1]) <= 1e-3 * true
+    assert float(again.errors[-1]) < 1e-3 * float(found.errors[-1]) or least > 2.0**-18
+
+
+def test_a_smallest_value_that_cannot_be_told_from_the_next_stays() -> None:
+    for matrix in (torch.eye(5), torch.zeros(5, 5), torch.diag(torch.tensor([1.0, 0.0, 0.0]))):
+        found = spectrum(matrix)
+        assert torch.equal(with_smallest(matrix, found).errors, found.errors)

@@ -140,6 +140,16 @@ def test_the_model_is_left_untouched():
     assert snapshot(model) == before
 
 
+def test_torch_keeps_its_number_of_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        measure(encoder(1))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_model_is_left_untouched_when_it_fails():
     model = Dropping(fails=True).train()
     before = snapshot(model)

@@ -52,3 +52,4 @@ from wellposed.linalg._singular import largest_singular_value as largest_singula
 from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._singular import spectrum as spectrum
 from wellposed.linalg._singular import stable_rank as stable_rank
+from wellposed.linalg._singular import with_smallest as with_smallest

@@ -23,6 +23,9 @@ FIRST_CHECK = 16
 CHECK_EVERY = 4
 MAX_STEPS = 200
 START_SEED = 20210
+# Inverse iteration gains (sigma_n / sigma_(n-1))^4 a step and ends here at this relative width.
+_INVERSE_STEPS = 40
+_NARROW = 1e-6
 
 
 class LanczosEstimate(NamedTuple):
@@ -95,6 +98,50 @@ def spectrum(weight: Tensor) -> Spectrum:
     values = squares.sqrt()
     below, above = values - (squares - off).clamp_min(0.0).sqrt(), (squares + off).sqrt() - values
     return Spectrum(values * scale, torch.maximum(below, above) * scale, gram.mul_(scale**2))
+
+
+def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
+    """Return the spectrum of a square matrix with its smallest singular value found anew, where
+    that has a smaller error, at a fifth of an SVD.
+
+    Status: certified, rounding included. Method: inverse iteration with a factor L U of W gives v,
+    and ``t = |W v|``. With ``rho = |W^T W v - t^2 v|`` and b below the second-smallest squared,
+    ``t^2 - rho^2 / (b - t^2) <= sigma_n^2 <= t^2`` (Temple); the products are off by at most
+    ``a = (2 n + 8) u |W|_F`` in t and 8 a |W|_F in rho. How v was found does not matter.
+
+    >>> weight = torch.tensor([[0.0, 4.0], [3.0, 0.0]])
+    >>> with_smallest(weight, spectrum(weight)).values.tolist()
+    [4.0, 3.0]
+    """
+    matrix, scale = unit_scaled(_checked(weight).to(torch.float64))
+    size = len(matrix)
+    if size < 2 or matrix.shape[1] != size:
+        return found
+    norm = torch.linalg.vector_norm(matrix).item()
+    off = (2 * size + 8) * torch.finfo(torch.float64).eps / 2 * norm
+    second = max(0.0, ((found.values[-2] - found.errors[-2]) / scale).item()) ** 2
+    factor, pivots, _ = torch.linalg.lu_factor_ex(matrix)
+    # The sine of squares looks random: it has a share in every structured vector.
+    vector = torch.arange(1, size + 1, dtype=torch.float64).square().sin()[:, None].to(matrix)
+    length, error = 0.0, math.inf
+    for _ in range(_INVERSE_STEPS):
+        for adjoint in (True, False):
+            vector = torch.linalg.lu_solve(factor, pivots, vector, adjoint=adjoint)
+            vector = vector / torch.linalg.vector_norm(vector)
+        image = matrix @ vector
+        length = torch.linalg.vector_norm(image).item()
+        residual = torch.linalg.vector_norm(matrix.mT @ image - length**2 * vector).item()
+        gap = second - (length + off) ** 2
+        if not gap > _NARROW * second:
+            continue
+        below = max(0.0, length - off) ** 2 - (residual + 8 * off * norm) ** 2 / gap
+        error = length - math.sqrt(max(0.0, below)) + off
+        if error <= _NARROW * length:
+            break
+    values, errors = found.values.clone(), found.errors.clone()
+    if error * scale < errors[-1]:
+        values[-1], errors[-1] = length * scale, error * scale
+    return found._replace(values=values, errors=errors)
 
 
 @checked_arguments

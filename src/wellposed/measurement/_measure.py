@@ -18,7 +18,13 @@ from wellposed.functional.orthogonality import (
     errors_of_gram,
     orthogonality_errors,
 )
-from wellposed.linalg import largest_singular_value, singular_values, spectrum
+from wellposed.linalg import (
+    Spectrum,
+    largest_singular_value,
+    singular_values,
+    spectrum,
+    with_smallest,
+)
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
@@ -39,7 +45,8 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
 
     Status: with ``spectra`` exact: every singular value is within ``singular_value_error`` of the
     true one (`wellposed.linalg.spectrum`), and where that could change a digit that `table` prints,
-    a float64 SVD is taken; without, ``sigma_max`` and the stable rank are empirical (Lanczos to
+    the smallest is found anew (`wellposed.linalg.with_smallest`), or all of them by a float64 SVD;
+    without, ``sigma_max`` and the stable rank are empirical (Lanczos to
     1e-3, from below), and ``sigma_min`` and the condition number are ``None``. Both errors are
     exact to float32 rounding. Sources: McGrath (2024, eq. 3) for ``max
     |G_ij|``; Rudelson and Vershynin (2007) for the stable rank. On a batch: mean and largest 2-norm
@@ -131,8 +138,16 @@ def weight_rows(weights: Sequence[RoleWeight], *, spectra: bool) -> list[dict[st
     )
     if not together:
         return [row(weight) for weight in weights]
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return list(pool.map(row, weights))
+    threads = torch.get_num_threads()
+    # Each with one thread of torch's own, the largest first, so that none is waited for at the end.
+    one = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    order = sorted(range(len(weights)), key=lambda i: -weights[i].view.parameter.numel())
+    try:
+        with one as pool:
+            found = dict(zip(order, pool.map(row, [weights[i] for i in order]), strict=True))
+    finally:
+        torch.set_num_threads(threads)  # what was set in a thread holds for later ones, too
+    return [found[i] for i in range(len(weights))]
 
 
 @torch.no_grad()
@@ -160,22 +175,29 @@ def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
 
 
 def _exact(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
-    values, errors, gram = spectrum(matrix)
-    bounds = [
-        _numbers(values - errors, values + errors),
-        _numbers(values + errors, values - errors),
-    ]
-    if any(format_number(a) != format_number(b) for a, b in zip(*bounds, strict=True)):
-        # The squares have lost digits of the smallest that are printed.
+    found = spectrum(matrix)
+    errors_of = errors_of_gram([found.gram])
+    # The squares lose digits of the smallest value first.
+    if not _as_printed(found):
+        found = with_smallest(matrix, found)
+    values, errors, _ = found
+    if not _as_printed(found):
         values = singular_values(matrix)
-        errors = values[0] * len(values) * torch.finfo(values.dtype).eps
+        errors = values[:1] * len(values) * torch.finfo(values.dtype).eps
     names = ("sigma_max", "sigma_min", "condition_number", "stable_rank")
-    return errors_of_gram([gram]), {
+    return errors_of, {
         **dict(zip(names, _numbers(values, values), strict=True)),
         "sigma_max_status": "exact",
         "singular_value_error": errors.max().item(),
         "singular_values": values.tolist(),
     }
+
+
+def _as_printed(found: Spectrum) -> bool:
+    """Whether the errors change no digit that `table` prints."""
+    below, above = found.values - found.errors, found.values + found.errors
+    pairs = zip(_numbers(below, above), _numbers(above, below), strict=True)
+    return all(format_number(a) == format_number(b) for a, b in pairs)
 
 
 def _numbers(tops: Tensor, bottoms: Tensor) -> list[float | None]:
