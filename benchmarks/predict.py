@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.rows import Benchmark, Row, Setup, ratio_row
 from wellposed.cli.load import load_model, load_tokenizer
-from wellposed.cli.prediction.lines import LineSource
+from wellposed.cli.prediction.lines import read_source
 from wellposed.cli.prediction.translation import Translator, translate_lines
 from wellposed.tasks.kinds.seq2seq import Decoding, generate_keywords
 
@@ -53,7 +53,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
 
         def ours() -> None:
-            source = LineSource(text="\n".join(lines), path=None)
+            source = read_source("\n".join(lines), None)
             with contextlib.redirect_stderr(io.StringIO()):
                 translate_lines(source, Path(folder) / "out.txt", translator, n_best=1)
 

@@ -18,9 +18,8 @@ from tests.support.words import words as typed
 
 from wellposed.cli import main
 from wellposed.cli.prediction import translation
-from wellposed.cli.prediction.lines import LineSource, line_writer
+from wellposed.cli.prediction.lines import line_writer
 from wellposed.cli.prediction.translation import split_text
-from wellposed.errors import DataError
 
 WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four", "acht": "eight"}
 LIMIT = 12
@@ -184,14 +183,3 @@ def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
     writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert os.listdir(tmp_path) == ["out.txt"]
     assert out.read_text() == "old\n"
-
-
-def test_a_source_can_be_read_twice(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo")
-    for given in ({"text": None, "path": tmp_path / "a.txt"}, {"text": "one\ntwo\n", "path": None}):
-        with LineSource(**given) as source:
-            assert list(source) == list(source) == ["one", "two"]
-    with pytest.raises(DataError, match=r"b\.txt: no such file or folder; nearest in .*: a\.txt"):
-        LineSource(text=None, path=tmp_path / "b.txt")
-    with pytest.raises(DataError, match="expected a file, found a folder"):
-        LineSource(text=None, path=tmp_path)

@@ -12,20 +12,38 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.cli._certify_words import counts_of, print_accuracy, print_text
 from wellposed.cli.parser import ModelArguments, parse_with_model
 from wellposed.errors import ConfigError
 from wellposed.options import Count, Positive, Size
-from wellposed.text_table import aligned
+from wellposed.text_table import aligned, printable
 from wellposed.training.folder.durable_files import replace_files
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from wellposed.certification import Certificate
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
+    from wellposed.training.certified.windows import TextReader
     from wellposed.training.certified.words import EditKind
 
 _LOSSES = 6
+_SHOWN = 8
+
+
+def counts_of(name: str, text: str | None) -> list[int]:
+    """Return the numbers of ``--NAME 1,2,3``.
+
+    >>> counts_of("words", "1,2,5"), counts_of("words", None)
+    ([1, 2, 5], [])
+    """
+    parts = [] if text is None else text.split(",")
+    found = [int(part) if part.strip().isdecimal() else 0 for part in parts]
+    if found != sorted(set(found)) or any(number < 1 for number in found):
+        raise ConfigError(
+            f"--{name} {text}: expected whole numbers of 1 or more, increasing, with commas between"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,8 @@ def run(words: Sequence[str]) -> int:
 
 def _words(model: Any, options: CertifyArguments) -> int:
     from wellposed.cli.load import load_tokenizer
-    from wellposed.training.certified.run import first_batches
+    from wellposed.training.certified.run import first_batches, keep_words, text_limit
+    from wellposed.training.certified.word_accuracy import word_accuracy
 
     counts = options.edit_counts()
     task = _certified_task(model, options) if counts else None
@@ -136,12 +155,82 @@ def _words(model: Any, options: CertifyArguments) -> int:
         )
     if task is not None:
         batches = first_batches(task, options.split, options.examples, options.batch_size)
-        folder = Path(options.model)
-        asked = {"split": options.split, "beam": options.restarts, "folder": folder}
-        print_accuracy(model, task, counts, batches, **asked)
+        limit, beam = text_limit(model, task.tokenizer), options.restarts
+        found = word_accuracy(model, task.tokenizer, batches, counts, limit=limit, beam=beam)
+        print(f"{task.name}, {options.split}, any words by any words of the vocabulary:")
+        print(found.table())
+        keep_words(Path(options.model), found, options.split)
     if options.text is not None:
-        print_text(model, load_tokenizer(options.model), options.text)
+        _print_text(model, load_tokenizer(options.model), options.text)
     return 0
+
+
+def _print_text(model: Any, tokenizer: Any, text: str) -> None:
+    """Print what of one text can change with its answer held, and which words carry it."""
+    import torch
+
+    from wellposed.cli.prediction.labels import MOST_WORDS
+    from wellposed.training.certified.run import text_limit
+    from wellposed.training.certified.windows import read_texts
+    from wellposed.training.certified.words import hold_texts
+
+    reader = read_texts(model, tokenizer, text_limit(model, tokenizer), required=False)
+    bounds, ids = reader.bounds, reader.encode(text)
+    if not len(ids):
+        raise ConfigError(
+            "--text: no word in it, so there is none to change; give a text of 1 word"
+        )
+    batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+    with torch.no_grad():
+        logits, (parts,) = bounds.read(**batch)
+    logits = logits[0]
+    label = int(logits.argmax())
+    attack = _attack(reader, ids, label)
+    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(text.split())} words")
+    if bounds.reason:
+        print(f"no certificate: {bounds.reason}; {attack}")
+        return
+    most: dict[EditKind, int] = {"words": MOST_WORDS, "edits": 3, "characters": 3}
+    (held,) = hold_texts(bounds, [batch], most, reader)
+    if held.held["words"] >= len(parts):
+        print("no words of this vocabulary change it, however many are replaced")
+    else:
+        print(f"no {held.held['words']} replaced words change it; {attack}")
+    if not bounds.unread:
+        print(
+            f"nor do {held.held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
+            f" {held.held['characters']} characters (up to 3 tried)"
+        )
+    gains = reader.gains(parts, label) / len(parts)
+    ahead = logits[label] - logits
+    left = ahead - gains.sum(0)
+    left[label] = float("inf")
+    near = int(left.argmin())
+    shares, words = gains[:, near] / ahead[near], list(map(printable, reader.names(ids)))
+    order = shares.argsort(descending=True)[:_SHOWN].tolist()
+    rows = [(words[i], f"{float(shares[i]):.3f}") for i in order]
+    print(
+        f"the words that carry it against {_class_name(model, near)}, by what replacing each can"
+        " take of the margin:"
+    )
+    print(aligned([("word", "share"), *rows], "l"))
+
+
+def _attack(reader: TextReader, ids: Tensor, label: int) -> str:
+    """Say which words an attack puts in place of which."""
+    from wellposed.attack import WordAttack
+
+    propose = reader.propose("words", ids, label)
+    needed, turned = WordAttack(reader.bounds.model, propose).fewest_edits(ids, label, len(ids))
+    if needed > len(ids):
+        return "the attack finds none"
+    pairs = zip(reader.names(ids), reader.names(turned), strict=True)
+    swapped = ", ".join(printable(f"{old} -> {new}") for old, new in pairs if old != new)
+    return f"the attack needs {needed}: {swapped}"
+
+
+def _class_name(model: Any, label: int) -> str:
+    return printable(str(dict(model.config.id2label or {}).get(label, label)))
 
 
 def _accuracy(

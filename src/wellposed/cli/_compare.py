@@ -19,7 +19,7 @@ from wellposed.cli._arguments import (
     task_usage,
     tracking,
 )
-from wellposed.cli._certify_words import counts_of
+from wellposed.cli._certify import counts_of
 from wellposed.cli.first_look import first_look
 from wellposed.compare.variants import VARIANTS, summary
 from wellposed.options import CheckedOptions, Count, Positive, Size

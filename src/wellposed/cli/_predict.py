@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.cli.parser import ModelArguments, parse_with_model
-from wellposed.cli.prediction.lines import LineSource, column_lines, line_writer
+from wellposed.cli.prediction.lines import column_lines, line_writer, lines_of, read_source
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.options import Seed, Size, Strength
-from wellposed.tasks.data.files import read_text
+from wellposed.tasks.data.files import missing_file
 from wellposed.tasks.data.images import IMAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -79,7 +79,14 @@ class PredictArguments(ModelArguments):
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
     options = parse_with_model(PredictArguments, "predict", words)
-    _refuse_missing_input(options)
+    given, output = options.input, options.output
+    if given and str(given) != "-" and not given.exists():
+        raise missing_file(given)
+    if given and output and given.exists() and output.exists() and given.samefile(output):
+        raise ConfigError(
+            f"wellposed predict: --output {output} is the file that --input names, which it would"
+            " replace; name another one"
+        )
 
     from wellposed.cli.load import load_model, load_tokenizer
     from wellposed.models import reads_images
@@ -100,7 +107,8 @@ def run(words: Sequence[str]) -> int:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
     if model.can_generate():
-        lines: Iterable[str] = [_continued(model, tokenizer, _text(options), options)]
+        text = read_source(options.text, path).text
+        lines: Iterable[str] = [_continued(model, tokenizer, text, options)]
     else:
         from wellposed.cli.prediction.labels import label_lines
 
@@ -132,19 +140,6 @@ def _image_labels(model: PreTrainedModel, options: PredictArguments) -> Iterable
     return label_images(model, load_image_processor(options.model), images, options.batch_size)
 
 
-def _refuse_missing_input(options: PredictArguments) -> None:
-    given, output = options.input, options.output
-    if given is None or str(given) == "-":
-        return
-    if not given.exists():
-        raise DataError(f"{given}: no such file")
-    if output and output.exists() and given.samefile(output):
-        raise ConfigError(
-            f"wellposed predict: --output {output} is the file that --input names, which it would"
-            " replace; name another one"
-        )
-
-
 def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:
     """Refuse options that would have no effect on this kind of model."""
     changed = [name for name in names if getattr(options, name) != getattr(PredictArguments, name)]
@@ -171,8 +166,8 @@ def _translate(
         options={} if count is None else {"max_new_tokens": count},
     )
     translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
-    with LineSource(text=options.text, path=options.input) as source:
-        translate_lines(source, options.output, translator, n_best=options.n_best)
+    source = read_source(options.text, options.input)
+    translate_lines(source, options.output, translator, n_best=options.n_best)
     return 0
 
 
@@ -183,8 +178,9 @@ def _continued(
     import torch
 
     if not text:
-        raise ConfigError(
-            "predict: --text is empty; a language model needs at least one character to continue"
+        kind = ConfigError if options.input is None else DataError
+        raise kind(
+            "predict: the text is empty; a language model needs at least one character to continue"
         )
     torch.manual_seed(options.seed)
     ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -213,17 +209,6 @@ def _continued(
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
-def _text(options: PredictArguments) -> str:
-    if options.input is None:
-        return options.text or ""
-    if str(options.input) != "-":
-        return read_text(options.input).text
-    text = sys.stdin.read()
-    if not text.strip():
-        raise DataError("standard input: it is empty; expected at least one line of text")
-    return text
-
-
 def _lines(options: PredictArguments, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     from wellposed.tasks.text.tokenizers import PAIRS
 
@@ -233,8 +218,4 @@ def _lines(options: PredictArguments, tokenizer: PreTrainedTokenizerBase) -> lis
         found = column_lines(path, options.model, options.text_column, pairs=pairs)
         if found is not None:
             return found
-    with LineSource(text=options.text, path=path) as source:
-        lines = list(source)
-    if path is not None and not any(map(str.strip, lines)):
-        raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
-    return lines
+    return lines_of(read_source(options.text, path))

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.cli._certify_words import word_counter
-from wellposed.cli.prediction.lines import LineSource, say_long
+from wellposed.cli.prediction.lines import read_source, say_long
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
 from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
@@ -18,6 +17,9 @@ from wellposed.text_table import printable
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+MOST_WORDS = 1000
+"""Replaced words up to which it is looked whether an answer holds."""
 
 
 def label_and_probability(
@@ -67,12 +69,14 @@ def label_lines(
     """
     from wellposed.tasks.text.tokenizers import PAIRS
     from wellposed.training.certified.run import text_limit
+    from wellposed.training.certified.windows import read_texts
+    from wellposed.training.certified.words import hold_texts
     from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
     limit = text_limit(model, tokenizer)
     two_inputs = type(model).__name__.endswith("PairClassification")
     cut: set[int] = set()
-    held = word_counter(model, tokenizer, limit) if certified else None
+    bounds = read_texts(model, tokenizer, limit).bounds if certified else None
 
     def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
         given = [list(side) for side in sides]
@@ -116,11 +120,12 @@ def label_lines(
         else:
             inputs = encoded(start, *sides)
         found = label_and_probability(model, inputs, "text")
-        if held is None:
+        if bounds is None:
             yield from found
         else:
-            counts = zip(found, held(inputs), strict=True)
-            yield from (f"{line}\t{count}" for line, count in counts)
+            texts = hold_texts(bounds, [inputs], {"words": MOST_WORDS})
+            for line, text in zip(found, texts, strict=True):
+                yield f"{line}\t{min(text.held['words'], text.words)}"
     say_long(sorted(cut), limit)
 
 
@@ -150,13 +155,14 @@ def find_images(path: Path) -> list[Path]:
         return found
     if path.suffix.lower() in IMAGE_SUFFIXES:
         return [path]
-    with LineSource(text=None, path=path) as source:
-        named = [(place, Path(line)) for place, line in enumerate(source, 1) if line.strip()]
-    name = source.name
-    problems = [f"{name}:{at}: {image}: no such file" for at, image in named if not image.is_file()]
+    source = read_source(None, path)
+    named = [(place, Path(line)) for place, line in source.lines() if line.strip()]
+    problems = [
+        f"{source.path}:{at}: {image}: no such file" for at, image in named if not image.is_file()
+    ]
     if problems or not named:
         raise DataError(
-            f"{name}: expected an image ({suffixes}), a folder, or the path of an image on each"
+            f"{source.path}: expected an image ({suffixes}), a folder, or the path of an image on each"
             " line:\n" + listed(problems or ["it is empty"])
         )
     return [image for _, image in named]

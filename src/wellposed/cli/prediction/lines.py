@@ -2,78 +2,42 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import shutil
 import sys
-import tempfile
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from wellposed.errors import DataError
-from wellposed.tasks.data.files import bounded_lines, missing_file
+from wellposed.tasks.data.files import TextFile, decode_text
 from wellposed.tasks.data.labelled import TableOptions, join_text, read_texts
 from wellposed.training.folder.durable_files import open_replacing
 
 SECONDS_BETWEEN_LINES = 10.0
 SHOWN = 10
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
-class LineSource:
-    """Lines of a text, of a file (gzip too) or of standard input (``-``), to be read more than
-    once.
+def read_source(text: str | None, path: Path | None) -> TextFile:
+    """Return a text, that of a file (gzip too), or of standard input (``-``)."""
+    if path is None:
+        return decode_text(Path("--text"), (text or "").encode(errors="surrogateescape"))
+    if str(path) == "-":
+        return decode_text(Path("standard input"), sys.stdin.buffer.read())
+    return decode_text(path)
 
-    Only a line feed, with or without a carriage return before it, ends a line. Standard input is
-    spooled to disk.
+
+def lines_of(file: TextFile) -> list[str]:
+    """Return the lines of a text; only a line feed, with or without a carriage return before it, ends
+    one.
+
+    Raises:
+        DataError: there is none.
     """
-
-    def __init__(self, *, text: str | None, path: Path | None) -> None:
-        self._file: IO[bytes]
-        self.name = "--text" if path is None else str(path)
-        if path is None:
-            self._file = io.BytesIO((text or "").encode(errors="surrogateescape"))
-        elif str(path) == "-":
-            self.name = "standard input"
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the source)
-            shutil.copyfileobj(sys.stdin.buffer, self._file)
-        elif path.is_file():
-            self._file = path.open("rb")
-        elif path.exists():
-            raise DataError(f"{path}: expected a file, found a folder, a pipe or a device")
-        else:
-            raise missing_file(path)
-
-    def __enter__(self) -> LineSource:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def __iter__(self) -> Iterator[str]:
-        self._file.seek(0)
-        zipped = self._file.read(2) == _GZIP_MAGIC
-        self._file.seek(0)
-        file = gzip.GzipFile(fileobj=self._file) if zipped else self._file
-        number, raw = 0, b""
-        try:
-            for raw in bounded_lines(self.name, file):
-                number += 1
-                yield raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.name}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at byte"
-                f" {error.start + 1} of the line; convert the file, for example with: iconv"
-                " -f LATIN1 -t UTF-8"
-            ) from None
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(
-                f"{self.name}: the gzip data is damaged or cut short ({error}); copy the file again"
-            ) from None
+    if not file.text:
+        raise DataError(f"{file.path}: the file is empty; expected at least one line of text")
+    return [line for _, line in file.lines()]
 
 
 def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> list[str] | None:

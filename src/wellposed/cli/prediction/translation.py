@@ -6,14 +6,15 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wellposed.cli.prediction.lines import LineSource, counted, line_writer, say_long
+from wellposed.cli.prediction.lines import counted, line_writer, lines_of, say_long
 from wellposed.errors import DataError, listed
+from wellposed.tasks.data.files import TextFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,7 +79,7 @@ class Translator:
 
 
 def translate_lines(
-    source: LineSource, output: Path | None, translator: Translator, *, n_best: int
+    source: TextFile, output: Path | None, translator: Translator, *, n_best: int
 ) -> None:
     """Translate every line of ``source`` to ``output`` or standard output, which holds as many
     lines in their order.
@@ -87,49 +88,33 @@ def translate_lines(
     tabs.
 
     Raises:
-        DataError: lines longer than the positions where they are refused, all of them named; text
-        that is not UTF-8.
+        DataError: lines longer than the positions where they are refused, all of them named; no line.
     """
-    total, long_lines = _survey(source, translator)
+    lines, limit = lines_of(source), translator.limit
+    # A token is at least a character, but for the end token: short lines need not be cut into
+    # tokens.
+    most = len(source.text) + 2 if limit is None else limit
+    suspects = [number for number, line in enumerate(lines, 1) if len(line.encode()) >= most - 2]
+    rows = translator.encode([lines[number - 1] for number in suspects])
+    long_lines = {n: len(row) for n, row in zip(suspects, rows, strict=True) if len(row) > most}
     if long_lines and translator.long == "refuse":
         raise DataError(
-            f"{len(long_lines)} lines have more tokens than the positions of the model,"
-            f" {translator.limit}; give --long truncate to keep their start, or --long split to"
-            " translate them in parts:\n"
-            + listed([f"{source.name}:{number}: {count} tokens" for number, count in long_lines])
+            f"{len(long_lines)} lines have more tokens than the positions of the model, {limit};"
+            " give --long truncate to keep their start, or --long split to translate them in"
+            " parts:\n"
+            + listed([f"{source.path}:{number}: {n} tokens" for number, n in long_lines.items()])
         )
-    number = itertools.count(1)
-    chunks = _chunks(source, CHUNK_BATCHES * translator.batch_size)
+    number, size = itertools.count(1), CHUNK_BATCHES * translator.batch_size
+    chunks = (lines[start : start + size] for start in range(0, len(lines), size))
     with line_writer(output) as file:
-        for chunk in counted(chunks, total):
+        for chunk in counted(chunks, len(lines)):
             for hypotheses in translator.translate(chunk):
                 file.write(_rendered(next(number), hypotheses, n_best))
             file.flush()
     what = "cut to their start" if translator.long == "truncate" else "translated in parts"
-    say_long([number for number, _ in long_lines], translator.limit, what)
-    print(f"{total} lines translated" + (f", written: {output}" if output else ""), file=sys.stderr)
-
-
-def _survey(source: LineSource, translator: Translator) -> tuple[int, list[tuple[int, int]]]:
-    """Return how many lines there are, and the number and length of those that are too long."""
-    total, long_lines = 0, []
-    for chunk in _chunks(source, 1024):
-        if (limit := translator.limit) is not None:
-            # A token is at least a character, but for the end token: short lines need not be cut
-            # into tokens.
-            suspects = [i for i, line in enumerate(chunk) if len(line.encode()) >= limit - 2]
-            rows = zip(suspects, translator.encode([chunk[i] for i in suspects]), strict=True)
-            long_lines += [(total + i + 1, len(row)) for i, row in rows if len(row) > limit]
-        total += len(chunk)
-    if not total:
-        raise DataError(f"{source.name}: the file is empty; expected at least one line of text")
-    return total, long_lines
-
-
-def _chunks(source: LineSource, size: int) -> Iterator[list[str]]:
-    lines = iter(source)
-    while chunk := list(itertools.islice(lines, size)):
-        yield chunk
+    say_long(list(long_lines), limit, what)
+    written = f", written: {output}" if output else ""
+    print(f"{len(lines)} lines translated{written}", file=sys.stderr)
 
 
 def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:

@@ -62,9 +62,18 @@ def describe_file(path: Path, stored: bytes | None = None) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> TextFile:
-    """Read a UTF-8 text file, plain or gzip; line ends stay as they are; what cannot be read is a
-    `DataError`."""
-    stored = _read_bytes(path)
+    """Return a file as `decode_text`, or refuse it where it holds no text."""
+    file = decode_text(path)
+    if not file.text.strip():
+        held = "holds white space only" if file.text else "is empty"
+        raise DataError(f"{path}: the file {held}; give a file that holds text")
+    return file
+
+
+def decode_text(path: Path, stored: bytes | None = None) -> TextFile:
+    """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text; line ends stay as they are;
+    what cannot be read is a `DataError`."""
+    stored = _read_bytes(path) if stored is None else stored
     content = _gunzip(path, stored)
     try:
         text = content.decode("utf-8")
@@ -73,9 +82,6 @@ def read_text(path: Path) -> TextFile:
     described = describe_file(path, stored)
     if text.startswith(BOM):
         text, described["byte_order_mark_removed"] = text[1:], True
-    if not text.strip():
-        held = "holds white space only" if content else "is empty"
-        raise DataError(f"{path}: the file {held}; give a file that holds text")
     return TextFile(path, text, described)
 
 
