@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.mutants.__main__ import forked, preload
+from tools.mutants.__main__ import forked
 from tools.mutants.changes import mutants
 
 ROOT = Path(__file__).parents[1]
@@ -131,20 +131,3 @@ def test_a_child_that_hangs_or_dies_has_no_answer() -> None:
     answers = dict(forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2))
     assert answers["hang"] is answers["die"] is None
     assert answers["live"] not in (None, os.getpid())
-
-
-def test_a_package_that_is_there_before_any_change_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "beside").mkdir()
-    (tmp_path / "beside/conftest.py").write_text("import toy_changed", encoding="utf-8")
-    (tmp_path / "toy_changed.py").write_text("", encoding="utf-8")
-    own = {"conftest", "toy_changed"}
-    # What lies beside the sources as conftest imports them, so it waits for the children, as they
-    # themselves do.
-    preload(["beside", "beside.conftest", "toy_changed"], own)
-    assert "toy_changed" not in sys.modules
-    monkeypatch.setitem(sys.modules, "toy_changed", sys)
-    with pytest.raises(RuntimeError, match="toy_changed imported before any change"):
-        preload([], own)

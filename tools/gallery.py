@@ -21,14 +21,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from wellposed.charts import INK, Panel, Series, draw, lines, where
+from wellposed.charts import INK, Panel, draw, lines, medians, where
 from wellposed.training import read_metrics
 from wellposed_studies.frontier.certified import curves_panel
-from wellposed_studies.study import mean_and_error
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "assets" / "gallery"
@@ -36,51 +34,42 @@ ROWS = ROOT / "benchmarks" / "reproduction"
 GREY = "#808080"  # read on white and on black
 
 
-def curves(study: str, title: str, names: dict[str, str], **wanted: str) -> Panel:
-    """Return certified and attacked accuracy of the models of ``names``, under the names given."""
-    with (ROWS / f"frontier-{study}.csv").open(newline="", encoding="utf-8") as opened:
-        rows = [row for row in where(list(csv.DictReader(opened)), **wanted) if row["radius"]]
-    named = [{**row, "model": names[row["model"]]} for row in rows if row["model"] in names]
-    return curves_panel(title, named, list(names.values()))
+def draw_study(path: Path) -> None:
+    """Certified and attacked accuracy of the models of a study, a panel for each of its parts."""
+    study, column, parts, models = STUDIES[path.stem]
+    every = csv.DictReader((ROWS / f"frontier-{study}.csv").read_text("utf-8").splitlines())
+    rows = [row for row in every if row["radius"] and row["model"] in models]
+    panels = [
+        curves_panel(title, where(rows, **{column: part}), list(models))
+        for part, title in parts.items()
+    ]
+    draw(panels, path, columns=2 if study == "order" else None)
 
 
-def draw_order(path: Path) -> None:
-    """Four tasks that no bag of words can do."""
-    names = {name: name for name in ("rezero", "lipschitz, T = 100", "no blocks, T = 30")}
-    tasks = ("order", "recall, distinct", "recall", "listops")
-    draw([curves("order", task, names, task=task) for task in tasks], path, columns=2)
-
-
-def draw_corpora(path: Path) -> None:
-    """Three corpora."""
-    kinds = ("post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10")
-    names = {name: name for name in kinds}
-    titles = {"ag_news": "AG News", "imdb": "IMDb", "sst": "SST"}
-    panels = [curves("accuracy", titles[name], names, corpus=name) for name in titles]
-    draw(panels, path)
-
-
-def draw_temperatures(path: Path) -> None:
-    """One model, trained at three temperatures."""
-    names = {f"lipschitz, T = {number}": f"lipschitz, T = {number}" for number in (5, 10, 20)}
-    draw([curves("accuracy", "AG News", names, corpus="ag_news")], path)
+TEMPERED = ("lipschitz, T = 5", "lipschitz, T = 10", "lipschitz, T = 20")
+MIXED = ("post_ln", "rezero", "lipschitz, T = 10", "no blocks, T = 10")
+NO_BAG = ("rezero", "lipschitz, T = 100", "no blocks, T = 30")
+CORPORA = {"ag_news": "AG News", "imdb": "IMDb", "sst": "SST"}
+TASKS = {name: name for name in ("order", "recall, distinct", "recall", "listops")}
+STUDIES = {
+    "corpora": ("accuracy", "corpus", CORPORA, MIXED),
+    "temperatures": ("accuracy", "corpus", {"ag_news": "AG News"}, TEMPERED),
+    "order": ("order", "task", TASKS, NO_BAG),
+}
+"""Of each picture of committed rows: study, column of its parts and their titles, models."""
 
 
 def draw_depth(folder: Path, path: Path) -> None:
-    """Loss on valid over steps, mean over seeds."""
-
-    def curve(variant: Path) -> Series:
-        seeds = [
-            {row["step"]: row["loss"] for row in read_metrics(run) if row["split"] == "valid"}
-            for run in sorted(variant.glob("seed-*"))
-        ]
-        steps = sorted(set.intersection(*map(set, seeds)))
-        means, errors = zip(*(mean_and_error([s[n] for s in seeds]) for n in steps), strict=True)
-        return Series(f"{variant.name} ({len(seeds)} seeds)", steps, means, errors=errors)
-
+    """Loss on valid over steps, median over seeds, shaded from the least to the greatest."""
     order = json.loads((folder / "compare.json").read_text("utf-8"))["variants"]
+    rows = [
+        {**row, "variant": name}
+        for name in order
+        for run in (folder / name).glob("seed-*")
+        for row in where(read_metrics(run), split="valid")
+    ]
     title = "24 layers, 120 steps, one learning rate"
-    shown = [curve(folder / name) for name in order]
+    shown = medians(rows, "step", "loss", by="variant")
     draw([Panel(title, "optimizer steps", "nats per character on valid", shown)], path)
     path.write_text(for_both_pages(path.read_text("utf-8")), "utf-8")
 
@@ -90,12 +79,10 @@ def draw_measured(path: Path) -> None:
     import torch
 
     import wellposed as wp
-    from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     torch.manual_seed(0)
-    model = WellposedForCausalLM(
-        WellposedConfig(hidden_size=64, num_hidden_layers=4, norm="none", init="t_fixup")
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4}
+    model = wp.models.build_model("wellposed", "causal_lm", **sizes, norm="none", init="t_fixup")
     roles = wp.find_roles(model)
     with torch.no_grad():
         for number in (1, 2):
@@ -114,40 +101,32 @@ RATES = {"healthy": "--learning-rate 2e-3 --warmup-steps 20", "blown": "--learni
 
 def draw_monitor(path: Path) -> None:
     """Loss and vital signs of a run that blows up and of one that does not."""
-    runs = {}
+    rows = []
     for name, rate in RATES.items():
         out = path.parent / name
         words = f"-m wellposed {MONITORED} {rate} --out".split()
         # A run that blows up may end with values that are not finite.
         subprocess.run([sys.executable, *words, str(out)], check=False, capture_output=True)
-        runs[name] = read_metrics(out)
-
-    def panel(title: str, split: str, column: str, limit: float | None = None) -> Panel:
-        shown = [
-            replace(line, label=name)
-            for name, rows in runs.items()
-            for line in lines(where(rows, split=split), "step", column, by="split")
-        ]
+        rows += [{**row, "run": name} for row in read_metrics(out)]
+    panels = []
+    for title, split, column, limit in (
+        ("loss, nats per character", "train", "loss", None),
+        ("update over weight, worst weight", "monitor", "update", 0.1),
+        ("attention logit, worst head", "monitor", "logit_max", 50),
+    ):
+        shown = lines(where(rows, split=split), "step", column, by="run")
         level = None if limit is None else (f"alarm: {limit:g}", limit)
-        return Panel(title, "optimizer steps", "", shown, "log", "log", level=level)
-
-    loss = panel("loss, nats per character", "train", "loss")
-    update = panel("update over weight, worst weight", "monitor", "update", 0.1)
-    draw([loss, update, panel("attention logit, worst head", "monitor", "logit_max", 50)], path)
+        panels.append(Panel(title, "optimizer steps", "", shown, "log", "log", level=level))
+    draw(panels, path)
 
 
-def reproduced(name: str) -> Callable[[Path], None]:
-    """Return what makes the figure of a recipe at mini scale."""
+def draw_recipe(path: Path) -> None:
+    """The figure of a recipe at mini scale."""
+    from wellposed.recipes.reproduce import reproduce
 
-    def make(path: Path) -> None:
-        from wellposed.recipes.reproduce import reproduce
-
-        with tempfile.TemporaryDirectory() as folder:
-            done = reproduce(name, scale="mini", out=Path(folder))
-            [drawn] = (file for file in done.files if file.suffix == ".svg")
-            path.write_bytes(drawn.read_bytes())
-
-    return make
+    with tempfile.TemporaryDirectory() as folder:
+        done = reproduce(path.stem.replace("-", "/", 1), scale="mini", out=Path(folder))
+        path.write_bytes(done.files[1].read_bytes())
 
 
 WIDTH, MARGIN, CHARACTER, LINE, CHIP = 520, 22, 8.4, 25, 84
@@ -235,18 +214,13 @@ def draw_screens(folder: Path, path: Path) -> None:
             image.save(path.parent / f"screen-{name}-{width}.png", optimize=True)
 
 
-# Of committed rows, in a second; and those of runs.
-DRAWN = {
-    "corpora": draw_corpora,
-    "temperatures": draw_temperatures,
-    "order": draw_order,
-}
+DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(STUDIES, draw_study)
 MADE: dict[str, Callable[[Path], None]] = {
     **DRAWN,
     "measured": draw_measured,
     "monitor": draw_monitor,
-    "kim2021-figure-2": reproduced("kim2021/figure-2"),
-    "kim2021-figure-3": reproduced("kim2021/figure-3"),
+    "kim2021-figure-2": draw_recipe,
+    "kim2021-figure-3": draw_recipe,
 }
 """What writes each picture of the page as an SVG file."""
 GIVEN = {"depth": draw_depth, "answer": draw_answer, "screens": draw_screens}

@@ -25,14 +25,6 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 
 def code_lines(text: str) -> int:
@@ -48,7 +40,7 @@ def code_lines(text: str) -> int:
     code = {
         line
         for token in tokens
-        if token.type not in NO_CODE
+        if token.string.strip() and token.type != tokenize.COMMENT
         for line in range(token.start[0], token.end[0] + 1)
     }
     return len(code - docstrings)

@@ -15,10 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- support table: tools/support_table.py -->\n", "<!-- end of the support table -->"
-VERBS_BEGIN, VERBS_END = (
-    "<!-- table of verbs: tools/support_table.py -->\n",
-    "<!-- end of the table of verbs -->",
-)
+VERBS = "<!-- table of verbs: tools/support_table.py -->\n", "<!-- end of the table of verbs -->"
 
 
 def main() -> None:
@@ -28,7 +25,7 @@ def main() -> None:
     from tests.support.many_families import verbs_table
     from tests.support.support_table import FAMILIES, row, table
 
-    _write(verbs_table(), VERBS_BEGIN, VERBS_END)
+    _write(verbs_table(), *VERBS)
     if "--verbs" not in sys.argv:
         _write(table({family: row(family) for family in FAMILIES}), BEGIN, END)
 

@@ -31,7 +31,7 @@ from wellposed.nn.attention.masks import AttentionMask
 TARGET = Path(__file__).parents[1] / "docs" / "theory" / "pictures"
 TOKENS = (2, 4, 8, 16, 32, 64)
 RESTARTS, STEPS = 8, 80
-NAMED: tuple[tuple[Norm, str], ...] = (("tok", "tok"), (2, "F"))
+NAMED: dict[Norm, str] = {"tok": "tok", 2: "F"}
 MASKS: dict[MaskKind, str] = {"any": "any mask", "causal": "causal", "full": "full"}
 
 
@@ -44,22 +44,9 @@ class Curve:
     attack: Callable[[int, Tensor | None], LowerBound] | None = None
     """From the number of tokens and, where there is one, the worst input of half as many."""
 
-    def attacks(self) -> list[float] | None:
-        """Return the best slope found at each number of `TOKENS`."""
-        if self.attack is None:
-            return None
-        found: list[LowerBound] = []
-        for tokens in TOKENS:
-            found.append(self.attack(tokens, found[-1].input if found else None))
-        return [each.value for each in found]
 
-
-@dataclass(frozen=True)
-class Panel:
-    """Curves of one norm."""
-
-    title: str
-    curves: tuple[Curve, ...]
+Panels = dict[str, tuple[Curve, ...]]
+"""Curves of one norm by title."""
 
 
 def measured(
@@ -80,11 +67,9 @@ def measured(
         ).total
 
     def attack(tokens: int, smaller: Tensor | None) -> LowerBound:
-        begin = [random_starts(tokens, width)]
-        if starts is not None:
-            begin.insert(0, starts(tokens))
-        if smaller is not None:
-            begin.insert(0, smaller.repeat_interleave(2, 0)[None])
+        begin = [] if smaller is None else [smaller.repeat_interleave(2, 0)[None]]
+        begin += [starts(tokens)] if starts else []
+        begin.append(random_starts(tokens, width))
         return wp.lipschitz_lower_bound(
             layer, (tokens, width), norm=norm, restarts=RESTARTS, steps=STEPS, radius=radius,
             start=torch.cat(begin)[:RESTARTS],
@@ -133,7 +118,7 @@ def l2_layer(width: int) -> nn.Module:
     return with_identity_weights(wp.nn.L2SelfAttention(width, 1, bias=False))
 
 
-def pictures() -> dict[str, list[Panel]]:
+def pictures() -> dict[str, Panels]:
     """Return the panels of every picture by its name."""
     narrow, wide = l2_layer(1), l2_layer(4)
     dot = with_identity_weights(wp.nn.DotProductAttention(2, 1, bias=False))
@@ -149,11 +134,11 @@ def pictures() -> dict[str, list[Panel]]:
     def bounded(radius: float, norm: Norm) -> Curve:
         return measured(f"B5, R = {radius:g}", dot, 2, norm, radius=radius)
 
-    def in_both_norms(title: str, curve: Callable[[float, Norm], Curve], *at: float) -> list[Panel]:
-        return [
-            Panel(f"{title}, norm {shown}, d = 2", tuple(curve(value, norm) for value in at))
-            for norm, shown in NAMED
-        ]
+    def in_both_norms(title: str, curve: Callable[[float, Norm], Curve], *at: float) -> Panels:
+        return {
+            f"{title}, norm {shown}, d = 2": tuple(curve(value, norm) for value in at)
+            for norm, shown in NAMED.items()
+        }
 
     in_inf = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm="inf", head_dim=4))
     in_f = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm=2, head_dim=1))
@@ -164,44 +149,47 @@ def pictures() -> dict[str, list[Panel]]:
     tok = measured("B3", narrow, 1, "tok", starts=two_sided)
     inf = measured("B1", wide, 4, "inf")
     return {
-        "l2-inf": [Panel("L2 attention, norm inf, d = 4", (in_inf, inf))],
-        "l2-tok": [Panel("L2 attention, norm tok, d = 1", (tok,))],
-        "l2-f": [Panel("L2 attention, norm F, d = 1", (in_f, *masked))],
+        "l2-inf": {"L2 attention, norm inf, d = 4": (in_inf, inf)},
+        "l2-tok": {"L2 attention, norm tok, d = 1": (tok,)},
+        "l2-f": {"L2 attention, norm F, d = 1": (in_f, *masked)},
         "dot-product": in_both_norms("Dot product, |x| <= R", bounded, 2.0, 1.0),
         "cosine": in_both_norms("Cosine, eps = 0.1", cosine, 10.0, 1.0),
         "ball": in_both_norms("Ball attention", ball, 3.0, 1.0),
     }
 
 
-def numbers(panel: Panel) -> dict[str, Any]:
-    """Return what a panel shows, computed now."""
-    curves = [
-        {"label": curve.label, "bound": list(map(curve.bound, TOKENS)), "attack": curve.attacks()}
-        for curve in panel.curves
-    ]
-    return {"title": panel.title, "tokens": list(TOKENS), "curves": curves}
+def numbers(title: str, curves: tuple[Curve, ...]) -> dict[str, Any]:
+    """Return what a panel shows, computed now: each bound, and the best slope that was found."""
+    shown = []
+    for curve in curves:
+        found: list[LowerBound] = []
+        for tokens in TOKENS if curve.attack else ():
+            found.append(curve.attack(tokens, found[-1].input if found else None))
+        values = {
+            "bound": list(map(curve.bound, TOKENS)),
+            "attack": [each.value for each in found] or None,
+        }
+        shown.append({"label": curve.label, **values})
+    return {"title": title, "tokens": list(TOKENS), "curves": shown}
 
 
 def draw(panels: list[dict[str, Any]], path: Path) -> None:
     """Write ``panels`` as SVG, read on any page: bounds as lines, attacks dotted."""
     drawn = []
     for panel in panels:
-        series = []
-        for colour, curve in enumerate(panel["curves"]):
-            lines = {"bound": curve["bound"], "attack": curve["attack"]}
-            series += [
-                charts.Series(f"{name}: {curve['label']}", panel["tokens"], values, style, colour)
-                for (name, values), style in zip(lines.items(), ("solid", "dotted"), strict=True)
-                if values is not None
-            ]
-        scales = {"x_scale": "log", "y_scale": "log"}
-        drawn.append(charts.Panel(panel["title"], "tokens N", "", series, **scales))
+        series = [
+            charts.Series(f"{kind}: {curve['label']}", panel["tokens"], curve[kind], style, colour)
+            for colour, curve in enumerate(panel["curves"])
+            for kind, style in (("bound", "solid"), ("attack", "dotted"))
+            if curve[kind] is not None
+        ]
+        drawn.append(charts.Panel(panel["title"], "tokens N", "", series, "log", "log"))
     charts.draw(drawn, path)
     path.write_text(for_both_pages(path.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":
     for name, panels in pictures().items():
-        shown = [numbers(panel) for panel in panels]
+        shown = [numbers(*panel) for panel in panels.items()]
         draw(shown, TARGET / f"{name}.svg")
         (TARGET / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n", "utf-8")

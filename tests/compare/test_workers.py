@@ -18,7 +18,7 @@ from tests.support.words import words as typed
 from tests.support.worker_jobs import one_of_two
 
 from wellposed.cli import main
-from wellposed.compare.workers import SPAWN, Workers, check_jobs
+from wellposed.compare.runs import SPAWN, Workers, check_jobs
 from wellposed.errors import ConfigError, DataError, WellposedError
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wellposed.compare.workers import Workers
+from wellposed.compare.runs import Workers
 from wellposed.errors import DataError
 
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +77,12 @@ def main(words: list[str] | None = None) -> int:
 
 def circumstances() -> dict[str, str]:
     """Return date, machine and versions."""
+    from wellposed.training.folder.run_folder import environment
+
+    found = environment([])
     names = ("wellposed", "torch", "transformers", "datasets")
-    cpu = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{(cpu or [platform.machine()])[0]}, {platform.system()}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in names),
-    }
+    versions = ", ".join(f"{name} {found['packages'][name]}" for name in names)
+    return {"date": found["date"][:10], "machine": found["cpu"], "versions": versions}
 
 
 def table(kept: Mapping[str, Any]) -> str:

@@ -197,10 +197,9 @@ def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
             manifest.unlink()
         file = draw.choice(sorted((folder / "final").glob("*.json")))
         file.write_bytes(odd_value(file.read_bytes(), draw) or b"")
-        verb = draw.choice(
-            (["measure"], ["certify", "--examples", "0"], ["predict", "--text", "a"])
-        )
-        row.meet([verb[0], str(folder), *verb[1:]], f"{file.name}, {verb[0]}", log)
+        words = draw.choice(["measure {}", "certify {} --examples 0", "predict {} --text a"])
+        verb = words.partition(" ")[0]
+        row.meet(words.format(folder).split(" "), f"{file.name}, {verb}", log)
     yield row
     row = Row("values", "options on the command line")
     listed = run(["train", "text_classification", "--help-all"], toys.root / "help.log").said

@@ -31,10 +31,6 @@ SAID_ANEW = (".lock", ".toml", ".html")
 """Files that say when and how a command was started last."""
 
 
-class BrokenToyError(Exception):
-    """A toy command does not even work undisturbed."""
-
-
 @dataclass(frozen=True)
 class Toys:
     """Where data and finished folders are, below one folder."""
@@ -84,7 +80,7 @@ class Toys:
         """Run a command that must succeed."""
         answer = run(words, self.root / "make.log", 300)
         if answer.status != 0:
-            raise BrokenToyError(f"{' '.join(words[:2])}: {answer.status}: {answer.said[-2000:]}")
+            raise RuntimeError(f"{' '.join(words[:2])}: {answer.status}: {answer.said[-2000:]}")
 
 
 def _to(out: Path) -> list[str]:
@@ -127,24 +123,16 @@ def leaves(out: Path) -> dict[str, Any]:
     Of the checkpoints of a run that is the last: one asked to stop has saved another on its way.
     """
     found: dict[str, Any] = {}
-    last = {
-        run: max(run.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-        for run in {path.parent for path in out.rglob("checkpoint-*")}
+    steps = {path: int(path.name.partition("-")[2]) for path in out.rglob("checkpoint-*")}
+    old = {
+        path
+        for path in steps
+        for other in steps
+        if path.parent == other.parent and steps[path] < steps[other]
     }
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
-        name = path.relative_to(out)
-        old = any(
-            run in path.parents
-            and kept not in path.parents
-            and path.parent.name.startswith("checkpoint-")
-            for run, kept in last.items()
-        )
-        if (
-            old
-            or path.name.startswith(".tmp-")
-            or path.suffix in SAID_ANEW
-            or path.name == "env.json"
-        ):
+        name, skipped = path.relative_to(out), (*SAID_ANEW, "env.json")
+        if path.name.startswith(".tmp-") or path.name.endswith(skipped) or old & {*path.parents}:
             continue
         data = path.read_bytes()
         if path.suffix == ".json":

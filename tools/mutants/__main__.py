@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.abc
-import importlib.util
 import inspect
 import json
 import math
@@ -24,10 +22,9 @@ import resource
 import signal
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,11 +33,19 @@ import pytest
 from tools.mutants.changes import Mutant, mutants, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = (
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "scipy.stats",
+    "datasets",
+    "hypothesis",
+)
+"""What is imported once, and not by each child: none of it imports what is changed."""
 PACKAGES = ("linalg", "functional", "attack", "certification", "constrain")
 CONTROL_EVERY = 25
 FILE_SECONDS = 600.0
 PATIENCE = 10  # a child that sleeps ends after this many times its processor time
-QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
+QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--hypothesis-seed=0"]
 QUIET += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the parent imported the plugins
 Tests = dict[str, dict[str, Any]]
 
@@ -59,14 +64,8 @@ class LineRecorder:
         # Bodies of modules and classes run at import, in whichever test comes first.
         if not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(self.folder):
             return None
-        lines = self.lines.setdefault(code.co_filename, set())
-        lines.add(frame.f_lineno)
-
-        def line(frame: Any, _event: str, _argument: object) -> Any:
-            lines.add(frame.f_lineno)
-            return line
-
-        return line
+        self.lines.setdefault(code.co_filename, set()).add(frame.f_lineno)
+        return self.trace
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -86,53 +85,23 @@ class LineRecorder:
         self.failed = self.failed or report.outcome != "passed"
 
 
-class ChangedModule(importlib.abc.MetaPathFinder, SourceFileLoader):
-    """Finds one module, changed; every other is found as ever."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        super().__init__(mutant.module, str(mutant.file))
-        self.code = compile(mutated(mutant), str(mutant.file), "exec")
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        found = fullname == self.name
-        spec = importlib.util.spec_from_file_location
-        return spec(fullname, self.path, loader=self) if found else None
-
-    def get_code(self, fullname: str) -> Any:  # noqa: ARG002
-        return self.code
-
-
-def fixed_examples() -> None:
-    """Let hypothesis draw the same examples each time, and no time limit decide."""
-    if "hypothesis" in sys.modules:
-        from hypothesis import settings
-
-        settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
-        settings.load_profile("mutants")
-
-
 def recorded(job: tuple[Path, Path]) -> Tests:
     """Run one test file and return what its tests run."""
     folder, file = job
-    fixed_examples()
     recorder = LineRecorder(folder)
     pytest.main([*QUIET, "-m", "not slow", str(file)], plugins=[recorder])
     return recorder.tests
-
-
-def imported(tests: Sequence[Path]) -> list[str]:
-    """Collect test files and return every module that this imports."""
-    pytest.main([*QUIET, "--collect-only", *map(str, tests)])
-    return sorted(sys.modules)
 
 
 def attempt(trial: tuple[Mutant | None, list[str]]) -> str:
     """Run tests, most promising first, on a changed module; return the first that fails."""
     mutant, tests = trial
     if mutant is not None:
-        sys.meta_path.insert(0, ChangedModule(mutant))
-        importlib.import_module(mutant.module)
-    fixed_examples()
+        code = compile(mutated(mutant), str(mutant.file), "exec")
+        usual = SourceFileLoader.get_code
+        SourceFileLoader.get_code = lambda self, name: (
+            code if name == mutant.module else usual(self, name)
+        )
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         by_file[test.partition("::")[0]].append(test)
@@ -184,27 +153,11 @@ def forked(
             yield job, said
 
 
-def preload(names: Iterable[str], own: set[str]) -> None:
-    """Import once what the children would each import: all but what is changed and what tests it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            if own.isdisjoint(name.split(".")) and not name.startswith("_"):
-                try:
-                    importlib.import_module(name)
-                except Exception:
-                    continue
-    if found := own.intersection(sys.modules):
-        raise RuntimeError(f"{', '.join(found)} imported before any change: no child would see one")
-
-
-def lines_of_tests(
-    source: Path, sources: Sequence[Path], tests: Sequence[Path], workers: int
-) -> Tests:
+def lines_of_tests(source: Path, tests: Sequence[Path], workers: int) -> Tests:
     """Return which test runs which lines, and how long."""
-    [(_, modules)] = forked(imported, [(tests, FILE_SECONDS)], 1)
-    own = {"conftest", *(file.relative_to(source).parts[0] for file in sources)}
-    preload((name for name in modules or [] if not name.startswith("tests.")), own)
+    with contextlib.suppress(ImportError):
+        for name in PRELOADED:
+            importlib.import_module(name)
     mapped: Tests = {}
     jobs = [((source, file), FILE_SECONDS) for file in tests]
     for (_, file), answer in forked(recorded, jobs, workers):
@@ -244,8 +197,7 @@ def drawn(listed: Mapping[str, Sequence[Mutant]], sample: int, seed: int) -> lis
 
 def table(listed: Mapping[str, Sequence[Mutant]], survived: Mapping[Mutant, bool]) -> str:
     """Return the table of packages, as Markdown."""
-    rows = ["| package | possible | tried | killed | survived | share killed |"]
-    rows.append("|---|---|---|---|---|---|")
+    rows = ["| package | possible | tried | killed | survived | share killed |", "|---" * 6 + "|"]
     whole = [mutant for found in listed.values() for mutant in found]
     for name, found in {**listed, "all": whole}.items():
         alive = [survived[mutant] for mutant in found if mutant in survived]
@@ -288,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tests += [file for file in sources if ">>>" in file.read_text(encoding="utf-8")]
     sys.path.insert(0, str(source))
     os.environ["PYTHONPATH"] = str(source)
-    mapped = lines_of_tests(source, sources, tests, options.workers)
+    mapped = lines_of_tests(source, tests, options.workers)
 
     plan = {
         mutant: chosen_tests(mutant, mapped, options.budget)

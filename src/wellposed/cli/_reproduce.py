@@ -12,8 +12,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from wellposed.cli.parser import parse_words
-from wellposed.compare.runs import say_nothing
-from wellposed.compare.workers import check_jobs
+from wellposed.compare.runs import check_jobs, say_nothing
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Given, check_installed, recipe_names
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wellposed.call_checks import checked_arguments
-from wellposed.compare.runs import PlannedRun, say_nothing, train_planned
+from wellposed.compare.runs import PlannedRun, check_jobs, say_nothing, train_planned
 from wellposed.compare.variants import apply_variant, variant_folder
-from wellposed.compare.workers import check_jobs
 from wellposed.errors import ConfigError, shortened, unknown_name
 from wellposed.finite_json import to_json
 from wellposed.options import Count, Size

@@ -1,17 +1,31 @@
-"""A grid of runs, trained one after the other or several at a time; free of torch."""
+"""A grid of runs, trained one after the other, or several at a time in processes that are started
+together, asked to stop together, and never left behind; free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wellposed.compare.workers import SPAWN, Workers, check_jobs
+from wellposed.errors import ConfigError, WellposedError
+from wellposed.plugins import import_file, imported_files
 from wellposed.training.config import RunConfig
+from wellposed.training.loop.processes import Cancelled, StopRequest, is_one_of_several
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
     from wellposed.training import RunResult
+
+PATIENCE = 30.0
+"""Seconds in which processes end after an error here, before they are ended."""
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class PlannedRun(NamedTuple):
@@ -118,3 +132,147 @@ def _train_in_turn(
 
     for _ in train_planned(next_runs(), announce=say_nothing, **how):
         ended[number] = 1
+
+
+def check_jobs(jobs: int) -> None:
+    """Refuse a number of processes that cannot be started.
+
+    Raises:
+        ConfigError: below 1, or above 1 in a process that a launcher started beside others.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
+    if jobs > 1 and is_one_of_several():
+        launcher = "torchrun or accelerate launch, whose processes train each run together"
+        raise ConfigError(f"jobs = {jobs} under {launcher}; give one of the two")
+
+
+class Workers:
+    """A context in which ``jobs`` processes call ``work(*arguments, stop)``, each with its share of
+    the threads.
+
+    ``work`` is a function at the top of a module; ``stop()`` tells whether it shall come to an end.
+    It does when this process is asked to stop (a second time ends all at once), when another worker
+    met an error, which is raised here, and when this process is gone in whatever way. Where a
+    worker is gone, such as one killed for its memory, the others finish their work before an error
+    says so.
+    """
+
+    def __init__(self, jobs: int, work: Callable[..., None], *arguments: Any) -> None:
+        self._request = StopRequest()
+        self._asked = False
+        self._errors: list[BaseException] = []
+        self._arguments = arguments  # shared numbers among them end with the last reference here
+        self._jobs, self._work = jobs, work
+        self._processes: list[Any] = []
+        self._ends: list[Connection] = []
+
+    def __enter__(self) -> Workers:
+        self._request.__enter__()
+        try:
+            with _signals_of_a_terminal_held():
+                for _ in range(self._jobs):
+                    mine, theirs = SPAWN.Pipe()
+                    given = (theirs, self._jobs, imported_files(), self._work, self._arguments)
+                    process = SPAWN.Process(target=_worker, args=given)
+                    process.start()
+                    theirs.close()  # so that the end here closes with its process
+                    self._processes.append(process)
+                    self._ends.append(mine)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._request.requested
+
+    def at_work(self) -> bool:
+        """Wait a moment; return whether any process is still at work."""
+        for end in wait(self._ends, timeout=0.1):
+            assert isinstance(end, Connection)
+            try:
+                self._errors.append(end.recv())
+            except (EOFError, ConnectionResetError):
+                self._ends.remove(end)
+        if self._request.requested or self._errors:
+            self._stop()
+        return bool(self._ends)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                while self.at_work():
+                    pass
+            elif not isinstance(error, KeyboardInterrupt):
+                self._stop()
+                for process in self._processes:
+                    process.join(PATIENCE)
+        finally:
+            for process in self._processes:
+                if error is not None:
+                    process.kill()
+                process.join()
+            self._request.__exit__(kind, error, trace)
+        if error is None and self._errors:
+            raise self._errors[0]
+        broken = [str(process.exitcode) for process in self._processes if process.exitcode]
+        if error is None and broken and not self._asked:
+            count = f"{len(broken)} of {len(self._processes)} processes"
+            raise WellposedError(
+                f"{count} ended with exit status {', '.join(broken)}; their messages are above;"
+                " --resume auto goes on with what is left"
+            )
+
+    def _stop(self) -> None:
+        if not self._asked:
+            self._asked = True
+            for end in self._ends:
+                with suppress(OSError):  # it is gone
+                    end.send("stop")
+
+
+@contextmanager
+def _signals_of_a_terminal_held() -> Iterator[None]:
+    """Keep from the processes that start here what a terminal sends to all: this process passes it
+    on."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _worker(
+    end: Connection,
+    jobs: int,
+    files: Mapping[str, str],
+    work: Callable[..., None],
+    arguments: Sequence[Any],
+) -> None:
+    with StopRequest() as request:
+        threading.Thread(target=_wait_for_stop, args=(end, request), daemon=True).start()
+        try:
+            import torch
+
+            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+            for name in files:
+                import_file(Path(name))
+            work(*arguments, lambda: request.requested)
+        except (Cancelled, KeyboardInterrupt):
+            pass
+        except (WellposedError, OSError) as error:
+            end.send(error)
+            sys.exit(1)
+
+
+def _wait_for_stop(end: Connection, request: StopRequest) -> None:
+    with suppress(EOFError, OSError):  # the parent is gone
+        end.recv()
+    if not request.requested:
+        os.kill(os.getpid(), signal.SIGTERM)
