@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.many_families import FAMILIES, GROUPED, batch_of, model
+from tests.support.many_families import FAMILIES, batch_of, model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,8 +19,8 @@ from wellposed.models import build_model
 from wellposed.watch import ScaledDotProductCall, largest_logits
 
 KINDS = {
-    "llama": model("LlamaModel", "LlamaConfig", **GROUPED),
-    "gpt2": model("GPT2Model", "GPT2Config", vocab_size=40, n_embd=32, n_layer=2, n_head=4),
+    "llama": model("Llama", "GROUPED"),
+    "gpt2": model("GPT2", "vocab_size=40", "n_embd=32", "n_layer=2", "n_head=4"),
     "torch": lambda: nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True),
     **{name: FAMILIES[name] for name in ("xlm-roberta", "albert", "deepseek-v3", "gpt-neox")},
 }

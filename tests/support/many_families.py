@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -9,296 +11,124 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from .tiny import options
+
 PLAIN = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-GROUPED = {**PLAIN, "num_key_value_heads": 2}
+SMALL = {"vocab_size": 40, "hidden_size": 32}
+GPT = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
 VISION = {"image_size": 16, "patch_size": 8, "num_channels": 3}
+SOUND = {
+    "conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (2,), "num_feat_extract_layers": 1,
+    "num_conv_pos_embedding_groups": 2, "num_conv_pos_embeddings": 4,
+}  # fmt: skip
 SEQ2SEQ = {
     "vocab_size": 40, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "PLAIN": PLAIN,
+    "GROUPED": {**PLAIN, "num_key_value_heads": 2},
+    "SMALL": SMALL,
+    "GPT": GPT,
+    "VISION": VISION,
+    "SOUND": SOUND,
+    "SEQ2SEQ": SEQ2SEQ,
+}
+
+_TABLE = """
+modernbert      ModernBert PLAIN global_attn_every_n_layers=2 local_attention=8
+deberta-v2      DebertaV2 PLAIN relative_attention=True pos_att_type=["p2c","c2p"] max_relative_positions=8
+                share_att_key=True
+electra         Electra PLAIN embedding_size=16
+albert          Albert PLAIN embedding_size=16
+xlm-roberta     XLMRoberta PLAIN
+mpnet           MPNet PLAIN
+qwen3           Qwen3 GROUPED head_dim=8
+qwen2           Qwen2 GROUPED
+mistral         Mistral GROUPED
+gemma           Gemma GROUPED head_dim=8
+gemma2          Gemma2 GROUPED head_dim=8
+gemma3          Gemma3Text GROUPED head_dim=8
+olmo2           Olmo2 GROUPED
+smollm3         SmolLM3 GROUPED
+mixtral         Mixtral GROUPED num_local_experts=3 num_experts_per_tok=2
+qwen3-moe       Qwen3Moe GROUPED head_dim=8 num_experts=3 num_experts_per_tok=2 moe_intermediate_size=24
+gpt-oss         GptOss GROUPED head_dim=8 num_local_experts=3 num_experts_per_tok=2
+gpt-neox        GPTNeoX PLAIN
+gpt-neo         GPTNeo SMALL num_layers=2 num_heads=4 attention_types=[[["global","local"],1]]
+                intermediate_size=48 max_position_embeddings=64
+gpt-j           GPTJ GPT rotary_dim=4
+opt             OPT PLAIN ffn_dim=48 word_embed_proj_dim=32
+bloom           Bloom SMALL n_layer=2 n_head=4
+falcon          Falcon SMALL num_hidden_layers=2 num_attention_heads=4 multi_query=True
+                new_decoder_architecture=False
+falcon-grouped  Falcon SMALL num_hidden_layers=2 num_attention_heads=4 num_kv_heads=2
+                new_decoder_architecture=True
+mpt             Mpt vocab_size=40 d_model=32 n_layers=2 n_heads=4 expansion_ratio=2 max_seq_len=64
+phi             Phi PLAIN
+granite         Granite GROUPED
+cohere          Cohere GROUPED
+stablelm        StableLm GROUPED
+starcoder2      Starcoder2 GROUPED
+gpt-bigcode     GPTBigCode GPT
+deepseek-v3     DeepseekV3 PLAIN num_key_value_heads=4 q_lora_rank=12 kv_lora_rank=8 qk_rope_head_dim=4
+                qk_nope_head_dim=6 v_head_dim=10 n_routed_experts=4 num_experts_per_tok=2 n_group=1
+                topk_group=1 first_k_dense_replace=1 moe_intermediate_size=20 n_shared_experts=1
+whisper         Whisper SEQ2SEQ num_mel_bins=8 max_source_positions=8 max_target_positions=16
+pegasus         Pegasus SEQ2SEQ
+clip-text       CLIPText PLAIN
+clip-vision     CLIPVision PLAIN VISION
+dinov2          Dinov2 VISION hidden_size=32 num_hidden_layers=2 num_attention_heads=4 mlp_ratio=2
+swin            Swin embed_dim=16 depths=[1,1] num_heads=[2,4] window_size=2 image_size=16 patch_size=4
+deit            DeiT PLAIN VISION
+beit            Beit PLAIN VISION
+wav2vec2        Wav2Vec2 PLAIN SOUND
+hubert          Hubert PLAIN SOUND
+t5              T5 vocab_size=40 d_model=32 d_kv=8 d_ff=48 num_layers=2 num_heads=4 pad_token_id=0
+                decoder_start_token_id=0
+mbart           MBart SEQ2SEQ
+blenderbot      Blenderbot SEQ2SEQ
+squeezebert     SqueezeBert PLAIN embedding_size=32
+funnel          Funnel vocab_size=40 d_model=32 n_head=4 d_head=8 d_inner=48 block_sizes=[1,1]
+                num_decoder_layers=1
+xlnet           XLNet vocab_size=40 d_model=32 n_layer=2 n_head=4 d_inner=48
+longformer      Longformer PLAIN attention_window=4
+esm             Esm PLAIN position_embedding_type="rotary" mask_token_id=3
+llama4          Llama4Text GROUPED head_dim=8 intermediate_size_mlp=48 num_local_experts=2
+                interleave_moe_layer_step=1
+nemotron        Nemotron GROUPED
+glm4            Glm4 GROUPED head_dim=8
+persimmon       Persimmon PLAIN
+perceiver       Perceiver num_latents=4 d_latents=32 d_model=16 num_blocks=1 num_self_attends_per_block=2
+                num_self_attention_heads=4 num_cross_attention_heads=4
+olmoe           Olmoe GROUPED num_experts=3 num_experts_per_tok=2
+segformer       Segformer num_encoder_blocks=2 depths=[1,1] sr_ratios=[2,1] hidden_sizes=[16,32]
+                patch_sizes=[3,3] strides=[2,2] num_attention_heads=[2,4] mlp_ratios=[2,2]
+"""
+"""Name, classes of transformers without Model and Config, sizes, and further options."""
 
 
-def _ids() -> Tensor:
-    return torch.arange(3, 11)[None]
-
-
-def model(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    """Return what builds a model of transformers."""
+def model(family: str, *written: str) -> Callable[[], nn.Module]:
+    """Return what builds a model of transformers, by the words of a line of the table."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return getattr(hf, name)(getattr(hf, config)(**options)).eval()
+        config = getattr(hf, f"{family}Config")
+        sizes = [SIZES[word] if word in SIZES else options(word) for word in written]
+        return getattr(hf, f"{family}Model")(config(**dict(ChainMap(*reversed(sizes))))).eval()
 
     return build
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "modernbert": model(
-        "ModernBertModel",
-        "ModernBertConfig",
-        **PLAIN,
-        global_attn_every_n_layers=2,
-        local_attention=8,
-    ),
-    "deberta-v2": model(
-        "DebertaV2Model",
-        "DebertaV2Config",
-        **PLAIN,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        max_relative_positions=8,
-        share_att_key=True,
-    ),
-    "electra": model("ElectraModel", "ElectraConfig", **PLAIN, embedding_size=16),
-    "albert": model("AlbertModel", "AlbertConfig", **PLAIN, embedding_size=16),
-    "xlm-roberta": model("XLMRobertaModel", "XLMRobertaConfig", **PLAIN),
-    "mpnet": model("MPNetModel", "MPNetConfig", **PLAIN),
-    "qwen3": model("Qwen3Model", "Qwen3Config", **GROUPED, head_dim=8),
-    "qwen2": model("Qwen2Model", "Qwen2Config", **GROUPED),
-    "mistral": model("MistralModel", "MistralConfig", **GROUPED),
-    "gemma": model("GemmaModel", "GemmaConfig", **GROUPED, head_dim=8),
-    "gemma2": model("Gemma2Model", "Gemma2Config", **GROUPED, head_dim=8),
-    "gemma3": model("Gemma3TextModel", "Gemma3TextConfig", **GROUPED, head_dim=8),
-    "olmo2": model("Olmo2Model", "Olmo2Config", **GROUPED),
-    "smollm3": model("SmolLM3Model", "SmolLM3Config", **GROUPED),
-    "mixtral": model(
-        "MixtralModel", "MixtralConfig", **GROUPED, num_local_experts=3, num_experts_per_tok=2
-    ),
-    "qwen3-moe": model(
-        "Qwen3MoeModel",
-        "Qwen3MoeConfig",
-        **GROUPED,
-        head_dim=8,
-        num_experts=3,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-    ),
-    "gpt-oss": model(
-        "GptOssModel",
-        "GptOssConfig",
-        **GROUPED,
-        head_dim=8,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-    ),
-    "gpt-neox": model("GPTNeoXModel", "GPTNeoXConfig", **PLAIN),
-    "gpt-neo": model(
-        "GPTNeoModel",
-        "GPTNeoConfig",
-        vocab_size=40,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        intermediate_size=48,
-        max_position_embeddings=64,
-    ),
-    "gpt-j": model(
-        "GPTJModel",
-        "GPTJConfig",
-        vocab_size=40,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        rotary_dim=4,
-        n_inner=48,
-        n_positions=64,
-    ),
-    "opt": model("OPTModel", "OPTConfig", **PLAIN, ffn_dim=48, word_embed_proj_dim=32),
-    "bloom": model("BloomModel", "BloomConfig", vocab_size=40, hidden_size=32, n_layer=2, n_head=4),
-    "falcon": model(
-        "FalconModel",
-        "FalconConfig",
-        vocab_size=40,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        multi_query=True,
-        new_decoder_architecture=False,
-    ),
-    "falcon-grouped": model(
-        "FalconModel",
-        "FalconConfig",
-        vocab_size=40,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-    ),
-    "mpt": model(
-        "MptModel",
-        "MptConfig",
-        vocab_size=40,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        expansion_ratio=2,
-        max_seq_len=64,
-    ),
-    "phi": model("PhiModel", "PhiConfig", **PLAIN),
-    "granite": model("GraniteModel", "GraniteConfig", **GROUPED),
-    "cohere": model("CohereModel", "CohereConfig", **GROUPED),
-    "stablelm": model("StableLmModel", "StableLmConfig", **GROUPED),
-    "starcoder2": model("Starcoder2Model", "Starcoder2Config", **GROUPED),
-    "gpt-bigcode": model(
-        "GPTBigCodeModel",
-        "GPTBigCodeConfig",
-        vocab_size=40,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_inner=48,
-        n_positions=64,
-    ),
-    "deepseek-v3": model(
-        "DeepseekV3Model",
-        "DeepseekV3Config",
-        **PLAIN,
-        num_key_value_heads=4,
-        q_lora_rank=12,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=6,
-        v_head_dim=10,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=20,
-        n_shared_experts=1,
-    ),
-    "whisper": model(
-        "WhisperModel",
-        "WhisperConfig",
-        **{**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
-    ),
-    "pegasus": model("PegasusModel", "PegasusConfig", **SEQ2SEQ),
-    "clip-text": model("CLIPTextModel", "CLIPTextConfig", **PLAIN),
-    "clip-vision": model("CLIPVisionModel", "CLIPVisionConfig", **{**PLAIN, **VISION}),
-    "dinov2": model(
-        "Dinov2Model",
-        "Dinov2Config",
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        mlp_ratio=2,
-        **VISION,
-    ),
-    "swin": model(
-        "SwinModel",
-        "SwinConfig",
-        embed_dim=16,
-        depths=[1, 1],
-        num_heads=[2, 4],
-        window_size=2,
-        image_size=16,
-        patch_size=4,
-    ),
-    "deit": model("DeiTModel", "DeiTConfig", **{**PLAIN, **VISION}),
-    "beit": model("BeitModel", "BeitConfig", **{**PLAIN, **VISION}),
-    "wav2vec2": model(
-        "Wav2Vec2Model",
-        "Wav2Vec2Config",
-        **{
-            **PLAIN,
-            "conv_dim": (16,),
-            "conv_kernel": (4,),
-            "conv_stride": (2,),
-            "num_feat_extract_layers": 1,
-            "num_conv_pos_embedding_groups": 2,
-            "num_conv_pos_embeddings": 4,
-        },
-    ),
-    "hubert": model(
-        "HubertModel",
-        "HubertConfig",
-        **{
-            **PLAIN,
-            "conv_dim": (16,),
-            "conv_kernel": (4,),
-            "conv_stride": (2,),
-            "num_feat_extract_layers": 1,
-            "num_conv_pos_embedding_groups": 2,
-            "num_conv_pos_embeddings": 4,
-        },
-    ),
-    "t5": model(
-        "T5Model",
-        "T5Config",
-        vocab_size=40,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-    ),
-    "mbart": model("MBartModel", "MBartConfig", **SEQ2SEQ),
-    "blenderbot": model("BlenderbotModel", "BlenderbotConfig", **SEQ2SEQ),
-    "squeezebert": model("SqueezeBertModel", "SqueezeBertConfig", **PLAIN, embedding_size=32),
-    "funnel": model(
-        "FunnelModel",
-        "FunnelConfig",
-        vocab_size=40,
-        d_model=32,
-        n_head=4,
-        d_head=8,
-        d_inner=48,
-        block_sizes=[1, 1],
-        num_decoder_layers=1,
-    ),
-    "xlnet": model(
-        "XLNetModel", "XLNetConfig", vocab_size=40, d_model=32, n_layer=2, n_head=4, d_inner=48
-    ),
-    "longformer": model("LongformerModel", "LongformerConfig", **PLAIN, attention_window=4),
-    "esm": model(
-        "EsmModel", "EsmConfig", **PLAIN, position_embedding_type="rotary", mask_token_id=3
-    ),
-    "llama4": model(
-        "Llama4TextModel",
-        "Llama4TextConfig",
-        **GROUPED,
-        head_dim=8,
-        intermediate_size_mlp=48,
-        num_local_experts=2,
-        interleave_moe_layer_step=1,
-    ),
-    "nemotron": model("NemotronModel", "NemotronConfig", **GROUPED),
-    "glm4": model("Glm4Model", "Glm4Config", **GROUPED, head_dim=8),
-    "persimmon": model("PersimmonModel", "PersimmonConfig", **PLAIN),
-    "perceiver": model(
-        "PerceiverModel",
-        "PerceiverConfig",
-        num_latents=4,
-        d_latents=32,
-        d_model=16,
-        num_blocks=1,
-        num_self_attends_per_block=2,
-        num_self_attention_heads=4,
-        num_cross_attention_heads=4,
-    ),
-    "olmoe": model("OlmoeModel", "OlmoeConfig", **GROUPED, num_experts=3, num_experts_per_tok=2),
-    "segformer": model(
-        "SegformerModel",
-        "SegformerConfig",
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[16, 32],
-        patch_sizes=[3, 3],
-        strides=[2, 2],
-        num_attention_heads=[2, 4],
-        mlp_ratios=[2, 2],
-    ),
+    name: model(*words)
+    for name, *words in map(str.split, re.sub("\n +", " ", _TABLE).strip().splitlines())
 }
 
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -314,7 +144,7 @@ def batch_of(name: str, model: Any) -> dict[str, Tensor]:
         return BATCHES[name]()
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(1, 3, model.config.image_size, model.config.image_size)}
-    batch = {"input_ids": _ids()}
+    batch = {"input_ids": torch.arange(3, 11)[None]}
     if name == "whisper":
         return {"input_features": torch.randn(1, 8, 16), "decoder_input_ids": batch["input_ids"]}
     if model.config.is_encoder_decoder:

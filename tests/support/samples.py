@@ -12,48 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellposed import models
+from wellposed import nn as ours
 from wellposed.linalg import Norm
-from wellposed.models import (
-    PairHead,
-    TransJectConfig,
-    TransJectForSequenceClassification,
-    TransJectForSequencePairClassification,
-    TransJectModel,
-    WellposedConfig,
-    WellposedForCausalLM,
-    WellposedForSequenceClassification,
-    WellposedForSequencePairClassification,
-    WellposedModel,
-)
-from wellposed.nn import (
-    MLP,
-    AdditiveCoupling,
-    BallAttention,
-    BallCrossAttention,
-    BallEmbedding,
-    BallProjection,
-    Block,
-    BudgetResidual,
-    ConvexResidual,
-    CosineCrossAttention,
-    CosineSelfAttention,
-    DecoderBlock,
-    DotProductAttention,
-    DynamicTanh,
-    InverseDAttention,
-    InvertibleResidual,
-    L2SelfAttention,
-    MaxMin,
-    MaxMinFeedForward,
-    OrthogonalFeedForward,
-    OrthogonalLinear,
-    PostNorm,
-    PreNorm,
-    ReversibleSequential,
-    TransformerStack,
-    TransJectStack,
-    UnitEmbedding,
-)
+from wellposed.models import TransJectConfig, WellposedConfig
 
 from .hugging_face import HUGGING_FACE
 from .sample import ALL_NORMS, MAX_TOKENS, Sample, awake
@@ -98,8 +60,8 @@ def _block(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **opti
 
 
 def _stack(*, is_causal: bool = False, needs_ball: bool = False, **options: Any) -> Sample:
-    return _plain(lambda width: TransformerStack(_config(width, **options), is_causal=is_causal), needs_ball=needs_ball,
-                  takes_mask=True)  # fmt: skip
+    return _plain(lambda width: ours.TransformerStack(_config(width, **options), is_causal=is_causal),
+                  needs_ball=needs_ball, takes_mask=True)  # fmt: skip
 
 
 def _model(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
@@ -116,12 +78,14 @@ def _transject(
 
 def _transject_stack(*, certifiable: bool = True, **options: Any) -> Sample:
     settings: dict[str, Any] = {"spectrum_norm": "trace", "residual": "sigmoid", **options}
-    return _plain(lambda width: TransJectStack(width, 2, **settings), keeps_width=False, certifiable=certifiable,
+    return _plain(lambda width: ours.TransJectStack(width, 2, **settings), keeps_width=False, certifiable=certifiable,
                   norms=("tok", 2), takes_mask=True)  # fmt: skip
 
 
-def _contraction(width: int, **options: Any) -> L2SelfAttention:
-    return L2SelfAttention(width, 2, **{"contractive": 0.9, "max_tokens": MAX_TOKENS, **options})
+def _contraction(width: int, **options: Any) -> ours.L2SelfAttention:
+    return ours.L2SelfAttention(
+        width, 2, **{"contractive": 0.9, "max_tokens": MAX_TOKENS, **options}
+    )
 
 
 def _shared_twice(width: int) -> nn.Module:
@@ -137,10 +101,10 @@ def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
     )
 
 
-def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> Block:
-    block = Block(_config(width, norm="none"))
-    block.attention = BallAttention(width, 2, **options)
-    block.feedforward = MaxMinFeedForward(width, 2 * width)
+def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> ours.Block:
+    block = ours.Block(_config(width, norm="none"))
+    block.attention = ours.BallAttention(width, 2, **options)
+    block.feedforward = ours.MaxMinFeedForward(width, 2 * width)
     block.attention_residual, block.feedforward_residual = residual(), residual()
     return block
 
@@ -184,7 +148,7 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _plain(lambda width: nn.Linear(width, 2 * width), keeps_width=False),
         _plain(lambda width: nn.Linear(width, 3), keeps_width=False),
     ],
-    OrthogonalLinear: [_plain(OrthogonalLinear)],
+    ours.OrthogonalLinear: [_plain(ours.OrthogonalLinear)],
     nn.Identity: [_plain(lambda width: nn.Identity())],
     nn.Flatten: [_plain(lambda width: nn.Flatten(), keeps_width=False, certifiable=False)],
     nn.Dropout: [_plain(lambda width: nn.Dropout(0.1)), _plain(lambda width: nn.Dropout(0.0))],
@@ -204,9 +168,9 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _plain(lambda width: nn.RMSNorm(width, eps=0.1)),
         _plain(lambda width: nn.RMSNorm(width, eps=1e-5, elementwise_affine=False)),
     ],
-    DynamicTanh: [_plain(lambda width: DynamicTanh(width)), _plain(lambda width: DynamicTanh(width, alpha=2.0))],
-    PreNorm: [_plain(lambda width: PreNorm(width, eps=0.1))],
-    PostNorm: [_plain(lambda width: PostNorm(width, eps=0.1))],
+    ours.DynamicTanh: [_plain(ours.DynamicTanh), _plain(lambda width: ours.DynamicTanh(width, alpha=2.0))],
+    ours.PreNorm: [_plain(lambda width: ours.PreNorm(width, eps=0.1))],
+    ours.PostNorm: [_plain(lambda width: ours.PostNorm(width, eps=0.1))],
     nn.MultiheadAttention: [
         _plain(lambda width: nn.MultiheadAttention(width, 2, batch_first=True), needs_ball=True,
                keeps_width=False),
@@ -232,129 +196,131 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
         _plain(lambda width: nn.Sequential()),
         _plain(lambda width: nn.Sequential(nn.LayerNorm(width, eps=0.1), nn.Sequential(nn.Linear(width, width)))),
     ],
-    MLP: [
-        _plain(lambda width: MLP(width, 2 * width)),
-        _plain(lambda width: MLP(width, 2 * width, activation="relu", bias=False)),
+    ours.MLP: [
+        _plain(lambda width: ours.MLP(width, 2 * width)),
+        _plain(lambda width: ours.MLP(width, 2 * width, activation="relu", bias=False)),
     ],
-    L2SelfAttention: [
-        _attention(L2SelfAttention),
-        _attention(L2SelfAttention, heads=1, bias=False),
-        _attention(L2SelfAttention, values="free"),
-        _attention(L2SelfAttention, query_width=2),
-        _attention(L2SelfAttention, heads=4, init_scale=1.0, dropout=0.1),
-        *(_attention(L2SelfAttention, contractive=0.9, norm=norm, max_tokens=MAX_TOKENS) for norm in ALL_NORMS),
+    ours.L2SelfAttention: [
+        _attention(ours.L2SelfAttention),
+        _attention(ours.L2SelfAttention, heads=1, bias=False),
+        _attention(ours.L2SelfAttention, values="free"),
+        _attention(ours.L2SelfAttention, query_width=2),
+        _attention(ours.L2SelfAttention, heads=4, init_scale=1.0, dropout=0.1),
+        *(_attention(ours.L2SelfAttention, contractive=0.9, norm=norm, max_tokens=MAX_TOKENS) for norm in ALL_NORMS),
         # Without max_tokens the scale follows the length, and the layer promises its constant in
         # its own norm alone.
-        _attention(L2SelfAttention, contractive=0.5, heads=4, norms=("tok",)),
-        _attention(L2SelfAttention, contractive=0.9, values="free", query_width=2, norms=("tok",)),
+        _attention(ours.L2SelfAttention, contractive=0.5, heads=4, norms=("tok",)),
+        _attention(ours.L2SelfAttention, contractive=0.9, values="free", query_width=2, norms=("tok",)),
     ],
-    CosineSelfAttention: [
-        _attention(CosineSelfAttention),
-        _attention(CosineSelfAttention, heads=1, eps=0.5, tau=4.0, bias=False),
-        _attention(CosineSelfAttention, heads=4, eps=0.1, nu=3.0, learn_scales=False, dropout=0.1),
+    ours.CosineSelfAttention: [
+        _attention(ours.CosineSelfAttention),
+        _attention(ours.CosineSelfAttention, heads=1, eps=0.5, tau=4.0, bias=False),
+        _attention(ours.CosineSelfAttention, heads=4, eps=0.1, nu=3.0, learn_scales=False, dropout=0.1),
     ],
-    CosineCrossAttention: [
-        _plain(lambda width: CosineCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)
+    ours.CosineCrossAttention: [
+        _plain(lambda width: ours.CosineCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)
     ],
-    DotProductAttention: [
-        _attention(DotProductAttention, needs_ball=True),
-        _attention(DotProductAttention, heads=1, needs_ball=True, bias=False),
-        _attention(DotProductAttention, needs_ball=True, qk_norm=True, eps=0.1),
-        _attention(DotProductAttention, heads=4, needs_ball=True, dropout=0.1),
+    ours.DotProductAttention: [
+        _attention(ours.DotProductAttention, needs_ball=True),
+        _attention(ours.DotProductAttention, heads=1, needs_ball=True, bias=False),
+        _attention(ours.DotProductAttention, needs_ball=True, qk_norm=True, eps=0.1),
+        _attention(ours.DotProductAttention, heads=4, needs_ball=True, dropout=0.1),
     ],
-    InverseDAttention: [
-        _attention(InverseDAttention, needs_ball=True),
-        _attention(InverseDAttention, heads=1, needs_ball=True),
-        _attention(InverseDAttention, heads=4, needs_ball=True),
+    ours.InverseDAttention: [
+        _attention(ours.InverseDAttention, needs_ball=True),
+        _attention(ours.InverseDAttention, heads=1, needs_ball=True),
+        _attention(ours.InverseDAttention, heads=4, needs_ball=True),
     ],
-    BallProjection: [_plain(BallProjection), _plain(lambda width: BallProjection(width, radius=0.3))],
-    MaxMin: [_plain(lambda width: MaxMin())],
-    MaxMinFeedForward: [
-        _plain(lambda width: MaxMinFeedForward(width, 2 * width)),
-        _plain(lambda width: MaxMinFeedForward(width, 4, bias=False)),
+    ours.BallProjection: [_plain(ours.BallProjection), _plain(lambda width: ours.BallProjection(width, radius=0.3))],
+    ours.MaxMin: [_plain(lambda width: ours.MaxMin())],
+    ours.MaxMinFeedForward: [
+        _plain(lambda width: ours.MaxMinFeedForward(width, 2 * width)),
+        _plain(lambda width: ours.MaxMinFeedForward(width, 4, bias=False)),
     ],
-    BallEmbedding: [_plain(lambda width: BallEmbedding(11, width), certifiable=False, two_inputs=True)],
-    UnitEmbedding: [_plain(lambda width: UnitEmbedding(11, width), certifiable=False, two_inputs=True)],
-    BallAttention: [
-        _attention(BallAttention),
-        _attention(BallAttention, heads=1, temperature=0.3),
-        _attention(BallAttention, heads=4, temperature=5.0, unit_lipschitz=False),
-        _attention(BallAttention, temperature=1.0, unit_lipschitz=False, bias=True),
+    ours.BallEmbedding: [_plain(lambda width: ours.BallEmbedding(11, width), certifiable=False, two_inputs=True)],
+    ours.UnitEmbedding: [_plain(lambda width: ours.UnitEmbedding(11, width), certifiable=False, two_inputs=True)],
+    ours.BallAttention: [
+        _attention(ours.BallAttention),
+        _attention(ours.BallAttention, heads=1, temperature=0.3),
+        _attention(ours.BallAttention, heads=4, temperature=5.0, unit_lipschitz=False),
+        _attention(ours.BallAttention, temperature=1.0, unit_lipschitz=False, bias=True),
     ],
-    BallCrossAttention: [
-        _plain(lambda width: BallCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)
+    ours.BallCrossAttention: [
+        _plain(lambda width: ours.BallCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)
     ],
-    Block: [
+    ours.Block: [
         *(_plain(lambda width, residual=residual, options=options: _ball_block(width, residual, **options),
                  takes_mask=True, takes_causal=True)
           for residual, options in (
-              (lambda: ConvexResidual(0.7, divisor=0.5), {"bias": True}),
-              (lambda: BudgetResidual(4.0, blocks=2), {}),
+              (lambda: ours.ConvexResidual(0.7, divisor=0.5), {"bias": True}),
+              (lambda: ours.BudgetResidual(4.0, blocks=2), {}),
           )),
-        *(_block(Block, **options) for options in _BLOCKS),
-        *(_block(Block, needs_ball=True, **options) for options in _BALL),
+        *(_block(ours.Block, **options) for options in _BLOCKS),
+        *(_block(ours.Block, needs_ball=True, **options) for options in _BALL),
     ],
-    TransformerStack: [
+    ours.TransformerStack: [
         *(_stack(is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
         *(_stack(is_causal=index % 2 == 0, needs_ball=True, **options) for index, options in enumerate(_BALL)),
     ],
-    DecoderBlock: [_plain(lambda width: DecoderBlock(_config(width)), certifiable=False, two_inputs=True)],
-    InvertibleResidual: [
-        *(_plain(lambda width, norm=norm: InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
+    ours.DecoderBlock: [_plain(lambda width: ours.DecoderBlock(_config(width)), certifiable=False, two_inputs=True)],
+    ours.InvertibleResidual: [
+        *(_plain(lambda width, norm=norm: ours.InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
                  takes_causal=True) for norm in ALL_NORMS),
-        _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
+        _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
         # Vouched for, and true: the certificate of two sigmoids is 1/16, and where one is steep the
         # other is not.
-        _plain(lambda width: InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06)),
+        _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06)),
     ],
-    AdditiveCoupling: [
-        _plain(lambda width: AdditiveCoupling(MLP(width // 2, width), nn.Linear(width // 2, width // 2))),
-        _plain(lambda width: AdditiveCoupling(L2SelfAttention(width // 2, 2), MLP(width // 2, width)),
+    ours.AdditiveCoupling: [
+        _plain(lambda width: ours.AdditiveCoupling(ours.MLP(width // 2, width), nn.Linear(width // 2, width // 2))),
+        _plain(lambda width: ours.AdditiveCoupling(ours.L2SelfAttention(width // 2, 2), ours.MLP(width // 2, width)),
                takes_mask=True, takes_causal=True),
-        _plain(lambda width: AdditiveCoupling(L2SelfAttention(width // 2, 1), CosineSelfAttention(width // 2, 2),
-                                              g_options=True), takes_mask=True, takes_causal=True),
-    ],
-    ReversibleSequential: [
-        _plain(lambda width: ReversibleSequential([InvertibleResidual(_contraction(width)) for _ in range(2)]),
+        _plain(lambda width: ours.AdditiveCoupling(
+            ours.L2SelfAttention(width // 2, 1), ours.CosineSelfAttention(width // 2, 2), g_options=True),
                takes_mask=True, takes_causal=True),
-        _plain(lambda width: ReversibleSequential(
-            [AdditiveCoupling(MLP(width // 2, width), MLP(width // 2, width)) for _ in range(2)])),
     ],
-    OrthogonalFeedForward: [
-        _plain(OrthogonalFeedForward),
-        _plain(lambda width: OrthogonalFeedForward(width, dropout=0.1)),
+    ours.ReversibleSequential: [
+        _plain(lambda width: ours.ReversibleSequential(
+            [ours.InvertibleResidual(_contraction(width)) for _ in range(2)]), takes_mask=True, takes_causal=True),
+        _plain(lambda width: ours.ReversibleSequential(
+            [ours.AdditiveCoupling(ours.MLP(width // 2, width), ours.MLP(width // 2, width)) for _ in range(2)])),
     ],
-    TransJectStack: [
+    ours.OrthogonalFeedForward: [
+        _plain(ours.OrthogonalFeedForward),
+        _plain(lambda width: ours.OrthogonalFeedForward(width, dropout=0.1)),
+    ],
+    ours.TransJectStack: [
         *(_transject_stack(**options) for options in _TRANSJECT.values()),
         _transject_stack(**_CAUSAL_TRANSJECT),
         _transject_stack(certifiable=False, **_POOLED),
     ],
-    TransJectModel: [
-        *(_transject(TransJectModel, **options) for options in _TRANSJECT.values()),
-        _transject(TransJectModel, **_CAUSAL_TRANSJECT),
-        _transject(TransJectModel, certifiable=False, **_POOLED),
+    models.TransJectModel: [
+        *(_transject(models.TransJectModel, **options) for options in _TRANSJECT.values()),
+        _transject(models.TransJectModel, **_CAUSAL_TRANSJECT),
+        _transject(models.TransJectModel, certifiable=False, **_POOLED),
     ],
-    TransJectForSequenceClassification: [
-        *(_transject(TransJectForSequenceClassification, **options) for options in _TRANSJECT.values()),
-        *(_transject(TransJectForSequenceClassification, pooling=pooling) for pooling in ("first", "max")),
+    models.TransJectForSequenceClassification: [
+        *(_transject(models.TransJectForSequenceClassification, **options) for options in _TRANSJECT.values()),
+        *(_transject(models.TransJectForSequenceClassification, pooling=pooling) for pooling in ("first", "max")),
     ],
-    WellposedModel: [
-        *(_model(WellposedModel, is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
-        *(_model(WellposedModel, needs_ball=True, **options) for options in _BALL),
+    models.WellposedModel: [
+        *(_model(models.WellposedModel, is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
+        *(_model(models.WellposedModel, needs_ball=True, **options) for options in _BALL),
     ],
-    WellposedForCausalLM: [
-        *(_model(WellposedForCausalLM, **options) for options in _BLOCKS[:5]),
-        _model(WellposedForCausalLM, tie_word_embeddings=False, position="sinusoidal", scale_embeddings=False),
-        _model(WellposedForCausalLM, needs_ball=True, **_BALL[0]),
+    models.WellposedForCausalLM: [
+        *(_model(models.WellposedForCausalLM, **options) for options in _BLOCKS[:5]),
+        _model(models.WellposedForCausalLM, tie_word_embeddings=False, position="sinusoidal", scale_embeddings=False),
+        _model(models.WellposedForCausalLM, needs_ball=True, **_BALL[0]),
     ],
-    WellposedForSequenceClassification: [
-        *(_model(WellposedForSequenceClassification, **options) for options in _BLOCKS),
-        *(_model(WellposedForSequenceClassification, pooling=pooling, norm="none") for pooling in ("first", "max")),
-        _model(WellposedForSequenceClassification, is_causal=True, position="sinusoidal"),
-        _model(WellposedForSequenceClassification, needs_ball=True, **_BALL[0]),
+    models.WellposedForSequenceClassification: [
+        *(_model(models.WellposedForSequenceClassification, **options) for options in _BLOCKS),
+        *(_model(models.WellposedForSequenceClassification, pooling=each, norm="none") for each in ("first", "max")),
+        _model(models.WellposedForSequenceClassification, is_causal=True, position="sinusoidal"),
+        _model(models.WellposedForSequenceClassification, needs_ball=True, **_BALL[0]),
     ],
-    WellposedForSequencePairClassification: [
-        *(_plain(lambda width, options=options: WellposedForSequencePairClassification(_config(width, **options)),
+    models.WellposedForSequencePairClassification: [
+        *(_plain(lambda width, options=options:
+                 models.WellposedForSequencePairClassification(_config(width, **options)),
                  keeps_width=False, needs_ball=needs_ball, two_inputs=True)
           for options, needs_ball in (
               ({"norm": "none"}, True),
@@ -363,15 +329,15 @@ SAMPLES: dict[type[nn.Module], list[Sample]] = {
               ({}, False),
           )),
     ],
-    TransJectForSequencePairClassification: [
-        *(_plain(lambda width, options=options: TransJectForSequencePairClassification(
+    models.TransJectForSequencePairClassification: [
+        *(_plain(lambda width, options=options: models.TransJectForSequencePairClassification(
                      _transject_config(width, **options)),
                  keeps_width=False, norms=("tok", 2), needs_ball=True, two_inputs=True)
           for options in (_TRANSJECT["gram by its trace"], {"pooling": "max", **_TRANSJECT["dropout"]})),
     ],
-    PairHead: [
-        _plain(lambda width: PairHead(width, 2 * width, 3), keeps_width=False, needs_ball=True, two_inputs=True),
-        _plain(lambda width: PairHead(width, 2 * width, 3, dropout=0.1, unit_lipschitz=True), keeps_width=False,
+    models.PairHead: [
+        _plain(lambda width: models.PairHead(width, 2 * width, 3), keeps_width=False, needs_ball=True, two_inputs=True),
+        _plain(lambda width: models.PairHead(width, 2 * width, 3, dropout=0.1, unit_lipschitz=True), keeps_width=False,
                two_inputs=True),
     ],
     **HUGGING_FACE,

@@ -8,19 +8,17 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from wellposed.config_record import recorded
 from wellposed.errors import WellposedError
+from wellposed.tasks import Task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.run_folder import leaves
 from wellposed.training.folder.save import is_ours
 from wellposed.training.loop.state import Evaluation
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
 
 WITH_OUR_CLASSES = """import wellposed.models
 from transformers import {auto}, AutoTokenizer

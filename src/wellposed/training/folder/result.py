@@ -10,20 +10,18 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
+from wellposed.tasks import Task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files, manifest
 from wellposed.training.folder.run_folder import RESULT, now
 from wellposed.training.loop.divergence import Divergence
 from wellposed.training.loop.state import Evaluation, TrainerState
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
 
 SCHEMA_VERSION = 1
 Status = Literal["success", "cancelled", "failed"]

@@ -11,19 +11,17 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
+from wellposed.tasks import Task
 from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
 from wellposed.training.folder import checkpoints, durable_files, lock
 from wellposed.training.loop.processes import is_one_of_several
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.version import __version__
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
 
 
 CONFIG = "config.toml"

@@ -10,6 +10,7 @@ from torch import nn
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import to_json
+from wellposed.tasks import Task, build_task
 from wellposed.training.folder import checkpoints, durable_files, manifest
 from wellposed.training.folder.run_folder import import_recorded, read_config
 from wellposed.training.folder.tensors import encode, model_tensors
@@ -17,8 +18,6 @@ from wellposed.training.loop.build import build_run_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from wellposed.tasks import Task
 
 
 MODULE = "modeling_wellposed"
@@ -130,8 +129,6 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     final = run_dir / FINAL
     if final.is_dir():
         return _load_final(final)
-    from wellposed.tasks import build_task
-
     newest, damaged = checkpoints.newest_complete(run_dir)
     if newest is None:
         raise CheckpointError(

@@ -6,20 +6,16 @@ import inspect
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from wellposed.errors import ConfigError, DataError, WellposedError
+from wellposed.tasks import Split, Task
 from wellposed.tasks.task import IGNORED_LABEL, TARGETS
 from wellposed.training.loop.processes import STOPPING
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
-    from wellposed.tasks.data.splits import Split
-
 
 Batch = dict[str, Tensor]
 Rows = Sequence[int]

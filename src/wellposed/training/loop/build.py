@@ -13,6 +13,7 @@ from torch import nn
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
 from wellposed.linalg.sharded import is_sharded
+from wellposed.tasks import Task
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed.training.loop.batches import forward, model_inputs
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from wellposed.constrain import Constraint
     from wellposed.models import Start
-    from wellposed.tasks import Task
 
 
 FUSED_DEVICES = ("cpu", "cuda")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +18,7 @@ from torch import nn
 
 from wellposed.errors import ConfigError, DataError, RoleNotFoundError
 from wellposed.measurement import Monitor, worst_vitals
+from wellposed.tasks import Task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, durable_files, manifest, run_folder, tensors
 from wellposed.training.folder.metrics import MetricsFile
@@ -38,9 +39,6 @@ from wellposed.training.loop.step import (
     training_loss,
 )
 from wellposed.training.loop.tracking import Trackers
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
 
 RULING_PENALTY = 10.0
 """Times the loss of the task at which the first penalty is spoken of."""

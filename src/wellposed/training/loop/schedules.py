@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from wellposed.registry import Registry
+from wellposed.tasks import Task
 from wellposed.training.config import RunConfig, TrainOptions
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
 
 
 ScheduleFunction = Callable[[int, TrainOptions, int], float]

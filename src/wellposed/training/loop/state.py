@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.options import build_options
+from wellposed.tasks import Task
 
 if TYPE_CHECKING:
-    from wellposed.tasks import Task
     from wellposed.training.loop.step import StepNumbers
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -16,17 +15,12 @@ from torch.nn import functional
 
 from wellposed.errors import ConfigError
 from wellposed.linalg.sharded import gathered
-from wellposed.tasks.task import IGNORED_LABEL
+from wellposed.tasks.task import IGNORED_LABEL, Kind, Task
 from wellposed.training.config import TrainOptions, words_of
 from wellposed.training.loop import batches
 from wellposed.training.loop.batches import Batch
 from wellposed.training.loop.machine import sum_over_processes
 from wellposed.training.loop.word_margin import word_logits
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
-    from wellposed.tasks.task import Kind
-
 
 def rows_of(kind: Kind, labels: Tensor) -> Tensor:
     """Return the class of each row of logits, -100 where none counts: of a language model that of

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
-from wellposed.tasks import build_task
+from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
 from wellposed.training.folder.examples import save_examples
@@ -30,9 +30,6 @@ from wellposed.training.loop.run import Run, evaluate, fit, validate
 from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 from wellposed.training.loop.state import Evaluation, TrainerState
 from wellposed.training.loop.tracking import NOT_TRACKED, Trackers, Tracking, check_trackers
-
-if TYPE_CHECKING:
-    from wellposed.tasks import Task
 
 GENERATE_BATCH = 64
 
