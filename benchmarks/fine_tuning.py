@@ -29,7 +29,7 @@ from wellposed.integrations import register_attention
 from wellposed.tasks import Task, build_task
 from wellposed.training import RunConfig, TrainOptions
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOptions
-from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_run_model
 from wellposed.training.loop.progress import Progress

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.rows import Benchmark, Call, Row, Setup, ratio_row, single
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
-from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_optimizer, build_run_model, set_learning_rate
 from wellposed.training.loop.progress import Progress

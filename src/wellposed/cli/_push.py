@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
     """Upload, print the address and return the exit status."""
     options = parse_words(PushArguments, words, prog="wellposed push")
 
-    from wellposed.training.folder.hub import push_to_hub
+    from wellposed.training.folder.save import push_to_hub
 
     final = options.run / "final"
     folder = final if final.is_dir() else options.run

@@ -54,8 +54,8 @@ def run(words: Sequence[str]) -> int:
     config, options = parse("train", base, rest, TrainArguments, "Train one model")
 
     from wellposed.training import train
-    from wellposed.training.folder.hub import check_repository, push_to_hub
     from wellposed.training.folder.run_folder import usual_folder
+    from wellposed.training.folder.save import check_repository, push_to_hub
 
     if options.push_to_hub:
         check_repository(options.push_to_hub)

@@ -10,7 +10,7 @@ import itertools
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,11 +42,7 @@ class Rows(Sequence[Element]):
     def _row(self, index: int) -> Element:
         """Return the element of an index; a negative one counts from the end."""
 
-    @overload
-    def __getitem__(self, index: int) -> Element: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Element]: ...
-    def __getitem__(self, index: int | slice) -> Element | list[Element]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._row(i) for i in range(len(self))[index]]
         return self._row(index)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from wellposed.training.config import config_difference as config_difference
     from wellposed.training.folder.manifest import verify_final as verify_final
     from wellposed.training.folder.manifest import verify_run_file as verify_run_file
-    from wellposed.training.folder.metrics import read_metrics as read_metrics
     from wellposed.training.folder.result import RunResult as RunResult
+    from wellposed.training.folder.result import read_metrics as read_metrics
     from wellposed.training.folder.result import read_result as read_result
     from wellposed.training.folder.result import result_schema as result_schema
     from wellposed.training.folder.run_folder import read_config as read_config
@@ -38,8 +38,7 @@ else:
                 "config_difference"
             ),
             "folder.manifest": "verify_final verify_run_file",
-            "folder.metrics": "read_metrics",
-            "folder.result": "RunResult read_result result_schema",
+            "folder.result": "RunResult read_metrics read_result result_schema",
             "folder.run_folder": "read_config",
             "folder.save": "load_run_model",
             "loop.schedules": "SCHEDULES learning_rate",

@@ -13,8 +13,8 @@ from tests.support.runs import start_stub, wait_for_rows
 
 from wellposed.errors import ConfigError
 from wellposed.training.folder import durable_files
-from wellposed.training.folder.lock import NAME, only_writer
-from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.folder.result import MetricsFile
+from wellposed.training.folder.run_folder import LOCK, only_writer
 
 WRITER = """
 import sys
@@ -136,18 +136,18 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path):
         first.kill()
         first.communicate()
     assert first.returncode == -signal.SIGKILL
-    assert (out / NAME).read_text().startswith(f"process {first.pid} on ")
+    assert (out / LOCK).read_text().startswith(f"process {first.pid} on ")
     with only_writer(out):
-        assert (out / NAME).read_text().startswith(f"process {os.getpid()} on ")
-    assert not (out / NAME).exists()
+        assert (out / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    assert not (out / LOCK).exists()
 
 
 def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
-    (out / NAME).write_text("process 1 on another-host\n")
+    (out / LOCK).write_text("process 1 on another-host\n")
     assert stub.run(stub.make_config(steps=2), out).status == "success"
-    assert not (out / NAME).exists()
+    assert not (out / LOCK).exists()
     with pytest.raises(KeyError), only_writer(out):
         raise KeyError
     refused = pytest.raises(ConfigError, match=f"process {os.getpid()} on ")
@@ -160,7 +160,7 @@ def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path):
 WITH_CHILD = """
 import os, sys, time
 from pathlib import Path
-from wellposed.training.folder.lock import only_writer
+from wellposed.training.folder.run_folder import only_writer
 with only_writer(Path(sys.argv[1])):
     if not os.fork():
         print(os.getpid(), flush=True)  # by the child, which has let go of the lock when it comes here
@@ -191,15 +191,15 @@ def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     out.mkdir()
     precious.write_text("of the user")
     make = {
-        "link": lambda: (out / NAME).symlink_to(precious),
-        "hard link": lambda: (out / NAME).hardlink_to(precious),
-        "file": lambda: (out / NAME).write_text("of the user"),
-        "pipe": lambda: os.mkfifo(out / NAME),
-        "folder": lambda: (out / NAME).mkdir(),
+        "link": lambda: (out / LOCK).symlink_to(precious),
+        "hard link": lambda: (out / LOCK).hardlink_to(precious),
+        "file": lambda: (out / LOCK).write_text("of the user"),
+        "pipe": lambda: os.mkfifo(out / LOCK),
+        "folder": lambda: (out / LOCK).mkdir(),
     }
     make[kind]()
     expected = r"run\.lock: a link, or a file of something else"
     with pytest.raises(ConfigError, match=expected), only_writer(out):
         pass
     assert precious.read_text() == "of the user"
-    assert kind in ("pipe", "folder") or (out / NAME).read_text() == "of the user"
+    assert kind in ("pipe", "folder") or (out / LOCK).read_text() == "of the user"

@@ -15,7 +15,7 @@ from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.tasks import build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_config, train
 from wellposed.training.folder import run_folder
-from wellposed.training.folder.metrics import MetricsFile, read_metrics
+from wellposed.training.folder.result import MetricsFile, read_metrics
 
 VALUES = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans()
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ PAD, UNK = "<|pad|>", "<|unk|>"
 WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
+Pairs: TypeAlias = "Sequence[tuple[str, str]] | None"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
@@ -69,11 +70,7 @@ class TextEncoder(ABC):
         """Number of ids, special tokens included."""
 
     def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        max_length: int | None = None,
-        pairs: Sequence[tuple[str, str]] | None = None,
+        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
     ) -> Encoded:
         """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of
         them.
@@ -89,8 +86,9 @@ class TextEncoder(ABC):
         """Encode many texts of the target language; one vocabulary serves both."""
         return self.encode(texts)
 
-    @abstractmethod
-    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]: ...
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
+        """Return the ids of whole texts and how often each unknown piece is in them."""
+        raise NotImplementedError
 
     @abstractmethod
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
@@ -326,11 +324,7 @@ class PretrainedEncoder(TextEncoder):
         return len(self._tokenizer)
 
     def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        max_length: int | None = None,
-        pairs: Sequence[tuple[str, str]] | None = None,
+        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
     ) -> Encoded:
         """Encode many texts, or pairs in the tokenizer's own form, with its token types.
 
@@ -362,10 +356,6 @@ class PretrainedEncoder(TextEncoder):
         names = ["input_ids", *([TOKEN_TYPES] if len(rows[0]) == 2 else [])]
         found = self._tokenizer(*map(list, zip(*rows, strict=True)), verbose=False, **options)
         return {name: found[name] for name in names if name in found}
-
-    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        encoded = self.encode(texts)
-        return encoded.ids, encoded.unknown
 
     def tokenizer(self, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
         if max_length is not None:

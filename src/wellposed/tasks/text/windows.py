@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, count_unknown, split_words
+from wellposed.tasks.text.tokenizers import Encoded, Pairs, TextEncoder, count_unknown, split_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,11 +62,7 @@ class WindowEncoder(TextEncoder):
         return self.inner.vocab_size
 
     def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        max_length: int | None = None,
-        pairs: Sequence[tuple[str, str]] | None = None,
+        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
     ) -> Encoded:
         """Encode texts of at most ``max_length`` words.
 
@@ -81,10 +77,6 @@ class WindowEncoder(TextEncoder):
         windows = [cut_windows(text, self.words, most) for text in texts]
         ids = Ragged.from_lists(encode_windows(tokenizer, windows, self.tokens))
         return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
-
-    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        found = self.encode(texts)
-        return found.ids, found.unknown
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         return self.inner.tokenizer(max_length=max_length)

@@ -1,9 +1,11 @@
-"""``result.json``: what a run reached, with everything needed to trust and repeat it."""
+"""``metrics.jsonl``, one row a line, cut back to those of the checkpoint on resume; and ``result.json``:
+what a run reached, with everything needed to trust and repeat it."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,6 +18,7 @@ import torch
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
+from wellposed.regular_file import read_bytes
 from wellposed.tasks import Task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files, manifest
@@ -23,6 +26,8 @@ from wellposed.training.folder.run_folder import RESULT, now
 from wellposed.training.loop.divergence import Divergence
 from wellposed.training.loop.state import Evaluation, TrainerState
 
+METRICS = "metrics.jsonl"
+_RESTORE = "restore the file, or train in another folder"
 SCHEMA_VERSION = 1
 Status = Literal["success", "cancelled", "failed"]
 EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "cancelled": 130}
@@ -153,3 +158,76 @@ def peak_memory_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+class MetricsFile:
+    """The rows of a run so far. Opening it with ``rows=n`` removes every row after the first n, and
+    half a line.
+
+    Only one process of a run writes; on the others (``enabled=False``) rows are counted alone.
+    """
+
+    def __init__(self, run_folder: Path, *, rows: int = 0, enabled: bool = True) -> None:
+        self.path = run_folder / METRICS
+        self.rows = _truncate(self.path, rows) if enabled else rows
+        self._file = self.path.open("ab") if enabled else None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row; it is visible to readers at once.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
+        """
+        if self._file is not None:
+            with durable_files.full_disk_in_a_line(self.path, "a row"):
+                self._file.write(to_json(row))
+                self._file.flush()
+        self.rows += 1
+
+    def sync(self) -> int:
+        """Wait until every row is on the disk and return their number; a checkpoint counts no row a
+        crash can lose."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        return self.rows
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of ``metrics.jsonl``.
+
+    Raises:
+        CheckpointError: a line that is no row, by its number.
+    """
+    path, rows = run_folder / METRICS, []
+    for number, line in enumerate(_complete_lines(path), 1):
+        try:
+            row = from_json(line)
+        except ValueError as error:
+            raise CheckpointError(f"{path}:{number}: not JSON: {error}; {_RESTORE}") from error
+        if not isinstance(row, dict):
+            raise CheckpointError(f"{path}:{number}: expected a JSON object; {_RESTORE}")
+        rows.append(row)
+    return rows
+
+
+def _truncate(path: Path, rows: int) -> int:
+    lines = _complete_lines(path)[:rows]
+    if len(lines) < rows:
+        problem = f"{len(lines)} complete rows, but the checkpoint was written after {rows}"
+        raise CheckpointError(f"{path}: {problem}; {_RESTORE}")
+    if path.exists() or path.is_symlink():
+        durable_files.replace_file(path, b"".join(lines))
+    return len(lines)
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    return [line for line in read_bytes(path).splitlines(keepends=True) if line.endswith(b"\n")]

@@ -1,13 +1,17 @@
-"""The folder of a run: its configuration, environment and data, and whether it may be used."""
+"""The folder of a run: its configuration, environment and data, whether it may be used, and its one
+writer."""
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
+import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,20 +22,23 @@ from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
 from wellposed.tasks import Task
 from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
-from wellposed.training.folder import checkpoints, durable_files, lock
+from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.loop.processes import is_one_of_several
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.version import __version__
 
-
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
 RESULT = "result.json"
+LOCK = "run.lock"
 PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
 """What may change when a run is resumed: where it computes, where its batches are made, who holds
 its weights."""
 LENGTH = ("train.steps:", "train.epochs:")
 """What may grow when a run is trained longer."""
+_BEGIN = b"process "
+_NOT_A_FILE = (errno.ELOOP, errno.EISDIR, errno.EEXIST)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
 
 
@@ -165,6 +172,62 @@ def usual_folder(task: str, *, last: bool) -> Path:
     return found
 
 
+@contextmanager
+def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
+    """Hold the lock of the folder ``out``, which is made where it is missing.
+
+    The system lets go of the lock with its process, so the file that a killed one leaves is taken
+    over. On a file system without locks nothing is held. No file but a lock of ours is written to.
+
+    Raises:
+        ConfigError: another process has it, by number and host; or its name is a link, or taken.
+    """
+    if not enabled:
+        yield
+        return
+    from filelock import FileLock, Timeout
+
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / LOCK
+    lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_sign)
+    try:
+        lock.acquire()
+    except Timeout:
+        owner = ""
+        with suppress(OSError):  # it is let go of at this moment
+            owner = path.read_text(encoding="utf-8", errors="replace").strip()
+        raise ConfigError(
+            f"{out}: {owner or 'another process'} is writing this run (it holds {LOCK}); wait for"
+            " it, stop it, or name another --out"
+        ) from None
+    except OSError as error:
+        if error.errno in _NOT_A_FILE:
+            raise ConfigError(
+                f"{path}: a link, or a file of something else, where the lock of the run goes; it is"
+                " left as it is: rename it, or name another --out"
+            ) from error
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):  # a folder that became unwritable, or is gone
+                path.unlink()
+            lock.release()
+
+
+def _sign(handle: int) -> None:
+    """Write whose the lock is, into a file that holds nothing but that."""
+    found = os.fstat(handle)
+    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+    if not is_plain or (found.st_size and os.read(handle, len(_BEGIN)) != _BEGIN):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.truncate(handle, 0)
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.write(handle, _BEGIN + f"{os.getpid()} on {socket.gethostname()}\n".encode())
+
+
 def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
     """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what
     to tell the user.
@@ -229,7 +292,7 @@ def _is_used(out: Path) -> bool:
     if not out.is_dir():
         return out.exists()
     names = [path.name for path in out.iterdir() if not durable_files.is_litter(path)]
-    return any(name != lock.NAME for name in names)
+    return any(name != LOCK for name in names)
 
 
 def environment(command: Sequence[str] | None, task: Task | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from wellposed.measurement import Monitor, worst_vitals
 from wellposed.tasks import Task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, durable_files, manifest, run_folder, tensors
-from wellposed.training.folder.metrics import MetricsFile
+from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop import batches, build
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.divergence import Blame, Divergence, first_nonfinite_module

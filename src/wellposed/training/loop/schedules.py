@@ -10,7 +10,6 @@ from wellposed.registry import Registry
 from wellposed.tasks import Task
 from wellposed.training.config import RunConfig, TrainOptions
 
-
 ScheduleFunction = Callable[[int, TrainOptions, int], float]
 SCHEDULES: Registry[ScheduleFunction] = Registry("schedule")
 

@@ -22,6 +22,7 @@ from wellposed.training.loop.batches import Batch
 from wellposed.training.loop.machine import sum_over_processes
 from wellposed.training.loop.word_margin import word_logits
 
+
 def rows_of(kind: Kind, labels: Tensor) -> Tensor:
     """Return the class of each row of logits, -100 where none counts: of a language model that of
     the next token.

@@ -16,10 +16,15 @@ from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
 from wellposed.training.folder.examples import save_examples
-from wellposed.training.folder.lock import only_writer
-from wellposed.training.folder.metrics import MetricsFile
 from wellposed.training.folder.model_card import model_card
-from wellposed.training.folder.result import RunResult, Status, describe_result, read_result
+from wellposed.training.folder.result import (
+    MetricsFile,
+    RunResult,
+    Status,
+    describe_result,
+    read_result,
+)
+from wellposed.training.folder.run_folder import only_writer
 from wellposed.training.folder.save import save_final
 from wellposed.training.loop import build
 from wellposed.training.loop.divergence import Divergence
