@@ -1,24 +1,29 @@
-"""Every option changes something; every bad value is named."""
+"""Every option changes something, those of L2 attention by kind; every bad value is named; the LSTM baseline."""
 
 import copy
+import math
 
 import pytest
 import torch
-from tests.support.refusal import bad_config
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape, refused
 from tests.support.tiny import IDS, MASK, SIZES, options, tiny
 from tests.support.words import words
 
+from wellposed.certification import certify
 from wellposed.errors import ConfigError
 from wellposed.models import (
     INITS,
     Initializer,
+    LSTMForCausalLM,
     WellposedConfig,
     WellposedForCausalLM,
     WellposedForSequenceClassification,
+    WellposedModel,
     build_model,
     xavier_,
 )
-from wellposed.nn import ATTENTIONS
+from wellposed.nn import ATTENTIONS, CosineSelfAttention, L2SelfAttention
 
 # Where a value cannot be seen in the logits of a fresh model, the test below says how it is seen.
 CHANGES = words(
@@ -199,3 +204,138 @@ def test_recomputed_blocks_have_no_cache_in_training():
         model.train()(input_ids=ids, use_cache=True)
     with torch.no_grad():
         assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == 1
+
+
+L2_SIZES = options(
+    "hidden_size=16 num_attention_heads=2 num_hidden_layers=1 max_position_embeddings=12"
+)
+
+
+def attention(**changes):
+    torch.manual_seed(0)
+    return WellposedModel(WellposedConfig(**L2_SIZES, **changes)).layers[0].attention
+
+
+def test_contractive_and_its_norm_reach_the_layer_and_hold():
+    for norm, expected in (("tok", "tok"), ("inf", "inf"), ("2", 2)):
+        layer = attention(attention="l2_contractive", contractive=0.37, lipschitz_norm=norm)
+        assert isinstance(layer, L2SelfAttention)
+        assert (layer.contractive, layer.norm, layer.max_tokens) == (0.37, expected, 12)
+        certificate = certify(layer.eval(), seq_len=12, norm=layer.norm)
+        assert 0 < certificate.total <= 0.37
+        x = torch.randn(4, 12, 16)
+        y = x + 1e-3 * torch.randn_like(x)
+        moved, change = layer(x) - layer(y), x - y
+        size = {
+            "tok": lambda t: t.norm(dim=-1).amax(-1),
+            "inf": lambda t: t.abs().flatten(1).amax(-1),
+        }.get(norm, lambda t: t.flatten(1).norm(dim=-1))
+        assert bool((size(moved) <= 0.37 * size(change) * (1 + 1e-3)).all())
+    assert attention(attention="l2_contractive").contractive == 0.9
+
+
+@pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
+def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name):
+    one, two = attention(attention=name), attention(attention=name, query_width=2)
+    assert two.q_proj.weight.shape == (2 * one.q_proj.weight.shape[0], 16)
+    if name == "l2_tied":
+        size = sum(parameter.numel() for parameter in two.parameters())
+        assert size == sum(
+            parameter.numel() for parameter in attention(attention="l2").parameters()
+        )
+
+
+def test_cosine_eps_reaches_the_layer_and_its_bound():
+    layers = [attention(attention="cosine", cosine_eps=eps).eval() for eps in (0.01, 0.04)]
+    assert [layer.eps for layer in layers if isinstance(layer, CosineSelfAttention)] == [0.01, 0.04]
+    totals = [certify(layer, seq_len=12).total for layer in layers]
+    # The bound is proportional to eps^-1/2 (theory note B6).
+    assert totals[0] / totals[1] == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(None, 2.0**-4), (0.5, 0.5)])
+@pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
+def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(name, scale, expected):
+    options = {} if scale is None else {"l2_init_scale": scale}
+    model = WellposedModel(WellposedConfig(**L2_SIZES, attention=name, init="kim2021", **options))
+    bound = expected / math.sqrt(16)
+    layer = model.layers[0]
+    for projection in (layer.attention.q_proj, layer.attention.v_proj, layer.attention.o_proj):
+        largest = float(projection.weight.detach().abs().max())
+        assert 0.9 * bound < largest <= bound
+    glorot = math.sqrt(6 / (16 + 64))
+    assert 0.9 * glorot < float(layer.feedforward.up_proj.weight.detach().abs().max()) <= glorot
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_changes_nothing_in_norm_2_whose_bound_depends_on_the_mask(is_causal):
+    options = {"attention": "l2_contractive", "lipschitz_norm": "2", "is_causal": is_causal}
+    model = WellposedModel(WellposedConfig(**L2_SIZES, **options)).double().eval()
+    alone = model(input_ids=torch.tensor([[3, 1, 4]])).last_hidden_state
+    ids, mask = torch.tensor([[0, 3, 1, 4, 0]]), torch.tensor([[0, 1, 1, 1, 0]])
+    padded = model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 1:4]
+    within(padded, alone, 1e-11)
+
+
+READ = "contractive: received 0.5, which only attention 'l2_contractive' reads"
+SCALE = "l2_init_scale: received 0.5, which only"
+UNREAD = [
+    ("contractive=0.5", READ),
+    ("contractive=0.5 attention=l2_tied", "contractive: received 0.5"),
+    ("lipschitz_norm=inf attention=l2", "lipschitz_norm: received 'inf'"),
+    ("query_width=2", "received 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'"),
+    ("cosine_eps=0.5 attention=l2_tied", "received 0.5, which only attention 'cosine' reads"),
+    ("l2_init_scale=0.5 attention=l2", f"{SCALE} init 'kim2021' reads"),
+    ("l2_init_scale=0.5 init=kim2021", f"{SCALE} attention 'l2' or"),
+]
+
+
+@pytest.mark.parametrize(("given", "part"), UNREAD)
+def test_an_option_that_nothing_reads_is_refused(given, part):
+    with refused(part, "leave it", kind=ConfigError):
+        WellposedConfig(**L2_SIZES, **options(given))
+
+
+LSTM_SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+def test_logits_are_those_of_torchs_lstm_and_do_not_see_the_future():
+    model = build_model("lstm", "causal_lm", **LSTM_SIZES).eval()
+    assert isinstance(model, LSTMForCausalLM)
+    ids = torch.randint(0, 11, (3, 6))
+    logits = model(input_ids=ids).logits
+    states, _ = model.lstm(model.token.weight[ids])
+    assert torch.allclose(logits, states @ model.lm_head.weight.T, atol=1e-6)
+    changed = ids.clone()
+    changed[:, 4:] = (changed[:, 4:] + 1) % 11
+    assert torch.equal(model(input_ids=changed).logits[:, :4], logits[:, :4])
+
+
+def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight():
+    model = build_model("lstm", "causal_lm", **LSTM_SIZES, tie_word_embeddings=False)
+    ids = torch.randint(0, 11, (3, 6))
+    output = model(input_ids=ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    assert torch.allclose(output.loss, expected)
+    output.loss.backward()
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.any())
+        for parameter in model.parameters()
+    )
+
+
+def test_options_of_transformers_are_refused_together():
+    with bad_config(match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
+        build_model("lstm", "causal_lm", **LSTM_SIZES, attention="l2", norm="pre")
+    with bad_config(match="kind of lstm model"):
+        build_model("lstm", "sequence_classification", **LSTM_SIZES)
+
+
+def test_padding_on_the_left_is_refused():
+    model = build_model("lstm", "causal_lm", **LSTM_SIZES)
+    with bad_shape(match="expected it on the right"):
+        model(
+            input_ids=torch.ones(1, 3, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1]])
+        )

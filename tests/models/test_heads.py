@@ -1,16 +1,24 @@
-"""Heads of all families: what `forward` takes is written out, what it returns is the family's, and
-losses are one."""
+"""Heads of all families: what they take, return and lose; and classifiers of pairs, with the bound of both
+vectors moving."""
 
 import inspect
+import math
 
 import pytest
 import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config
+from tests.support.tiny import tiny
 from tests.support.transject import IDS, MASK
+from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
+import wellposed as wp
+from wellposed.errors import NotLipschitzError
 from wellposed.models import (
+    PairHead,
     TransJectConfig,
     TransJectForCausalLM,
     TransJectForSequenceClassification,
@@ -103,3 +111,212 @@ def test_a_sequence_without_a_label_is_left_out():
     both = model(input_ids=IDS, attention_mask=MASK, labels=torch.tensor([2, -100])).loss
     one = model(input_ids=IDS[:1], attention_mask=MASK[:1], labels=torch.tensor([2])).loss
     assert_close(both, one)
+
+
+NORMS = ["tok", 2, "inf"]
+
+
+class HiddenOfBoth(nn.Module):
+    """``(batch, 2, width) -> W_1 [a, b, a*b, a-b] / c`` of the two tokens a, b, nothing shared with
+    the library."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, x):
+        a, b = x[:, 0], x[:, 1]
+        if isinstance(self.head.projection, wp.nn.BallProjection):
+            a, b = (v / v.norm(dim=-1, keepdim=True).clamp(min=1) for v in (a, b))
+            scale = 1 / math.sqrt(10)
+        else:
+            scale = 1.0
+        return (
+            torch.cat([a, b, a * b, a - b], -1) @ self.head.hidden.weight.T * scale
+            + self.head.hidden.bias
+        )
+
+
+def head_of(width, hidden, *, unit, scale=1.0, seed=0):
+    torch.manual_seed(seed)
+    head = PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
+    with torch.no_grad():
+        head.hidden.weight.mul_(scale)
+    return head
+
+
+def slope_of(head, norm, radius=None):
+    """The factor of the hidden layer, out of the certificate."""
+    layers = wp.certify(head, seq_len=2, norm=norm, radius=radius, cross_check=False).layers
+    return math.prod(layer.lipschitz for layer in layers if layer.path in ("projection", "hidden"))
+
+
+def size(x, norm):
+    return {
+        "tok": x.norm(dim=-1).amax(-1),
+        2: x.flatten(1).norm(dim=-1),
+        "inf": x.abs().flatten(1).amax(-1),
+    }[norm]
+
+
+@pytest.mark.parametrize("radius", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_constant_of_the_features_is_attained(norm, radius):
+    head = head_of(4, 16, unit=False).requires_grad_(False)
+    head.hidden.weight.copy_(torch.eye(16))
+    end = radius * torch.tensor([[[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]], dtype=torch.float64)
+    near = end * (1 - 1e-6)
+    hidden = HiddenOfBoth(head)
+    slope = float(size((hidden(end) - hidden(near))[:, None], norm) / size(end - near, norm))
+    expected = {
+        "tok": math.sqrt(6 + 4 * radius**2),
+        2: math.sqrt(3 + 2 * radius**2),
+        "inf": max(2, 2 * radius),
+    }[norm]
+    assert slope == pytest.approx(expected, rel=1e-4)
+    assert slope <= slope_of(head, norm, radius) <= expected * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_two_pairs_are_mapped_further_apart_than_the_bound(norm, scale, unit):
+    radius = 3.0
+    head = head_of(6, 10, unit=unit, scale=scale).requires_grad_(False)
+    hidden = HiddenOfBoth(head)
+    bound = slope_of(head, norm, radius)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2000, 2, 6, generator=generator, dtype=torch.float64)
+    x = (
+        x
+        / x.norm(dim=-1, keepdim=True)
+        * radius
+        * torch.rand(2000, 2, 1, generator=generator, dtype=torch.float64)
+    )
+    near = x[:1000] + 1e-5 * x[1000:]
+    near = near / (near.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
+    for y in (x[1000:], near):
+        slopes = size((hidden(y) - hidden(x[:1000]))[:, None], norm) / size(y - x[:1000], norm)
+        assert 0.01 * bound < float(slopes.max()) <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_attack_on_inputs_and_weights_beats_the_bound(norm, unit):
+    """The ratio is ascended over both vectors, their moves and the weights, and then measured
+    against `certify`."""
+    best = 0.0
+    for seed in range(2):
+        head = head_of(3, 4, unit=unit, seed=seed)
+        hidden = HiddenOfBoth(head)
+        radius = 1.0 if unit else 0.7
+        generator = torch.Generator().manual_seed(seed)
+        at, move = torch.randn(2, 64, 2, 3, generator=generator, dtype=torch.float64).unbind()
+        at, move = at.requires_grad_(), move.requires_grad_()
+        weight = head.hidden.weight
+        optimizer = torch.optim.Adam([at, move, weight], lr=0.03, maximize=True)
+        for _ in range(100):
+            x = at / (at.norm(dim=-1, keepdim=True) / (0.999 * radius)).clamp(min=1)
+            step = move / size(move, norm)[:, None, None] * 1e-3 * radius
+            ratio = size((hidden(x + step) - hidden(x))[:, None], norm) / (1e-3 * radius)
+            optimizer.zero_grad()
+            (ratio.max() / torch.linalg.matrix_norm(weight, 2)).log().backward()
+            optimizer.step()
+        weight.requires_grad_(False)
+        head.hidden.bias.requires_grad_(False)
+        x, y = (x + step).detach(), x.detach()
+        x = x / (x.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
+        found = float((size((hidden(x) - hidden(y))[:, None], norm) / size(x - y, norm)).max())
+        best = max(best, found / slope_of(head, norm, radius))
+    assert best <= 1 + 1e-9
+    assert best > (0.9 if norm != "inf" or not unit else 0.3)
+
+
+def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz():
+    head = head_of(8, 12, unit=True)
+    with torch.no_grad():
+        for weight in (head.hidden.weight, head.output.weight):
+            wp.linalg.cap_spectral_norm_(weight.mul_(50))
+    certificate = wp.certify(head, seq_len=2, cross_check=False)
+    assert certificate.total <= 1 + 1e-6
+    assert head(torch.full((1, 8), 1e6).double(), torch.zeros(1, 8).double()).isfinite().all()
+
+
+def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands():
+    kind, how = WellposedForSequencePairClassification, {"norm": "none", "attention": "l2_tied"}
+    model = tiny(kind, **how).eval()
+    certificate = wp.certify(model, seq_len=4)
+    assert certificate.total == math.inf
+    assert [layer.path for layer in certificate.uncertified] == ["classifier"]
+    with pytest.raises(
+        NotLipschitzError, match=r"classifier \(PairHead\): two inputs meet in a product"
+    ):
+        certificate.require()
+    on_a_ball = wp.certify(model, seq_len=4, radius=2.0)
+    assert math.isfinite(on_a_ball.total)
+    assert (
+        wp.lipschitz_lower_bound(model, (8, 12), radius=2.0, restarts=2, steps=10).ratio(on_a_ball)
+        <= 1
+    )
+
+
+def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
+    head = head_of(4, 6, unit=True)
+    head.hidden.register_forward_hook(lambda *_: None)
+    assert "forward hook" in wp.certify(head, seq_len=2, cross_check=False).layers[0].reason
+    with bad_config(match="even"):
+        PairHead(4, 7, 2, unit_lipschitz=True)
+
+
+FIRST, SECOND = (
+    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]),
+    torch.tensor([[5, 8, 9], [7, 9, 0]]),
+)
+SIDES = ("input_ids", "attention_mask", "input_ids_pair", "attention_mask_pair")
+
+
+def batch(first=FIRST, second=SECOND):
+    return dict(zip(SIDES, (first, (first != 0).long(), second, (second != 0).long()), strict=True))
+
+
+def build(**changes):
+    return tiny(WellposedForSequencePairClassification, **changes).double().eval()
+
+
+def run(model):
+    return model(**batch()).logits
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "first"])
+def test_the_logits_are_those_of_the_formula(pooling):
+    model = build(pooling=pooling)
+    pools = {"mean": lambda x: x.mean(0), "max": lambda x: x.max(0).values, "first": lambda x: x[0]}
+    weights = dict(model.named_parameters())
+    for row in range(2):
+        a, b = (
+            pools[pooling](
+                model.model(input_ids=ids[row][ids[row] != 0][None]).last_hidden_state[0]
+            )
+            for ids in (FIRST, SECOND)
+        )
+        features = torch.cat([a, b, a * b, a - b])
+        hidden = (
+            weights["classifier.hidden.weight"] @ features + weights["classifier.hidden.bias"]
+        ).clamp(min=0)
+        expected = weights["classifier.output.weight"] @ hidden + weights["classifier.output.bias"]
+        within(run(model)[row], expected, 1e-12)
+
+
+def test_verbs_work_or_say_why_not():
+    model = build()
+    roles = wp.find_roles(model)
+    assert len(roles.attention) == 2
+    assert wp.measure(model, batch()).rows
+    penalty = wp.OrthogonalityPenalty(model, affinity=1e-2, attention=1e-2)
+    logits = run(model)
+    assert penalty().item() > 0
+    assert logits.isfinite().all()
+    penalty.remove()
+    certificate = wp.certify(model, seq_len=5)
+    assert certificate.label == "uncertified"
+    assert [layer.path for layer in certificate.uncertified][-1].endswith("attention")

@@ -1,12 +1,16 @@
-"""What is saved is what is loaded, of every family: in this process, in a fresh one, through the Auto
-classes, tied and untied."""
+"""Models come back as they were saved, of every family and version, with what was changed in them."""
 
+import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from tests.support.close import within
 from tests.support.tiny import SIZES, options, tiny
 from tests.support.transject import IDS, MASK, SETTINGS, awake
 from torch.testing import assert_close
@@ -15,8 +19,13 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
 )
 
+import wellposed as wp
+from wellposed.errors import CheckpointError
+from wellposed.model_options import ModelOptions
 from wellposed.models import (
     ARCHITECTURES,
     AutoModelForSequencePairClassification,
@@ -29,8 +38,12 @@ from wellposed.models import (
     WellposedForSequenceClassification,
     WellposedForSequencePairClassification,
     build_model,
+    load_saved_model,
+    model_keywords,
+    start_model,
 )
 from wellposed.nn import ATTENTIONS
+from wellposed.training.config import RunConfig
 
 RICH = options("norm=pre residual=rezero qk_norm=True activation=relu pooling=max")
 AUTO = {
@@ -182,3 +195,168 @@ def test_the_vocabulary_can_grow():
     assert model.config.vocab_size == 20
     assert after.shape == (1, 5, 20)
     assert_close(after[:, :4, :13], before[:, :4], rtol=1e-5, atol=1e-5)
+
+
+CHANGED_IDS = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(0))
+
+
+def gpt2():
+    sizes = options("n_layer=2 n_embd=16 n_head=2 vocab_size=40 bos_token_id=0 eos_token_id=0")
+    return transformers.GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+def bert():
+    sizes = options("hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32")
+    return transformers.BertForSequenceClassification(BertConfig(vocab_size=40, **sizes))
+
+
+def t5():
+    sizes = options("d_model=16 d_kv=8 d_ff=32 num_layers=2 num_heads=2 decoder_start_token_id=0")
+    config = transformers.T5Config(vocab_size=40, **sizes)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def logits(model):
+    inputs = {"decoder_input_ids": CHANGED_IDS} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model.eval()(input_ids=CHANGED_IDS, **inputs).logits
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, t5])
+def test_models_without_norms_load_without_norms(make, tmp_path):
+    model = make()
+    removed = wp.t_fixup_(model).norms_removed
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["wellposed"] == {
+        "removed_norms": list(removed)
+    }
+    loaded = load_saved_model(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert [name for name, _ in loaded.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load_saved_model(tmp_path / "again")), logits(model))
+
+
+def test_without_the_loader_norms_come_back_and_can_be_taken_out(tmp_path):
+    model = gpt2()
+    wp.t_fixup_(model)
+    model.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (logits(plain) - logits(model)).abs().max() > 1e-2
+    assert len(wp.initialize.remove_recorded_norms_(plain)) == 5
+    assert torch.equal(logits(plain), logits(model))
+
+
+def test_norms_kept_and_norms_taken_out_later_are_told_apart(tmp_path):
+    model = bert()
+    wp.remove_norms_(model, keep="*.embeddings.LayerNorm")
+    first = list(model.config.wellposed["removed_norms"])
+    assert torch.equal(logits(_saved_and_loaded(model, tmp_path / "some")), logits(model))
+    wp.remove_norms_(model)
+    assert model.config.wellposed["removed_norms"] == [*first, "bert.embeddings.LayerNorm"]
+    assert torch.equal(logits(_saved_and_loaded(model, tmp_path / "all")), logits(model))
+
+
+def test_a_run_starts_from_a_model_without_norms(tmp_path):
+    model = bert()
+    wp.t_fixup_(model)
+    model.bert.save_pretrained(tmp_path / "body")
+    model.save_pretrained(tmp_path / "whole")
+    for folder in ("body", "whole"):
+        start = start_model(tmp_path / folder, "sequence_classification", {"vocab_size": 40})
+        assert not any("LayerNorm" in name for name, _ in start.model.named_parameters())
+        states = [
+            each.bert(input_ids=CHANGED_IDS).last_hidden_state
+            for each in (start.model.eval(), model.eval())
+        ]
+        assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("name", ["wellposed_l2", "wellposed_cosine"])
+def test_another_attention_is_loaded_again(name, tmp_path):
+    model = bert()
+    before = logits(model)
+    wp.integrations.set_attention_(model, name)
+    loaded = _saved_and_loaded(model, tmp_path)
+    assert loaded.config._attn_implementation == name
+    assert torch.equal(logits(loaded), logits(model))
+    assert not torch.equal(before, logits(model))
+    assert torch.equal(logits(AutoModelForSequenceClassification.from_pretrained(tmp_path)), before)
+
+
+def test_a_damaged_note_is_refused(tmp_path):
+    bert().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    for damaged in ({"removed_norms": "bert"}, {"removed_norms": [3]}, {"attention": 3}, [1]):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "wellposed": damaged}))
+        with pytest.raises(CheckpointError, match="expected removed_norms, a list of names"):
+            load_saved_model(tmp_path)
+
+
+def _saved_and_loaded(model, folder):
+    model.save_pretrained(folder)
+    return load_saved_model(folder)
+
+
+SAVED = Path(__file__).parent / "saved"
+LOGITS = load_file(SAVED / "logits.safetensors")
+RUNS = sorted(SAVED.glob("run_configs/*.toml"))
+NOT_ATTRIBUTES = {"dtype", "id2label", "transformers_version"}  # of another type in memory
+INPUTS = {
+    "pair_cosine": {"input_ids_pair": torch.tensor([[5, 2]])},
+    "seq2seq_l2": {"decoder_input_ids": torch.tensor([[1, 5]])},
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOGITS))
+def test_a_saved_model_gives_the_logits_it_gave(name):
+    model = load_saved_model(SAVED / name)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[3, 1, 4, 1]]), **INPUTS.get(name, {})).logits
+    # A few float32 roundings of other kernels: logits are below 10, and sums have at most 16 terms.
+    within(logits, LOGITS[name], 10 * 16 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("name", sorted(LOGITS))
+def test_every_option_of_a_saved_configuration_has_its_value(name, tmp_path):
+    written = json.loads((SAVED / name / "config.json").read_text())
+    config = load_saved_model(SAVED / name).config
+    assert {name: getattr(config, name) for name in written.keys() - NOT_ATTRIBUTES} == {
+        name: value for name, value in written.items() if name not in NOT_ATTRIBUTES
+    }
+    config.save_pretrained(tmp_path)
+    again = json.loads((tmp_path / "config.json").read_text())
+    assert {name: again[name] for name in again.keys() & written.keys()} == {
+        name: written[name] for name in again.keys() & written.keys()
+    }
+    assert written.keys() - again.keys() <= type(config).part_options().keys()
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
+    values = tomllib.loads(path.read_text())
+    config = RunConfig.from_dict(values, where=str(path))
+    again = config.to_dict()
+    grown = ("model", "train", "constrain", "penalty")  # options were added since
+    for section in grown:
+        assert again[section].items() >= values[section].items()
+    assert {name: again[name] for name in values if name not in grown} == {
+        name: values[name] for name in values if name not in grown
+    }
+    model = build_model(
+        config.model.architecture, "causal_lm", vocab_size=5, **model_keywords(config.model)
+    )
+    for name, value in values["model"].items():
+        assert getattr(model.config, name, value) == value
+
+
+def test_options_are_the_same_on_the_command_line_as_they_were():
+    options = {name for path in RUNS for name in tomllib.loads(path.read_text())["model"]}
+    assert options <= set(ModelOptions.__dataclass_fields__)

@@ -1,17 +1,22 @@
-"""Language modeling with any tokenizer: every byte counted once, bits per byte against a slow
-sum."""
+"""Language modeling: texts, splits, tokens of every kind, each predicted once; bits per byte, entropies and
+perplexities against slow sums; bad input."""
 
 import math
+from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from tests.support.refusal import bad_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.refusal import bad_config, bad_data, refused
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, build_task
-from wellposed.tasks.language_modeling import encode_with_bytes
+from wellposed.tasks.data.texts import looks_spaced
+from wellposed.tasks.language_modeling import BlockDataset, LineDataset, encode_with_bytes
 from wellposed.tasks.text.tokenizers import build_encoder
 
 TEXT = "The naïve café — 10 € — 🙂 said: don't!\n\n  Two  spaces,\ttabs\nand 漢字 too.\n" * 30
@@ -120,3 +125,307 @@ def test_the_tokenizer_and_what_it_loses_are_described(folder):
     assert {len(task.lengths(split)) > 0 for split in SPLITS} == {True}
     with bad_config(match="use the task word_lm"):
         build(folder, "word")
+
+
+CHARS_TEXT = "".join(
+    f"Line {i}: the quick brown fox jumps over the lazy dog.\n" for i in range(200)
+)
+
+
+def build_chars(data, **options):
+    return build_task("char_lm", {"data": str(data), "seq_len": 32, **options})
+
+
+def decoded(task, split):
+    """Join the blocks of a split, without their one-token overlap, back into its text."""
+    blocks = [block["input_ids"] for block in task.dataset(split)]
+    ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
+    return str(task.tokenizer.decode(ids))
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(CHARS_TEXT)
+    return path
+
+
+def test_one_file_is_cut_contiguously_into_90_5_5(text_file):
+    task = build_chars(text_file)
+    parts = [decoded(task, split) for split in ("train", "valid", "test")]
+    assert "".join(parts) == CHARS_TEXT
+    assert [round(len(part) / len(CHARS_TEXT), 3) for part in parts] == [0.9, 0.05, 0.05]
+    described = task.description()
+    assert described["splits"] == "one file"
+    assert described["cut_from_train"] == {"valid": "contiguous 5%", "test": "contiguous 5%"}
+
+
+def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file):
+    task = build_chars(text_file, seq_len=20)
+    tokens = task.dataset("train").tokens.tolist()
+    firsts = set()
+    for epoch in range(6):
+        members = chain(*task.batches("train", 8, seed=0, epoch=epoch))
+        blocks = list(map(task.dataset("train").bounds, members))
+        predicted = chain(*(range(start + 1, stop) for start, stop in blocks))
+        assert sorted(predicted) == list(range(1, len(tokens)))
+        firsts.add(min(stop for _, stop in blocks))
+    assert len(firsts) > 1
+
+
+def test_totals_over_a_split_count_every_character_but_the_first(text_file):
+    task = build_chars(text_file)
+    totals = (0.0, 0.0)
+    for indices in task.batches("valid", 3, seed=0, epoch=0):
+        batch = task.collate([task.dataset("valid")[i] for i in indices])
+        logits = torch.zeros(*batch["input_ids"].shape, 7)
+        few = {**batch, "labels": batch["labels"].clamp(max=6)}
+        sums = task.metric_sums(logits, few)["nats_per_char"]
+        totals = (totals[0] + sums[0], totals[1] + sums[1])
+    assert totals[1] == len(decoded(task, "valid")) - 1
+    metrics = task.summarize({"nats_per_char": totals})
+    assert metrics["nats_per_char"] == pytest.approx(math.log(7), rel=1e-5)
+    assert metrics["bits_per_char"] == pytest.approx(math.log2(7), rel=1e-5)
+
+
+def test_limit_chars_cuts_train_alone_and_is_described(text_file):
+    full, task = build_chars(text_file), build_chars(text_file, limit_chars=1000)
+    assert decoded(task, "train") == decoded(full, "train")[:1000]
+    described, whole = task.description(), full.description()["characters"]
+    assert described["characters"]["valid"] == whole["valid"]
+    assert described["train_characters_left_out_by_limit_chars"] == whole["train"] - 1000
+
+
+SPACED = "n o _ i t _ w a s n ' t \n < u n k > _ a _ b c d \n "
+
+
+def test_spaced_text_is_mapped_back(tmp_path):
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"x.char.{split}.txt").write_text(SPACED * 20)
+    task = build_chars(tmp_path / "x.char.train.txt")
+    assert decoded(task, "train") == "no it wasn't\n<unk> a bcd\n" * 20
+    assert "train, valid, test" in task.description()["spaced_format"]
+    plain = build_chars(tmp_path / "x.char.train.txt", format="plain")
+    assert decoded(plain, "train") == SPACED * 20
+    assert "spaced_format" not in plain.description()
+
+
+@pytest.mark.parametrize(
+    ("text", "spaced"),
+    [
+        (SPACED, True),
+        ("a b c d\n\n e f g h \n", True),
+        ("plain text\n", False),
+        ("a b c d\nplain\n", False),
+        ("a\nb\nc\n", False),
+        ("1 2\n3 4\n", False),
+        ("", False),
+    ],
+)
+def test_detection_of_the_spaced_format(text, spaced):
+    assert looks_spaced(text) is spaced
+
+
+def test_malformed_spaced_lines_are_named(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a b c d e\n" * 60 + "a bc d\nx  y\n")
+    says = f"{path}:61: expected single characters separated by single spaces: 'a bc d'"
+    with refused(says, f"{path}:62: ", "give format='plain'"):
+        build_chars(path)
+    assert build_chars(path, format="plain").description()["characters"]["train"] > 0
+
+
+def test_builtin_prose_is_english_deterministic_and_described():
+    from wellposed.tasks.data.texts import gather_prose
+
+    text, identity = gather_prose()
+    gather_prose.cache_clear()
+    assert gather_prose() == (text, identity)
+    assert 500_000 < len(text) < 2_000_000
+    words = Counter(text.lower().split())
+    assert {"the", "of", "to", "a", "is", "and"} <= {word for word, _ in words.most_common(12)}
+    described = build_chars("builtin", limit_chars=5000).description()
+    assert described.items() >= identity.items()
+    assert described["missing_modules"] == []
+    with bad_config(match="option test: only with data=FILE"):
+        build_chars("builtin", test="a.txt")
+
+
+def test_hub_texts_are_joined_by_line_feeds(monkeypatch):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", "two\n", "three"] * 20})
+    splits = {"train": rows, "test": rows}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: splits)
+    task = build_chars("hf:name")
+    assert decoded(task, "test") == "one\ntwo\nthree\n" * 20
+    assert task.description()["cut_from_train"] == {"valid": "contiguous 5%"}
+    splits["train"] = datasets.Dataset.from_dict({"body": ["a"]})
+    with bad_data(match=r"hf:name \(train\): no column 'text'; it has body"):
+        build_chars("hf:name")
+
+
+def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} sheep{'!' * (i % 7)}\n" for i in range(300)))
+    task = build_chars(path, examples="lines", seq_len=40)
+    valid = task.dataset("valid")
+    texts = [str(task.tokenizer.decode(line["input_ids"])) for line in valid]
+    assert all(text.startswith("\n") and text.endswith("\n") for text in texts[1:-1])
+    assert task.description()["examples"] == "lines"
+    for epoch in (0, 1):
+        order = chain(*task.batches("train", 8, seed=0, epoch=epoch))
+        assert sorted(order) == list(range(len(task.dataset("train"))))
+    batches = task.batches("valid", 4, seed=0, epoch=0)
+    members = max(batches, key=lambda batch: len({len(texts[i]) for i in batch}))
+    together = task.collate([valid[i] for i in members])
+    assert (together["labels"] == -100).any()
+    torch.manual_seed(0)
+    classes = task.model_kwargs()["vocab_size"]
+    logits = torch.randn(*together["input_ids"].shape, classes, dtype=torch.float64)
+    whole = task.metric_sums(logits, together)["nats_per_char"]
+    nats, count = 0.0, 0
+    for row, index in zip(logits, members, strict=True):
+        ids = valid[index]["input_ids"]
+        nats -= sum(float(row[t].log_softmax(-1)[ids[t + 1]]) for t in range(len(ids) - 1))
+        count += len(ids) - 1
+    assert whole == pytest.approx((nats, count))
+
+
+def test_lines_need_a_line_feed(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abc" * 500)
+    with bad_data(match="no line feed, so it is one line; give examples='blocks'"):
+        build_chars(path, examples="lines")
+
+
+# Blocks and lines -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(total=st.integers(2, 80), seq_len=st.integers(2, 20), data=st.data())
+def test_each_token_is_predicted_once_after_its_own_predecessor(total, seq_len, data):
+    blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
+    offset = data.draw(st.integers(0, blocks.num_offsets - 1))
+    predicted = []
+    for index in blocks.indices(offset):
+        tokens = blocks[index]["input_ids"]
+        assert 2 <= len(tokens) <= seq_len
+        assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+        predicted += tokens[1:]
+    assert predicted == list(range(1, total))
+
+
+@settings(max_examples=50, deadline=None)
+@given(total=st.integers(2, 60), seq_len=st.integers(2, 12))
+def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(total, seq_len):
+    blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
+    assert blocks.indices(0) == list(range(len(blocks)))
+    every = [index for offset in range(blocks.num_offsets) for index in blocks.indices(offset)]
+    assert len(every) == len(set(every))
+    for index in set(range(max(every) + 2 * seq_len)) - set(every):
+        with pytest.raises(IndexError):
+            blocks[index]
+
+
+def test_sequence_behaviour():
+    blocks = BlockDataset(np.arange(10), seq_len=4, where="text")
+    assert len(blocks) == 3
+    assert blocks[-1] == blocks[2]
+    assert blocks[1:] == [blocks[1], blocks[2]]
+    for offset in range(blocks.num_offsets):
+        cut = {index: len(blocks[index]["input_ids"]) for index in blocks.indices(offset)}
+        assert blocks.sizes(offset) == cut
+
+
+def test_too_short_text_and_block_are_refused():
+    with bad_data(match=r"valid\.txt: 1 tokens, expected at least 2"):
+        BlockDataset(np.arange(1), seq_len=4, where="valid.txt")
+    with bad_config(match="seq_len = 1"):
+        BlockDataset(np.arange(9), seq_len=1, where="valid.txt")
+
+
+@pytest.mark.parametrize("text", ["ab\ncde\n\nf", "\n\n", "abcdefgh", "\na\nbcdefghi\n", "ab"])
+@pytest.mark.parametrize("seq_len", [2, 3, 5, 50])
+def test_every_token_but_the_first_is_predicted_once_within_its_line(text, seq_len):
+    tokens = np.array([ord(character) for character in text])
+    lines = LineDataset(tokens, line_feed=ord("\n"), seq_len=seq_len, where="text")
+    rows = [line["input_ids"] for line in lines]
+    assert all(2 <= len(row) <= seq_len for row in rows)
+    assert [token for row in rows for token in row[1:]] == tokens[1:].tolist()
+    assert all(ord("\n") not in row[1:-1] for row in rows), "no line reaches into the next"
+    if seq_len == 50:
+        assert len(rows) == sum(
+            len(line) > (number == 0) for number, line in enumerate(text.splitlines(keepends=True))
+        )
+    assert list(lines.sizes(0).values()) == list(map(len, rows))
+    assert (lines.num_offsets, lines.indices(0)) == (1, list(range(len(rows))))
+
+
+LINES = [" the cat <unk> N times ", " a dog 's bark ", "", " the dog sat "]
+
+
+def build_words(data, **options):
+    return build_task("word_lm", {"data": str(data), "seq_len": 6, **options})
+
+
+def decoded_words(task, split):
+    """Join the blocks of a split, without their one-token overlap, back into its words."""
+    blocks = [block["input_ids"] for block in task.dataset(split)]
+    ids = blocks[0] + [token for block in blocks[1:] for token in block[1:]]
+    return task.tokenizer.convert_ids_to_tokens(ids)
+
+
+@pytest.fixture
+def folder_words(tmp_path):
+    for split, lines in {"train": LINES * 5, "valid": LINES, "test": [" the parrot sat "]}.items():
+        (tmp_path / f"ptb.{split}.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_words_and_ends_of_lines_are_those_of_the_file(folder_words):
+    task = build_words(folder_words)
+    expected = [word for line in LINES if line.strip() for word in [*line.split(), "<eos>"]]
+    assert decoded_words(task, "train") == expected * 5
+    assert decoded_words(task, "valid") == expected
+    assert task.description()["words"]["train"] == 5 * len(expected)
+    without = build_words(folder_words, eos=False)
+    assert decoded_words(without, "valid") == [word for word in expected if word != "<eos>"]
+
+
+def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder_words):
+    task = build_words(folder_words)
+    assert task.model_kwargs()["vocab_size"] == 2 + 11
+    described = task.description()["unknown_words"]
+    assert described["test"] == {"count": 1, "distinct": 1, "most_frequent": {"parrot": 1}}
+    assert described["valid"]["count"] == 0
+    small = build_words(folder_words, max_words=3)
+    assert small.model_kwargs()["vocab_size"] == 2 + 3
+    assert {"<eos>", "the", "dog"} <= set(decoded_words(small, "train"))
+
+
+def test_pieces_are_words_and_marks(tmp_path):
+    (tmp_path / "x.txt").write_text("Well, it's (almost) done.\n" * 30)
+    task = build_words(tmp_path / "x.txt", words="pieces", eos=False)
+    text = "".join(decoded_words(task, "train")[:7])
+    assert text == "Well,it's(almost"
+    assert "done." in decoded_words(build_words(tmp_path / "x.txt"), "train")
+
+
+def test_limit_words_cuts_train_alone(folder_words):
+    full, task = build_words(folder_words), build_words(folder_words, limit_words=9)
+    assert decoded_words(task, "train") == decoded_words(full, "train")[:9]
+    assert (
+        task.description()["train_words_left_out_by_limit_words"]
+        == len(decoded_words(full, "train")) - 9
+    )
+    with bad_config(match="limit_words = 1, expected an integer >= 2"):
+        build_words(folder_words, limit_words=1)
+
+
+@pytest.mark.data
+def test_penn_treebank_has_its_published_counts(shared_data):
+    task = build_words(shared_data / "ptb" / "ptb.train.txt.gz", seq_len=36)
+    assert task.description()["words"] == {"train": 929_589, "valid": 73_760, "test": 82_430}
+    assert task.model_kwargs()["vocab_size"] == 10_000 + 2
+    assert [task.description()["unknown_words"][split]["count"] for split in SPLITS] == [0, 0, 0]

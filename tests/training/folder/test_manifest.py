@@ -1,5 +1,5 @@
-"""The manifests of final/ and of a run: written with it, true until the run goes on; and a damaged
-best checkpoint."""
+"""The manifests of final/ and of a run: written with it, true until the run goes on; a damaged best checkpoint;
+and final/ names the classes of this package."""
 
 import copy
 import json
@@ -8,11 +8,13 @@ from hashlib import sha256
 
 import jsonschema
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
 from tests.support.runs import final, flip, rows, same
 
 from wellposed.errors import CheckpointError
+from wellposed.models import build_model, load_saved_model
 from wellposed.training import (
     ModelOptions,
     RunConfig,
@@ -24,6 +26,7 @@ from wellposed.training import (
     verify_final,
     verify_run_file,
 )
+from wellposed.training.folder.save import MODULE, name_our_classes
 
 
 def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
@@ -154,3 +157,32 @@ def test_wrong_values_are_named(result, path, value):
     inner[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(broken, result_schema())
+
+
+KINDS = [
+    ("wellposed", "causal_lm"),
+    ("wellposed", "sequence_classification"),
+    ("wellposed", "sequence_pair_classification"),
+    ("wellposed", "seq2seq_lm"),
+    ("transject", "sequence_classification"),
+    ("transject", "causal_lm"),
+    ("lstm", "causal_lm"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), KINDS)
+def test_every_class_is_named_and_loads(architecture, kind, tmp_path):
+    sizes = {"hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1}
+    model = build_model(architecture, kind, **sizes)
+    model.save_pretrained(tmp_path)
+    name_our_classes(tmp_path, model)
+    named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    classes = (type(each).__name__ for each in (model, model.config))
+    assert sorted(named.values()) == sorted(f"{MODULE}.{name}" for name in classes)
+    found = {}
+    exec((tmp_path / f"{MODULE}.py").read_text(), found)
+    assert found[type(model).__name__] is type(model)
+    loaded = load_saved_model(tmp_path)
+    assert type(loaded) is type(model)
+    for one, other in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
