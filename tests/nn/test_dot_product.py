@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from tests.support.close import within
 from tests.support.refusal import bad_config, bad_shape
 from tests.support.tiny import options
 from torch.nn import functional as F
@@ -20,7 +19,6 @@ from wellposed.nn import (
     unit_gelu,
 )
 from wellposed.nn.attention.heads import split_heads
-from wellposed.nn.positions import rotate_by_position
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 6, 12, 3
 
@@ -59,26 +57,6 @@ def test_no_mask_reaches_the_kernel_without_padding(monkeypatch):
 
 
 PARTS = options("attention=inverse_d residual=mean norm=none activation=unit_gelu position=none")
-
-
-def slow_rotation(vector, position):
-    """Turn the pairs (entry i, entry i + d/2) one by one."""
-    half = len(vector) // 2
-    turned = [0.0] * len(vector)
-    for pair in range(half):
-        angle = position * 10000 ** (-2 * pair / len(vector))
-        x, y = vector[pair], vector[pair + half]
-        turned[pair] = x * math.cos(angle) - y * math.sin(angle)
-        turned[pair + half] = x * math.sin(angle) + y * math.cos(angle)
-    return turned
-
-
-def test_the_rotation_is_that_of_each_pair():
-    vectors = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = torch.tensor(
-        [slow_rotation(row.tolist(), 3 + place) for place, row in enumerate(vectors)]
-    ).double()
-    within(rotate_by_position(vectors, 3), expected, 1e-6)
 
 
 def test_without_a_position_code_the_order_of_tokens_is_still_seen():
