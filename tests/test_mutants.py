@@ -1,8 +1,6 @@
 """The mutation check: which changes it makes, that it finds what no test notices, and that a hang
 ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -63,7 +61,7 @@ SURVIVORS = [
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Path:
+def toy(tmp_path):
     for name, text in {
         "src/toy/__init__.py": "",
         "src/toy/numbers.py": SOURCE,
@@ -75,7 +73,7 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy: Path) -> None:
+def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy):
     words = f"--source {toy}/src --packages toy --tests {toy}/tests --sample 99"
     command = [sys.executable, "-m", "tools.mutants", *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -113,13 +111,13 @@ def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy: Path) -> Non
         ("if TYPE_CHECKING:\n    x = 1", set()),
     ],
 )
-def test_changes_of_a_line(tmp_path: Path, code: str, changes: set[str]) -> None:
+def test_changes_of_a_line(tmp_path, code, changes):
     file = tmp_path / "line.py"
     file.write_text(code, encoding="utf-8")
     assert {mutant.after for mutant in mutants(file, tmp_path)} == changes
 
 
-def process_of(job: str) -> int:
+def process_of(job):
     while job == "hang":
         pass
     if job == "die":
@@ -127,7 +125,7 @@ def process_of(job: str) -> int:
     return os.getpid()
 
 
-def test_a_child_that_hangs_or_dies_has_no_answer() -> None:
+def test_a_child_that_hangs_or_dies_has_no_answer():
     answers = dict(forked(process_of, [(name, 1.0) for name in ("hang", "die", "live")], 2))
     assert answers["hang"] is answers["die"] is None
     assert answers["live"] not in (None, os.getpid())

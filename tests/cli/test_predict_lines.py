@@ -1,15 +1,12 @@
 """As many labels as lines: only a line feed ends a line, whatever else is in the text."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import sys
-from pathlib import Path
 
 import pytest
 from tests.support.edited import edited
-from tests.support.words import Cli, succeed
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.training import load_run_model
@@ -19,9 +16,7 @@ LINES = ["a good film x", "a\u2028bad film y", "a good\x0cfilm\x85z", "a bad\x1c
 
 
 @pytest.mark.parametrize("way", ["file", "CRLF", "gzip", "standard input", "--text"])
-def test_four_lines_are_four_labels(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_four_lines_are_four_labels(small_run, tmp_path, monkeypatch, way):
     data = ("\r\n" if way == "CRLF" else "\n").join([*LINES, ""]).encode()
     file = tmp_path / "lines"
     file.write_bytes(gzip.compress(data) if way == "gzip" else data)
@@ -36,7 +31,7 @@ def test_four_lines_are_four_labels(
     assert all(label.split("\t")[0] in ("pos", "neg") for label in labels[:-1])
 
 
-def test_a_cut_gzip_is_one_line(small_run: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_cut_gzip_is_one_line(small_run, tmp_path, cli):
     file = tmp_path / "lines.gz"
     whole = gzip.compress("\n".join(LINES * 50).encode())
     flipped = whole[:20] + bytes([whole[20] ^ 255]) + whole[21:]
@@ -47,9 +42,7 @@ def test_a_cut_gzip_is_one_line(small_run: Path, tmp_path: Path, cli: Cli) -> No
         assert message.count("\n") == 1
 
 
-def test_a_table_is_read_by_the_column_of_the_training(
-    small_run: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_table_is_read_by_the_column_of_the_training(small_run, tmp_path, cli):
     plain, table, out = tmp_path / "a.txt", tmp_path / "a.csv", tmp_path / "labels"
     plain.write_text("a good film, x\na bad film\n")
     table.write_text('id,Text,other\n1,"a good film, x",b\n2,a bad film,c\n')
@@ -64,7 +57,7 @@ def test_a_table_is_read_by_the_column_of_the_training(
     assert len(out.read_text().splitlines()) == 1
 
 
-def test_a_tokenizer_of_negative_length_is_one_line(foreign: Path, cli: Cli) -> None:
+def test_a_tokenizer_of_negative_length_is_one_line(foreign, cli):
     for value, wrong in ((-5, 1), (float("inf"), 1), ("many", 1), (None, 0)):
         with edited(foreign / "tokenizer_config.json") as config:
             config["model_max_length"] = value
@@ -72,7 +65,7 @@ def test_a_tokenizer_of_negative_length_is_one_line(foreign: Path, cli: Cli) -> 
         assert said.count("\n") == said.count("model_max_length = ") == wrong
 
 
-def test_errors_advise_options_as_they_are_typed(tmp_path: Path, cli: Cli) -> None:
+def test_errors_advise_options_as_they_are_typed(tmp_path, cli):
     (tmp_path / "a.csv").write_text("tweet,stance\n" + "a text,pro\nmore,con\n" * 20)
     words = ["train", "text_classification", "--data", str(tmp_path / "a.csv")]
     said = cli([*words, "--out", str(tmp_path / "run")], status=1).err
@@ -85,7 +78,7 @@ SMALL = ["--steps", "2", "--batch-size", "2", "--eval-batches", "1", *SIZES]
 
 
 @pytest.mark.slow
-def test_pairs_are_read_from_lines_with_a_tab(tmp_path: Path, cli: Cli) -> None:
+def test_pairs_are_read_from_lines_with_a_tab(tmp_path, cli):
     run = tmp_path / "run"
     succeed("train retrieval --data builtin --num-train 8", SMALL, "--out", [run])
     assert type(load_run_model(run)[0]).__name__ == "WellposedForSequencePairClassification"

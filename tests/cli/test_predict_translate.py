@@ -1,19 +1,14 @@
 """``wellposed predict`` on an encoder-decoder: no line lost or moved, long lines, n-best, files
 whole or absent."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
 import random
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.support.words import Cli
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -26,7 +21,7 @@ LIMIT = 12
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with a small corpus and an untrained translation model, saved as
     ``model``."""
     from wellposed.models import build_model
@@ -43,13 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task = build_task("translation", options)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model: Any = build_model("wellposed", "seq2seq_lm", **sizes, **task.model_kwargs())
+    model = build_model("wellposed", "seq2seq_lm", **sizes, **task.model_kwargs())
     model.save_pretrained(folder / "model")
     task.tokenizer.save_pretrained(folder / "model")
     return folder
 
 
-def predict(folder: Path, lines: str | bytes, *more: str, name: str = "in.txt") -> tuple[int, Path]:
+def predict(folder, lines, *more, name="in.txt"):
     source, out = folder / name, folder / "out.txt"
     source.write_bytes(lines.encode() if isinstance(lines, str) else lines)
     out.unlink(missing_ok=True)
@@ -59,12 +54,12 @@ def predict(folder: Path, lines: str | bytes, *more: str, name: str = "in.txt") 
     return main([*words, "--beams", "1", "--max-new-tokens", "4", *more]), out
 
 
-def some_lines(count: int) -> list[str]:
+def some_lines(count):
     draw = random.Random(1)
     return [" ".join(draw.choices(list(WORDS), k=draw.randint(0, 5))) for _ in range(count)]
 
 
-def test_lines_keep_their_number_and_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_keep_their_number_and_order(folder, monkeypatch):
     """Every line of a file of several chunks is what the line gives alone; blank lines stay
     blank."""
     monkeypatch.setattr(translation, "CHUNK_BATCHES", 3)
@@ -94,15 +89,13 @@ def test_lines_keep_their_number_and_order(folder: Path, monkeypatch: pytest.Mon
         ("eins\x0bzwei\u2028drei\n", 1),
     ],
 )
-def test_only_line_feeds_end_lines(folder: Path, content: str, count: int) -> None:
+def test_only_line_feeds_end_lines(folder, content, count):
     code, out = predict(folder, content)
     assert code == 0
     assert out.read_bytes().count(b"\n") == count
 
 
-def test_long_lines_are_refused_with_their_numbers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_lines_are_refused_with_their_numbers(folder, capsys):
     long = "eins zwei " * LIMIT
     lines = f"eins\n{long}\nzwei\n{long}\n"
     code, out = predict(folder, lines)
@@ -119,7 +112,7 @@ def test_long_lines_are_refused_with_their_numbers(
         assert f"2 lines of more than {LIMIT} tokens were {what}: 2, 4" in capsys.readouterr().err
 
 
-def test_parts_of_a_long_line_hold_all_of_it() -> None:
+def test_parts_of_a_long_line_hold_all_of_it():
     text = "One two, three. Four five six; seven eight nine ten! " + "x" * 30
     parts = split_text(text, lambda part: len(part) <= 18)
     assert all(len(part) <= 18 for part in parts)
@@ -127,7 +120,7 @@ def test_parts_of_a_long_line_hold_all_of_it() -> None:
     assert "One two, three." in parts
 
 
-def test_several_texts_per_line(folder: Path) -> None:
+def test_several_texts_per_line(folder):
     words = typed("--beams 3 --n-best 2 --gnmt --length-penalty 0.6")
     code, out = predict(folder, "eins\n\nzwei drei\n", *words)
     assert code == 0
@@ -148,14 +141,12 @@ def test_several_texts_per_line(folder: Path) -> None:
         (["--beams", "0"], "beams = 0, expected an integer >= 1"),
     ],
 )
-def test_options_without_effect_are_refused(
-    folder: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_without_effect_are_refused(folder, words, says, capsys):
     assert predict(folder, "eins\n", *words)[0] == 2
     assert says in capsys.readouterr().err
 
 
-def test_zipped_and_piped_input(folder: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+def test_zipped_and_piped_input(folder, monkeypatch, cli):
     lines = b"eins zwei\n\ndrei\n"
     assert predict(folder, gzip.compress(lines), name="in.txt.gz")[0] == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
@@ -163,7 +154,7 @@ def test_zipped_and_piped_input(folder: Path, monkeypatch: pytest.MonkeyPatch, c
     assert said == (folder / "out.txt").read_text()
 
 
-def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+def test_bad_files(folder, capsys, cli):
     code, out = predict(folder, "eins\ngr\xf6\xdfe\n".encode("latin-1"))
     assert code == 1
     assert not out.exists()
@@ -174,7 +165,7 @@ def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -
     assert "nowhere does not exist" in cli(words, status=1).err
 
 
-def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_the_old_file(tmp_path):
     out = tmp_path / "out.txt"
     out.write_text("old\n")
     writer = line_writer(out)

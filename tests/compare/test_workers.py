@@ -1,16 +1,11 @@
 """Runs in parallel processes: the same bits as one after the other, and nothing left behind however
 they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support import worker_jobs
@@ -28,7 +23,7 @@ WORDS = typed("compare listops --variants post_ln,key:1e38 --seeds 2 --steps 3 -
 "--model.num-attention-heads 2 --batch-size 4 --log-every 1")  # fmt: skip
 
 
-def work_to_the_end(workers: Workers) -> None:
+def work_to_the_end(workers):
     with workers:
         while workers.at_work():
             pass
@@ -39,7 +34,7 @@ def work_to_the_end(workers: Workers) -> None:
     ("way", "raises", "says", "other"),
     [("error", DataError, "row 7", "stopped"), ("killed", WellposedError, "status -9", "finished")],
 )
-def test_a_failing_worker(way: str, raises: Any, says: str, other: str, tmp_path: Path) -> None:
+def test_a_failing_worker(way, raises, says, other, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     workers = Workers(2, one_of_two, tmp_path, SPAWN.Value("i", 0), way)
     with pytest.raises(raises, match=says):
@@ -49,9 +44,7 @@ def test_a_failing_worker(way: str, raises: Any, says: str, other: str, tmp_path
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_impossible_jobs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_jobs(monkeypatch, capsys):
     for words in ([*WORDS, "--jobs", "0"], ["reproduce", "kim2021/figure-3", "--jobs", "0"]):
         assert main(words) == 2
         assert "jobs = 0, expected" in capsys.readouterr().err
@@ -63,7 +56,7 @@ def test_impossible_jobs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_parent_that_is_killed(how: signal.Signals, tmp_path: Path) -> None:
+def test_nothing_outlives_a_parent_that_is_killed(how, tmp_path):
     parent = subprocess.Popen([sys.executable, worker_jobs.__file__, str(tmp_path)])
     try:
         wait_until(lambda: said(tmp_path) == ["at work"] * 2)
@@ -78,7 +71,7 @@ def test_nothing_outlives_a_parent_that_is_killed(how: signal.Signals, tmp_path:
 
 
 @pytest.mark.slow
-def test_parallel_runs_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parallel_runs_are_the_same(tmp_path, capsys):
     two, one = tmp_path / "two", tmp_path / "one"
     # A run whose loss is not finite has failed.
     assert main([*WORDS, "--jobs", "2", "--out", str(two)]) == 1
@@ -98,18 +91,18 @@ def test_parallel_runs_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(list(one.glob("*/seed-*/final/model.safetensors"))) == 2
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds):
     deadline = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def said(folder: Path) -> list[str]:
+def said(folder):
     return [path.read_text() for path in folder.iterdir()]
 
 
-def lives(process: int) -> bool:
+def lives(process):
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,26 +1,22 @@
 """Weights of all experts in one parameter: each expert's matrices are held by themselves, rows that
 alternate too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from tests.support.constrained import goes_on_bit_for_bit
 from tests.support.many_families import FAMILIES, batch_of
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import wellposed as wp
-from wellposed.constrain import Set, constrain_, parameter_groups
+from wellposed.constrain import constrain_, parameter_groups
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import cap_spectral_norm_
 
 ROLES = ("feedforward_in", "feedforward_gate", "feedforward_out")
 Cut = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-CUTS: dict[str, Cut] = {
+CUTS = {
     "gpt-oss": lambda both, down: (both.mT[:, 1::2], both.mT[:, ::2], down.mT),
     "llama4": lambda both, down: (both.mT[:, 48:], both.mT[:, :48], down.mT),
     "mixtral": lambda both, down: (both[:, 48:], both[:, :48], down),
@@ -29,7 +25,7 @@ CUTS: dict[str, Cut] = {
 """Value, gate and output of all experts, (experts, out, in), as the code of each family reads them."""
 
 
-def experts(name: str, model: nn.Module) -> list[Tensor]:
+def experts(name, model):
     """Every matrix of every expert."""
     found = []
     for path, both in model.named_parameters():
@@ -39,7 +35,7 @@ def experts(name: str, model: nn.Module) -> list[Tensor]:
     return found
 
 
-def train(name: str, model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+def train(name, model, optimizer, steps):
     batch, losses = batch_of(name, model), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -50,7 +46,7 @@ def train(name: str, model: nn.Module, optimizer: Optimizer, steps: int) -> list
     return losses
 
 
-def error(weight: Tensor, to: Set) -> float:
+def error(weight, to):
     whole = weight.double()
     if to == "columns":
         return float((whole.norm(dim=0) - 1.0).abs().max())
@@ -61,9 +57,7 @@ def error(weight: Tensor, to: Set) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 @pytest.mark.parametrize("name", CUTS)
-def test_every_matrix_of_every_expert_is_in_the_set_after_every_step(
-    name: str, to: Set, dtype: torch.dtype
-) -> None:
+def test_every_matrix_of_every_expert_is_in_the_set_after_every_step(name, to, dtype):
     model = FAMILIES[name]().to(dtype)
     for parameter in model.parameters():
         if parameter.ndim == 3:
@@ -83,7 +77,7 @@ def test_every_matrix_of_every_expert_is_in_the_set_after_every_step(
 
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral"])
-def test_a_step_is_that_of_each_matrix_alone(name: str, to: Set) -> None:
+def test_a_step_is_that_of_each_matrix_alone(name, to):
     """By the projected gradient and the polar factor of an SVD in float64; capped ones by a call for
     each."""
     model = FAMILIES[name]()
@@ -116,13 +110,13 @@ def test_a_step_is_that_of_each_matrix_alone(name: str, to: Set) -> None:
     assert float((both.detach() - expected).abs().max()) <= 1e-5
 
 
-def capped(weight: Tensor) -> Tensor:
+def capped(weight):
     alone = weight.clone(memory_format=torch.contiguous_format)
     cap_spectral_norm_(alone)
     return alone
 
 
-def test_the_penalty_sends_the_gradient_of_each_matrix_to_its_rows() -> None:
+def test_the_penalty_sends_the_gradient_of_each_matrix_to_its_rows():
     results = []
     for direct in (True, False):
         model = FAMILIES["gpt-oss"]()
@@ -137,10 +131,10 @@ def test_the_penalty_sends_the_gradient_of_each_matrix_to_its_rows() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision() -> None:
-    def build() -> tuple[nn.Module, Optimizer]:
+def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision():
+    def build():
         model = FAMILIES["gpt-oss"]().bfloat16()
-        groups: Any = parameter_groups(model, 0.1, roles=ROLES)
+        groups = parameter_groups(model, 0.1, roles=ROLES)
         return model, torch.optim.AdamW(groups, lr=1e-2)
 
     goes_on_bit_for_bit(
@@ -150,7 +144,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision() -> None:
     )
 
 
-def test_a_matrix_is_held_once_and_a_stack_that_nothing_reads_is_refused() -> None:
+def test_a_matrix_is_held_once_and_a_stack_that_nothing_reads_is_refused():
     model = FAMILIES["mixtral"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     constrain_(model, optimizer, roles="feedforward_in")
@@ -159,7 +153,7 @@ def test_a_matrix_is_held_once_and_a_stack_that_nothing_reads_is_refused() -> No
         constrain_(model, optimizer, roles="feedforward_in", to="spectral")
 
     class Stack(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weights = nn.Parameter(torch.randn(3, 4, 4))
 

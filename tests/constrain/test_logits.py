@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ class Logits(TorchFunctionMode):
 
     largest: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.largest is None:
@@ -56,24 +55,24 @@ class Logits(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def batch_for(name: str, built: nn.Module) -> Any:
+def batch_for(name, built):
     return {"src": torch.randn(2, 5, 32)} if name == "torch" else batch_of(name, built)
 
 
-def seen(built: nn.Module, batch: Any) -> Tensor:
+def seen(built, batch):
     with torch.no_grad(), Logits() as logits:
         built.train()(**batch)
     assert logits.largest is not None
     return logits.largest
 
 
-def backward(built: nn.Module, batch: Any) -> None:
+def backward(built, batch):
     output = built(**batch)
     (output[0] if not isinstance(output, Tensor) else output).square().mean().backward()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name: str) -> None:
+def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name):
     """The step itself is of rate 0, so that scaling is all that moves; of the first layer, since the
     next ones read what it changes."""
     built = KINDS[name]()
@@ -102,7 +101,7 @@ def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name: st
     assert not any(module._forward_hooks for module in built.modules())
 
 
-def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too() -> None:
+def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too():
     for name, kept in (("llama", ("k_proj",)), ("deepseek-v3", ("kv_a_proj_with_mqa", "q_a_proj"))):
         built = KINDS[name]()
         batch = batch_of(name, built)
@@ -125,9 +124,7 @@ def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too() ->
 
 @pytest.mark.parametrize("masked", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("above", [-math.inf, 1.0, 1e6])
-def test_the_largest_logit_is_exact_above_what_is_asked_and_bounded_below(
-    masked: str, above: float
-) -> None:
+def test_the_largest_logit_is_exact_above_what_is_asked_and_bounded_below(masked, above):
     query, key = (
         torch.randn(3, 4, 7, 8) * torch.tensor([0.1, 1, 3, 5])[:, None, None],
         torch.randn(3, 2, 7, 8),
@@ -148,7 +145,7 @@ def test_the_largest_logit_is_exact_above_what_is_asked_and_bounded_below(
     assert (found >= exact * (1 - 1e-6)).all()
 
 
-def test_what_was_not_seen_or_not_finite_is_said() -> None:
+def test_what_was_not_seen_or_not_finite_is_said():
     layer = KINDS["torch"]()
     batch = batch_for("torch", layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
@@ -165,12 +162,12 @@ def test_what_was_not_seen_or_not_finite_is_said() -> None:
     handle.remove()
 
 
-def ours(**parts: Any) -> nn.Module:
+def ours(**parts):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11}
     return build_model("wellposed", "causal_lm", **sizes, **parts)
 
 
-def compiled() -> nn.Module:
+def compiled():
     layer = ours()
     layer.compile()
     return layer
@@ -194,7 +191,7 @@ def compiled() -> nn.Module:
         (lambda: ours().requires_grad_(False), {}, ConfigError, "frozen"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused(build: Any, options: Any, error: Any, says: str) -> None:
+def test_what_cannot_be_held_is_refused(build, options, error, says):
     built = build()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
     with pytest.raises(error, match=says):

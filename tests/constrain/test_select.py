@@ -1,9 +1,6 @@
 """Which weights a selection is, in which order, and what it says where it is none."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ class Special(nn.Linear):
     """A subclass counts as its class."""
 
 
-def model() -> nn.Module:
+def model():
     attention = nn.MultiheadAttention(4, 2)
     return nn.Sequential(
         OrderedDict(
@@ -31,7 +28,7 @@ def model() -> nn.Module:
     )
 
 
-def labels(where: Any, owner: nn.Module | None = None, **options: Any) -> list[str]:
+def labels(where, owner=None, **options):
     return [found.label for found in select_weights(owner or model(), where, **options)]
 
 
@@ -56,11 +53,11 @@ def labels(where: Any, owner: nn.Module | None = None, **options: Any) -> list[s
         (lambda path, module: isinstance(module, nn.Embedding), ["emb.weight"]),
     ],
 )
-def test_names_types_and_functions_in_the_order_of_the_model(where: Any, found: list[str]) -> None:
+def test_names_types_and_functions_in_the_order_of_the_model(where, found):
     assert labels(where) == found
 
 
-def test_parts_of_a_fused_weight_come_one_by_one() -> None:
+def test_parts_of_a_fused_weight_come_one_by_one():
     owner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     rows = [f"self_attn.in_proj_weight[{start}:{start + 4}]" for start in (0, 4, 8)]
     assert labels("self_attn", owner) == rows
@@ -77,14 +74,14 @@ def test_parts_of_a_fused_weight_come_one_by_one() -> None:
     assert place.roles == {"key"}
 
 
-def test_the_models_own_weight_has_no_path() -> None:
+def test_the_models_own_weight_has_no_path():
     linear = nn.Linear(3, 2)
     assert labels("weight", linear) == ["weight"]
     assert labels(nn.Linear, linear) == ["weight"]
     assert labels("0", nn.Sequential(linear)) == ["0.weight"]
 
 
-def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
+def test_a_weight_that_is_computed_is_a_place_without_a_parameter():
     owner = nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 3))
     places = select_weights(owner, nn.Linear)
     found = {place.label: place.parameter is None for place in places}
@@ -110,7 +107,7 @@ def test_a_weight_that_is_computed_is_a_place_without_a_parameter() -> None:
         ),
     ],
 )
-def test_what_matches_nothing_is_said(where: Any, said: str) -> None:
+def test_what_matches_nothing_is_said(where, said):
     owner = nn.Sequential(
         OrderedDict(emb=nn.Embedding(5, 4), encoder=nn.Linear(4, 4), norm=nn.LayerNorm(4))
     )
@@ -123,8 +120,8 @@ def test_what_matches_nothing_is_said(where: Any, said: str) -> None:
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_a_function_and_a_model_without_weights() -> None:
-    def never(path: str, module: nn.Module) -> bool:
+def test_a_function_and_a_model_without_weights():
+    def never(path, module):
         return False
 
     with pytest.raises(
@@ -141,6 +138,6 @@ def test_a_function_and_a_model_without_weights() -> None:
         select_weights(nn.Linear(2, 2), roles=())
     for bad in (["a", 3], [], {"a": 1}, 7):
         with pytest.raises(ConfigError, match="expected a name, an fnmatch pattern"):
-            select_weights(nn.Linear(2, 2), bad)  # type: ignore[arg-type]
+            select_weights(nn.Linear(2, 2), bad)
     with pytest.raises(ConfigError, match="is not a regular expression"):
         select_weights(nn.Linear(2, 2), "re:(")

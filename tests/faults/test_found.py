@@ -1,7 +1,5 @@
 """Faults that the harness found, each by its smallest case."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +41,7 @@ BERT = transformers.BertConfig(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """Return a finished run of the stub."""
     out = tmp_path_factory.mktemp("found") / "run"
     stub_task.run(stub_task.make_config(learning_rate=2.0), out)
@@ -52,14 +49,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(run: Path, tmp_path: Path) -> Path:
+def folder(run, tmp_path):
     """Return a copy of the run without its manifest."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / "manifest.json").unlink()
     return copy
 
 
-def test_nesting_without_end_is_an_error_of_ours(tmp_path: Path, folder: Path) -> None:
+def test_nesting_without_end_is_an_error_of_ours(tmp_path, folder):
     (folder / "certified.json").write_text(DEEP)
     with pytest.raises(DataError, match=r"certified\.json: nested too deeply"):
         read_certified(folder, run_date="d")
@@ -80,7 +77,7 @@ def test_nesting_without_end_is_an_error_of_ours(tmp_path: Path, folder: Path) -
             read_result(folder)
 
 
-def changed(path: Path, **values: Any) -> Path:
+def changed(path, **values):
     """Change some values of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     return path
@@ -93,17 +90,17 @@ def changed(path: Path, **values: Any) -> Path:
         {"train_info": {"status": "well"}},
     ],
 )  # fmt: skip
-def test_a_result_of_other_types_is_refused(folder: Path, change: dict[str, Any]) -> None:
+def test_a_result_of_other_types_is_refused(folder, change):
     changed(folder / "result.json", **change)
     with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
         read_result(folder)
 
 
-def test_a_wrong_name_is_not_repeated_at_length() -> None:
+def test_a_wrong_name_is_not_repeated_at_length():
     assert len(str(unknown_name("cell", "x" * 30_000, ["key"]))) < 400
 
 
-def test_a_claim_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
+def test_a_claim_that_is_not_whole_is_made_again(tmp_path):
     claim = {
         "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "a", "we_got": "b", "holds": True, "seconds": 1.0,
         "criterion": {"test": "t", "seeds": 3, "uncertainty": "u"}, "notes": ["n"], "command": "c", "data": None,
@@ -118,7 +115,7 @@ def test_a_claim_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
         assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
 
 
-def test_packed_data_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_data_that_grows_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
     bomb = tmp_path / "a.txt.gz"
     bomb.write_bytes(gzip.compress(b"a" * (1 << 22)))
@@ -135,7 +132,7 @@ def test_packed_data_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.M
         read_npz(tmp_path / "a.npz")
 
 
-def test_an_archive_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_an_archive_of_another_kind_is_refused(tmp_path):
     """The flag that says "encrypted" made zipfile raise a RuntimeError."""
     path = tmp_path / "a.npz"
     np.savez(path, x=np.zeros((2, 4, 4), np.uint8), y=np.zeros(2, np.int64))
@@ -150,7 +147,7 @@ def test_an_archive_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values", [{"best_metrics": []}, {"step": "3"}, {"window": 5}, {"window": {"steps": "x"}}]
 )
-def test_a_forged_state_is_refused(run: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+def test_a_forged_state_is_refused(run, tmp_path, values):
     checkpoint = Path(shutil.copytree(run / "checkpoint-12", tmp_path / "checkpoint-12"))
     changed(checkpoint / "trainer_state.json", **values)
     model = stub_task.make_model(stub_task.make_config(), None)
@@ -162,7 +159,7 @@ def test_a_forged_state_is_refused(run: Path, tmp_path: Path, values: dict[str, 
             checkpoints.load_checkpoint(checkpoint, model)
 
 
-def test_the_best_weights_outlive_the_rest_of_their_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_the_best_weights_outlive_the_rest_of_their_checkpoint(run, tmp_path):
     """They were given up for a flipped bit in the random states beside them."""
     out = Path(shutil.copytree(run, tmp_path / "run"))
     result = json.loads((out / "result.json").read_text())
@@ -181,7 +178,7 @@ def test_the_best_weights_outlive_the_rest_of_their_checkpoint(run: Path, tmp_pa
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "env.json", "config.toml"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_refused(folder, tmp_path, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     out = tmp_path / "page.html"
@@ -196,7 +193,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device here")
-def test_endless_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_endless_files_are_refused(tmp_path, capsys):
     (tmp_path / "m.json").symlink_to("/dev/zero")
     with pytest.raises(DataError, match="pipe or a device"):
         Measurement.from_json(tmp_path / "m.json")
@@ -206,7 +203,7 @@ def test_endless_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_name_that_is_no_text_is_shown_and_breaks_no_page(run: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_shown_and_breaks_no_page(run, tmp_path):
     """The system gives such names as lone surrogates, which no UTF-8 output takes."""
     odd = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"run-\xff\x1b[31m")))
     out = tmp_path / "page.html"
@@ -222,22 +219,22 @@ def test_a_name_that_is_no_text_is_shown_and_breaks_no_page(run: Path, tmp_path:
         write_config(tmp_path, RunConfig("char_lm", {"data": "\udcff"}))
 
 
-def test_a_tokenizer_without_padding_is_an_error_of_ours() -> None:
+def test_a_tokenizer_without_padding_is_an_error_of_ours():
     from wellposed.cli.prediction.labels import label_lines
 
     class Bare:
         name_or_path, pad_token, model_max_length, init_kwargs = "here", None, 9, {}
 
-        def __call__(self, *sides: list[str], **_: object) -> dict[str, list[list[int]]]:
+        def __call__(self, *sides, **_):
             return {"input_ids": [[1, 2] for _ in sides[0]]}
 
-    model: Any = torch.nn.Linear(1, 1)
+    model = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(max_position_embeddings=9, model_type="bert")
     with pytest.raises(CheckpointError, match="here: the tokenizer has no padding token"):
         list(label_lines(model, Bare(), ["a line"], 1))
 
 
-def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
+def test_a_configuration_of_endless_layers_is_not_built(tmp_path):
     transformers.BertModel(BERT).save_pretrained(tmp_path)
     load_saved_model(tmp_path)
     changed(tmp_path / "config.json", num_hidden_layers=10**9)
@@ -246,7 +243,7 @@ def test_a_configuration_of_endless_layers_is_not_built(tmp_path: Path) -> None:
         load_saved_model(tmp_path)
 
 
-def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path: Path) -> None:
+def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path):
     path = tmp_path / "vectors.txt"
     path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
     with pytest.raises(DataError, match=r"vectors\.txt:1: "):
@@ -256,7 +253,7 @@ def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path: Path)
         read_word_vectors(path)
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     """Four gigabytes of one letter, packed to four megabytes, took all memory."""
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     path = tmp_path / "lines.gz"
@@ -269,14 +266,14 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}]
 )
-def test_numbers_of_a_result_are_numbers(folder: Path, change: dict[str, Any]) -> None:
+def test_numbers_of_a_result_are_numbers(folder, change):
     changed(folder / "result.json", **change)
     with pytest.raises(DataError, match=r"result\.json: .* expected a number; the file is damaged"):
         aggregate([folder])
 
 
 @pytest.mark.parametrize("size", ["1e999", "1" * 5000, "NaN"])
-def test_an_impossible_number_leaves_the_one_before(run: Path, tmp_path: Path, size: str) -> None:
+def test_an_impossible_number_leaves_the_one_before(run, tmp_path, size):
     """An infinite size in the newest manifest ended the command in an OverflowError."""
     older, newest = checkpoints.all_checkpoints(run)
     for folder in (older, newest):
@@ -289,16 +286,14 @@ def test_an_impossible_number_leaves_the_one_before(run: Path, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("line", ["{", '{"step": 1e999}', "3", DEEP])
-def test_a_damaged_row_of_metrics_is_named(tmp_path: Path, line: str) -> None:
+def test_a_damaged_row_of_metrics_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: .*; restore the file"):
         read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
-def test_an_out_that_is_no_text_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_an_out_that_is_no_text_is_refused_before_training(tmp_path, capsys, command):
     """The run was trained, and lost when its final model could not be saved."""
     out = tmp_path / os.fsdecode(b"run-\xff")
     assert main([command, "listops", "--steps", "1", "--out", str(out)]) == 2
@@ -309,10 +304,8 @@ def test_an_out_that_is_no_text_is_refused_before_training(
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")]
 )
-def test_the_end_of_memory_is_one_line_in_every_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
-) -> None:
-    def run(words: list[str]) -> int:
+def test_the_end_of_memory_is_one_line_in_every_command(monkeypatch, capsys, error):
+    def run(words):
         raise error
 
     monkeypatch.setattr("wellposed.cli._doctor.run", run)
@@ -322,15 +315,13 @@ def test_the_end_of_memory_is_one_line_in_every_command(
     assert said.count("\n") == 1
 
 
-def test_a_local_configuration_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_configuration_asks_nobody(tmp_path, monkeypatch):
     BERT.save_pretrained(tmp_path)
     monkeypatch.setattr("wellposed.models._loading.hub_answers", lambda: pytest.fail("a request"))
     assert main(["measure", str(tmp_path / "config.json")]) == 0
 
 
-def test_a_run_does_not_choose_what_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_does_not_choose_what_is_downloaded(tmp_path, monkeypatch, capsys):
     config = RunConfig("text_classification", {"data": "hf:someone/secrets"})
     model = build_model("wellposed", "sequence_classification", vocab_size=9, num_labels=2)
     model.save_pretrained(tmp_path / "final")
@@ -341,9 +332,7 @@ def test_a_run_does_not_choose_what_is_downloaded(
     assert "the run read hf:someone/secrets, and nothing is downloaded that you do not name" in said
 
 
-def test_a_prediction_keeps_its_input(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prediction_keeps_its_input(run, tmp_path, capsys):
     lines, other = tmp_path / "lines.txt", tmp_path / "same.txt"
     lines.write_text("one\n")
     other.symlink_to(lines)
@@ -353,12 +342,10 @@ def test_a_prediction_keeps_its_input(
     assert lines.read_text() == "one\n"
 
 
-def test_an_interrupted_comparison_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: dict[str, Any] = {}
+def test_an_interrupted_comparison_says_how_to_go_on(monkeypatch, capsys):
+    asked = {}
 
-    def stopped(*_: object, **keywords: Any) -> None:
+    def stopped(*_, **keywords):
         asked.update(keywords)
         raise KeyboardInterrupt
 
@@ -369,7 +356,7 @@ def test_an_interrupted_comparison_says_how_to_go_on(
     assert asked["seeds"] == 3
 
 
-def test_a_second_run_has_the_next_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_has_the_next_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("listops", "listops-2", "listops-3"):
         out = usual_folder("listops", last=False)

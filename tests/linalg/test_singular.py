@@ -254,9 +254,7 @@ def test_every_value_of_a_spectrum_is_within_its_error(kind, scale, shape):
 
 @pytest.mark.parametrize("scale", [2.0**-600, 1.0, 2.0**600])
 @pytest.mark.parametrize("least", [0.5, 2.0**-12, 2.0**-18, 2.0**-30])
-def test_the_smallest_value_is_found_anew_where_squares_have_lost_it(
-    least: float, scale: float
-) -> None:
+def test_the_smallest_value_is_found_anew_where_squares_have_lost_it(least, scale):
     """Columns of a Hadamard matrix in lengths that are powers of two: nothing is rounded."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(6):
@@ -270,7 +268,7 @@ def test_the_smallest_value_is_found_anew_where_squares_have_lost_it(
     assert float(again.errors[-1]) < 1e-3 * float(found.errors[-1]) or least > 2.0**-18
 
 
-def test_a_smallest_value_that_cannot_be_told_from_the_next_stays() -> None:
+def test_a_smallest_value_that_cannot_be_told_from_the_next_stays():
     for matrix in (torch.eye(5), torch.zeros(5, 5), torch.diag(torch.tensor([1.0, 0.0, 0.0]))):
         found = spectrum(matrix)
         assert torch.equal(with_smallest(matrix, found).errors, found.errors)
