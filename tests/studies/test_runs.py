@@ -13,7 +13,7 @@ from wellposed.compare.runs import PlannedRun
 from wellposed.recipes.reproduce import Request
 from wellposed.training import ModelOptions, RunConfig, RunResult, TrainOptions
 from wellposed_studies.huang2020.depth import summarise, train_depths
-from wellposed_studies.study import FinishedRun, Sizes, curves, mean_and_error, train_grid
+from wellposed_studies.study import FinishedRun, Sizes, curves, train_grid
 from wellposed_studies.zhang2021 import tables
 
 SIZES = {"num_train": 32, "num_valid": 8, "num_test": 12}
@@ -67,14 +67,6 @@ def test_the_test_split_is_cut_short_only_where_asked(tmp_path):
 def test_a_cancelled_run_is_an_interrupt():
     with pytest.raises(KeyboardInterrupt):
         FinishedRun.of(RunResult("cancelled", Path("runs/a")))
-
-
-def test_mean_and_error_by_hand():
-    assert mean_and_error([1.0, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)))
-    assert mean_and_error([4.0]) == (4.0, pytest.approx(math.nan, nan_ok=True))
-    mean, error = mean_and_error([1.0, math.nan])
-    assert math.isnan(mean)
-    assert math.isnan(error)
 
 
 def test_a_depth_that_diverged_says_why(tmp_path):

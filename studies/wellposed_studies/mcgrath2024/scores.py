@@ -207,12 +207,9 @@ def table_1(request: Request) -> Reproduction:
     significantly worse; one of them significantly the other way is against the claim
     """
     cells = _cells(request, GRAM)
-    best: dict[str, CellResult] = {}
-    for cell in sorted(
-        (cell for cell in cells if cell.scores), key=lambda of: of.mean("overall")[0]
-    ):
-        best[cell.group] = cell
-    best = {group: best[group] for group in PAPER_TABLE if group in best}
+    ranked = sorted((of for of in cells if of.scores), key=lambda of: of.mean("overall")[0])
+    of_group = {cell.group: cell for cell in ranked}
+    best = {group: of_group[group] for group in PAPER_TABLE if group in of_group}
     tested = {group: found.against for group, found in best.items() if found.against}
     rows: list[Row] = []
     for group, printed in PAPER_TABLE.items():
@@ -291,7 +288,7 @@ def pretrained(request: Request) -> Reproduction:
     parts = {
         "drift to orthogonality": judge_drift(drift),
         "gain of key or query alone": judge_alone(_tests_alone(cells)),
-        "failure of the QR loss": judge_shares(qr_shares(cells, "householder")),
+        "failure of the QR loss": judge_shares(every_share(cells)),
     }
     words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
     said = "; ".join(f"{part}: {words[verdict]}" for part, verdict in parts.items())
@@ -327,9 +324,7 @@ def qr(request: Request) -> Reproduction:
     reaches as far as any
     """
     cells = _cells(request, QR)
-    shares = itertools.chain(*(qr_shares(cells, method) for method in QR_METHODS))
-    holds = judge_shares(list(shares))
-    rows = [cell.row() for cell in cells]
+    rows, holds = [cell.row() for cell in cells], judge_shares(every_share(cells))
     return _made(request, cells, rows, _sweep(cells), about_qr(cells), holds, UNCERTAINTY)
 
 
@@ -489,25 +484,29 @@ def _fell(ratios: Sequence[float], against_1: PairedComparison) -> bool | None:
     return within(ratios, high=1) or None
 
 
-def qr_shares(cells: Cells, method: str) -> list[list[float]]:
-    """Return what each accuracy of a QR form at its least strength gains over a constant answer, over
-    what the baseline gains, by seed."""
-    weakest = _weakest(cells, method)
-    if weakest is None:
-        return []
-    found, constants = [], cells[0].every_run[0].reference
+def qr_shares(cell: CellResult, baseline: CellResult) -> dict[str, list[float]]:
+    """Return what each accuracy gains over a constant answer, over what the baseline gains, by
+    seed."""
+    found, constants = {}, baseline.every_run[0].reference
     for score in SETS[:2]:
         ours, plain = (
-            {seed: scores[score] - constants[score] for seed, scores in cell.scores.items()}
-            for cell in (weakest, cells[0])
+            {seed: scores[score] - constants[score] for seed, scores in of.scores.items()}
+            for of in (cell, baseline)
         )
-        found.append([gain / plain[seed] for seed, gain in ours.items() if plain.get(seed)])
+        found[score] = [gain / plain[seed] for seed, gain in ours.items() if plain.get(seed)]
     return found
 
 
-def _weakest(cells: Cells, method: str) -> CellResult | None:
-    mine = (cell for cell in cells if cell.group == method and cell.scores)
-    return min(mine, key=lambda cell: cell.strength, default=None)
+def _weakest(cells: Cells) -> list[CellResult]:
+    """Return each QR form at its least strength."""
+    mine = (cell for cell in cells if cell.group in QR_METHODS and cell.scores)
+    by_strength = sorted(mine, key=lambda cell: -cell.strength)
+    return list({cell.group: cell for cell in by_strength}.values())
+
+
+def every_share(cells: Cells) -> list[list[float]]:
+    """Return the shares of every QR form at its least strength, in every score."""
+    return [of for cell in _weakest(cells) for of in qr_shares(cell, cells[0]).values()]
 
 
 def about_scores(cells: Cells) -> str:
@@ -534,18 +533,14 @@ def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
 def about_qr(cells: Cells) -> str:
     """Return what each QR form keeps of the baseline's gains over a constant, and its time."""
     texts = []
-    for method in QR_METHODS:
-        weakest, shares = _weakest(cells, method), qr_shares(cells, method)
-        if weakest is not None:
-            gains = ", ".join(
-                f"{of} {said(share) if share else 'none'}"
-                for of, share in zip(SETS, shares, strict=False)
-            )
-            slower = weakest.row()["seconds"] / (cells[0].row()["seconds"] or math.inf)
-            texts.append(
-                f"QR loss, {weakest.words()}; shares of the baseline's gain over a constant {gains};"
-                f" a training takes {slower:.2f} times as long."
-            )
+    for cell in _weakest(cells):
+        shares = qr_shares(cell, cells[0]).items()
+        gains = ", ".join(f"{of} {said(share) if share else 'none'}" for of, share in shares)
+        slower = cell.row()["seconds"] / (cells[0].row()["seconds"] or math.inf)
+        texts.append(
+            f"QR loss, {cell.words()}; shares of the baseline's gain over a constant {gains};"
+            f" a training takes {slower:.2f} times as long."
+        )
     return " ".join(texts)
 
 

@@ -22,28 +22,27 @@ _ROUNDING = 1e-9
 _NOISES = (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
 def opposite_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor:
     """Return k and -k: the keys for which the constant 1/2 is reached."""
     del tokens
-    key = torch.randn(width, dtype=torch.float64, generator=generator)
+    key = _normal(generator, width)
     return torch.stack((key, -key))
-
-
-def gaussian_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor:
-    """Return independent N(0, 1) keys."""
-    return torch.randn(tokens, width, dtype=torch.float64, generator=generator)
 
 
 def shifted_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor:
     """Return Gaussian keys around a large common vector, which moves no affinity but enters the
     norm of K."""
-    common = 3 * torch.randn(width, dtype=torch.float64, generator=generator)
-    return gaussian_keys(tokens, width, generator) + common
+    common = 3 * _normal(generator, width)
+    return _normal(generator, tokens, width) + common
 
 
 KEYS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "two opposite": opposite_keys,
-    "Gaussian": gaussian_keys,
+    "Gaussian": lambda tokens, width, generator: _normal(generator, tokens, width),
     "Gaussian around a mean": shifted_keys,
 }
 
@@ -122,9 +121,8 @@ def _measure(
     keys: Tensor, alpha: float, eps: float, effort: Sequence[int], generator: torch.Generator
 ) -> dict[str, float]:
     count, restarts, steps = effort
-    shape = (count, keys.shape[1])
-    queries = torch.randn(shape, dtype=torch.float64, generator=generator)
-    directions = _unit(torch.randn(shape, dtype=torch.float64, generator=generator))
+    queries = _normal(generator, count, keys.shape[1])
+    directions = _unit(_normal(generator, count, keys.shape[1]))
     drawn = row_change(queries, eps * directions, keys, alpha)
     best = ascend(keys, alpha, eps, restarts=restarts, steps=steps, generator=generator)
     found = max(best, float(drawn.max()))
@@ -140,10 +138,9 @@ def ascend(
 ) -> float:
     """Return the largest change of a row that Adam finds over queries and directions of length
     ``eps``."""
-    shape = (restarts, keys.shape[1])
-    query = torch.randn(shape, dtype=torch.float64, generator=generator)
+    query = _normal(generator, restarts, keys.shape[1])
     query[: restarts // 2] = 0
-    direction = _unit(torch.randn(shape, dtype=torch.float64, generator=generator))
+    direction = _unit(_normal(generator, restarts, keys.shape[1]))
     query, direction = query.requires_grad_(), direction.requires_grad_()
     optimizer = torch.optim.Adam([query, direction], lr=0.05, maximize=True)
     best = 0.0
