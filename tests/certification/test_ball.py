@@ -58,7 +58,6 @@ def ratio(module, tokens, width, norm="tok", **how):
 
 def constant(module):
     """The constant of one head in norm tok, where no credit is given for logits that are small."""
-    assert isinstance(module, BallAttention)
     path = torch.linalg.matrix_norm(module.o_proj.weight @ module.v_proj.weight, 2)
     affinity = torch.linalg.matrix_norm(module.k_proj.weight.mT @ module.q_proj.weight, 2)
     return path * (
@@ -257,7 +256,6 @@ def test_maxmin_and_its_feed_forward(norm):
 
 def block(residuals, width=4):
     made = SAMPLES[Block][0].build(8)
-    assert isinstance(made, Block)
     made.attention, made.feedforward = attention(width, 2), MaxMinFeedForward(width, 2 * width)
     for projection in (made.feedforward.up_proj, made.feedforward.down_proj):
         nn.init.orthogonal_(projection.weight)

@@ -284,7 +284,6 @@ def test_a_part_behind_a_refused_one_is_told_that_no_ball_reaches_it(bert):
 def test_images_are_laid_out_as_the_model_cuts_them():
     model = awake(modeling_vit.ViTModel(hf.vit_config(WIDTH, image_size=(4, 6))))
     grid = patch_grid(model)
-    assert grid is not None
     assert (grid.tokens, grid.size) == (6, WIDTH)
     tokens = torch.randn(3, grid.tokens, grid.size)
     patches = model.embeddings.patch_embeddings

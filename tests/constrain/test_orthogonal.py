@@ -124,7 +124,6 @@ def test_compiles_whole(shape):
     run = torch.compile(lambda x: layer(x).sin().sum(), backend="aot_eager", fullgraph=True)
     layer(x).sin().sum().backward()
     original = layer.get_parameter("parametrizations.weight.original")
-    assert original.grad is not None
     expected = original.grad.clone()
     original.grad = None
     run(x).backward()

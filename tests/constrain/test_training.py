@@ -213,7 +213,6 @@ def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind):
     assert max(errors(model).values()) <= 4e-3
     assert losses[-1] < 0.9 * losses[0]
     for weight in handle.weights:
-        assert weight.master is not None
         assert isometry_error(weight.master) <= 1e-5
         assert torch.equal(weight.master.to(torch.bfloat16), weight.parameter)
 
@@ -284,7 +283,6 @@ def test_an_edit_is_noticed_at_the_next_step(edit, shape, dtype, *, batched):
     for _ in range(3):
         step()
     first = model[0]
-    assert isinstance(first, nn.Linear)
     with torch.no_grad():
         EDITS[edit](first)
     step()

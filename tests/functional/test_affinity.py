@@ -184,7 +184,6 @@ def test_bf16_tensors_under_autocast(estimator):
     rtol, atol = (1e-6, 1e-6) if estimator == "exact" else (0.08, 0.05)
     torch.testing.assert_close(value.double(), exact, rtol=rtol, atol=atol)
     value.sum().backward()
-    assert query.grad is not None
     assert query.grad.isfinite().all()
 
 

@@ -63,7 +63,6 @@ def test_zero_tokens_are_fine():
     zero = torch.zeros(1, 1, 3, 4, requires_grad=True)
     out = cosine_attention(zero, zero, zero)
     out.sum().backward()
-    assert zero.grad is not None
     assert torch.equal(out, torch.zeros_like(out))
     assert zero.grad.isfinite().all()
 

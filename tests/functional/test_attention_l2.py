@@ -112,7 +112,6 @@ def test_a_fully_padded_row_stays_finite_forward_and_backward(dtype, is_causal):
     padding = torch.tensor([[True] * 5, [True, True, False, False, False]])
     out = l2_attention(q, q, q, key_padding_mask=padding, is_causal=is_causal)
     out.float().square().sum().backward()
-    assert q.grad is not None
     assert out.isfinite().all()
     assert q.grad.isfinite().all()
 

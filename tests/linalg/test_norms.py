@@ -264,7 +264,6 @@ def test_gram_iteration_shrinks_to_the_norm_and_carries_the_right_gradient():
 def test_gram_iteration_of_zero_has_a_finite_gradient():
     zero = torch.zeros(4, 3, requires_grad=True)
     gram_iteration_norm(zero).backward()
-    assert zero.grad is not None
     assert zero.grad.isfinite().all()
 
 

@@ -37,7 +37,6 @@ def slow_error(weight):
 
 def weights_of(layer):
     fused = layer.self_attn.in_proj_weight
-    assert fused is not None
     query, key, value = fused.chunk(3)
     named = {
         "query": query,
@@ -162,7 +161,6 @@ def slow_attention(layer, x, padding):
     """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query
     at a time."""
     fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
-    assert fused is not None
     query, key, value = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
     batch, tokens, _ = x.shape
     size = WIDTH // HEADS

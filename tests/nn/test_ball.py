@@ -104,7 +104,6 @@ def test_gradcheck(name):
 def test_tokens_of_zeros_have_finite_gradients():
     layer, x = BallAttention(D, 2), torch.zeros(1, 3, D, requires_grad=True)
     layer(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.isfinite().all()
 
 

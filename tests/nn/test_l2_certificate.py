@@ -348,5 +348,4 @@ def test_covered_forms_stay_bounded(form):
 
 def test_all_reasons_are_given_together():
     reason = l2_attention_refusal(tied=False, plain_values=True, drops_weights=True)
-    assert reason is not None
     assert reason.count(";") >= 4

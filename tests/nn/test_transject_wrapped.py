@@ -81,7 +81,6 @@ def test_an_adapter_is_the_same_as_its_merged_weight(path, is_causal):
             found, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
     wrapped(x).last_hidden_state.square().sum().backward()
-    assert adapter.change.grad is not None
     assert adapter.change.grad.abs().max() > 0
 
 

@@ -97,7 +97,6 @@ def test_learned_position_bias_of_t5_receives_gradient_from_the_penalty():
     output = ZOO["t5"].run(model)
     penalty().backward()
     table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-    assert table.grad is not None
     assert table.grad.abs().sum() > 0
     assert output is not None
 

@@ -36,7 +36,6 @@ def refreshes(page):
 def test_it_follows_a_run_and_ends_with_a_whole_page(make_run, tmp_path):
     runs, out = tmp_path / "runs", tmp_path / "page.html"
     with watching(runs, out) as process:
-        assert process.stdout is not None
         assert process.stdout.readline().startswith("waiting: runs cannot be read")
         make_run(tmp_path / "made", value=0.42)
         whole = (tmp_path / "made" / "result.json").read_bytes()
@@ -64,7 +63,6 @@ def test_the_page_after_the_end_does_not_load_itself_again(make_run, tmp_path):
     out = tmp_path / "page.html"
     assert refreshes(Page(build_report([tmp_path], out, refresh=2).read_text(encoding="utf-8")))
     with watching(tmp_path, out) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == f"report: {out}\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0

@@ -480,7 +480,6 @@ class Rectified(nn.Module):
 def test_a_row_that_an_activation_hides_is_never_left_out_in_silence():
     model, x = Rectified(), torch.randn(4, 9, 8)
     (network,) = find_roles(model, x).feedforward
-    assert network.gate is not None
     assert (network.gate.spans, network.up.spans) == (((0, 12),), ((12, 24),))
     assert find_roles(model, x).attention[0].query.spans is None
     with torch.no_grad():

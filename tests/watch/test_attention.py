@@ -136,7 +136,6 @@ def test_masks_of_scaled_dot_product_attention():
     ]
     for given in options:
         call = ScaledDotProductCall.read(role, query, key, value, enable_gqa=True, **given)
-        assert call is not None
         expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **given)
         torch.testing.assert_close(
             call.weights() @ value.repeat_interleave(2, 1), expected, rtol=1e-12, atol=1e-13

@@ -246,7 +246,6 @@ def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit()
             gap = (model.classifier(worst)[k] - model.classifier(worst)[label]).item()
             assert (found[row, k] - found[row, label]).item() == pytest.approx(gap, abs=1e-12)
     found.sum().backward()
-    assert weight.grad is not None
     assert bool(weight.grad.isfinite().all())
 
 

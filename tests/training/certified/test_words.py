@@ -379,10 +379,8 @@ def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path):
     for variant in ("lipschitz", "rezero"):
         folder = out / variant / "seed-0"
         result = read_result(folder)
-        assert result is not None
         date = str(result.result["date"])
         found = read_words(folder, run_date=date)
-        assert found is not None
         assert (found.counts, found.split, found.examples) == ([0, 1, 3], "test", 4)
         assert all(sure <= seen for sure, seen in zip(found.certified, found.attacked, strict=True))
         assert found.metrics() == {

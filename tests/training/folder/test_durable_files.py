@@ -32,7 +32,6 @@ with open_replacing(Path(sys.argv[1])) as file:
 def start(path):
     words, pipe = [sys.executable, "-c", WRITER, str(path)], subprocess.PIPE
     child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
-    assert child.stdout is not None
     assert child.stdout.readline() == "half\n"
     return child
 
@@ -171,7 +170,6 @@ with only_writer(Path(sys.argv[1])):
 def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path):
     command = [sys.executable, "-c", WITH_CHILD, str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     try:
         parent.kill()

@@ -221,7 +221,6 @@ def test_the_heads_of_a_query_are_held_by_themselves_where_asked_for():
     model = torch.nn.TransformerEncoderLayer(8, 2, 12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = build_constraint(ConstrainOptions("query", per="head"), model, optimizer)
-    assert handle is not None
     name = "self_attn.in_proj_weight"
     assert [row.path for row in handle.report.rows] == [f"{name}[0:4]", f"{name}[4:8]"]
     with pytest.raises(ConfigError, match="per = 'head' without where"):

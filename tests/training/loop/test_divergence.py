@@ -107,7 +107,6 @@ def test_finite_gradients_whose_norm_overflows():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     x = torch.ones(2, 4)
     found = first_nonfinite_module(model, lambda: {"(the loss)": 1e25 * model(x).sum()})
-    assert found is not None
     assert found.layer in ("0", "1")
     expected = "every gradient is finite, but the norm of all of them is more than float32 can hold"
     assert expected in found.reason
@@ -209,7 +208,6 @@ def test_a_convergence_error_is_a_failed_run(tmp_path, when):
     assert result.status == "failed"
     assert "not finite" in result.message
     found = read_result(tmp_path / "run")
-    assert found is not None
     assert found.status == "failed"
     # Nothing stands in the way.
     assert stub.run(config, tmp_path / "run", resume="auto").status == "success"

@@ -225,7 +225,6 @@ def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(tied):
     ids = torch.randint(0, 9, (8, 6))
     logits = model(input_ids=ids).logits
     certificate = certify(model, seq_len=6)
-    assert certificate.head is not None
     ids[:, 1:] = logits[:, :-1].argmax(-1)  # so that some radii are above 0
     logits = model(input_ids=ids).logits
     rows = rows_of("causal_lm", ids)
