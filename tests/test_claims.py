@@ -21,13 +21,8 @@ from wellposed.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-SMALL = {
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 20,
-}
+SMALL = dict.fromkeys(("hidden_size", "intermediate_size"), 8) | {"vocab_size": 20}
+SMALL |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.mark.parametrize(

@@ -3,56 +3,29 @@ raw formula."""
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
-from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.browser import AROUND, WIDTHS, frame, needs_chromium, visit
 
 ROOT = Path(__file__).parents[1]
-CHROMIUM = shutil.which("chromium")
 ZENSICAL = Path(sys.executable).with_name("zensical")
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium on PATH"),
+    *needs_chromium,
     pytest.mark.skipif(not ZENSICAL.is_file(), reason="needs the extra docs"),
-    pytest.mark.slow,
 ]
-WIDTHS = (390, 1400)
 FOLDER = "/below/a/folder/"
 
-# The first thing in every page; what it finds goes to the frame around it.
-PROBE = """<script>{
-const errors = [];
-addEventListener("error", (event) => errors.push(event.message || event.target.outerHTML), true);
-addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
-addEventListener("load", () => setTimeout(() => {
-  const pictures = [...document.images].filter((image) => !image.complete || image.naturalWidth === 0);
-  const wide = document.documentElement.scrollWidth;
-  const all = [...document.querySelectorAll(".arithmatex")];
-  const raw = all.filter((formula) => !formula.querySelector(".katex") || formula.querySelector(".katex-error"));
-  parent.postMessage(JSON.stringify({
-    page: location.pathname, errors, wide, width: innerWidth, formulas: all.length,
-    raw: raw.map((formula) => formula.textContent), pictures: pictures.map((image) => image.src),
-    resources: performance.getEntriesByType("resource").map((entry) => entry.name),
-  }), "*");
-}, 500));
-}</script>"""
-AROUND = """<!doctype html><link rel="icon" href="data:,"><body><script>
-addEventListener("message", (event) => {
-  const pre = document.createElement("pre");
-  pre.textContent = event.data;
-  document.body.append(pre);
-});
-</script>"""
+# The first thing in every page.
+PROBE = f"<script>{(ROOT / 'tests/support/site_probe.js').read_text('utf-8')}</script>"
 
 
 class Server(ThreadingHTTPServer):
@@ -78,10 +51,7 @@ class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
         if self.path.startswith("/around"):
             width = self.path.partition("?")[2]
-            frames = [
-                f'<iframe width="{width}" height="900" src="{FOLDER}{page}"></iframe>'
-                for page in self.server.pages
-            ]
+            frames = [frame(width, FOLDER + page) for page in self.server.pages]
             self.answer(AROUND + "".join(frames))
         elif not self.path.startswith(FOLDER):
             self.send_error(404)
@@ -136,22 +106,11 @@ def server(tmp_path_factory):
         yield started
 
 
-def visit(server, profile, width):
-    """Open every page in a frame of its own, where no other name resolves; return the findings and
-    the console."""
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    words += [
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-        "--virtual-time-budget=20000",
-    ]
-    words += [f"--user-data-dir={profile}", f"http://127.0.0.1:{server.server_port}/around?{width}"]
-    command = [str(CHROMIUM), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=True)
-    found = [
-        json.loads(unescape(each))
-        for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
-    ]
-    return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+def opened(server, profile, width):
+    """Open every page in a frame of its own, where no other name resolves."""
+    nowhere = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    address = f"http://127.0.0.1:{server.server_port}/around?{width}"
+    return visit(address, profile, [nowhere], milliseconds=20_000)
 
 
 def elsewhere(server, found):
@@ -164,7 +123,7 @@ def elsewhere(server, found):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_page_opens_without_an_error_or_a_foreign_request(server, tmp_path, width):
     assert len(server.pages) >= 25
-    found, console = visit(server, tmp_path / "profile", width)
+    found, console = opened(server, tmp_path / "profile", width)
     assert console == []
     assert sorted(each["page"] for each in found) == sorted(FOLDER + page for page in server.pages)
     assert server.missing == []
@@ -182,7 +141,7 @@ def test_faults_are_seen(tmp_path):
     )
     (tmp_path / "planted.html").write_text(planted)
     with serving(tmp_path) as server:
-        (found,), console = visit(server, tmp_path / "profile", 390)
+        (found,), console = opened(server, tmp_path / "profile", 390)
         assert elsewhere(server, found) == found["pictures"] == ["http://foreign.invalid/a.png"]
     assert any("nothing is not defined" in error for error in found["errors"])
     assert len(console) == 1

@@ -192,6 +192,9 @@ def test_seeds_are_paired_by_number_not_by_place():
     variant = SeedResults("a", {2: 4.0, 0: 2.0, 1: 3.5, 7: 99.0})
     baseline = SeedResults("base", {1: 1.5, 0: 1.0, 2: 2.0})
     assert compare_seeds(variant, baseline) == paired_comparison([2.0, 3.5, 4.0], [1.0, 1.5, 2.0])
+    none = compare_seeds(SeedResults("a", {7: 2.0}), baseline)
+    assert (none.pairs, none.mean_difference, none.p_value) == (0, None, None)
+    assert none.verdict == "cannot be said: no seed is shared with the baseline base"
 
 
 def test_what_failed_is_counted_and_named_once():

@@ -5,7 +5,6 @@ import csv
 import json
 
 import pytest
-from tests.support.films import write_films
 from tests.support.words import succeed
 from tests.support.words import words as typed
 from transformers import BartConfig, BartModel
@@ -135,14 +134,3 @@ def test_on_a_ball_radii_stay_inside(plain_folder, tmp_path, cli, norm):
     said = cli([*words, "--radius", "1e-6", "--radii", "0,1e-9", "--out", str(tmp_path)]).out
     assert "4 of 4 inputs lie outside the ball" in said
     assert _rows(tmp_path)[1]["certified"] == 0.0
-
-
-def test_bad_usage_is_one_message(small_run, tmp_path, cli):
-    films = write_films(tmp_path / "train.tsv", good="superb")
-    for words, status, says in (
-        ([small_run, "--radii", "a,b"], 2, "comma-separated numbers"),
-        ([small_run / "final", "--data", "x.tsv"], 2, "is not a run folder"),
-        ([small_run, "--data", films], 2, "vocabulary"),
-        ([tmp_path / "nowhere", "--norm", "inf"], 1, "no such folder"),
-    ):
-        assert says in cli("certify", words, status=status).err

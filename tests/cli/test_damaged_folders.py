@@ -1,7 +1,7 @@
 """Every file of a finished run, damaged in several ways: each command ends with one line, or with
 the true numbers."""
 
-import json
+import random
 import shutil
 from pathlib import Path
 
@@ -9,52 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.words import succeed
+from tools.faults.damage import DAMAGES
 
 from wellposed.cli import main
 
-
-def cut(data):
-    return data[: len(data) // 2]
-
-
-def flip(place):
-    def flipped(data):
-        index = min(len(data) - 1, int(place * len(data)))
-        return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
-
-    return flipped
-
-
-def list_of(data):
-    return b"[" + data.rstrip() + b"]\n"
-
-
-def words_for_numbers(data):
-    """Turn every value of a JSON object into one of another type; other files lose their line
-    feeds."""
-
-    def other(value):
-        return [] if isinstance(value, str | dict) else {"a": "b"}
-
-    try:
-        values = json.loads(data)
-    except ValueError:
-        return data.replace(b"\n", b"")
-    return json.dumps({key: other(value) for key, value in values.items()}).encode()
-
-
-DAMAGE = {
-    "cut": cut,
-    "emptied": lambda _: b"",
-    "flipped at the start": flip(0.02),
-    "flipped in the middle": flip(0.5),
-    "flipped at the end": flip(0.98),
-    "a list": list_of,
-    "other types": words_for_numbers,
-    "null": lambda _: b"null\n",
-    "not UTF-8": lambda data: data[:9] + b"\xff\xfe" + data[9:],
-    "deep": lambda _: b"[" * 100_000,
-}
 FILES = (
     "config.toml", "env.json", "metrics.jsonl", "result.json", "measure-initial.json", "measure-final.json",
     "manifest.json", "final/config.json", "final/model.safetensors", "final/tokenizer.json",
@@ -116,8 +74,8 @@ def test_damage_is_one_line_or_changes_nothing(run, tmp_path, capsys, file, mani
         if not manifests:
             for path in kept:
                 path.unlink()
-        for what, damage in DAMAGE.items():
-            (run / file).write_bytes(damage(whole))
+        for what, damage in DAMAGES.items():
+            (run / file).write_bytes(damage(whole, random.Random(0)) or b"")
             refused = 0
             read = "config.toml" if what == "cut" else file
             found = answers(run, tmp_path / "page.html", capsys, examples, read)

@@ -19,7 +19,7 @@ from wellposed.models import load_pretrained, load_saved_model
 from wellposed.training import RunConfig, TrainOptions
 from wellposed.training.loop.schedules import counted_in_steps
 
-CLASSIFY = "text_classification --data {files}/t.tsv --max-length 16 --epochs None"
+CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16"
 
 
 @pytest.fixture(scope="module")
@@ -60,49 +60,33 @@ def files(tmp_path_factory):
 
 WIDTHS = "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
 OTHER_TOKENS = "its weights are those of its own tokens"
-REFUSED = [
-    (
-        "language_modeling --from {files}/bert --limit-chars 20000 --seq-len 16",
-        "the tokens of a BertLMHeadModel see those after them",
-    ),
-    ("language_modeling --from {files}/t5", "a t5 model has no head for causal lm"),
-    (
-        "translation --from {files}/bert --data {files} --src de --tgt en",
-        "a bert model has no head for seq2seq lm",
-    ),
-    (
-        "char_lm --from {files}/gpt2 --limit-chars 20000 --seq-len 32",
-        f"{OTHER_TOKENS}, and the data of char_lm is read as others",
-    ),
-    (f"{CLASSIFY} --from {{files}}/vit", "a vit model has no head for sequence classification"),
-    (f"{CLASSIFY} --from {{files}}/bert --tokenizer hf:{{files}}/gpt2", OTHER_TOKENS),
-    (f"{CLASSIFY} --from {{files}}/three", "give --new-head to draw a new one"),
-    (
-        f"{CLASSIFY} --from bert-base-uncased",
-        "it is not in the cache, and the Hugging Face hub cannot be reached",
-    ),
-    (f"{CLASSIFY} --from {{files}}/wide", WIDTHS),
-    (f"{CLASSIFY} --from {{files}}/wide --new-head", WIDTHS),
-    (f"{CLASSIFY} --from {{files}}/deep", "lacks bert.encoder.layer.1."),
-    (f"{CLASSIFY} --from {{files}}/cut", "cut: cannot be loaded: "),
-    (
-        f"{CLASSIFY} --from {{files}}/bert --import {{files}}/my.py",
-        "ModuleNotFoundError: No module named 'nothing_of_this_name'",
-    ),
-]
+REFUSED = f"""
+language_modeling --from FILES/bert --limit-chars 20000 --seq-len 16 | tokens of a BertLMHeadModel see those after them
+language_modeling --from FILES/t5 | a t5 model has no head for causal lm
+translation --from FILES/bert --data FILES --src de --tgt en | a bert model has no head for seq2seq lm
+char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and the data of char_lm is read as others
+{CLASSIFY} --from FILES/vit | a vit model has no head for sequence classification
+{CLASSIFY} --from FILES/bert --tokenizer hf:FILES/gpt2 | {OTHER_TOKENS}
+{CLASSIFY} --from FILES/three | give --new-head to draw a new one
+{CLASSIFY} --from bert-base-uncased | it is not in the cache, and the Hugging Face hub cannot be reached
+{CLASSIFY} --from FILES/wide | {WIDTHS}
+{CLASSIFY} --from FILES/wide --new-head | {WIDTHS}
+{CLASSIFY} --from FILES/deep | lacks bert.encoder.layer.1.
+{CLASSIFY} --from FILES/cut | cut: cannot be loaded:
+{CLASSIFY} --from FILES/bert --import FILES/my.py | ModuleNotFoundError: No module named 'nothing_of_this_name'
+{CLASSIFY} --from FILES/bert --steps 3 --epochs 2 | --steps 3 and --epochs 2 both say how long to train
+{CLASSIFY} --from FILES/bert --model.hidden-size 64 | brings its own architecture; received besides: model.hidden_size
+""".strip().splitlines()
 
 
-def in_place(files, command):
-    return [word.format(files=files) for word in command.split()]
-
-
-@pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_what_cannot_be_started_from_is_one_line(files, tmp_path, words, says, cli):
-    out, given = tmp_path / "run", in_place(files, words)
-    message = cli("train", given, "--steps 2 --quiet --out", [out], status=None).err
-    assert says in message
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
+    words, says = refused.replace("FILES", str(files)).split(" | ")
+    given = [] if "--steps" in words else ["--steps", "2"]
+    message = cli("train", words, given, "--quiet --out", [tmp_path / "run"], status=None).err
+    assert says in message.replace(":\n  ", " ")
     assert message.count("\n") == 1
-    assert not (out / "config.toml").exists()
+    assert not (tmp_path / "run/config.toml").exists()
 
 
 @pytest.mark.parametrize("command", ["measure", "certify"])
@@ -112,11 +96,13 @@ def test_weights_that_do_not_fit_are_measured_by_no_command(files, command, cli)
 
 
 def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files, tmp_path):
-    words = typed("compare", in_place(files, CLASSIFY), "--out", [tmp_path / "runs"])
-    words += typed("--quiet --steps 2 --variants plain --seeds 1")
-    assert main([*words, "--from", str(files / "three")]) == 2
-    succeed([*words, "--from", str(files / "bert")])
-    assert main([*words, "--from", str(files / "bert")]) == 2  # now there is something to lose
+    def words(source):
+        options = "--steps 2 --epochs None --variants plain --seeds 1"
+        return start(files, tmp_path / "runs", options, command="compare", source=source)
+
+    assert main(words("three")) == 2
+    succeed(words("bert"))
+    assert main(words("bert")) == 2  # now there is something to lose
 
 
 def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypatch, cli):
@@ -124,17 +110,15 @@ def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypa
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", full)
-    words = in_place(files, CLASSIFY)
-    words += typed("--from", [files / "bert"], "--steps 2 --batch-size 8 --quiet")
-    message = cli(["train", *words, "--out", str(tmp_path / "run")], status=1).err
+    words = start(files, tmp_path / "run", "--steps 2 --batch-size 8 --quiet")
+    message = cli(words, status=1).err
     assert "--batch-size 4 --gradient-accumulation 2, or give --gradient-checkpointing" in message
     assert message.count("out of memory") == 1
 
 
 def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, tmp_path, cli):
-    words = in_place(files, CLASSIFY)
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
-    succeed("train", words, "--from", [files / "bert"], "--steps 2 --out", [run], "--quiet")
+    succeed(start(files, run, "--steps 2"))
     kept = (  # with both ends, the 16 tokens of training
         "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"
     )
@@ -145,14 +129,14 @@ def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, t
     assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err
 
 
-def _started(table, source, out, *more):
-    words = typed("train text_classification --data", [table], "--max-length 16 --from", [source])
-    return [*words, "--out", str(out), "--quiet", *more]
+def start(files, out, *more, command="train", source="bert"):
+    words = typed(command, "text_classification --data", [files / "t.tsv"], "--max-length 16")
+    return typed(words, "--from", [files / source], "--out", [out], *more)
 
 
 def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files, tmp_path):
     out = tmp_path / "run"
-    succeed(_started(files / "t.tsv", files / "bert", out, "--epochs", "2"))
+    succeed(start(files, out, "--epochs 2"))
     config = (out / "config.toml").read_text()
     for line in ('schedule = "linear"', "epochs = 2", "steps = 12", "warmup_steps = 1"):
         assert line in config
@@ -160,52 +144,22 @@ def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files, tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
     assert type(model).__name__ == "BertForSequenceClassification"
     assert model.config.id2label == {0: "bad", 1: "good"}
-    succeed(
-        _started(files / "t.tsv", files / "bert", out, "--epochs", "2", "--resume", "auto")
-    )  # finished: nothing to do
+    succeed(start(files, out, "--epochs 2 --resume auto"))  # finished: nothing to do
     succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
-def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(files, tmp_path, cli):
+def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(files, tmp_path):
     out = tmp_path / "run"
-    succeed(_started(files / "t.tsv", files / "bert", out, "--steps", "3"))
+    succeed(start(files, out, "--steps 3"))
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
     assert "epochs" not in (out / "config.toml").read_text()
-    succeed(
-        _started(
-            files / "t.tsv",
-            files / "bert",
-            out,
-            "--steps",
-            "5",
-            "--epochs",
-            "None",
-            "--resume",
-            "auto",
-        )
-    )
-    said = cli(
-        _started(
-            files / "t.tsv", files / "bert", tmp_path / "both", "--steps", "3", "--epochs", "2"
-        ),
-        status=2,
-    ).err
-    assert "--steps 3 and --epochs 2 both say how long to train" in said
+    succeed(start(files, out, "--steps 5 --epochs None --resume auto"))
 
 
 def test_it_learns_what_a_random_model_of_the_same_configuration_learns(files, tmp_path):
-    options = ["--steps", "150", "--epochs", "None", "--learning-rate", "3e-3"]
-    succeed(_started(files / "t.tsv", files / "bert" / "config.json", tmp_path / "run", *options))
-    run = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert run["results"]["text_classification"]["accuracy,valid"] == 1.0
-
-
-def test_an_architecture_of_ours_beside_it_is_refused(files, tmp_path, cli):
-    said = cli(
-        _started(files / "t.tsv", files / "bert", tmp_path / "run", "--model.hidden-size", "64"),
-        status=None,
-    ).err
-    assert "brings its own architecture; received besides: model.hidden_size = 64" in said
+    options = "--steps 150 --epochs None --learning-rate 3e-3 --quiet"
+    succeed(start(files, tmp_path / "run", options, source="bert/config.json"))
+    assert _result(tmp_path / "run")["results"]["text_classification"]["accuracy,valid"] == 1.0
 
 
 def test_epochs_are_counted_in_steps_of_the_data():
@@ -224,11 +178,6 @@ def test_epochs_are_counted_in_steps_of_the_data():
 
 IDS = [[2, 5, 6, 3]]
 SHOW = f"import torch; print(model(input_ids=torch.tensor({IDS})).logits.tolist())"
-
-
-def _words(files, command, out, *more, source="bert"):
-    words = typed([command], "text_classification --data", [files / "t.tsv"], "--max-length 16")
-    return [*words, "--from", str(files / source), "--epochs", "1", "--out", str(out), *more]
 
 
 def _result(folder):
@@ -251,8 +200,8 @@ def _of_card(folder):
 
 def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
     out = tmp_path / "runs"
-    words = _words(files, "compare", out, "--variants", "plain,key:1e-2,orthogonal", "--quiet")
-    shown = cli(words, "--seeds 2").out
+    options = "--epochs 1 --variants plain,key:1e-2,orthogonal --seeds 2 --quiet"
+    shown = cli(start(files, out, options, command="compare")).out
     assert (out / "report.html").is_file()
     assert all(name in shown for name in ("plain", "key:1e-2", "orthogonal"))
     assert _result(out / "orthogonal" / "seed-1")["train_info"]["isometry_error"] < 1e-5
@@ -260,7 +209,7 @@ def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
 
 
 def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files, tmp_path):
-    succeed(_words(files, "compare", tmp_path / "runs", "--seeds", "1", "--quiet"))
+    succeed(start(files, tmp_path / "runs", "--epochs 1 --seeds 1", command="compare"))
     written = json.loads((tmp_path / "runs" / "compare.json").read_text())
     assert written["variants"] == ["plain", "key:1e-2"]
 
@@ -269,7 +218,7 @@ def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files, tmp_path):
 def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, variant, cli):
     out = tmp_path / "run"
     source = "bert/config.json" if variant == "t_fixup" else "bert"
-    said = cli([*_words(files, "train", out, source=source), "--variant", variant]).err
+    said = cli(start(files, out, "--epochs 1 --variant", [variant], source=source)).err
     assert said.count("starts from ") == 1
     card = (out / "final" / "README.md").read_text()
     assert "**A plain `from_pretrained` gives another model**" in card
@@ -282,7 +231,7 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, va
 
 def test_what_was_drawn_stands_in_the_result_and_is_said_once(files, tmp_path, cli):
     out = tmp_path / "run"
-    said = cli(_words(files, "train", out)).err.splitlines()
+    said = cli(start(files, out, "--epochs 1")).err.splitlines()
     started = _result(out)["train_info"]["started_from"]
     drawn = ["classifier.bias", "classifier.weight"]
     assert started == {"model": str(files / "bert"), "new_weights": drawn, "left_out": []}
@@ -326,7 +275,7 @@ def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_p
 
 def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(files, tmp_path):
     out = tmp_path / "run"
-    succeed([*_words(files, "train", out), "--variant", "key:1e-2", "--seed", "3"])
+    succeed(start(files, out, "--epochs 1 --variant key:1e-2 --seed 3"))
     card = (out / "final" / "README.md").read_text()
     result = _result(out)
     accuracy = result["results"]["text_classification"]["accuracy,test"]

@@ -71,43 +71,6 @@ def _train(folder, data):
     return typed("train char_lm --seq-len 24 --data", [data], SHORT, "--out", [folder])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("missing.txt", None, "no such"),
-        ("empty.txt", b"", "empty"),
-        ("latin.txt", "caf\xe9 ".encode("latin-1") * 500, "UTF-8"),
-    ],
-)
-def test_bad_text_is_one_message(tmp_path, cli, name, content, says):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    said = cli(_train(tmp_path / "run", tmp_path / name), status=None).err
-    assert says in said
-    assert name in said
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ("label\ttext\n1\tfine\n0\n1\tdull\n" * 9, "films.tsv:3"),
-        ("label\ttext\n" + "1\tfine\n0\tdull\n" * 9, "20"),
-    ],
-)
-def test_bad_rows_name_file_and_line(tmp_path, cli, rows, says):
-    (tmp_path / "films.tsv").write_text(rows, encoding="utf-8")
-    words = typed("train text_classification --data", [tmp_path / "films.tsv"], SHORT)
-    assert says in cli(words, "--out", [tmp_path / "run"], status=None).err
-
-
-def test_unknown_key_in_a_config_file(workspace, tmp_path, cli):
-    config = (workspace / "runs" / "post_ln" / "seed-0" / "config.toml").read_text()
-    file = tmp_path / "config.toml"
-    file.write_text(config.replace("learning_rate", "learning_rat"), encoding="utf-8")
-    words = typed("train char_lm --config", [file], "--out", [tmp_path / "run"])
-    assert "nearest: learning_rate" in cli(words, status=2).err
-
-
 def test_resume_into_a_changed_config_lists_the_fields(workspace, tmp_path, cli):
     words = _train(tmp_path / "run", workspace / "prose.txt.gz")
     succeed(words)
@@ -126,18 +89,6 @@ def test_a_checkpoint_cut_in_half_is_named(workspace, tmp_path, cli):
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     newest = max(run.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     assert "model.safetensors" in cli(words, "--resume", [newest], status=None).err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["predict", "runs/none", "--text", "a"], "no such folder"),
-        (["measure", "./nowhere"], "no such folder"),
-        (["report", "nowhere"], "nowhere"),
-    ],
-)
-def test_missing_folders(words, says, cli):
-    assert says in cli(words, status=None).err
 
 
 def test_doctor(cli):

@@ -32,28 +32,6 @@ def test_a_config_alone_is_a_model_with_random_weights_and_says_so(bert, command
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["predict", "--from", "{bert}/config.json", "--text", "a"],
-            "a config.json holds no weights",
-        ),
-        (["measure"], "give a model, as the first word or with --from"),
-        (["measure", "{bert}", "--from", "{bert}"], "give a model, as the first word or with"),
-        (["certify", "--from", "{bert}/no-such"], "no such folder"),
-        (["measure", "--from", "{bert}/broken.json"], "broken.json"),
-    ],
-)
-def test_what_is_no_model_is_one_line(bert, words, says, cli):
-    (bert / "broken.json").write_text(
-        '{"model_type": "bert", "hidden_size": 15, "num_attention_heads": 2}'
-    )
-    message = cli([word.format(bert=bert) for word in words], status=None).err
-    assert says in message
-    assert message.count("\n") == 1
-
-
 def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(bert, tmp_path, cli):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         bert, id2label={0: "bad", 1: "good"}

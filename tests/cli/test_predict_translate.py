@@ -130,20 +130,9 @@ def test_several_texts_per_line(folder):
     assert scores[0] >= scores[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--temperature", "0.5"], "--temperature has no effect on this model"),
-        (["--n-best", "2"], "n_best = 2, expected at most beams = 1"),
-        (["--gnmt"], "greedy search (beams = 1) compares no lengths"),
-        (["--beams", "2", "--n-best", "2", "--long", "split"], "leave n_best at 1"),
-        (["--batch-size", "0"], "batch_size = 0, expected an integer >= 1"),
-        (["--beams", "0"], "beams = 0, expected an integer >= 1"),
-    ],
-)
-def test_options_without_effect_are_refused(folder, words, says, capsys):
-    assert predict(folder, "eins\n", *words)[0] == 2
-    assert says in capsys.readouterr().err
+def test_options_without_effect_are_refused(folder, capsys):
+    assert predict(folder, "eins\n", "--temperature", "0.5")[0] == 2
+    assert "--temperature has no effect on this model" in capsys.readouterr().err
 
 
 def test_zipped_and_piped_input(folder, monkeypatch, cli):

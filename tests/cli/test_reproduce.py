@@ -6,7 +6,7 @@ import inspect
 from importlib.metadata import entry_points
 
 import pytest
-from tests.support.words import Cli, succeed
+from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.charts import Panel
@@ -129,15 +129,3 @@ def test_a_papers_name_gives_each_recipe_what_it_reads(tmp_path, monkeypatch, cl
     words = typed("reproduce kim2021 --encoder e --languages en,fr --out", [out])
     said = cli(words, status=2).err
     assert "kim2021: none of its recipes reads --encoder, --languages; leave it out" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "name a recipe"),
-        (["kim2021/figre-2"], "nearest: kim2021/figure-2"),
-        (["kim2022"], "unknown recipe"),
-    ],
-)
-def test_wrong_names_are_usage_errors(words: list[str], says: str, cli: Cli) -> None:
-    assert says in cli(["reproduce", *words], status=2).err

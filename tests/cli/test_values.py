@@ -65,24 +65,6 @@ def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign):
         load_pretrained_model(transformers.AutoModel, foreign)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["train", "char_lm", "--config", ""], "--config: expected a value"),
-        (f"train char_lm --steps {'9' * 5000}", "--steps"),
-        ("train char_lm --learning-rate 1e999", "learning_rate = inf, expected a finite"),
-        ("train char_lm --seed -1", "seed = -1, expected an integer >= 0 and < 4294967296"),
-        ("compare char_lm --variants post_ln_warmup:nan", "post_ln_warmup"),
-        (f"certify x --seq-len {2**63}", "seq_len = 9223372036854775808, expected"),
-        ("certify x --radius nan", "radius = nan, expected a finite number > 0"),
-        ("predict x --text a --temperature inf", "temperature = inf, expected"),
-    ],
-)
-def test_values_that_nobody_means_are_wrong_usage(words, says, cli):
-    captured = cli(words, status=2)
-    assert says in captured.out + captured.err
-
-
 def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command():
     found = python(["-c", CORE_ALONE])
     assert found.returncode == 0, found.stderr

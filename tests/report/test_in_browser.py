@@ -3,27 +3,14 @@ top of anything, no request, no error; tables sort, variants toggle, curves spea
 
 import base64
 import hashlib
-import json
-import re
-import shutil
-import subprocess
-from html import unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.support.words import words as typed
+from tests.support.browser import AROUND, WIDTHS, frame, needs_chromium, visit
 
 from wellposed.report import build_report
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium on PATH"),
-]
-
-Visited = tuple[list[dict[str, Any]], list[str]]
-WIDTHS = (390, 1400)
+pytestmark = needs_chromium
 LONG = "a variant with a long name:1e-4"
 NAMES = ("post_ln", LONG, "oc3", "pre_ln", "rezero", "t_fixup", "lipschitz", "orthogonal")
 MEANS = (0.41, 0.355, 0.455, 0.46, 0.47, 0.48, 0.49, 0.5)
@@ -32,48 +19,22 @@ LARGEST_PAGE = 3 * 2**20
 
 # Runs at the end of the page; what it finds goes to the frame around it.
 PROBE = Path(__file__).with_name("probe.js").read_text(encoding="utf-8").strip()
-FRAMES = """<!doctype html><body><script>
-addEventListener("message", (event) => {
-  const pre = document.createElement("pre");
-  pre.textContent = event.data;
-  document.body.append(pre);
-});
-</script>"""
 
 
-def visit(page, *, dark=False):
-    """Open a copy of ``page`` with the probe in it at both widths; return what it found, and the
-    console."""
+def probed(page, *, dark=False):
+    """Open a copy of ``page`` with the probe in it at both widths."""
     text = page.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
     text = text.replace("script-src '", f"script-src 'sha256-{digest}' '").replace(
         "</body>", f"<script>{PROBE}</script></body>"
     )
-    copy = page.with_name("probed.html")
-    copy.write_text(text, encoding="utf-8")
-    frames = [(width, "") for width in WIDTHS] + [(1400, "#attack")]
+    page.with_name("probed.html").write_text(text, encoding="utf-8")
+    frames = [frame(width, "probed.html") for width in WIDTHS] + [frame(1400, "probed.html#attack")]
     around = page.with_name("frames.html")
-    around.write_text(
-        FRAMES
-        + "".join(
-            f'<iframe width="{w}" height="900" src="{copy.name}{to}"></iframe>' for w, to in frames
-        ),
-        encoding="utf-8",
-    )
-    words = typed(
-        [CHROMIUM], "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
-    )
-    words += [
-        "--virtual-time-budget=5000",
-        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
-    ]
-    words += [f"--user-data-dir={page.parent / 'profile'}", around.as_uri()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
-    found = [
-        json.loads(unescape(each))
-        for each in re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
-    ]
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    around.write_text(AROUND + "".join(frames), encoding="utf-8")
+    colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    profile = page.parent / "profile"
+    found, console = visit(around.as_uri(), profile, colours, milliseconds=5_000)
     assert len(found) == len(frames), console
     return sorted(found, key=lambda each: each["width"][0]), console
 
@@ -92,7 +53,7 @@ def visited(write_comparison, tmp_path_factory, request):
     write_comparison(folder / "runs", values, layers=24)
     page = build_report([folder / "runs"], folder / "report.html")
     assert page.stat().st_size < LARGEST_PAGE
-    found, console = visit(page, dark=request.param == "dark")
+    found, console = probed(page, dark=request.param == "dark")
     assert all(each["dark"] is (request.param == "dark") for each in found)
     for each in found:
         each["names"] = NAMES[:count]
