@@ -173,9 +173,10 @@ class FinishedRun:
         train, width = self.config.train, self.config.model.hidden_size
         rates = [learning_rate(step, train, width) for step in range(1, train.steps + 1)]
         spent = [0.0, *accumulate(rates)]
-        curve = self.curve("valid")
-        shares = [spent[step] / spent[-1] for step, _ in curve]
-        return levelled_off([loss for _, loss in curve], shares)
+        seen = [row for row in self.logged() if row["split"] == "valid"]
+        shares = [spent[int(row["step"])] / spent[-1] for row in seen]
+        errors = [1 - row["accuracy"] for row in seen if "accuracy" in row]
+        return levelled_off([row["loss"] for row in seen], shares, errors)
 
     @cached_property
     def model(self) -> Any:
@@ -196,18 +197,17 @@ class FinishedRun:
         set_seed(self.seed)
         return build_run_model(self.config, task).eval()
 
-    def losses(self) -> list[tuple[int, str, float]]:
-        """Return (step, split, loss) of train and valid wherever a finite loss was logged, in the
-        order of training."""
+    def logged(self) -> list[dict[str, Any]]:
+        """Return what was logged of train and valid wherever the loss was finite, in the order of
+        training."""
         from wellposed.training import read_metrics
 
         rows = read_metrics(self.folder)
-        logged = [(int(row["step"]), row["split"], float(row["loss"])) for row in rows]
-        return [each for each in logged if each[1] != "test" and math.isfinite(each[2])]
+        return [row for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]
 
     def curve(self, split: str) -> list[tuple[int, float]]:
         """Return step and loss of one split."""
-        return [(step, loss) for step, name, loss in self.losses() if name == split]
+        return [(int(row["step"]), row["loss"]) for row in self.logged() if row["split"] == split]
 
 
 def learned(runs: Sequence[FinishedRun]) -> bool:

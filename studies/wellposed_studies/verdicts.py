@@ -28,7 +28,8 @@ GATE = (
     f"nothing is judged before every model is {LEARNED} standard errors better than a constant"
     " predictor and has levelled off, or stopped where the paper's did: the last quarter of its"
     " training, counted by the learning rate summed over its steps, improved the loss on valid by"
-    f" less than {LEVEL:.0%}, in at least {_LEAST_EVALUATIONS} evaluations"
+    f" less than {LEVEL:.0%}, or began with less than {LEVEL:.0%} of valid answered wrongly and"
+    f" stayed there, in at least {_LEAST_EVALUATIONS} evaluations"
 )
 PLATEAU = (
     "for each, twice the steps, the schedule stretched with them, improve the mean loss on valid"
@@ -108,24 +109,35 @@ def by_training(trained: bool | None, untrained: bool | None) -> bool | None:
     return None if trained is untrained else trained
 
 
-def levelled_off(losses: Sequence[float], spent: Sequence[float]) -> bool:
+def levelled_off(
+    losses: Sequence[float], spent: Sequence[float], errors: Sequence[float] = ()
+) -> bool:
     """Return whether the last quarter of training improved the best loss by less than `LEVEL` of
-    it.
+    it, or had less than `LEVEL` of the answers left to put right.
 
     Training is counted by the learning rate summed over its steps: a rate that falls to 0 flattens
-    every curve, however much there is left to learn.
+    every curve, however much there is left to learn. So a schedule that anneals to 0 levels off by
+    overfitting or not at all (its last quarter is 58 % of the steps of a cosine): a study that is to
+    decide trains at a constant rate, or for so long that valid rises. And the loss of a model that
+    answers all rightly falls for ever, as its margins grow: there the answers are counted.
 
     Args:
         losses: of each evaluation.
         spent: the share of the summed rate that was spent by then, 0 to 1.
+        errors: the share of wrong answers of each evaluation, where answers are right or wrong.
 
     >>> even = [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
     >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09], even), levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even)
     (True, False)
+    >>> levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even, [0.5, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0])
+    True
     """
     before = [loss for loss, share in zip(losses, spent, strict=True) if share <= _BEFORE_THE_END]
     if len(losses) < _LEAST_EVALUATIONS or not before:
         return False
+    late = errors[len(before) - 1 :]
+    if late and max(late) < LEVEL:
+        return True
     return min(before) - min(losses) < LEVEL * min(before)
 
 

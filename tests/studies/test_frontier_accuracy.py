@@ -146,8 +146,10 @@ def test_runs_are_settled_where_every_one_has_levelled_off(
     def run(curve: Any, failure: str = "") -> FinishedRun:
         train = TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
         config = RunConfig("text_classification", train=train)
-        points = list(enumerate(curve, start=1))
-        run = SimpleNamespace(failure=failure, config=config, curve=lambda _: points)
+        rows = [
+            {"step": k, "split": "valid", "loss": loss} for k, loss in enumerate(curve, start=1)
+        ]
+        run = SimpleNamespace(failure=failure, config=config, logged=lambda: rows)
         run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
         return cast("FinishedRun", run)
 

@@ -69,7 +69,7 @@ def sizes_of(request: Request) -> Sizes:
     toy = {"layers": 1, "heads": 2, "batch_size": 4, "examples": 4, "limit": 50, "options": few}
     return request.pick(
         toy=Sizes(3, 1, 8, factors=(1.0,), **toy),
-        mini=Sizes(400, 3, layers=1, batch_size=64, factors=(1.0, 3.0), evaluations=8),
+        mini=Sizes(800, 3, layers=1, batch_size=64, factors=(1.0, 3.0), evaluations=16),
         medium=Sizes(2000, 5, layers=1, batch_size=64, examples=500, evaluations=10),
         paper=Sizes(4000, 5, 128, 1, batch_size=128, examples=1000, evaluations=10),
     )

@@ -319,9 +319,9 @@ def _curves(
     runs: Sequence[FinishedRun], printed: Printed, *, split: str = "valid"
 ) -> tuple[list[Row], list[Panel]]:
     rows: list[Row] = [
-        {**_of(run), "step": step, "split": name, "nll": loss}
+        {**_of(run), "step": row["step"], "split": row["split"], "nll": row["loss"]}
         for run in runs
-        for step, name, loss in run.losses()
+        for row in run.logged()
     ]
     panels = [
         _curve_panel([run for run in runs if run.variant == kind], kind, split, printed)
