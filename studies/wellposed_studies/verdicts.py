@@ -99,14 +99,30 @@ def agreed(of_seeds: Sequence[bool | None]) -> bool | None:
     return None if others else found
 
 
-def by_training(trained: bool | None, untrained: bool | None) -> bool | None:
-    """Return what trained models say; None where untrained ones say the same, so that training has
-    no part in it.
+def by_training(
+    judge: Callable[..., bool | None],
+    effect: Callable[..., Sequence[float]],
+    trained: Sequence[Any],
+    untrained: Sequence[Any],
+) -> bool | None:
+    """Return what trained models say; where untrained ones earn a claim too, it stands only if
+    training made the effect larger, and cannot be said otherwise.
 
-    >>> by_training(True, False), by_training(True, True), by_training(False, None)
-    (True, None, False)
+    Args:
+        judge: of the numbers of each side.
+        effect: of the same, the size of what is claimed, seed by seed.
+        trained: the numbers of each side after training.
+        untrained: the same before.
+
+    >>> judge, effect = lambda x: within(x, low=1), lambda x: x
+    >>> [by_training(judge, effect, [[after, after]], [[2, 2]]) for after in (3, 2, 0)]
+    [True, None, False]
     """
-    return None if trained is untrained else trained
+    holds = judge(*trained)
+    if holds and judge(*untrained):
+        pairs = zip(effect(*trained), effect(*untrained), strict=True)
+        return True if within([a - b for a, b in pairs], high=0) is False else None
+    return holds
 
 
 def levelled_off(

@@ -27,6 +27,8 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
     """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the unknown token."""
+    limit_train: Size | None = None
+    """Texts of train that are read, the first ones; all where not given."""
     max_length: Size = 256
     """Most tokens of a text."""
     certified_windows: Count = 0
@@ -57,6 +59,9 @@ class TextClassificationTask(classification.ClassificationTask):
         self.options = options
         tables, source = _read(options)
         train = tables["train"]
+        if (limit := options.limit_train) is not None:
+            source["train_texts_left_out_by_limit_train"] = max(0, len(train) - limit)
+            tables["train"] = train = train.select(range(min(len(train), limit)))
         labels = labelled.sorted_labels(train.labels)
         _refuse_labels(train, labels)
         names, named_by = labelled.name_classes(labels, train.path, options.class_names)

@@ -51,8 +51,8 @@ def figure_1(request: Request) -> Reproduction:
     (section 1)
 
     Test: in the Transformer the Euclidean distance grows by more than 1.2 from embedding to last
-    layer and the cosine distance changes by less than a factor 2; by both scales of embeddings, and not of
-    untrained models too
+    layer and the cosine distance changes by less than a factor 2; by both scales of
+    embeddings, and beyond untrained models
     """
     rows: list[Row] = []
     growth: dict[tuple[str, str], list[float]] = {}
@@ -80,7 +80,9 @@ def figure_1(request: Request) -> Reproduction:
         f" {', '.join(texts)}"
     )
     holds = found.verdict(
-        lambda _, plain: judge_figure_1(*(growth[plain, metric] for metric in _METRICS))
+        judge_figure_1,
+        lambda euclidean, _: euclidean,
+        lambda _, plain: [growth[plain, metric] for metric in _METRICS],
     )
     runs = found.runs
     notes = (
@@ -119,8 +121,8 @@ def figure_4(request: Request) -> Reproduction:
     Quote: "TransJect maintains the initial embedding" (section 5)
 
     Test: the distances of tokens at the last layer correlate more with those of the embeddings
-    in TransJect than in the Transformer; by both scales of embeddings, and not of
-    untrained models too
+    in TransJect than in the Transformer; by both scales of
+    embeddings, and beyond untrained models
 
     Note: where distances are nearly equal a small change gives a token other neighbours and
     Isomap another picture; the verdict is on the distances themselves
@@ -146,7 +148,7 @@ def figure_4(request: Request) -> Reproduction:
         "correlation of all token distances, last layer with embedding, mean and standard error"
         f" over seeds: {', '.join(texts)}"
     )
-    holds = found.verdict(lambda ours, plain: judge_figure_4(kept[ours], kept[plain]))
+    holds = found.verdict(judge_figure_4, minus, lambda *sides: [kept[side] for side in sides])
     runs = found.runs
     notes = (
         "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
@@ -173,16 +175,25 @@ class States:
     seen: Sequence[tuple[tuple[str, int], Any, list[str]]]
     """Model and seed, the hidden states, and the words."""
 
-    def verdict(self, judge: Callable[[str, str], bool | None]) -> bool | None:
+    def verdict(
+        self,
+        judge: Callable[..., bool | None],
+        effect: Callable[..., Sequence[float]],
+        numbers: Callable[[str, str], Sequence[Sequence[float]]],
+    ) -> bool | None:
         """Return what trained models say beyond untrained ones; None where the scales differ.
 
         Args:
-            judge: function of the names of a TransJect and of a Transformer.
+            judge: of the numbers.
+            effect: of the same, the size of what is claimed.
+            numbers: function of the names of a TransJect and of a Transformer.
         """
         ours, *plain = dict.fromkeys(model for (model, _), *_ in self.seen)
         return agreed(
             [
-                by_training(judge(ours, of), judge(ours + _UNTRAINED, of + _UNTRAINED))
+                by_training(
+                    judge, effect, numbers(ours, of), numbers(ours + _UNTRAINED, of + _UNTRAINED)
+                )
                 for of in plain
                 if not of.endswith(_UNTRAINED)
             ]
