@@ -174,7 +174,8 @@ class FinishedRun:
         rates = [learning_rate(step, train, width) for step in range(1, train.steps + 1)]
         spent = [0.0, *accumulate(rates)]
         seen = [row for row in self.logged() if row["split"] == "valid"]
-        shares = [spent[int(row["step"])] / spent[-1] for row in seen]
+        ended = seen[-1]["step"] if seen else 0  # earlier than planned where patience ran out
+        shares = [spent[row["step"]] / spent[ended] for row in seen]
         errors = [1 - row["accuracy"] for row in seen if "accuracy" in row]
         return levelled_off([row["loss"] for row in seen], shares, errors)
 

@@ -61,8 +61,8 @@ _MINI: Mapping[str, Any] = {
     "batch_size": 8,
     "seq_len": 32,
     "eval_batches": 40,
-    "evaluations": 15,
-    "options": {"init_scale": 1.0},
+    "evaluations": 30,
+    "options": {"init_scale": 1.0, "patience": 12},
 }
 _MEDIUM: Mapping[str, Any] = {
     **_SHARED,
@@ -82,7 +82,7 @@ def tuned(request: Request) -> Sizes:
     alone."""
     return request.pick(
         toy=replace(_TOY, warmup=2),
-        mini=Sizes(2500, depths=(1, 2), warmup=100, limit=7000, **_MINI),
+        mini=Sizes(6000, depths=(1, 2), warmup=100, limit=15_000, **_MINI),
         medium=Sizes(3000, depths=(2, 4, 8), batch_size=16, warmup=400, **_MEDIUM),
         # 100 epochs of 663 batches of sentences, those of more than 288 characters in pieces.
         paper=Sizes(
@@ -104,7 +104,9 @@ def fixed(request: Request) -> Sizes:
     not print its own."""
     sizes = request.pick(
         toy=_TOY,
-        mini=Sizes(300, depths=(2, 12), limit=3000, **_MINI),
+        mini=Sizes(
+            300, depths=(2, 12), limit=3000, **{**_MINI, "evaluations": 10, "eval_batches": 20}
+        ),
         medium=Sizes(1000, depths=(2, 6, 10, 14, 18), batch_size=8, **_MEDIUM),
         paper=None,
     )
@@ -112,8 +114,9 @@ def fixed(request: Request) -> Sizes:
 
 
 def one_layer(request: Request) -> Sizes:
-    """One layer of `tuned`."""
-    return replace(tuned(request), depths=(1,))
+    """One layer of `tuned`; at mini scale of still less text, which it levels off on."""
+    sizes = replace(tuned(request), depths=(1,))
+    return replace(sizes, steps=2500, limit=5000) if request.scale == "mini" else sizes
 
 
 ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_layer), **READS}
@@ -151,6 +154,7 @@ def run_config(
         gamma=sizes.options.get("gamma", 0.5) if sizes.warmup else 1.0,
         weight_decay=0.0,
         max_grad_norm=0.0,
+        patience=sizes.options.get("patience"),
     )
     return replace(config, variant=kind)
 
@@ -180,7 +184,7 @@ def train_models(
 
 def train_one_layer(request: Request, kind: str) -> list[FinishedRun]:
     """Return one-layer language models, one a seed; they are kept for the next recipe."""
-    return train_models(request, "figure-4", (kind,), one_layer(request))
+    return train_models(request, "trained", (kind,), one_layer(request))
 
 
 def attentions_of(runs: Sequence[FinishedRun]) -> list[Any]:
