@@ -112,6 +112,9 @@ def test_truncation_is_counted_and_error_is_a_choice(tmp_path):
     assert texts(task)[:2] == [("a", "xxxx"), ("b", "yyyy")]
     assert task.description()["truncated_texts"] == {"train": 5, "valid": 1, "test": 0}
     assert task.model_kwargs()["max_position_embeddings"] == 4
+    first = build(tmp_path, limit_train=3)
+    assert (len(first.dataset("train")), len(first.dataset("test"))) == (3, 1)
+    assert first.description()["train_texts_left_out_by_limit_train"] == 7
     path = tmp_path / "train.tsv"
     with refused(f"{path}:1: 10 tokens", f"{path}:3: 10 tokens", "4 tokens; raise max_length"):
         build(tmp_path, max_length=4, overflow="error")
