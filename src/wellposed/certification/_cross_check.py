@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,8 @@ class Claim:
     """How many tokens to try it out with."""
     is_causal: bool
     dtype: torch.dtype
+    layers: Mapping[int, Any]
+    """What contractive layers divide by, by their ids."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     x = _placed(noise[0], claim)
     inputs = [x, x + _placed(noise[1], claim)]
     call = _as_function(claim, device)
-    # A contractive layer computes its bound once for all passes.
-    with _without_gradients(claim.module), frozen(claim.module):
+    # A contractive layer has computed its bound already.
+    with _without_gradients(claim.module), frozen(claim.module, claim.layers):
         ascended = _ascended(call, x, noise[2], claim.norm)
         if ascended is not None:
             inputs.append(x + _placed(ascended, claim))

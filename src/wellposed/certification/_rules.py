@@ -108,7 +108,7 @@ class Walk:
     """None for a module whose parts are being looked at."""
     masks: set[MaskKind] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    memory: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict)
+    memory: dict[tuple[int, object], tuple[object, Any]] = field(default_factory=dict)
     vouched: set[int] = field(default_factory=set)
     """Ids of parts that a rule reads by itself and whose class it knows."""
     head: tuple[Tensor, float] | None = None
@@ -174,7 +174,7 @@ class Site:
             return self.spectral_norm(weight)
         return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
 
-    def remember(self, owner: object, kind: str, compute: Callable[[], T]) -> T:
+    def remember(self, owner: object, kind: object, compute: Callable[[], T]) -> T:
         """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
         norm or route."""
         key = (id(owner), kind)
@@ -405,10 +405,16 @@ def bound_of(module: nn.Module, site: Site) -> LayerBound:
     """
     module = without_compiler(module)
     kind = class_called(module).__name__
-    visits = site.walk.visits
+    visits, memory = site.walk.visits, site.walk.memory
     visits.append(None)
     place = len(visits) - 1
-    bound = site._counted(_as_called(module, site, place), kind)
+    asked = (site.norm, site.seq_len, site.min_tokens, site.given_mask, site.radius)
+    known = memory.get((id(module), asked))
+    bound = _as_called(module, site, place) if known is None else known[1]
+    if len(visits) == place + 1 and bound.label != "uncertified":
+        # No part of it was asked, so another walk through the same module need not ask again.
+        memory[id(module), asked] = module, bound
+    bound = site._counted(bound, kind)
     row = _row(site.path, kind, bound, site.radius)
     if bound.label == "uncertified":
         inner = (visit.row for visit in visits[place + 1 :] if visit is not None)

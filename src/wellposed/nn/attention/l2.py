@@ -96,6 +96,8 @@ class L2SelfAttention(Part):
 
     _frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
     """What `frozen` has kept."""
+    _frozen_layers: tuple[L2Layer, L2Layer] | None = None
+    """What `frozen` was told."""
 
     shown = ("num_heads", "tied", "values", "contractive", "norm", "bound", "max_tokens", "dropout")
 
@@ -394,8 +396,9 @@ class L2SelfAttention(Part):
         return self.o_proj.weight.double() @ (heads.flatten() + values) + _bias(self.o_proj)
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Promise that no weight changes inside: a contractive layer then computes its bound once.
+    def frozen(self, layers: tuple[L2Layer, L2Layer] | None = None) -> Iterator[None]:
+        """Promise that no weight changes inside: a contractive layer then computes its bound once,
+        or not at all where `layers` are those of `bound_layers`.
 
         For generation and for fixed-point iterations; no effect where gradients of the weights are
         recorded.
@@ -404,11 +407,12 @@ class L2SelfAttention(Part):
         >>> with layer.frozen(), torch.no_grad():
         ...     y = layer(layer(torch.randn(1, 4, 8)))
         """
-        outer, self._frozen_scales = self._frozen_scales, {}
+        outer = self._frozen_scales, self._frozen_layers
+        self._frozen_scales, self._frozen_layers = {}, layers
         try:
             yield
         finally:
-            self._frozen_scales = outer
+            self._frozen_scales, self._frozen_layers = outer
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: masks.PaddingMask, is_causal: bool
@@ -469,7 +473,7 @@ class L2SelfAttention(Part):
             options = l2_bound.division(*options, self.max_tokens or 0, self.mix is None)
             weights = [self.q_proj.weight, self.o_proj.weight, last]
             return l2_bound.compiled_contraction(weights, counts, seen, options)
-        weights = self._unit_weights()
+        weights = self._unit_weights(None if self._is_recorded() else self._frozen_layers)
         of_length = partial(self._factor, weights, mask=mask)
         return l2_bound.contract(weights, counts, seen, self.max_tokens, of_length)
 

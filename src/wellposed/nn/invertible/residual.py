@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -170,14 +170,15 @@ class InvertibleResidual(Part):
 
 
 @contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
+def frozen(module: nn.Module, known: Mapping[int, Any] | None = None) -> Iterator[None]:
     """Promise that no weight changes inside: layers that normalise by their weights then do so
-    once."""
+    once, those whose ids are ``known`` by what is known."""
     with ExitStack() as stack:
         for part in module.modules():
             freeze = getattr(part, "frozen", None)
             if callable(freeze):
-                stack.enter_context(freeze())  # type: ignore[arg-type]
+                told = [known[id(part)]] if known and id(part) in known else []
+                stack.enter_context(freeze(*told))  # type: ignore[arg-type]
         yield
 
 
