@@ -34,6 +34,7 @@ from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_run_model
 from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run, take_step
+from wellposed.training.loop.tracking import NOT_TRACKED, Trackers
 
 Step = Callable[[Batch], None]
 
@@ -116,6 +117,7 @@ def of_train(
         run = Run(config, Path(folder), task, model, Accelerator(mixed_precision="no", cpu=True))
         run.progress = Progress(enabled=False, steps=steps, description="")
         run.metrics = MetricsFile(Path(folder))
+        run.trackers = Trackers(NOT_TRACKED, Path(folder), title="", config={})
         run.begin(None)
         return [setup.seconds(partial(take_step, run)) for _ in range(steps)][1:]
 

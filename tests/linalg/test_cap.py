@@ -224,8 +224,9 @@ def test_the_least_bound_is_found_that_the_rounding_of_a_proof_allows(
     assert found == pytest.approx(rungs[place], rel=1e-12)
     assert found > float(values[0])
     below = rungs[place - 1] ** 2 if place else TOP**2
-    # Within a factor are sums of 64 terms, of which the last are its own.
-    sums = 2 * 64 + columns / 64
+    # A factor up to 256 columns is made at once; within larger ones are sums of 64 terms, of which
+    # the last are its own.
+    sums = columns + 1 if columns <= 256 else 2 * 64 + columns / 64
     hidden = longest_sum(rows) * trace + sums * max(columns * below - trace, below)
     assert below <= float(values[0]) ** 2 + ROOM * hidden * UNIT[torch.float32]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import (
-    FACTOR_BLOCK,
     PIECE,
     SVD_MARGIN,
     add_product_,
     certified_spectral_norm,
+    factor_roundings,
     has_factor,
     rounded_sums,
     symmetric_product,
@@ -260,7 +260,7 @@ def _within(grams: _Grams, wanted: Sequence[float]) -> list[bool]:
     """
     limits = torch.tensor(wanted, dtype=torch.float64)
     columns = grams.gram.shape[-1]
-    hidden = (rounded_sums(columns, FACTOR_BLOCK) + FACTOR_BLOCK) * _unit(grams.gram.dtype)
+    hidden = factor_roundings(columns, grams.gram.dtype) * _unit(grams.gram.dtype)
     slack = hidden * torch.maximum(columns * limits - grams.trace, limits) + grams.rounding
     shown = grams.longest <= limits
     tried = torch.nonzero(shown).flatten().tolist()
