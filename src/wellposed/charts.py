@@ -11,10 +11,8 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.errors import missing_extra
@@ -28,8 +26,6 @@ INK = "#0a0b0c"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 """Okabe and Ito (2008): told apart with any kind of colour vision; grey is last, and black is left
 out for dark pages."""
-
-_IMAGES: ContextVar[dict[str, Any] | None] = ContextVar("drawn_images", default=None)
 
 _FEW_POWERS = 50
 _LEGEND_LINE = 0.16
@@ -129,34 +125,43 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
     In a row stand ``columns``, else four, or three where that fills the rows. Panels whose axes
     have the same label and scale share them, so that what they show can be compared.
     """
-    wide = 3 if len(panels) % 4 and len(panels) % 3 == 0 else 4
-    columns = min(columns or wide, len(panels))
-    rows = -(-len(panels) // columns)
     with figure_style():
-        figure = new_figure(max(4.6, 3.4 * columns), 3.1 * rows)
-        grid = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes in grid[len(panels) :]:
-            axes.set_axis_off()
-        pairs = list(zip(grid, panels, strict=False))
-        _share_axes(pairs)
-        for axes, panel in pairs:
-            _draw_series(axes, panel)
-            _label(axes, panel, title_width=int(13 * max(3.4, 4.6 / columns)))
-        for axes, panel in pairs:
-            _finish(axes, panel)
-        _add_legends(figure, pairs)
-        note_image(path.stem, figure)
         # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a
         # panel may be longer than the place that the layout left.
         undated: Any = {"Date": None, "Creator": None}
-        figure.savefig(path, format="svg", facecolor="white", bbox_inches="tight", metadata=undated)
+        how = {"format": "svg", "facecolor": "white", "bbox_inches": "tight"}
+        _drawn(panels, columns).savefig(path, metadata=undated, **how)
 
 
-def note_panels(name: str, panels: Sequence[Panel]) -> None:
-    """Draw ``panels`` for `drawn_images` alone, where that is open."""
-    if _IMAGES.get() is not None:
-        with TemporaryDirectory() as folder:
-            draw(panels, Path(folder) / f"{name}.svg")
+def pixels(panels: Sequence[Panel]) -> Any:
+    """Return what `draw` draws as an array, (height, width, 3) uint8."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    out = io.BytesIO()
+    with figure_style():
+        _drawn(panels, None).savefig(out, format="png", facecolor="white", dpi=100)
+    out.seek(0)
+    return np.round(imread(out)[..., :3] * 255).astype(np.uint8)
+
+
+def _drawn(panels: Sequence[Panel], columns: int | None) -> Figure:
+    wide = 3 if len(panels) % 4 and len(panels) % 3 == 0 else 4
+    columns = min(columns or wide, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(max(4.6, 3.4 * columns), 3.1 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    pairs = list(zip(grid, panels, strict=False))
+    _share_axes(pairs)
+    for axes, panel in pairs:
+        _draw_series(axes, panel)
+        _label(axes, panel, title_width=int(13 * max(3.4, 4.6 / columns)))
+    for axes, panel in pairs:
+        _finish(axes, panel)
+    _add_legends(figure, pairs)
+    return figure
 
 
 def _share_axes(pairs: Sequence[tuple[Any, Panel]]) -> None:
@@ -315,33 +320,6 @@ def _label_powers(axis: Any, scale: str) -> None:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter("")
-
-
-@contextmanager
-def drawn_images() -> Iterator[dict[str, Any]]:
-    """Yield a dictionary that each figure drawn for a page or a file goes to as well.
-
-    It holds pixels, (height, width, 3) uint8, by the prefix of the figure or the stem of its file.
-    """
-    images: dict[str, Any] = {}
-    token = _IMAGES.set(images)
-    try:
-        yield images
-    finally:
-        _IMAGES.reset(token)
-
-
-def note_image(name: str, figure: Figure) -> None:
-    """Give ``figure`` to `drawn_images`, where that is open."""
-    if (images := _IMAGES.get()) is None:
-        return
-    import numpy as np
-    from matplotlib.image import imread
-
-    out = io.BytesIO()
-    figure.savefig(out, format="png", facecolor="white", dpi=100)
-    out.seek(0)
-    images[name] = np.round(imread(out)[..., :3] * 255).astype(np.uint8)
 
 
 @contextmanager

@@ -9,67 +9,34 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeAlias,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, Union
 
 from wellposed.errors import ConfigError, listed, nearest_names, unknown_name
 
 T = TypeVar("T")
 
 
+_HOLDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
 @dataclass(frozen=True)
 class _Limit:
+    """A constraint on a number: ``sign`` and ``limit``."""
+
+    sign: str
     limit: float
-    sign: ClassVar[str]
-    compare: ClassVar[Callable[[float, float], bool]]
 
     def __str__(self) -> str:
         return f"{self.sign} {self.limit:g}" if self.limit < 1 else f"{self.sign} {self.limit}"
 
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` satisfies it."""
-        return type(self).compare(value, self.limit)
 
-
-class Ge(_Limit):
-    """A constraint: at least ``limit``."""
-
-    sign, compare = ">=", operator.ge
-
-
-class Gt(_Limit):
-    """A constraint: above ``limit``."""
-
-    sign, compare = ">", operator.gt
-
-
-class Le(_Limit):
-    """A constraint: at most ``limit``."""
-
-    sign, compare = "<=", operator.le
-
-
-class Lt(_Limit):
-    """A constraint: below ``limit``."""
-
-    sign, compare = "<", operator.lt
-
+Ge, Gt, Le, Lt = (functools.partial(_Limit, sign) for sign in _HOLDS)
 
 Size: TypeAlias = Annotated[int, Ge(1)]
 Count: TypeAlias = Annotated[int, Ge(0)]
@@ -161,7 +128,7 @@ class CheckedOptions:
 @functools.cache
 def checked_hints(options_class: type[Any]) -> dict[str, Any]:
     """Return the hints of the fields of a dataclass, their constraints included."""
-    hints = get_type_hints(options_class, include_extras=True)
+    hints = typing.get_type_hints(options_class, include_extras=True)
     fields = dataclasses.fields(options_class)
     return {item.name: item.metadata.get("hint", hints[item.name]) for item in fields}
 
@@ -284,16 +251,16 @@ def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _alternatives(hint: Any, limits: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield every type or literal value that a hint allows, and the constraints on it."""
-    origin = get_origin(hint)
+    origin = typing.get_origin(hint)
     if origin is Annotated:
-        kind, *more = get_args(hint)
+        kind, *more = typing.get_args(hint)
         more = [each for each in more if isinstance(each, _Limit)]
         yield from _alternatives(kind, (*limits, *more))
     elif origin in (Union, UnionType):
-        for option in get_args(hint):
+        for option in typing.get_args(hint):
             yield from _alternatives(option, limits)
     elif origin is Literal:
-        yield from ((value, ()) for value in get_args(hint))
+        yield from ((value, ()) for value in typing.get_args(hint))
     else:
         yield origin or hint, limits
 
@@ -311,7 +278,7 @@ def _fits(value: Any, kind: Any, limits: tuple[Any, ...]) -> bool:
 
 
 def _within(value: float, limits: tuple[Any, ...]) -> bool:
-    return all(limit.holds(value) for limit in limits)
+    return all(_HOLDS[limit.sign](value, limit.limit) for limit in limits)
 
 
 _WORDS: dict[Any, str] = {

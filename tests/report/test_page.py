@@ -218,6 +218,12 @@ def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(compare, m
     assert "no result.json: still running, or killed" in words
 
 
+def test_a_variant_is_worth_what_is_asked_or_not(compare, tmp_path):
+    page = build_report([compare(VALUES)], tmp_path / "report.html", worth=0.5).read_text()
+    assert "worth it? better in accuracy,test by 0.5 or more (--worth)" in page
+    assert "oc3:1e-4: not worth it: the gain is 0.045" in page
+
+
 def test_one_variant_that_did_not_learn_is_said_so(make_run, tmp_path):
     make_run(tmp_path / "a", value=0.1)
     words = Page(build_report([tmp_path], tmp_path / "report.html").read_text()).words

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import tyro
@@ -43,7 +42,7 @@ from wellposed.training.config import (
 )
 
 if TYPE_CHECKING:
-    from wellposed.training.loop.tracking import Images, Tracking
+    from wellposed.training.loop.tracking import Tracking
 
 COMMON = frozenset(
     {
@@ -295,17 +294,8 @@ def tracking(names: TrackerNames) -> Tracking:
     Raises:
         ConfigError: an unknown tracker, or one that is not installed.
     """
+    from wellposed.report import figure_images
     from wellposed.training.loop.tracking import Tracking, check_trackers
 
     check_trackers(names)
-    return Tracking(names, report_images)
-
-
-def report_images(*runs: Path) -> Images:
-    """Return the figures of the report on some runs, as pixels."""
-    from wellposed.charts import drawn_images
-    from wellposed.report import build_report
-
-    with TemporaryDirectory() as folder, drawn_images() as images:
-        build_report(runs, Path(folder) / "report.html")
-    return images
+    return Tracking(names, figure_images)

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from wellposed.cli._arguments import (
     TrackerNames,
     base_config,
     parse,
-    report_images,
     split_task,
     task_usage,
     tracking,
@@ -23,11 +21,7 @@ from wellposed.cli._certify import counts_of
 from wellposed.cli.first_look import first_look
 from wellposed.compare.variants import VARIANTS, summary
 from wellposed.options import CheckedOptions, Count, Positive, Size
-from wellposed.statistics import worth_it
 from wellposed.training.loop.processes import is_first
-
-if TYPE_CHECKING:
-    from wellposed.report import Comparison
 
 VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
@@ -76,7 +70,7 @@ def run(words: Sequence[str]) -> int:
     config, options = parse("compare", base, rest, CompareArguments, "Compare variants")
 
     from wellposed.compare.compare import ComparisonRuns, compare
-    from wellposed.report import aggregate, build_report
+    from wellposed.report import aggregate, build_report, figure_images
     from wellposed.training.loop.tracking import Trackers
 
     reported = tracking(options.track)
@@ -112,34 +106,17 @@ def run(words: Sequence[str]) -> int:
         return 130 if cancelled else int(bool(runs.failed))
     found = aggregate(runs.folders)
     print(found.table())
-    print("\n".join(_worth_lines(found, options.worth)))
-    print(f"report: {build_report(runs.folders, options.out / 'report.html')}")
+    for task_compared in found.tasks:
+        print("\n".join(task_compared.worth(options.worth)))
+    page = build_report(runs.folders, options.out / "report.html", worth=options.worth)
+    print(f"report: {page}")
     if options.track:
         # One more record in each tracker: the means of every variant, the figures on all runs.
         means = {f"{each['metric']},{each['variant']}": each["mean"] for each in found.records()}
-        reported = replace(reported, figures=lambda _: report_images(*runs.folders))
+        reported = replace(reported, figures=lambda _: figure_images(*runs.folders))
         about = {**config.to_dict(), "variant": ",".join(names)}
         with Trackers(reported, options.out, title=f"{task} compared", config=about) as trackers:
             trackers.end(means, succeeded=True)
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0
-
-
-def _worth_lines(found: Comparison, least: float | None) -> list[str]:
-    """Return the answer for each variant, below the rule that decided it."""
-    lines = []
-    for task in found.tasks:
-        first, *others = task.variants
-        if not others or task.metric not in first.metrics:
-            continue
-        asked = least or abs(first.metrics[task.metric].mean) / 100
-        lines.append(
-            f"worth it? better in {task.metric} by {asked:.3g} or more (--worth), at p < 0.05; not,"
-            " where the interval of the gain ends below that"
-        )
-        for each in others:
-            if each.comparison is not None:
-                answer = worth_it(each.comparison, asked, tests=len(others))
-                lines.append(f"{each.variant}: {answer}")
-    return lines

@@ -23,7 +23,7 @@ from wellposed.measurement import write_csv
 from wellposed.recipes.recipe import (
     RECIPES,
     SCALES,
-    Criterion,
+    Criterion,  # noqa: F401 (users name it from here too)
     Recipe,
     Reproduction,
     Request,
@@ -32,18 +32,6 @@ from wellposed.recipes.recipe import (
     recipe_names,
 )
 from wellposed.training.folder.durable_files import replace_file, replace_files
-
-__all__ = [
-    "RECIPES",
-    "SCALES",
-    "Criterion",
-    "Recipe",
-    "Reproduced",
-    "Reproduction",
-    "Request",
-    "Scale",
-    "reproduce",
-]
 
 
 def file_stem(name: str) -> str:

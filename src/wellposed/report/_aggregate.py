@@ -20,6 +20,7 @@ from wellposed.statistics import (
     compare_seeds,
     holm_correction,
     mean_and_standard_error,
+    worth_it,
 )
 from wellposed.text_table import MISSING, format_number, text_table
 from wellposed.training.certified.record import FORMATS
@@ -97,6 +98,23 @@ class TaskComparison:
     def metrics(self) -> list[str]:
         """The metrics that some variant has, in the order in which they first occur."""
         return list(dict.fromkeys(name for result in self.variants for name in result.metrics))
+
+    def worth(self, least: float | None = None) -> list[str]:
+        """Return whether each variant is worth it, below the rule that decides; ``least`` is the gain
+        that is asked for, a hundredth of the first variant's mean where not given."""
+        first, *others = self.variants
+        if not others or self.metric not in first.metrics:
+            return []
+        asked = least or abs(first.metrics[self.metric].mean) / 100
+        rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
+        return [
+            f"worth it? {rule}; not, where the interval of the gain ends below that",
+            *(
+                f"{each.variant}: {worth_it(each.comparison, asked, tests=len(others))}"
+                for each in others
+                if each.comparison is not None
+            ),
+        ]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wellposed.charts import Panel, Series, lines, note_panels, where
+from wellposed.charts import Panel, Series, lines, where
 from wellposed.measurement import figures as measured
 from wellposed.measurement.figures import SPECTRUM_POINTS, short_number, short_role
 from wellposed.report import _charts as charts
@@ -27,7 +27,8 @@ VITALS = ("logit_max", "entropy", "update", "kurtosis")
 Panels = Mapping[str, Sequence[Panel]]
 Said = tuple[str, CsvLink]
 Figure = dict[str, Any]
-"""What the template draws: charts in rows, the sentence under them and their data."""
+"""What the template draws: charts in rows, the sentence under them and their data; and the panels of the
+charts."""
 MOST_LINES = 32
 """Spectra of a chart."""
 CURVES = {"curves": ("Training and validation", "wide"), "vitals": ("Vital signs", "beside")}
@@ -46,13 +47,14 @@ def _figure(look: tuple[str, str], rows: Panels, said: Said, numbers: Numbers) -
     """Return the figure of panels, by the variant that they are of where they are of one; ``look`` is
     its title and ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``."""
     title, kind = look
-    fits = iter(charts.fitted([panel for panels in rows.values() for panel in panels]))
-    drawn = {
-        of: [charts.chart(*next(fits), quiet=kind == "small") for _ in rows[of]] for of in rows
-    }
-    note_panels(said[1].file.removesuffix(".csv"), [each for row in rows.values() for each in row])
-    named = [(of, numbers.get(of), row) for of, row in drawn.items()]
-    return {"title": title, "kind": kind, "rows": named, "caption": said[0], "data": said[1]}
+    panels = [panel for of in rows.values() for panel in of]
+    fits = iter(charts.fitted(panels))
+    named = [
+        (of, numbers.get(of), [charts.chart(*next(fits), quiet=kind == "small") for _ in drawn])
+        for of, drawn in rows.items()
+    ]
+    shown = {"title": title, "kind": kind, "rows": named, "panels": panels}
+    return {**shown, "caption": said[0], "data": said[1]}
 
 
 def curve_figures(

@@ -6,13 +6,14 @@ import base64
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed.charts import pixels
 from wellposed.errors import DataError, missing_extra
 from wellposed.options import flat_options
-from wellposed.report._aggregate import Comparison, compare_runs
+from wellposed.report._aggregate import Comparison, aggregate, compare_runs
 from wellposed.report._artefacts import find_artefacts, overview
 from wellposed.report._html_table import Cell, Column, Table, csv_link
 from wellposed.report._runs import Run, find_runs, load_details
@@ -23,7 +24,9 @@ COLOURS = 8
 """Colours of variants in the page's style, c0, c1, ...: told apart with any kind of colour vision."""
 
 
-def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = None) -> Path:
+def build_report(
+    run_dirs: Sequence[Path], out: Path, *, refresh: int | None = None, worth: float | None = None
+) -> Path:
     """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
     included.
 
@@ -40,6 +43,8 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
     Args:
         run_dirs: run folders, or folders that hold run folders or reproductions.
         out: file to write, replaced in one step where it exists.
+        worth: smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
+            variant's mean where not given.
         refresh: seconds after which an open page loads itself again; for pages that are written
             again and again.
 
@@ -64,17 +69,10 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
     found = find_runs(run_dirs, needed=not artefacts)
     comparison = compare_runs(found)
     unfinished = [run for run in found.runs if getattr(run.failure, "status", "") == "unfinished"]
-    finished = [run for task in comparison.tasks for group in task.runs for run in group]
-    details = {run.folder: run for run in load_details(finished)}
-    variants = [result.variant for task in comparison.tasks for result in task.variants]
-    variants = dict.fromkeys([*variants, *(run.variant for run in unfinished)])
-    numbers = {name: number for number, name in enumerate(variants)}
+    details, numbers = _details(comparison), _numbers(comparison, unfinished)
     environment, records = _environment(), comparison.records()
     page = environment.get_template("report.html.j2").render(
-        sections=[
-            task_section(number, task, [[details[r.folder] for r in g] for g in task.runs], numbers)
-            for number, task in enumerate(comparison.tasks, start=1)
-        ],
+        sections=_sections(comparison, details, numbers, worth),
         artefacts=artefacts,
         claims=overview(artefacts),
         running=running_section(unfinished, numbers),
@@ -93,6 +91,42 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, refresh: int | None = N
     out.parent.mkdir(parents=True, exist_ok=True)
     durable_files.replace_file(out, page.encode(errors="backslashreplace"))  # a name may be no text
     return out
+
+
+def figure_images(*run_dirs: Path) -> dict[str, Any]:
+    """Return the figures of the page on some runs as pixels, by the names of their data."""
+    comparison = aggregate(run_dirs)
+    sections = _sections(comparison, _details(comparison), _numbers(comparison))
+    return {
+        figure["data"].file.removesuffix(".csv"): pixels(figure["panels"])
+        for section in sections
+        for figure in section["figures"]
+    }
+
+
+def _details(comparison: Comparison) -> dict[Path, Run]:
+    finished = (run for task in comparison.tasks for group in task.runs for run in group)
+    return {run.folder: run for run in load_details(finished)}
+
+
+def _numbers(comparison: Comparison, more: Sequence[Run] = ()) -> dict[str, int]:
+    variants = [result.variant for task in comparison.tasks for result in task.variants]
+    every = dict.fromkeys([*variants, *(run.variant for run in more)])
+    return {name: number for number, name in enumerate(every)}
+
+
+def _sections(
+    comparison: Comparison,
+    details: Mapping[Path, Run],
+    numbers: Mapping[str, int],
+    worth: float | None = None,
+) -> list[dict[str, Any]]:
+    return [
+        task_section(
+            number, task, [[details[r.folder] for r in g] for g in task.runs], numbers, worth
+        )
+        for number, task in enumerate(comparison.tasks, start=1)
+    ]
 
 
 def _environment() -> Any:

@@ -37,7 +37,11 @@ MEASURED = {"peak_memory_mib": "peak_memory_bytes"}
 
 
 def task_section(
-    number: int, task: TaskComparison, runs: Sequence[Sequence[Run]], numbers: Numbers
+    number: int,
+    task: TaskComparison,
+    runs: Sequence[Sequence[Run]],
+    numbers: Numbers,
+    worth: float | None = None,
 ) -> dict[str, Any]:
     """Return what the template shows of one task; ``runs`` are those of each variant, with their files read."""
     name = f"{number}-{slug(task.task)}"[:40]
@@ -63,7 +67,7 @@ def task_section(
         "name": task.task,
         "verdict": verdict(task),
         "metric": metric_words(task.metric),
-        "notes": [*(f"note: {note}" for note in task.notes), *notes],
+        "notes": [*(f"note: {note}" for note in task.notes), *notes, *task.worth(worth)],
         **_answer(f"{name}-differences", task, numbers),
         "results": _results(f"{name}-results", task),
         "figures": [figure for figure in drawn if figure],
