@@ -21,11 +21,12 @@ from wellposed_studies.frontier import translation as small_translation
 from wellposed_studies.frontier import words as word_frontier
 from wellposed_studies.huang2020 import attention_block, updates
 from wellposed_studies.huang2020 import depth as deep
-from wellposed_studies.kim2021 import costs, inverses, jacobians
+from wellposed_studies.kim2021 import costs, inverses, jacobians, theorems
 from wellposed_studies.kim2021 import layers as attentions
 from wellposed_studies.mcgrath2024 import scores as mcgrath
 from wellposed_studies.sengupta2023 import costs as sizes
 from wellposed_studies.sengupta2023 import layers, sweeps, tables, tokens
+from wellposed_studies.sengupta2023 import theorems as layer_theorems
 from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
 from wellposed_studies.verdicts import every
 from wellposed_studies.zhang2021 import affinity_rows
@@ -138,6 +139,14 @@ def translated(gain):
     return ["corpus", ["bleu"], kept]
 
 
+def factors(least):
+    return [{"L": 2, "proof": -0.5, "least": 0.0}, {"L": 3, "proof": 0.01, "least": least}]
+
+
+def slopes(attained, proved):
+    return [{"attained": attained, "printed": 60.0, "proved": proved}]
+
+
 def scores(transject):
     test = {
         variant: seeds(transject if variant == "transject" else 70.0, (0.0, 0.1, 0.3))
@@ -160,6 +169,7 @@ DEPTHS = Fed(
 INVERSES = Fed(
     inverses.judge_inverses, (errors_at_the_end(),), (errors_at_the_end(dot=(1e-6, 9.0)),)
 )
+GROWN, BOUNDED = ([seeds(2.0)], [0.5]), ([seeds(1.0)], [0.5])
 BLEU = Fed(bleu.compare_variants, translated(2.0), translated(-2.0), lambda found: found[1])
 SCORES = Fed(tables.judge, scores(80.0), scores(60.0))
 VERDICTS = {
@@ -181,6 +191,12 @@ VERDICTS = {
         jacobians.judge_figure_2, (two_bounds(0.9), STEEP), (two_bounds(0.7), STEEP)
     ),
     "kim2021/bound-ratio": Fed(attentions.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
+    "kim2021/theorem-3.1": Fed(theorems.judge_growth, GROWN, BOUNDED, further={"order": 2}),
+    "kim2021/lemma-f.1": Fed(
+        theorems.judge_growth, GROWN, ([seeds(2.0)], [1.1]), further={"order": 2}
+    ),
+    "kim2021/theorem-3.2": Fed(theorems.judge_bounds, ([0.2, 0.9],), ([0.2, 1.1],)),
+    "kim2021/masking": Fed(theorems.judge_growth, GROWN, BOUNDED, further={"order": 2}),
     "kim2021/figure-3": INVERSES,
     "kim2021/figure-4": COSTS,
     "kim2021/table-1": Fed(
@@ -221,6 +237,14 @@ VERDICTS = {
     "mcgrath2024/qr": Fed(mcgrath.judge_shares, ([tight(0.3)] * 2,), ([tight(0.9)] * 2,)),
     "sengupta2023/figure-1": Fed(
         tokens.judge_figure_1, (seeds(2.0), seeds(1.0)), (seeds(0.6), seeds(1.0))
+    ),
+    "sengupta2023/theorem-1": Fed(layer_theorems.judge_identity, ([1e-15],), ([1e-3],)),
+    "sengupta2023/distances": Fed(
+        layer_theorems.judge_distances, ([0.95], [1.05]), ([0.2, 0.4], [1.0, 1.0])
+    ),
+    "sengupta2023/lemma-1": Fed(layer_theorems.judge_lemma_1, (factors(0.2),), (factors(-0.1),)),
+    "sengupta2023/theorem-2": Fed(
+        layer_theorems.judge_theorem_2, (slopes(2.0, 5.0),), (slopes(70.0, 90.0),)
     ),
     "sengupta2023/table-1": SCORES,
     "sengupta2023/table-2": SCORES,
@@ -303,7 +327,7 @@ def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) - set(VERDICTS) == {"huang2020/table-1"}, "a table of settings"
-    assert len(RECIPES.names()) == 47
+    assert len(RECIPES.names()) == 55
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.says

@@ -78,14 +78,7 @@ def judge_ratio(ratios: list[float]) -> bool:
 
 
 def _bounds(layer: L2SelfAttention, tokens: int, norm: Literal["inf", 2]) -> dict[str, float]:
-    assert layer.v_proj is not None
-    query, value = (
-        projection.weight.double().unflatten(0, (layer.num_heads, -1)).mT
-        for projection in (layer.q_proj, layer.v_proj)
-    )
-    printed = float(
-        kim2021_bound(query, value, layer.o_proj.weight.double().mT, seq_len=tokens, norm=norm)
-    )
+    printed = theorem_bound(layer, tokens, norm)
     sharp = float(layer.lipschitz_bound(tokens, norm=norm))
     return {
         "kim2021": printed,
@@ -94,6 +87,19 @@ def _bounds(layer: L2SelfAttention, tokens: int, norm: Literal["inf", 2]) -> dic
         "branch_factor_kim2021": _CONTRACTIVE / printed,
         "branch_factor_sharp": _CONTRACTIVE / sharp,
     }
+
+
+def theorem_bound(
+    layer: Any, tokens: int, norm: Literal["inf", 2], *, as_printed: bool = False
+) -> float:
+    """Return the bound of Theorem 3.2 of a layer, see `kim2021_bound`."""
+    query, value = (
+        projection.weight.double().unflatten(0, (layer.num_heads, -1)).mT
+        for projection in (layer.q_proj, layer.v_proj)
+    )
+    output = layer.o_proj.weight.double().mT
+    how: dict[str, Any] = {"seq_len": tokens, "norm": norm, "as_printed": as_printed}
+    return float(kim2021_bound(query, value, output, **how))
 
 
 KINDS = ("dot_product", "l2", "l2_tied", "l2_contractive")

@@ -1,0 +1,338 @@
+"""Kim et al. (2021), what the paper proves, attacked: Theorems 3.1 and 3.2, Lemma F.1, and masks
+(appendix G)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wellposed.certification import lipschitz_lower_bound
+from wellposed.charts import Panel, Row, medians, where
+from wellposed.linalg import kim2021_bound
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
+from wellposed_studies.kim2021.layers import NORMS, theorem_bound
+from wellposed_studies.study import exponent, said, spanned
+from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
+
+_NEAR = 0.1
+_ORDERS = (1, 2, math.inf)
+_TOKENS = 6
+_ATTAINED = "slopes are attained values: more effort can only raise them"
+
+
+@recipe("kim2021/theorem-3.1", estimated={"mini": 0.1, "medium": 0.1, "paper": 0.2})
+def theorem_3_1(request: Request) -> Reproduction:
+    """The Jacobian of dot-product attention at the proof's input, by the size of the tokens.
+
+    Claim: dot-product attention is not Lipschitz, in any p-norm
+
+    Quote: "DP-MHA is not Lipschitz" (section 3.2)
+
+    Test: where one token is 0 and the others have size r, the norm of the Jacobian grows as r to
+    the power 2 +- {_NEAR:g} for p = 1, 2 and infinity, by {UNCERTAINTY}, and that of tied L2
+    attention with the same inputs never exceeds its bound
+
+    Note: Glorot's weights, 8 heads, {_TOKENS} tokens, float64
+    """
+    width, seeds = request.pick(toy=(8, 2), mini=(32, 5), medium=(32, 20), paper=(128, 20))
+
+    def drawn(seed: int) -> Mapping[str, _Case]:
+        x = probe_inputs(1, _TOKENS, width, 1.0, seed)[0].double()
+        torch.manual_seed(seed)
+        layers: list[Any] = [
+            random_layer(kind, width, _TOKENS).double() for kind in ("dot_product", "l2_tied")
+        ]
+        bounds = {
+            p: layers[1].lipschitz_bound(_TOKENS, norm=of) for p, of in ((2, 2), (math.inf, "inf"))
+        }
+        plain, tied = (lambda x, layer=layer: layer(x[None])[0] for layer in layers)
+        return {"dot product": (plain, x, {}), "tied L2": (tied, x, bounds)}
+
+    return _grown(seeds, drawn, 2)
+
+
+@recipe("kim2021/lemma-f.1", estimated={"mini": 0.1, "medium": 0.1, "paper": 0.2})
+def lemma_f_1(request: Request) -> Reproduction:
+    """The Jacobian of L2 attention with free queries and keys at the proof's input, by its size.
+
+    Claim: with W_K of full rank and W_Q another matrix L2 attention is not Lipschitz; tying them is
+    enough
+
+    Quote: "terms that are unbounded for" (appendix F)
+
+    Test: the norm of the Jacobian grows as the size of the input to the power 2 +- {_NEAR:g} for p
+    = 1, 2 and infinity, however near W_K is to W_Q, by {UNCERTAINTY}; tied it is nowhere above the
+    bound of Theorem 3.2 at the same inputs
+
+    Note: one head of full width, {_TOKENS} tokens, float64; the first token has size r over the
+    share by which W_K differs from W_Q, and the others solve x_j W_K = x_1 (2 W_Q - W_K), at which
+    all affinities are the same
+    """
+    width, seeds = request.pick(toy=(4, 2), mini=(8, 5), medium=(16, 20), paper=(64, 20))
+
+    def drawn(seed: int) -> Mapping[str, _Case]:
+        torch.manual_seed(seed)
+        query, other = torch.randn(2, width, width, dtype=torch.float64) / math.sqrt(width)
+        first = torch.randn(1, width, dtype=torch.float64)
+        cases: dict[str, _Case] = {}
+        for share in (1.0, 0.1, 0.01):
+            key = (1 - share) * query + share * other
+            others = torch.linalg.solve(key, first @ (2 * query - key), left=False)
+            x = torch.cat([first, others.expand(_TOKENS - 1, -1)]) / share
+            cases[f"{share:.0%} other keys"] = (_head(query, key), x, {})
+        bounds = {p: _printed(query, _TOKENS, norm) for p, norm in ((2, 2), (math.inf, "inf"))}
+        return cases | {"tied L2": (_head(query, query), x, bounds)}
+
+    return _grown(seeds, drawn, 2)
+
+
+_Case = tuple[Callable[[Tensor], Tensor], Tensor, Mapping[Any, Any]]
+"""A map, its input of size 1, and bounds by p where it has them."""
+
+
+def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float) -> Reproduction:
+    """Return the norms of Jacobians by the size of the input, and whether those without a bound
+    grow as they should."""
+    sizes = [10.0**power for power in (2, 2.5, 3, 3.5, 4)]
+    rows: list[Row] = []
+    for seed in range(seeds):
+        for (name, (function, x, bounds)), size in itertools.product(drawn(seed).items(), sizes):
+            matrix = _jacobian(function, size * x)
+            norms = {p: float(torch.linalg.matrix_norm(matrix, p)) for p in _ORDERS}
+            rows += [
+                {"attention": name, "p": p, "seed": seed, "size": size, "norm": norm}
+                | ({"over_bound": norm / float(bounds[p])} if p in bounds else {})
+                for p, norm in norms.items()
+            ]
+    ratios = [row["over_bound"] for row in rows if "over_bound" in row]
+    free = [row for row in rows if row["attention"] != "tied L2"]
+    kinds = sorted({(row["attention"], row["p"]) for row in free})
+    powers = [
+        [
+            exponent(where(free, attention=name, p=p, seed=seed), "size", "norm")
+            for seed in range(seeds)
+        ]
+        for name, p in kinds
+    ]
+    texts = [f"{name}, p = {p}: {said(of)}" for (name, p), of in zip(kinds, powers, strict=True)]
+    got = (
+        f"power of the size of the input in the norm of the Jacobian, {'; '.join(texts)}; tied L2 is"
+        f" at most {max(ratios):.2g} of its bound"
+    )
+    panels = [
+        Panel(f"p = {p}", "size of the input", "norm of the Jacobian", series, "log", "log")
+        for p in _ORDERS
+        for series in [medians(where(rows, p=p), "size", "norm", by="attention")]
+    ]
+    holds = judge_growth(powers, ratios, order)
+    return Reproduction(rows, panels, got, holds, criterion=Criterion("", seeds, UNCERTAINTY))
+
+
+def judge_growth(
+    powers: Sequence[Sequence[float]], over_bounds: Sequence[float], order: float
+) -> bool | None:
+    """Say whether norms grow by this power of the input where nothing bounds them, and whether
+    bounds hold."""
+    grown = [within(of, order - _NEAR, order + _NEAR) for of in powers]
+    return every([*grown, max(over_bounds) <= 1])
+
+
+def _jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    matrix = torch.autograd.functional.jacobian(function, x)
+    return matrix.reshape(x.numel(), -1) if isinstance(matrix, Tensor) else matrix[0]
+
+
+def _head(query: Tensor, key: Tensor, seen: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Return the paper's head ``X -> P X A``, by its formulas."""
+    scale = math.sqrt(query.shape[-1])
+
+    def head(x: Tensor) -> Tensor:
+        gaps = (x @ query)[..., :, None, :] - (x @ key)[..., None, :, :]
+        logits = -gaps.square().sum(-1) / scale
+        if seen is not None:
+            logits = logits.masked_fill(~seen, -math.inf)
+        return logits.softmax(-1) @ x @ query @ query.mT / scale
+
+    return head
+
+
+def _printed(query: Tensor, tokens: int, norm: Any) -> float:
+    """Return the bound of Theorem 3.2 of one head, whose other matrices are the identity."""
+    identity = torch.eye(len(query), dtype=query.dtype)
+    bound = kim2021_bound(query[None], identity[None], identity, seq_len=tokens, norm=norm)
+    return float(bound)
+
+
+@recipe("kim2021/theorem-3.2", estimated={"mini": 1, "medium": 4, "paper": 20})
+def theorem_3_2(request: Request) -> Reproduction:
+    """Slopes that an attack attains on tied L2 attention of many heads, over the printed bounds.
+
+    Claim: tied L2 attention is Lipschitz with the printed constants
+
+    Quote: "L2-MHA is Lipschitz, with the following bound" (Theorem 3.2)
+
+    Test: no slope that the attack attains exceeds the bound in norm inf, or in norm 2 with the
+    fourth power of W_Q, at weights from a sixteenth of Glorot's to 16 times as large
+
+    Note: the powers in norm 2 cannot be read in the text at hand; with the second power the map,
+    which is quadratic in W_Q, leaves its bound as weights grow: the table has both
+    """
+    sizes, restarts, steps, seeds = request.pick(
+        toy=([(2, 8)], 2, 5, 1),
+        mini=([(2, 8), (8, 8)], 4, 60, 3),
+        medium=([(2, 8), (8, 8), (8, 32), (32, 16)], 8, 100, 3),
+        paper=([(2, 8), (8, 8), (8, 32), (64, 64)], 16, 200, 3),
+    )
+    rows: list[Row] = []
+    for (tokens, width), scale, seed in itertools.product(
+        sizes, (2.0**-4, 1.0, 16.0), range(seeds)
+    ):
+        request.announce(f"N = {tokens}, D = {width}, weights x {scale:g}, seed {seed}")
+        torch.manual_seed(seed)
+        layer = random_layer("l2_tied", width, tokens).double()
+        for parameter in layer.parameters():
+            parameter.mul_(scale)
+        for norm in NORMS:
+            found = lipschitz_lower_bound(
+                layer, (tokens, width), norm=norm, restarts=restarts, steps=steps, seed=seed
+            )
+            row = {"N": tokens, "D": width, "weights": scale, "seed": seed, "norm": str(norm)}
+            bound, second = (
+                theorem_bound(layer, tokens, norm, as_printed=of) for of in (False, True)
+            )
+            ratios = {"over_bound": found.value / bound, "over_second_power": found.value / second}
+            rows.append({**row, "attained": found.value, "bound": bound, **ratios})
+    ratios = {norm: [row["over_bound"] for row in where(rows, norm=norm)] for norm in ("inf", "2")}
+    second = max(row["over_second_power"] for row in where(rows, norm="2"))
+    got = (
+        f"attained over bound {spanned(ratios['inf'])} in norm inf and {spanned(ratios['2'])} in"
+        f" norm 2; with the second power of W_Q up to {second:.2g} in norm 2"
+    )
+    panels = [
+        Panel(f"norm {norm}", "weights", "attained over bound", series, "log", "log")
+        for norm in ratios
+        for series in [
+            medians(
+                where(rows, norm=norm),
+                "weights",
+                "over_bound",
+                by=lambda row: f"N = {row['N']}, D = {row['D']}",
+            )
+        ]
+    ]
+    holds = judge_bounds(list(itertools.chain(*ratios.values())))
+    return Reproduction(rows, panels, got, holds, criterion=Criterion("", seeds, _ATTAINED))
+
+
+def judge_bounds(over_bounds: Sequence[float]) -> bool:
+    """Say whether no attained slope is above its bound."""
+    return max(over_bounds) <= 1
+
+
+@recipe("kim2021/masking", estimated={"mini": 0.5, "medium": 2, "paper": 10})
+def masking(request: Request) -> Reproduction:
+    """Rows of the Jacobian of tied L2 attention under masks, over the bound of the tokens they see.
+
+    Claim: the bound of Theorem 3.2 holds under every mask that lets a token attend to itself, with
+    the number of tokens that it sees in the place of N
+
+    Quote: "can in fact be tightened" (appendix G)
+
+    Test: no row that ascent attains exceeds the bound in norm inf for the tokens that it sees, and
+    where a token does not see itself a row grows as the size of the input to the power 1 +-
+    {_NEAR:g}, by {UNCERTAINTY}, past every bound
+
+    Note: one head of full width, float64; the input without a diagonal: two seen tokens at +-1 and
+    the token itself at r, at right angles in the geometry of the queries
+    """
+    tokens, width, restarts, steps, seeds = request.pick(
+        toy=(4, 3, 2, 5, 2),
+        mini=(8, 4, 8, 150, 5),
+        medium=(12, 4, 16, 300, 10),
+        paper=(32, 8, 32, 500, 10),
+    )
+    rows: list[Row] = []
+    for seed in range(seeds):
+        request.announce(f"seed {seed}")
+        torch.manual_seed(seed)
+        query = torch.randn(width, width, dtype=torch.float64) / math.sqrt(width)
+        for name, seen in masks(tokens).items():
+            attained = _ascended_rows(_head(query, query, seen), tokens, width, restarts, steps)
+            bounds = torch.tensor([_printed(query, int(count), "inf") for count in seen.sum(-1)])
+            rows.append(
+                {"mask": name, "seed": seed, "over_bound": float((attained / bounds).max())}
+            )
+        rows += _without_diagonal(query, seed)
+    held = [row["over_bound"] for row in rows if "size" not in row]
+    free = [row for row in rows if "size" in row]
+    powers = [exponent(where(free, seed=seed), "size", "over_bound") for seed in range(seeds)]
+    largest = {
+        name: max(row["over_bound"] for row in where(rows, mask=name)) for name in masks(tokens)
+    }
+    worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in largest.items())
+    got = (
+        f"largest row over its bound: {worst}; without a diagonal the row grows as the size to the"
+        f" power {said(powers)}, to {max(row['over_bound'] for row in free):.2g} times the bound"
+    )
+    series = medians(free, "size", "over_bound", by="mask")
+    panels = [
+        Panel(
+            "a row of a token that does not see itself", "size", "over bound", series, "log", "log"
+        )
+    ]
+    holds = judge_growth([powers], held, 1)
+    return Reproduction(
+        rows, panels, got, holds, criterion=Criterion("", seeds, f"{_ATTAINED}; {AGREED}")
+    )
+
+
+def masks(tokens: int) -> dict[str, Tensor]:
+    """Return what each token sees, (tokens, tokens): every token sees itself."""
+    ones = torch.ones(tokens, tokens, dtype=torch.bool)
+    padded = ones.clone()
+    padded[:, tokens // 2 :] = False
+    drawn = torch.rand(tokens, tokens) < 0.5
+    found = {"none": ones, "causal": ones.tril(), "window": ones.tril(1).triu(-1)}
+    return found | {
+        name: mask | ones.diag().diag()
+        for name, mask in {"padding": padded, "random": drawn}.items()
+    }
+
+
+def _ascended_rows(
+    head: Callable[[Tensor], Tensor], tokens: int, width: int, restarts: int, steps: int
+) -> Tensor:
+    """Return the largest row sum of the Jacobian that Adam finds for each token, (tokens,)."""
+    spread = 10 * torch.rand(restarts, 1, 1, dtype=torch.float64)
+    x = (spread * torch.randn(restarts, tokens, width, dtype=torch.float64)).requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.1, maximize=True)
+    best = torch.zeros(tokens, dtype=torch.float64)
+    for _ in range(steps):
+        rows = torch.func.vmap(torch.func.jacrev(head))(x).abs().sum((-2, -1)).amax(-1)
+        best = torch.maximum(best, rows.detach().amax(0))
+        optimizer.zero_grad()
+        rows.sum().backward()
+        optimizer.step()
+    return best
+
+
+def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
+    """Return rows of the Jacobian of a token that sees two others and not itself, by its size."""
+    seen = torch.tensor([[False, True, True], [True, True, True], [True, True, True]])
+    near = torch.randn(len(query), dtype=torch.float64)
+    metric = query @ query.mT
+    far = torch.randn(len(query), dtype=torch.float64)
+    far = far - (far @ metric @ near) / (near @ metric @ near) * near
+    rows: list[Row] = []
+    for size in (10.0, 100.0, 1000.0, 10_000.0):
+        x = torch.stack([size * far, near, -near])
+        row = torch.func.jacrev(_head(query, query, seen))(x)[0].abs().sum((-2, -1)).max()
+        over = float(row) / _printed(query, 3, "inf")
+        rows.append({"mask": "no diagonal", "seed": seed, "size": size, "over_bound": over})
+    return rows

@@ -1,0 +1,339 @@
+"""Sengupta et al. (2023), what the paper proves of its layer: Theorem 1 and the sentence after it,
+Lemma 1, and the constant of Theorem 2."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from wellposed.charts import Panel, Row, lines, medians, where
+from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed_studies.study import spanned
+from wellposed_studies.verdicts import AGREED, every
+
+_EXACT = 1e-9
+_PRESERVED = 0.1
+_ALPHA = 0.99
+_COLLAPSED = 0.02
+_APART = 0.05
+_RAISED = 1.01
+_STEP = 1e-4
+
+
+@recipe("sengupta2023/theorem-1", estimated={"mini": 0.1, "medium": 0.1, "paper": 0.2})
+def theorem_1(request: Request) -> Reproduction:
+    """Linear attention with orthogonal weights beside X U Sigma V, and its largest stretch of a
+    token.
+
+    Claim: with orthogonal W_Q, W_K, W_V non-normalised linear attention is X U Sigma V, U and V
+    orthogonal, and its activation bound is sigma_1(X)^2
+
+    Quote: "reduces the activation bound to" (section 3.2)
+
+    Test: at every draw the two agree, U and V are orthogonal and the largest stretch is
+    sigma_1(X)^2, each to {_EXACT:g}
+
+    Note: the stretch of a token by the matrix U Sigma V, with the spectrum held; as a function of
+    all of X, on which the spectrum depends, attention has up to three times that slope (Lemma 1)
+    """
+    rows = [_of_theorem_1(*draw) for draw in _draws(request)]
+    largest = {name: max(row[name] for row in rows) for name in ("difference", "turned", "stretch")}
+    got = (
+        f"relative difference at most {largest['difference']:.1g}, of U and V from orthogonal"
+        f" {largest['turned']:.1g}, of the stretch from sigma_1^2 {largest['stretch']:.1g}"
+    )
+    panels = [_panel(rows, "difference", "relative difference")]
+    holds = judge_identity(list(largest.values()))
+    return Reproduction(rows, panels, got, holds, criterion=_criterion(rows))
+
+
+def judge_identity(differences: Sequence[float]) -> bool:
+    """Say whether all are rounding."""
+    return max(differences) <= _EXACT
+
+
+@recipe("sengupta2023/distances", estimated={"mini": 0.1, "medium": 0.1, "paper": 0.2})
+def distances(request: Request) -> Reproduction:
+    """By what factor the attention of Theorem 1 changes the distance of two tokens, its largest
+    eigenvalue at 1.
+
+    Claim: with the largest eigenvalue 1, the attention operator preserves the pairwise distance
+    between any two tokens
+
+    Quote: "preserves the pairwise" (section 3.2)
+
+    Test: at every draw every distance changes by a factor within {_PRESERVED:g} of 1; against the
+    claim where some distance falls below half at every draw
+
+    Note: normal tokens, four times as many as the width; what holds of a layer is that its residual
+    branch, at most alpha / L times the input, changes distances by no more than that
+    """
+    rows = [_of_distances(*draw) for draw in _draws(request)]
+    least, greatest = ([row[name] for row in rows] for name in ("least", "greatest"))
+    got = f"the least factor of a draw is {spanned(least)}, the greatest {spanned(greatest)}"
+    panels = [_panel(rows, "least", "least factor")]
+    holds = judge_distances(least, greatest)
+    return Reproduction(rows, panels, got, holds, criterion=_criterion(rows))
+
+
+def judge_distances(least: Sequence[float], greatest: Sequence[float]) -> bool | None:
+    """Say whether distances stay, or some distance is halved at every draw."""
+    if min(least) >= 1 - _PRESERVED and max(greatest) <= 1 + _PRESERVED:
+        return True
+    return False if max(least) < 0.5 else None
+
+
+def _draws(request: Request) -> itertools.product[tuple[int, int]]:
+    widths, seeds = request.pick(
+        toy=([4], 2), mini=([8, 32], 10), medium=([8, 32, 128], 20), paper=([8, 64, 512], 20)
+    )
+    return itertools.product(widths, range(seeds))
+
+
+def _orthogonal(*shape: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64)).Q
+
+
+def _of_theorem_1(width: int, seed: int) -> Row:
+    torch.manual_seed(seed)
+    query, key, value = _orthogonal(3, width, width)
+    x = torch.randn(4 * width, width, dtype=torch.float64)
+    attended = x @ query @ (x @ key).mT @ (x @ value)
+    eigenvalues, basis = torch.linalg.eigh(x.mT @ x)
+    left, right = query @ key.mT @ basis, basis.mT @ value
+    reduced = x @ left @ eigenvalues.diag() @ right
+    unit = torch.eye(width, dtype=torch.float64)
+    turned = max(float((of.mT @ of - unit).abs().max()) for of in (left, right))
+    stretch = torch.linalg.matrix_norm(left @ eigenvalues.diag() @ right, 2)
+    wanted = torch.linalg.matrix_norm(x, 2).square()
+    return {
+        "width": width,
+        "seed": seed,
+        "difference": float((attended - reduced).norm() / attended.norm()),
+        "turned": turned,
+        "stretch": abs(float(stretch / wanted) - 1),
+    }
+
+
+def _of_distances(width: int, seed: int) -> Row:
+    torch.manual_seed(seed)
+    left, right = _orthogonal(2, width, width)
+    x = torch.randn(4 * width, width, dtype=torch.float64)
+    eigenvalues = torch.linalg.eigvalsh(x.mT @ x)
+    attended = x @ left @ (eigenvalues / eigenvalues.max()).diag() @ right
+    factors = torch.pdist(attended) / torch.pdist(x)
+    return {
+        "width": width,
+        "seed": seed,
+        "least": float(factors.min()),
+        "greatest": float(factors.max()),
+    }
+
+
+def _panel(rows: Sequence[Row], y: str, label: str) -> Panel:
+    return Panel(
+        "normal tokens",
+        "width",
+        label,
+        medians(rows, "width", y, by=lambda _: label),
+        "log",
+        "log",
+    )
+
+
+def _criterion(rows: Sequence[Row]) -> Criterion:
+    return Criterion("", len({row["seed"] for row in rows}), AGREED)
+
+
+@recipe("sengupta2023/lemma-1", estimated={"mini": 1, "medium": 4, "paper": 15})
+def lemma_1(request: Request) -> Reproduction:
+    """The least factor by which X + (alpha / L) F(X) changes the distance of two inputs, by the
+    number of layers and by what is asked of X.
+
+    Claim: the residual X + (alpha / L) F(X), F(X) = ELU(X W X^T X V), is injective for L >= 3 where
+    X^T X is stochastic
+
+    Quote: "is injective for L" (section 3.3)
+
+    Test: for every L >= 3 no pair with |X|_2 <= 1, which a stochastic X^T X has, falls below the
+    proof's factor 1 - 3 alpha / L, and some pair at L = 2 falls below {_COLLAPSED:g}
+
+    Note: alpha = {_ALPHA:g}; W and V orthogonal, drawn for each restart; gradient descent on pairs
+
+    Note: stochastic means entries of at least 0 too: where rows of X^T X sum to 1 with entries of
+    either sign its norm has no bound, and pairs collapse at every L (in the table)
+
+    Note: with the spectrum of the first layer held, as the model has it, F has slope 1 and every L
+    will do
+    """
+    tokens, width, restarts, steps = request.pick(
+        toy=(3, 2, 4, 20), mini=(6, 3, 64, 800), medium=(6, 3, 256, 2000), paper=(12, 6, 512, 4000)
+    )
+    rows: list[Row] = []
+    for (name, shape), layers in itertools.product(_SETS.items(), (2, 3, 4, 6)):
+        request.announce(f"{name}, L = {layers}")
+        torch.manual_seed(0)
+        start = torch.randn(2, restarts, tokens, width, dtype=torch.float64)
+        start[1] = start[0] + 0.3 * start[1]
+        weights = _orthogonal(2, restarts, width, width)
+        least = _least_factor(shape, start, weights, _ALPHA / layers, steps)
+        rows.append({"inputs": name, "L": layers, "proof": 1 - 3 * _ALPHA / layers, "least": least})
+    ball, free = (where(rows, inputs=name) for name in _SETS)
+    got = "; ".join(
+        f"{name}: " + ", ".join(f"{row['least']:.2g} at L = {row['L']}" for row in mine)
+        for name, mine in zip(_SETS, (ball, free), strict=True)
+    )
+    panels = [Panel("least factor found", "L", "factor", lines(rows, "L", "least", by="inputs"))]
+    criterion = Criterion("", uncertainty="factors are attained: more effort can only lower them")
+    return Reproduction(rows, panels, got, judge_lemma_1(ball), criterion=criterion)
+
+
+def judge_lemma_1(ball: Sequence[Row]) -> bool | None:
+    """Say whether distances stay above the proof's factor from L = 3 on, and collapse below; None
+    where the search shows neither."""
+    from_three = [row for row in ball if row["L"] >= 3]
+    if any(row["least"] < row["proof"] - _EXACT for row in from_three):
+        return False
+    return True if min(row["least"] for row in ball) < _COLLAPSED else None
+
+
+def _in_ball(x: Tensor) -> Tensor:
+    return x / torch.linalg.matrix_norm(x.detach(), 2, keepdim=True).clamp(min=1)
+
+
+def _rows_sum_to_one(x: Tensor) -> Tensor:
+    """Return the X = p 1^T / sqrt d + Z, |p| = 1, Z 1 = 0 and Z^T p = 0, whose X^T X has rows of sum
+    1."""
+    ones = torch.full((x.shape[-1], 1), 1 / math.sqrt(x.shape[-1]), dtype=x.dtype)
+    first = torch.nn.functional.normalize(x @ ones, dim=-2)
+    rest = x - x @ ones @ ones.mT
+    return first @ ones.mT + rest - first @ (first.mT @ rest)
+
+
+_SETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "|X|_2 <= 1": _in_ball,
+    "rows of X^T X sum to 1": _rows_sum_to_one,
+}
+
+
+def _least_factor(
+    shape: Callable[[Tensor], Tensor], start: Tensor, weights: Tensor, share: float, steps: int
+) -> float:
+    """Return the least |f(X) - f(Y)| / |X - Y| that Adam finds for f(X) = X + share F(X), of pairs
+    further apart than `_APART`."""
+    free = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([free], lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    least = math.inf
+    for _ in range(steps):
+        x = shape(free)
+        inner = x @ weights[0] @ x.mT @ x @ weights[1]
+        gap, apart = (y[0] - y[1] for y in (x + share * torch.nn.functional.elu(inner), x))
+        size = apart.norm(dim=(-2, -1))
+        factors = gap.norm(dim=(-2, -1)) / size
+        counted = factors.detach()[size.detach() > _APART]
+        least = min([least, *counted.tolist()])
+        optimizer.zero_grad()
+        ((factors + 1e-12).log() + (_APART / size).square()).sum().backward()
+        optimizer.step()
+        schedule.step()
+    return least
+
+
+@recipe("sengupta2023/theorem-2", estimated={"mini": 0.1, "medium": 0.1, "paper": 0.2})
+def theorem_2(request: Request) -> Reproduction:
+    """The slope of the whole encoder at one explicit pair of inputs, beside the printed constant.
+
+    Claim: the composite map of L layers is Lipschitz with a constant that depends on no data, at
+    most (1 + 3 alpha / L)^(2L)
+
+    Quote: "injective Lipschitz with a fixed" (section 3.5)
+
+    Test: with the largest eigenvalue at 1, as section 3.2 has it, a bound that is proved is at most
+    the printed one at every width and depth; against the claim where an attained slope exceeds it
+
+    Note: alpha = {_ALPHA:g}, one expert, all weights the identity, the spectrum that of the first
+    layer, as in the paper; X = I but for one entry of {_RAISED:g}, which is raised by {_STEP:g}: the
+    eigenvalue of its column is the largest, so that all others fall
+
+    Note: proved: the recursion of theory note B8, with |d Sigma| <= 4 |dX| / |X|_2 for the largest
+    eigenvalue at 1 and 4 |dX| / |X|_F for a sum of 1; the first costs a factor that grows as the
+    root of the width, and the pair shows that this is real; a spectrum of sum 1 keeps the constant
+    """
+    widths = request.pick(toy=[4, 64], mini=[4, 16, 64, 512], medium=[4, 16, 64, 512], paper=[512])
+    rows = [
+        _of_theorem_2(width, layers, name)
+        for width, layers, name in itertools.product(widths, (3, 6), _SCALES)
+    ]
+    texts = [
+        f"{row['spectrum']}, D = {row['width']}, L = {row['L']}: attained {row['attained']:.3g},"
+        f" printed {row['printed']:.3g}, proved {row['proved']:.3g}"
+        for row in where(rows, width=widths[-1])
+    ]
+    panels = [
+        Panel(f"L = {layers}", "width", "slope", series, "log", "log")
+        for layers in (3, 6)
+        for series in [
+            [
+                line
+                for y in ("attained", "printed", "proved")
+                for line in lines(
+                    where(rows, L=layers), "width", y, by=lambda row, y=y: f"{y}, {row['spectrum']}"
+                )
+            ]
+        ]
+    ]
+    criterion = Criterion("", uncertainty="none: one pair of inputs, in float64")
+    holds = judge_theorem_2(where(rows, spectrum=next(iter(_SCALES))))
+    return Reproduction(rows, panels, "; ".join(texts), holds, criterion=criterion)
+
+
+def judge_theorem_2(rows: Sequence[Row]) -> bool | None:
+    """Say whether the printed constant is proved everywhere, or an attained slope exceeds it."""
+    return every(
+        True
+        if row["proved"] <= row["printed"]
+        else False
+        if row["attained"] > row["printed"]
+        else None
+        for row in rows
+    )
+
+
+_SCALES: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest eigenvalue 1": lambda gram: gram / torch.linalg.matrix_norm(gram, 2),
+    "sum of eigenvalues 1": lambda gram: gram / gram.trace(),
+}
+
+
+def _of_theorem_2(width: int, layers: int, spectrum: str) -> Row:
+    share = _ALPHA / layers
+    x = torch.eye(width, dtype=torch.float64)
+    x[0, 0] = _RAISED
+    moved = x.clone()
+    moved[0, 0] += _STEP
+    change = _encoded(moved, layers, spectrum) - _encoded(x, layers, spectrum)
+    grown = (1 + share) ** (2 * layers)
+    root = math.sqrt(width) if spectrum == next(iter(_SCALES)) else 1.0
+    return {
+        "width": width,
+        "L": layers,
+        "spectrum": spectrum,
+        "attained": float(change.norm() / (moved - x).norm()),
+        "printed": (1 + 3 * share) ** (2 * layers),
+        "proved": grown * (1 + layers * 4 * root * share / (1 + share)),
+    }
+
+
+def _encoded(x: Tensor, layers: int, spectrum: str) -> Tensor:
+    """Return the encoding by equations 2 to 4 with one expert and weights of I."""
+    elu = torch.nn.functional.elu
+    between = _SCALES[spectrum](x.mT @ x)
+    for _ in range(layers):
+        x = x + _ALPHA / layers * elu(x @ between)
+        x = x + _ALPHA / layers * elu(elu(x))
+    return x

@@ -1,0 +1,43 @@
+"""What the theorems are attacked with is what their proofs name, by independent routes."""
+
+import math
+
+import pytest
+import torch
+
+from wellposed.nn import L2SelfAttention
+from wellposed_studies.kim2021 import theorems as kim
+from wellposed_studies.sengupta2023 import theorems as sengupta
+
+
+def test_the_head_is_that_of_our_layer_with_the_matrix_a():
+    width = 4
+    layer = L2SelfAttention(width, 1, bias=False).double()
+    identity = torch.eye(width, dtype=torch.float64)
+    for projection in (layer.v_proj, layer.o_proj):
+        projection.weight.data.copy_(identity)
+    x = torch.randn(1, 5, width, dtype=torch.float64)
+    query = layer.q_proj.weight.detach().mT
+    torch.testing.assert_close(kim._head(query, query)(x[0]), layer(x)[0].detach())
+
+
+def test_without_a_diagonal_a_row_grows_as_the_distance_of_its_token():
+    query = torch.randn(4, 4, dtype=torch.float64)
+    small, large = (row["over_bound"] for row in kim._without_diagonal(query, 0)[-2:])
+    assert math.isclose(large / small, 10, rel_tol=1e-2)
+
+
+@pytest.mark.parametrize("spectrum", sengupta._SCALES)
+def test_the_attained_slope_is_below_the_jacobian_and_what_is_proved(spectrum):
+    width, layers = 5, 3
+    row = sengupta._of_theorem_2(width, layers, spectrum)
+    x = torch.eye(width, dtype=torch.float64)
+    x[0, 0] = sengupta._RAISED + sengupta._STEP / 2
+
+    def encoded(x):
+        return sengupta._encoded(x, layers, spectrum)
+
+    jacobian = torch.autograd.functional.jacobian(encoded, x).reshape(width**2, width**2)
+    at_entry = float(jacobian[:, 0].norm())
+    assert math.isclose(row["attained"], at_entry, rel_tol=1e-4)
+    assert at_entry <= float(torch.linalg.matrix_norm(jacobian, 2)) <= row["proved"]
