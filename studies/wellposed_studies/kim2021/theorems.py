@@ -254,7 +254,7 @@ def masking(request: Request) -> Reproduction:
     tokens, width, restarts, steps, seeds = request.pick(
         toy=(4, 3, 2, 5, 2),
         mini=(8, 4, 8, 150, 5),
-        medium=(12, 4, 16, 300, 10),
+        medium=(12, 4, 8, 200, 5),
         paper=(32, 8, 32, 500, 10),
     )
     rows: list[Row] = []
