@@ -137,12 +137,10 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
     for variant, label in LABELS.items():
         mine = [run for run in runs if run.variant == variant]
         last = [run for run in mine if run.depth == deepest]
-        losses = [f"{_loss(run):.3f}" if run.metrics else "not finite" for run in last]
-        said.append(
-            f"{label} trains at {listing(depths_trained(mine, trains))} layers a side, loss at"
-            f" {deepest} {', '.join(losses)}"
-        )
-        first_seed = [run for run in mine if run.seed == 0]
+        losses = ", ".join(f"{_loss(run):.3f}" if run.metrics else "not finite" for run in last)
+        depths = listing(depths_trained(mine, trains))
+        said.append(f"{label} trains at {depths} layers a side, loss at {deepest} {losses}")
+        first_seed = (run for run in mine if run.seed == 0)
         series = curves(first_seed, "train", lambda run: f"{run.depth} layers")
         panels.append(Panel(label, "step", "training loss", series))
         at_deepest.append([trains(run) for run in last])
@@ -151,23 +149,13 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
         f" steps, {sizes.seeds} seeds"
     )
-    holds = judge_depth(*at_deepest)
-    runs = [run for run in runs if run.depth == deepest]
-    notes = (
+    note = (
         "no warm-up on either side; at every depth each side at its best of the rates"
-        f" {rates} by the loss on valid of the first seed",
+        f" {rates} by the loss on valid of the first seed"
     )
-    return judged(
-        request,
-        rows,
-        panels,
-        got,
-        holds,
-        runs,
-        uncertainty=AGREED,
-        fails=lambda run: run.variant == "post_ln",
-        notes=notes,
-    )
+    holds, last = judge_depth(*at_deepest), [run for run in runs if run.depth == deepest]
+    how = {"uncertainty": AGREED, "fails": lambda run: run.variant == "post_ln", "notes": [note]}
+    return judged(request, rows, panels, got, holds, last, **how)
 
 
 def judge_depth(t_fixup: Sequence[bool], post_ln: Sequence[bool]) -> bool:

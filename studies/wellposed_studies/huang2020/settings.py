@@ -42,18 +42,11 @@ def table_1(request: Request) -> Reproduction:
         row |= {"tokens_per_batch": tokens * train.gradient_accumulation}
         rows.append({**row, "updates": train.steps, "mixed_precision": train.precision == "bf16"})
     names = [row["setting"] for row in rows]
-    panels = [
-        Panel(
-            of,
-            "",
-            of,
-            [Series(of, range(len(rows)), [row[of] for row in rows], "dots")],
-            names=names,
-        )
-        for of in ("learning_rate", "dropout")
-    ]
+    panels = []
+    for of in ("learning_rate", "dropout"):
+        series = [Series(of, range(len(rows)), [row[of] for row in rows], "dots")]
+        panels.append(Panel(of, "", of, series, names=names))
     told = [
         f"{row['setting']} {row['learning_rate']:g}, dropout {row['dropout']:g}" for row in rows
     ]
-    got = "; ".join(told)
-    return Reproduction(rows, panels, got, holds=None)
+    return Reproduction(rows, panels, "; ".join(told), holds=None)

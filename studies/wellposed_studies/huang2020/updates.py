@@ -83,9 +83,7 @@ def signal(request: Request) -> Reproduction:
         for init, stack in ((T_FIXUP, "encoder"), ("Xavier", "encoder"), (T_FIXUP, "decoder"))
     )
     by_seed = [
-        judge_signal(
-            *(deepest(init=init, stack="encoder", seed=seed) for init in (T_FIXUP, "Xavier"))
-        )
+        judge_signal(*(deepest(init=of, stack="encoder", seed=seed) for of in (T_FIXUP, "Xavier")))
         for seed in range(_DRAWS)
     ]
     panels = [_beside_xavier(rows, stack) for stack in STACKS]
@@ -105,13 +103,11 @@ def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
 def _beside_xavier(rows: Sequence[Row], stack: str) -> Panel:
     shown = [row for row in where(rows, stack=stack) if row["ratio"] < _SHOWN["signal"]]
     styles: dict[str, Style] = {"Xavier": "dashed", T_FIXUP: "solid"}
-    series = [
-        replace(each, colour=number)
-        for init, style in styles.items()
-        for number, each in enumerate(
-            medians(where(shown, init=init), "layer", "ratio", by=_name, style=style)
-        )
-    ]
+    series = []
+    for init, style in styles.items():
+        mine = where(shown, init=init)
+        found = medians(mine, "layer", "ratio", by=_name, style=style)
+        series += [replace(each, colour=number) for number, each in enumerate(found)]
     return Panel(stack, "layer", "|out| / |in|", series, x_scale="log", y_scale="log")
 
 
@@ -164,21 +160,17 @@ def updates(request: Request) -> Reproduction:
         request.announce(f"{label}, {depth}+{depth} layers of width {width}")
         rows += [row for seed in range(seeds) for row in _changes(label, depth, width, seed)]
 
+    x, y = "layers_each_side", "change_over_rate"
+
     def powers(label: str) -> dict[str, list[float]]:
+        mine = where(rows, model=label)
         return {
-            stack: [
-                exponent(
-                    where(rows, model=label, stack=stack, seed=seed),
-                    "layers_each_side",
-                    "change_over_rate",
-                )
-                for seed in range(seeds)
-            ]
+            stack: [exponent(where(mine, stack=stack, seed=seed), x, y) for seed in range(seeds)]
             for stack in (ENCODER, WHOLE)
         }
 
-    def told(label: str, column: str = "change_over_rate") -> str:
-        found = means(where(rows, model=label, stack=WHOLE), "layers_each_side", column).values()
+    def told(label: str, column: str = y) -> str:
+        found = means(where(rows, model=label, stack=WHOLE), x, column).values()
         texts = [f"{value:.3g}" if math.isfinite(value) else "overflow" for value in found]
         return f"{label} {', '.join(texts)}"
 
@@ -212,21 +204,15 @@ def _changes(label: str, depth: int, width: int, seed: int) -> list[Row]:
         ENCODER: (model.model.encoder, tokens),
         WHOLE: (model.model, {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}),
     }
-    columns = {"change_over_rate": False, "change_with_biases": True}
-    return [
-        {
-            "model": label,
-            "stack": stack,
-            "layers_each_side": depth,
-            "seed": seed,
-            **{
-                name: change if math.isfinite(change) else math.inf
-                for name, biases in columns.items()
-                for change in [step_change(part, batch, lr=None, biases=biases)]
-            },
-        }
-        for stack, (part, batch) in parts.items()
-    ]
+    rows: list[Row] = []
+    for stack, (part, batch) in parts.items():
+        row: dict[str, Any] = {"model": label, "stack": stack, "layers_each_side": depth}
+        row["seed"] = seed
+        for name, biases in (("change_over_rate", False), ("change_with_biases", True)):
+            change = step_change(part, batch, lr=None, biases=biases)
+            row[name] = change if math.isfinite(change) else math.inf
+        rows.append(row)
+    return rows
 
 
 def _change_panel(rows: Sequence[Row], title: str) -> Panel:
