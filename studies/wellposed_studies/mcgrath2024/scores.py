@@ -53,16 +53,17 @@ QR_METHODS = ("householder", "gram_schmidt", "householder_embedding")
 GRAM = tuple(f"{place}:{strength}" for place in PLACES for strength in STRENGTHS)
 QR = tuple(f"{method}:{strength}" for method in QR_METHODS for strength in STRENGTHS)
 PRETRAINED = ("key:1e-2", "query:1e-2", "householder:1e-6")
+HEADINGS = {"sst": "SST accuracy", "para": "Para accuracy", "sts": "STS Pearson"}
+HEADINGS["overall"] = "overall"
+COLUMNS = tuple(HEADINGS)
 # Table 1, in its order. The key row equals the query row in all four columns, so one of them is
 # very likely a copy.
-COLUMNS = (*SETS, "overall")
 PAPER_TABLE: Mapping[str, tuple[float, ...]] = {
     BASELINE: (0.485, 0.876, 0.8358, 0.7596),
     "key": (0.4968, 0.871, 0.8362, 0.762),
     "query": (0.4968, 0.871, 0.8362, 0.762),
     "key+query": (0.4687, 0.871, 0.8377, 0.7528),
 }
-HEADINGS = ("SST accuracy", "Para accuracy", "STS Pearson", "overall")
 ROLES = ("token_embedding", "query", "key", "value", "affinity")
 DRIFT_TEST = (
     "err_orth at the end over its initial value, without a penalty, is below 1 for every weight in"
@@ -88,19 +89,24 @@ def sizes_of(request: Request) -> Sizes:
         mini=Sizes(350, 3, batch_size=48, limit=12_000, evaluations=8),
         medium=Sizes(2000, 5, 128, batch_size=48, limit=50_000, evaluations=20),
         # A pretrained BERT base on every row: three passes over the largest set.
-        paper=Sizes(
-            5300, 3, batch_size=48, learning_rate=2e-5, evaluations=20, options={"max_length": 128}
-        ),
+        paper=Sizes(5300, 3, batch_size=48, evaluations=20, options={"max_length": 128}),
     )
-    if request.encoder is None or Path(request.encoder).is_file():
-        return sizes
     steps, rate = request.pick(
         toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
     )
+    drawn = request.encoder is None or Path(request.encoder).is_file()
+    if drawn and request.scale != "paper":
+        return sizes
     return replace(sizes, steps=steps, learning_rate=rate)
 
 
 _OVERALL = Power(sizes_of, "overall score", 0.0004, "key at 1e-2 less the baseline", tests=9)
+_DRIFT = Power(
+    sizes_of, "err_orth over its initial value", 2.0, "the query of layer 2, from scratch"
+)
+_SHARE = Power(
+    sizes_of, "the share of the baseline's overall score", 0.011, "the baseline's own score"
+)
 _READS: dict[str, Any] = {"folders": ("minbert",), "takes": ("data", "encoder")}
 _MINUTES = {"mini": 22, "medium": 240, "paper": 450}
 _SWEPT: dict[str, Any] = {"estimated": _MINUTES, "power": _OVERALL, **_READS}
@@ -162,6 +168,8 @@ _TESTED = {
     **{name: name for name in ("p_value", "p_holm", "verdict")},
 }
 Cells = Sequence[CellResult]
+Made = tuple[Sequence[Row], Sequence[Panel], str, bool | None]
+"""Rows, panels, words and verdict."""
 
 
 def evaluations(run: FinishedRun) -> list[Row]:
@@ -190,7 +198,7 @@ def figure_1(request: Request) -> Reproduction:
     """
     cells = _cells(request, GRAM)
     rows, holds = [cell.row() for cell in cells], judge_alone(_tests_alone(cells))
-    return _made(request, cells, rows, _sweep(cells), about_scores(cells), holds, _PAIRED)
+    return _made(request, cells, (rows, _sweep(cells), about_scores(cells), holds))
 
 
 @recipe("mcgrath2024/table-1", **_SWEPT)
@@ -218,7 +226,7 @@ def table_1(request: Request) -> Reproduction:
             rows.append({"row": group, "source": "ours", **found.row()})
     panels, names = [], list(PAPER_TABLE)
     at = [names.index(group) for group in best]
-    for place, (column, heading) in enumerate(zip(COLUMNS, HEADINGS, strict=True)):
+    for place, (column, heading) in enumerate(HEADINGS.items()):
         paper = [printed[place] for printed in PAPER_TABLE.values()]
         means, errors = zip(*(found.mean(column) for found in best.values()), strict=True)
         bars = [error or 0.0 for error in errors]
@@ -228,15 +236,13 @@ def table_1(request: Request) -> Reproduction:
         ]
         panels.append(Panel(heading, "penalty", heading, series, legend=place == 0, names=names))
     holds = judge_table_1(tested)
-    return _made(request, cells, rows, panels, about_scores(cells), holds, _PAIRED)
+    return _made(request, cells, (rows, panels, about_scores(cells), holds))
 
 
 @recipe(
     "mcgrath2024/figure-3",
     estimated={"mini": 4, "medium": 25, "paper": 45},
-    power=Power(
-        sizes_of, "err_orth over its initial value", 2.0, "the query of layer 2, from scratch"
-    ),
+    power=_DRIFT,
     **_READS,
 )
 def figure_3(request: Request) -> Reproduction:
@@ -255,7 +261,7 @@ def figure_3(request: Request) -> Reproduction:
     errors = error_rows(cells)
     rows, pretrained = errors[ERROR], request.scale == "paper" or request.encoder is not None
     holds = judge_drift(rows) if pretrained else None
-    return _made(request, cells, rows, _drift(rows), about_drift(errors), holds, UNCERTAINTY)
+    return _made(request, cells, (rows, _drift(rows), about_drift(errors), holds), UNCERTAINTY)
 
 
 @recipe(
@@ -293,17 +299,15 @@ def pretrained(request: Request) -> Reproduction:
     words = {True: "confirmed", False: "contradicted", None: "cannot be said"}
     said = "; ".join(f"{part}: {words[verdict]}" for part, verdict in parts.items())
     got = " ".join([f"{said}.", about_scores(cells), about_drift(errors), about_qr(cells)])
-    rows, uncertainty = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2)"
-    holds = every(parts.values())
-    return _made(request, cells, rows, _drift(drift), got, holds, f"{uncertainty} {_PAIRED}")
+    rows, sure = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"
+    made = rows, _drift(drift), got, every(parts.values())
+    return _made(request, cells, made, sure)
 
 
 @recipe(
     "mcgrath2024/qr",
     estimated={"mini": 8, "medium": 200, "paper": 600},
-    power=Power(
-        sizes_of, "the share of the baseline's overall score", 0.011, "the baseline's own score"
-    ),
+    power=_SHARE,
     **_READS,
 )
 def qr(request: Request) -> Reproduction:
@@ -325,18 +329,11 @@ def qr(request: Request) -> Reproduction:
     """
     cells = _cells(request, QR)
     rows, holds = [cell.row() for cell in cells], judge_shares(every_share(cells))
-    return _made(request, cells, rows, _sweep(cells), about_qr(cells), holds, UNCERTAINTY)
+    return _made(request, cells, (rows, _sweep(cells), about_qr(cells), holds), UNCERTAINTY)
 
 
-def _made(
-    request: Request,
-    cells: Cells,
-    rows: Sequence[Row],
-    panels: Sequence[Panel],
-    got: str,
-    holds: bool | None,
-    uncertainty: str,
-) -> Reproduction:
+def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED) -> Reproduction:
+    """Return what was made of the cells, with what their runs lack."""
     runs = [run for cell in cells for run in cell.every_run]
     notes = [f"{run.variant} seed {run.seed}: {run.failure}" for run in runs if run.failure]
     if request.scale != "paper":
@@ -350,9 +347,7 @@ def _made(
     def fails(run: FinishedRun) -> bool:
         return run.variant.partition(":")[0] in QR_METHODS
 
-    return judged(
-        request, rows, panels, got, holds, runs, uncertainty=uncertainty, notes=notes, fails=fails
-    )
+    return judged(request, *made, runs, uncertainty=uncertainty, notes=notes, fails=fails)
 
 
 def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
@@ -547,18 +542,13 @@ def about_qr(cells: Cells) -> str:
 def _sweep(cells: Cells) -> list[Panel]:
     """Return a panel a score: means by strength, a line a place or QR form, and the baseline."""
     groups = list(dict.fromkeys(cell.group for cell in cells[1:]))
-    rows = [
+    rows = []
+    for cell in cells[1:]:
         # Side by side, so that bars of one strength can be told apart.
-        {
-            **scores,
-            "group": cell.group,
-            "at": 1.12 ** (groups.index(cell.group) - 2) * cell.strength,
-        }
-        for cell in cells[1:]
-        for scores in cell.scores.values()
-    ]
+        at = 1.12 ** (groups.index(cell.group) - 2) * cell.strength
+        rows += [{**scores, "group": cell.group, "at": at} for scores in cell.scores.values()]
     panels = []
-    for column, heading in zip(COLUMNS, HEADINGS, strict=True):
+    for column, heading in HEADINGS.items():
         series = [mean_series(where(rows, group=of), "at", column, of) for of in groups]
         ends = [x for line in series for x in line.x]
         if ends and cells[0].scores:
