@@ -45,5 +45,5 @@ from wellposed.certification.theory import (
 from wellposed.certification.theory import inverse_d_attention_bound as inverse_d_attention_bound
 from wellposed.certification.theory import kim2021_mixing as kim2021_mixing
 from wellposed.certification.theory import local_dot_product_bound as local_dot_product_bound
-from wellposed.certification.theory import softmax_jacobian_bound as softmax_jacobian_bound
+from wellposed.functional import softmax_sensitivity as softmax_jacobian_bound  # noqa: F401
 from wellposed.linalg import kim2021_bound as kim2021_bound

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import math
 import warnings
 import weakref
@@ -25,7 +26,7 @@ _NOT_RUN = "not run: "
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that are no plain values, or are written in their own way.
-_NOT_PLAIN = ("layers", "notes", "head", "skip", "module")
+_NOT_PLAIN = ("layers", "head", "skip", "module")
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
@@ -355,9 +356,8 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (infinities as the string ``"inf"``), for JSON."""
         plain = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
-        plain["notes"] = list(self.notes)
         plain["layers"] = [asdict(layer) for layer in self.layers]
-        return _json_safe(plain)
+        return json.loads(json.dumps(plain), parse_constant=lambda word: str(float(word)))
 
     def _scope(self) -> str:
         tokens = (
@@ -404,13 +404,3 @@ def _inside(path: str, parent: str) -> bool:
 
 def _number(value: float) -> str:
     return "inf" if math.isinf(value) else f"{value:.4g}"
-
-
-def _json_safe(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

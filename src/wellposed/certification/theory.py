@@ -124,32 +124,6 @@ def inverse_d_attention_bound(
     )
 
 
-def softmax_jacobian_bound(probabilities: Tensor) -> Tensor:
-    """Return ``p1 (1 - p1 + p2) >= |diag p - p p^T|_2``, at most 1/2, with ``p1 >= p2`` the two
-    largest entries (B10).
-
-    Certified for each row, with equality iff every other non-zero entry equals ``p2``; small where
-    attention is saturated, so it shows where gradients die. ``1 - p1`` is taken as the sum of the
-    others: near ``p1 = 1`` the difference would lose all digits.
-
-    Args:
-        probabilities: ``(..., n)``, rows summing to 1.
-
-    Returns:
-        ``(...)`` of the same dtype.
-
-    Cost: O(n). A diagnostic of one row at one input, no Lipschitz constant of attention.
-
-    >>> softmax_jacobian_bound(torch.tensor([0.5, 0.5]))
-    tensor(0.5000)
-    """
-    if probabilities.shape[-1] == 1:
-        return torch.zeros_like(probabilities[..., 0])
-    ordered = probabilities.sort(-1, descending=True).values
-    rest = ordered[..., 1:].flip(-1).sum(-1)
-    return ordered[..., 0] * (rest + ordered[..., 1])
-
-
 def affinity_perturbation_bound(key: Tensor, query_change: Tensor, *, scale: float) -> Tensor:
     """Return ``min(sqrt 2, 1/2 scale |K - 1 kbar^T|_2 |eps|) >= |A'_i - A_i|``: query noise
     ``eps``, keys fixed (B11).

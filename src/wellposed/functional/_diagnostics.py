@@ -36,7 +36,7 @@ def softmax_sensitivity(probabilities: Tensor) -> Tensor:
     """Return ``p1 (1 - p1 + p2) >= |diag p - p p^T|_2``, the 2-norm of the softmax Jacobian; at
     most 1/2.
 
-    Status: a proved upper bound of each row's Jacobian, up to rounding; equality if and only if all
+    Status: a proved upper bound of each row's Jacobian (theory note B10), up to rounding; equality if and only if all
     other non-zero probabilities equal the second largest, ``p2``. ``1 - p1`` is summed from the
     other entries: as a difference it would lose the bound where p1 is near 1. A diagnostic at this
     input, no certificate around it.
@@ -50,6 +50,8 @@ def softmax_sensitivity(probabilities: Tensor) -> Tensor:
 
     Raises:
         ShapeError: no key, or a scalar.
+
+    `wellposed.certification.softmax_jacobian_bound` is this function.
 
     Cost: two passes over the matrix.
 

@@ -107,7 +107,8 @@ def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
     Status: certified, rounding included. Method: inverse iteration with a factor L U of W gives v,
     and ``t = |W v|``. With ``rho = |W^T W v - t^2 v|`` and b below the second-smallest squared,
     ``t^2 - rho^2 / (b - t^2) <= sigma_n^2 <= t^2`` (Temple); the products are off by at most
-    ``a = (2 n + 8) u |W|_F`` in t and 8 a |W|_F in rho. How v was found does not matter.
+    ``a = (2 n + 8) u |W|_F`` in t and ``2 a (sigma_1 + 4 t)`` in rho. How v was found does not
+    matter.
 
     >>> weight = torch.tensor([[0.0, 4.0], [3.0, 0.0]])
     >>> with_smallest(weight, spectrum(weight)).values.tolist()
@@ -117,8 +118,9 @@ def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
     size = len(matrix)
     if size < 2 or matrix.shape[1] != size:
         return found
-    norm = torch.linalg.vector_norm(matrix).item()
-    off = (2 * size + 8) * torch.finfo(torch.float64).eps / 2 * norm
+    unit = torch.finfo(torch.float64).eps / 2
+    off = (2 * size + 8) * unit * torch.linalg.vector_norm(matrix).item()
+    top = ((found.values[0] + found.errors[0]) / scale).item()
     second = max(0.0, ((found.values[-2] - found.errors[-2]) / scale).item()) ** 2
     factor, pivots, _ = torch.linalg.lu_factor_ex(matrix)
     # The sine of squares looks random: it has a share in every structured vector.
@@ -134,9 +136,10 @@ def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
         gap = second - (length + off) ** 2
         if not gap > _NARROW * second:
             continue
-        below = max(0.0, length - off) ** 2 - (residual + 8 * off * norm) ** 2 / gap
+        residual += 2 * off * (top + 4 * length)
+        below = max(0.0, length - off) ** 2 - residual**2 / gap
         error = length - math.sqrt(max(0.0, below)) + off
-        if error <= _NARROW * length:
+        if error <= max(_NARROW * length, 3 * off):
             break
     values, errors = found.values.clone(), found.errors.clone()
     if error * scale < errors[-1]:

@@ -273,10 +273,13 @@ def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _plain_name(row: Mapping[str, Any]) -> str:
-    role = f"cross_{row['role']}" if row.get("kind") == "cross" else row["role"]
-    return ".".join(
-        str(part) for part in (row.get("stack"), row.get("layer"), role) if part is not None
-    )
+    parts = (row.get("stack"), row.get("layer"), role_name(row))
+    return ".".join(str(part) for part in parts if part is not None)
+
+
+def role_name(row: Mapping[str, Any]) -> str:
+    """Return the role of a row, with ``cross_`` before that of cross-attention."""
+    return f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
 
 
 def _schema_problem(record: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,13 +47,16 @@ class VitalSigns:
         rows = [{**vars(each), "parameter": each.view.label, "path": each.path} for each in weights]
         self._weights = dict(zip(row_names(rows), (each.view for each in weights), strict=True))
         parts = (*roles.attention, *roles.feedforward)
-        layers = {split_path(part.path)[1]: part for part in parts}
-        places = [f"{part.stack}.{part.layer}" for part in layers.values()]
-        self._layers = {
-            path: place if places.count(place) == 1 else f"{place}@{path}"
-            for path, place in zip(layers, places, strict=True)
-        }
-        self._attention = self._names_of(roles.attention)
+        self._layers = _distinct(
+            {split_path(part.path)[1]: f"{part.stack}.{part.layer}" for part in parts}
+        )
+        crosses = {"self": "", "cross": ".cross"}
+        self._attention = _distinct(
+            {
+                each.path: f"{each.stack}.{each.layer}{crosses[each.kind]}"
+                for each in roles.attention
+            }
+        )
         self._model, self._roles, self._optimizer = model, roles, optimizer
         self._handles: list[Any] = []
 
@@ -98,17 +101,6 @@ class VitalSigns:
 
     def _counts(self) -> bool:
         return self._due() and torch.is_grad_enabled()
-
-    @staticmethod
-    def _names_of(attention: Sequence[AttentionRole]) -> dict[str, str]:
-        plain = {
-            role.path: f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
-            for role in attention
-        }
-        count = Counter(plain.values())
-        return {
-            path: name if count[name] == 1 else f"{name}@{path}" for path, name in plain.items()
-        }
 
     @torch.no_grad()
     def _attended(self, role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
@@ -174,6 +166,12 @@ class VitalSigns:
             if size > 0:
                 self._numbers[f"vital/{name}/update"] = moved / size
         self._before = []
+
+
+def _distinct(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names by path; the path follows those that several have."""
+    count = Counter(names.values())
+    return {path: name if count[name] == 1 else f"{name}@{path}" for path, name in names.items()}
 
 
 def _quietly(call: Callable[[], None], *_: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wellposed.charts import add_grid, figure_style, new_figure
 from wellposed.errors import ConfigError
+from wellposed.measurement._measurement import role_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -181,8 +182,7 @@ def spectra_by_role(
     curves: dict[str, list[Spectrum]] = {}
     for row in measured:
         shade = depth.get((str(row["stack"]), row["layer"]), 0.0)
-        role = f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
-        curves.setdefault(role, []).append(Spectrum(row["singular_values"], shade))
+        curves.setdefault(role_name(row), []).append(Spectrum(row["singular_values"], shade))
     return dict(sorted(curves.items(), key=lambda item: _role_key(item[0])))
 
 
@@ -207,9 +207,7 @@ def short_number(value: float) -> str:
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Role of every row, ``cross_`` before that of cross-attention; twins (experts) carry their
     module's name."""
-    names = [
-        f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"]) for row in rows
-    ]
+    names = [role_name(row) for row in rows]
     places = [(row["stack"], row["layer"], name) for row, name in zip(rows, names, strict=True)]
     seen = Counter(places)
     return [
