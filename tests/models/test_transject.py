@@ -12,7 +12,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import wellposed.nn
-from wellposed.certification import certify
 from wellposed.constrain import constrain_
 from wellposed.models import (
     TransJectConfig,
@@ -22,7 +21,6 @@ from wellposed.models import (
     TransJectModel,
     input_vectors,
 )
-from wellposed.training.certified.accuracy import certified_accuracy
 
 
 def test_the_whole_model_against_the_formula_in_float64():
@@ -262,45 +260,6 @@ def test_input_vectors_give_what_the_ids_give():
     vectors = input_vectors(model, IDS, MASK)
     by_vectors = model(inputs_embeds=vectors, attention_mask=MASK).logits
     assert_close(by_vectors, model(input_ids=IDS, attention_mask=MASK).logits)
-
-
-@pytest.mark.parametrize(
-    "changes", ["", "spectrum_norm=max", "spectrum=random", "num_experts=2 gating=normalized"]
-)
-@pytest.mark.parametrize("norm", ["tok", 2])
-def test_no_ascent_beats_the_certificate(changes, norm):
-    model = classifier(**options(changes))
-    total = certify(model, seq_len=5, norm=norm).total
-    start = input_vectors(model, IDS[:1]).detach()
-    step = torch.full_like(start, 1e-3).requires_grad_()
-    optimizer = torch.optim.Adam([step], lr=1e-2)
-    worst = 0.0
-    for _ in range(40):
-        change = model(inputs_embeds=start + step).logits - model(inputs_embeds=start).logits
-        size = step.norm(dim=-1).max() if norm == "tok" else step.norm()
-        ratio = change.norm() / size
-        worst = max(worst, float(ratio.detach()))
-        optimizer.zero_grad()
-        (-ratio).backward()
-        optimizer.step()
-    assert 0.01 * total < worst <= total
-
-
-def test_pooled_gates_are_named():
-    certificate = certify(classifier(num_experts=2), seq_len=5)
-    assert certificate.label == "uncertified"
-    assert [layer.path for layer in certificate.uncertified] == ["model.stack"]
-
-
-def test_certified_accuracy_is_below_the_attacked_one():
-    model = classifier()
-    certificate = certify(model, seq_len=5)
-    labels = model(input_ids=IDS, attention_mask=MASK).logits.argmax(-1)
-    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
-    curve = certified_accuracy(model, [batch], certificate, radii=[0.0, 1e-4, 10.0], attack_steps=5)
-    assert curve.certified[1] == 1.0
-    assert all(sure <= seen for sure, seen in zip(curve.certified, curve.attacked, strict=True))
-    assert curve.certified[2] < 1.0
 
 
 def orthogonality_error(model):

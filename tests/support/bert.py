@@ -1,9 +1,6 @@
 """A tiny BERT with its tokenizer, and a table of texts that it can learn."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import torch
 import transformers
@@ -13,7 +10,7 @@ from .tokenizer_folders import bert_words
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(20)), "good", "bad"]
 
 
-def make_checkpoint(folder: Path) -> None:
+def make_checkpoint(folder):
     """Save a BERT without a head, and its tokenizer."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -24,7 +21,7 @@ def make_checkpoint(folder: Path) -> None:
     bert_words(WORDS[4:]).save_pretrained(folder)
 
 
-def make_table(path: Path) -> None:
+def make_table(path):
     """Write texts whose label is one of their words."""
     draw = random.Random(0)
     rows = ["label\ttext"]

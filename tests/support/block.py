@@ -1,12 +1,9 @@
 """One Python block of a page, run in a process of its own."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 
-def run_block(code: str, folder: Path, said: Path) -> None:
+def run_block(code, folder, said):
     """Run ``code`` as a script in ``folder``; what it prints goes to the file ``said``."""
     with said.open("w") as file:
         os.dup2(file.fileno(), 1)

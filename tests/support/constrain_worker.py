@@ -4,16 +4,13 @@ happened as JSON.
 Run by test_distributed.py: ``python constrain_worker.py OUT_DIRECTORY``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,27 +24,27 @@ STEPS = 6
 class Net(nn.Module):
     """Square (of a size that two ranks cut unevenly), tall and wide weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.square = nn.Linear(7, 7)
         self.tall = nn.Linear(7, 12)
         self.wide = nn.Linear(12, 7)
         self.head = nn.Linear(7, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data():
     generator = torch.Generator().manual_seed(1)
     return torch.randn(16, 7, generator=generator), torch.randn(16, 2, generator=generator)
 
 
-def train(kind: str, rank: int) -> dict[str, Any]:
+def train(kind, rank):
     torch.manual_seed(0)
     plain = Net().to(torch.bfloat16 if kind.endswith("bf16") else torch.float32)
     x, y = data()
-    model: nn.Module = plain
+    model = plain
     if not kind.startswith("single"):
         x, y = x.chunk(WORLD)[rank], y.chunk(WORLD)[rank]
     if kind.startswith("ddp"):
@@ -90,7 +87,7 @@ def train(kind: str, rank: int) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "errors": errors, "marks": marks}
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD

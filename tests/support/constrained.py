@@ -1,17 +1,12 @@
 """A model with weights of every shape, a regression to train it on, and the slow reference of the
 error."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from wellposed.constrain import Constraint, constrain_
+from wellposed.constrain import constrain_
 
 WIDTH = 12
 
@@ -19,21 +14,21 @@ WIDTH = 12
 class Mixed(nn.Module):
     """A square, a tall and a wide weight, and a free read-out."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width=WIDTH):
         super().__init__()
         self.square = nn.Linear(width, width)
         self.tall = nn.Linear(width, 2 * width)
         self.wide = nn.Linear(2 * width, width)
         self.head = nn.Linear(width, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
 
 
 NAMES = ["square", "tall", "wide"]
 
 
-def isometry_error(weight: Tensor) -> float:
+def isometry_error(weight):
     """The slow reference: max |W^T W - I| on the smaller side, in float64, entry by entry from
     column products."""
     matrix = weight.detach().double()
@@ -45,16 +40,16 @@ def isometry_error(weight: Tensor) -> float:
     return worst
 
 
-def errors(model: nn.Module) -> dict[str, float]:
+def errors(model):
     return {name: isometry_error(getattr(model, name).weight) for name in NAMES}
 
 
-def problem(width: int = WIDTH, rows: int = 64) -> tuple[Tensor, Tensor]:
+def problem(width=WIDTH, rows=64):
     generator = torch.Generator().manual_seed(3)
     return torch.randn(rows, width, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int, *, width: int = WIDTH) -> list[float]:
+def train(model, optimizer, steps, *, width=WIDTH):
     x, y = problem(width)
     losses = []
     for _ in range(steps):
@@ -66,11 +61,11 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, *, width: int = WI
     return losses
 
 
-def sgd(model: nn.Module) -> Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -80,14 +75,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-def held(
-    kind: str = "sgd",
-    where: Any = NAMES,
-    *,
-    model: Any = None,
-    lr: float | None = None,
-    **options: Any,
-) -> tuple[Any, Optimizer, Constraint]:
+def held(kind="sgd", where=NAMES, *, model=None, lr=None, **options):
     """A model (`Mixed`), an optimizer of all its parameters, and the constraint on the weights."""
     model = Mixed() if model is None else model
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
@@ -96,17 +84,13 @@ def held(
     return model, optimizer, constrain_(model, optimizer, where=where, **options)
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_state(one, other):
     """Whether two models, or their state dicts, hold the same numbers bit for bit."""
     states = [part if isinstance(part, dict) else part.state_dict() for part in (one, other)]
     return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def goes_on_bit_for_bit(
-    build: Callable[[], tuple[Any, Optimizer]],
-    attach: Callable[[Any, Optimizer], Constraint],
-    train: Callable[[Any, Optimizer, int], list[float]],
-) -> None:
+def goes_on_bit_for_bit(build, attach, train):
     """A run that is saved after some steps and loaded before attaching takes the same next steps."""
     model, optimizer = build()
     attach(model, optimizer)

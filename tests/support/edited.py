@@ -1,16 +1,11 @@
 """Change a JSON file in place."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 
 @contextmanager
-def edited(file: Path) -> Iterator[dict[str, Any]]:
+def edited(file):
     """Give the object of a JSON file, and write back what became of it."""
     record = json.loads(file.read_text())
     yield record

@@ -1,34 +1,29 @@
 """Ten families of models that nobody here wrote, two layers each, as their libraries initialise
 them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
 import transformers
 from torch import nn
 
-from wellposed.certification import Certificate, certify
+from wellposed.certification import certify
 
 from . import hugging_face as hf
 
 WIDTH = 16
 
 
-def _torch_encoder(*, norm_first: bool) -> nn.Module:
+def _torch_encoder(*, norm_first):
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, norm_first=norm_first)
     return nn.TransformerEncoder(layer, hf.LAYERS, enable_nested_tensor=False)
 
 
-def _build(name: str, config: Any) -> nn.Module:
+def _build(name, config):
     if name in ("BartEncoder", "MarianEncoder"):
         return getattr(transformers, name.replace("Encoder", "Model"))(config).get_encoder()
     return getattr(transformers, name)(config)
 
 
-_CONFIGURED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+_CONFIGURED = {
     "BERT": (hf.bert_config, {"layer_norm_eps": 1e-12}, ["BertModel", "BertForSequenceClassification"]),
     "RoBERTa": (hf.roberta_config, {"layer_norm_eps": 1e-5}, ["RobertaModel", "RobertaForSequenceClassification"]),
     "DistilBERT": (hf.distilbert_config, {}, ["DistilBertModel", "DistilBertForSequenceClassification"]),
@@ -47,7 +42,7 @@ _CONFIGURED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
 }  # fmt: skip
 """Family -> configuration, the options of the library's own, and classes."""
 
-FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
+FAMILIES = {
     family: {
         name: lambda name=name, config=config, options=options: _build(
             name, config(WIDTH, **options)
@@ -64,7 +59,7 @@ FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
 }
 
 
-def models() -> Iterator[tuple[str, str, nn.Module]]:
+def models():
     """Yield family, class and model, in eval mode, the same at each call."""
     for family, builders in FAMILIES.items():
         for name, build in builders.items():
@@ -72,13 +67,13 @@ def models() -> Iterator[tuple[str, str, nn.Module]]:
             yield family, name, build().eval()
 
 
-def certificates(model: nn.Module) -> tuple[Certificate, Certificate]:
+def certificates(model):
     """Return the certificates on all inputs and on the unit ball."""
     everywhere = certify(model, seq_len=hf.MAX_TOKENS, cross_check=False)
     return everywhere, certify(model, seq_len=hf.MAX_TOKENS, radius=1.0, cross_check=False)
 
 
-def table() -> str:
+def table():
     """Return what `certify` answers for each, as a Markdown table."""
     rows = ["| family | model | `certify` |", "|---|---|---|"]
     for family, name, model in models():

@@ -1,12 +1,9 @@
 """A small table of films, good and bad."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 
-def write_films(path: Path, good: str = "good") -> Path:
+def write_films(path, good="good"):
     """Write 80 labelled texts of four words, whose third tells the label."""
     rng = random.Random(0)
     rows = [

@@ -1,8 +1,5 @@
 """Finished runs of studies, made up rather than trained."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
 
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
@@ -10,15 +7,8 @@ from wellposed_studies.study import FinishedRun
 
 
 def finished(
-    task: str,
-    variant: str,
-    metrics: Mapping[str, float],
-    *,
-    depth: int = 1,
-    seed: int = 0,
-    reference: Mapping[str, float] | None = None,
-    folder: Path = Path("nowhere") / "gamma0.5",
-) -> FinishedRun:
+    task, variant, metrics, *, depth=1, seed=0, reference=None, folder=Path("nowhere") / "gamma0.5"
+):
     """Return a run of a variant with these metrics; without any it diverged."""
     model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
     config = RunConfig(task, variant=variant, model=model, train=train)
@@ -33,6 +23,6 @@ def finished(
     )
 
 
-def written(folder: Path) -> dict[Path, int]:
+def written(folder):
     """Return when each result below a folder was written: the same where nothing trained again."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}

@@ -1,7 +1,5 @@
 """A page of a report as a reader's program sees it."""
 
-from __future__ import annotations
-
 import base64
 import csv
 from html.parser import HTMLParser
@@ -12,7 +10,7 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 class Page(HTMLParser):
     """Collects what a page holds and checks that every element is closed in order."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.open: list[str] = []
         self.ids: list[str] = []
@@ -23,7 +21,7 @@ class Page(HTMLParser):
         self.close()
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.setdefault(tag, []).append(values)
         if values.get("id"):
@@ -31,28 +29,28 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
         if tag not in VOID:
             self.open.pop()
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.open and self.open[-1] == "script":
             self.script += data
         elif not self.open or self.open[-1] != "style":
             self.words += data
 
-    def csv(self, name: str) -> list[dict[str, str]]:
+    def csv(self, name):
         """Return the rows of a CSV file inside the page."""
         (address,) = {a["href"] for a in self.tags["a"] if a.get("download") == f"{name}.csv"}
         kind, _, content = str(address).partition(",")
         assert kind == "data:text/csv;charset=utf-8;base64"
         return list(csv.DictReader(base64.b64decode(content, validate=True).decode().splitlines()))
 
-    def csv_names(self) -> list[str]:
+    def csv_names(self):
         """Return the names of the CSV files inside the page."""
         names = (str(a.get("download") or "") for a in self.tags.get("a", []))
         return [name.removesuffix(".csv") for name in names if name]

@@ -1,13 +1,7 @@
 """Small models of transformers, and the parts of them that `certify` has rules for, with random
 weights."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import transformers
-from torch import nn
 from transformers import activations, pytorch_utils
 from transformers.models.bart import modeling_bart as bart
 from transformers.models.bert import modeling_bert as bert
@@ -25,7 +19,7 @@ from .sample import MAX_TOKENS, Sample, awake
 LAYERS = 2
 
 
-def _sizes(width: int, **options: Any) -> dict[str, Any]:
+def _sizes(width, **options):
     return {
         "hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 2 * width,
         "vocab_size": 11, "num_labels": 3, "max_position_embeddings": MAX_TOKENS, "pad_token_id": 0,
@@ -33,50 +27,50 @@ def _sizes(width: int, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bert_config(width: int, **options: Any) -> transformers.BertConfig:
+def bert_config(width, **options):
     return transformers.BertConfig(**_sizes(width, **{"layer_norm_eps": 0.1, **options}))
 
 
-def roberta_config(width: int, **options: Any) -> transformers.RobertaConfig:
+def roberta_config(width, **options):
     # Its positions start behind the padding id.
     sizes = {"layer_norm_eps": 0.1, "max_position_embeddings": MAX_TOKENS + 1, **options}
     return transformers.RobertaConfig(**_sizes(width, **sizes))
 
 
-def distilbert_config(width: int, **options: Any) -> transformers.DistilBertConfig:
+def distilbert_config(width, **options):
     return transformers.DistilBertConfig(**{
         "dim": width, "n_layers": LAYERS, "n_heads": 2, "hidden_dim": 2 * width, "vocab_size": 11, "num_labels": 3,
         "max_position_embeddings": MAX_TOKENS, **options,
     })  # fmt: skip
 
 
-def gpt2_config(width: int, **options: Any) -> transformers.GPT2Config:
+def gpt2_config(width, **options):
     return transformers.GPT2Config(**{
         "n_embd": width, "n_layer": LAYERS, "n_head": 2, "n_positions": MAX_TOKENS, "vocab_size": 11, "num_labels": 3,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "layer_norm_epsilon": 0.1, **options,
     })  # fmt: skip
 
 
-def llama_config(width: int, **options: Any) -> transformers.LlamaConfig:
+def llama_config(width, **options):
     return transformers.LlamaConfig(
         **_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options})
     )
 
 
-def phi3_config(width: int, **options: Any) -> transformers.Phi3Config:
+def phi3_config(width, **options):
     return transformers.Phi3Config(
         **_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options})
     )
 
 
-def t5_config(width: int, **options: Any) -> transformers.T5Config:
+def t5_config(width, **options):
     return transformers.T5Config(**{
         "d_model": width, "d_kv": width // 2, "d_ff": 2 * width, "num_layers": LAYERS, "num_heads": 2, "vocab_size": 11,
         "layer_norm_epsilon": 0.1, "initializer_factor": 0.3, "num_labels": 3, **options,
     })  # fmt: skip
 
 
-def vit_config(width: int, **options: Any) -> transformers.ViTConfig:
+def vit_config(width, **options):
     """Five patches side by side, of as many numbers as a token has (8: 2 channels of 2 x 2
     pixels)."""
     return transformers.ViTConfig(**{
@@ -86,7 +80,7 @@ def vit_config(width: int, **options: Any) -> transformers.ViTConfig:
     })  # fmt: skip
 
 
-def bart_config(width: int, **options: Any) -> transformers.BartConfig:
+def bart_config(width, **options):
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder")
              for name, value in (("layers", LAYERS), ("attention_heads", 2), ("ffn_dim", 2 * width))}  # fmt: skip
     return transformers.BartConfig(
@@ -94,7 +88,7 @@ def bart_config(width: int, **options: Any) -> transformers.BartConfig:
     )
 
 
-def marian_config(width: int, **options: Any) -> transformers.MarianConfig:
+def marian_config(width, **options):
     sizes = {
         name: value
         for name, value in bart_config(width).to_diff_dict().items()
@@ -107,7 +101,7 @@ def marian_config(width: int, **options: Any) -> transformers.MarianConfig:
 _IN_FLOAT32 = (llama_config, phi3_config, t5_config)
 
 
-def _model(kind: Callable[[Any], nn.Module], config: Callable[..., Any], **how: Any) -> Sample:
+def _model(kind, config, **how):
     options = how.pop("options", {})
     asked = {
         "keeps_width": False,
@@ -118,19 +112,17 @@ def _model(kind: Callable[[Any], nn.Module], config: Callable[..., Any], **how: 
     return Sample(lambda width: awake(kind(config(width, **options))), **asked)
 
 
-def _layer(
-    kind: Callable[[Any], nn.Module], config: Callable[..., Any], path: str, **how: Any
-) -> Sample:
+def _layer(kind, config, path, **how):
     """A part of a model, whose configuration only the model completes."""
     asked = {"keeps_width": False, "in_float32": config in _IN_FLOAT32, **how}
     return Sample(lambda width: awake(kind(config(width))).get_submodule(path), **asked)
 
 
-def _two_sequences(kind: Callable[[Any], nn.Module], config: Callable[..., Any]) -> Sample:
+def _two_sequences(kind, config):
     return _model(kind, config, certifiable=False, two_inputs=True)
 
 
-HUGGING_FACE: dict[type[nn.Module], list[Sample]] = {
+HUGGING_FACE = {
     bert.BertModel: [_model(bert.BertModel, bert_config, options={"hidden_act": "gelu_new"})],
     bert.BertForSequenceClassification: [_model(bert.BertForSequenceClassification, bert_config)],
     bert.BertLayer: [_layer(bert.BertModel, bert_config, "encoder.layer.0", needs_ball=True, keeps_width=True)],

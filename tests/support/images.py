@@ -1,15 +1,10 @@
 """Small models of images with random weights, and folders of coloured images for each class."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import transformers
 from PIL import Image
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
     "patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
@@ -20,13 +15,13 @@ CONFIGS = {
 }
 
 
-def image_config(folder: Path, family: str = "vit", **changes: Any) -> Path:
+def image_config(folder, family="vit", **changes):
     """Write the ``config.json`` of a small model; return its path."""
     CONFIGS[family](**{**SIZES, **changes}).save_pretrained(folder)
     return folder / "config.json"
 
 
-def class_folders(root: Path, *, count: int = 24) -> Path:
+def class_folders(root, *, count=24):
     """Write red cats and green dogs of many sizes, as png and jpg, some of them deeper."""
     draw = np.random.default_rng(0)
     for channel, name in enumerate(("cat", "dog")):

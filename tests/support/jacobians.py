@@ -1,19 +1,14 @@
 """Slow, obvious references: attention written out, its Jacobian, and the three norms of a
 Jacobian."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 
-def l2_attention(
-    x: Tensor, w: Tensor, r: Tensor, o: Tensor, bias: Tensor, tau: float = 1.0
-) -> Tensor:
+def l2_attention(x, w, r, o, bias, tau=1.0):
     """sum_h softmax(-tau |z_i - z_j|^2 + b_ij) z_h R_h W_O,h with z_h = x W_h; x (N, D), bias (N,
     N), -inf = masked."""
     z = torch.einsum("nD,hDd->hnd", x, w)
@@ -22,15 +17,7 @@ def l2_attention(
     return torch.einsum("hij,hjd,hde,hef->if", p, z, r, o)
 
 
-def dot_product_attention(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    bias: Tensor,
-    query_bias: Tensor | None = None,
-) -> Tensor:
+def dot_product_attention(x, q, k, v, o, bias, query_bias=None):
     queries = torch.einsum("nD,hDd->hnd", x, q)
     if query_bias is not None:
         queries = queries + query_bias[:, None]
@@ -39,18 +26,8 @@ def dot_product_attention(
     return torch.einsum("hij,jD,hDd,hde->ie", p, x, v, o)
 
 
-def cosine_attention(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    bias: Tensor,
-    eps: float,
-    tau: float,
-    nu: float = 1.0,
-) -> Tensor:
-    def unit(a: Tensor) -> Tensor:
+def cosine_attention(x, q, k, v, o, bias, eps, tau, nu=1.0):
+    def unit(a):
         return a / (a.square().sum(-1, keepdim=True) + eps).sqrt()
 
     queries, keys, values = (unit(torch.einsum("nD,hDd->hnd", x, m)) for m in (q, k, v))
@@ -58,22 +35,22 @@ def cosine_attention(
     return nu * torch.einsum("hij,hjd,hde->ie", p, values, o)
 
 
-def jacobians(function, *batched: Tensor) -> Tensor:
+def jacobians(function, *batched):
     """d function / d first argument for a batch: (B, N_out, E, N, D)."""
     return torch.func.vmap(torch.func.jacrev(function))(*batched)
 
 
-def norm_two(jacobian: Tensor) -> Tensor:
+def norm_two(jacobian):
     batch = jacobian.shape[0]
     size = jacobian.shape[1] * jacobian.shape[2]
     return torch.linalg.svdvals(jacobian.reshape(batch, size, -1))[:, 0]
 
 
-def norm_inf(jacobian: Tensor) -> Tensor:
+def norm_inf(jacobian):
     return jacobian.abs().sum((-1, -2)).flatten(1).amax(1)
 
 
-def norm_tok(jacobian: Tensor, rounds: int = 10) -> Tensor:
+def norm_tok(jacobian, rounds=10):
     """Largest |sum_j J_ij delta_j| with every |delta_j| <= 1, by alternating maximisation (from
     below)."""
     with torch.no_grad():
@@ -86,7 +63,7 @@ def norm_tok(jacobian: Tensor, rounds: int = 10) -> Tensor:
     return torch.einsum("btij,btfij->btf", delta, jacobian).norm(dim=-1).amax(1)
 
 
-def mask_bias(kind: str, n: int, generator: torch.Generator | None = None) -> Tensor:
+def mask_bias(kind, n, generator=None):
     """0 where a query may attend, -inf elsewhere; the diagonal is always kept."""
     if kind == "full":
         allowed = torch.ones(n, n, dtype=torch.bool)
@@ -98,7 +75,7 @@ def mask_bias(kind: str, n: int, generator: torch.Generator | None = None) -> Te
 
 
 @pytest.fixture(scope="session")
-def reference() -> SimpleNamespace:
+def reference():
     return SimpleNamespace(
         l2_attention=l2_attention,
         dot_product_attention=dot_product_attention,

@@ -4,8 +4,6 @@ Each run is a process of its own, forked from this one once the imports are done
 trains.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -21,11 +19,11 @@ from tools.faults.toys import copied, leaves, write_data
 from wellposed.cli import main
 
 
-def killed_at_rename(words: list[str], number: int, is_after: int) -> int:
+def killed_at_rename(words, number, is_after):
     """Run a command and die just before or after the rename with this number, counted from 0."""
     rename, count = Path.replace, itertools.count()
 
-    def replace(path: Path, target: Path) -> Path:
+    def replace(path, target):
         here = next(count) == number
         if here and not is_after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -38,7 +36,7 @@ def killed_at_rename(words: list[str], number: int, is_after: int) -> int:
     return main(words)
 
 
-def outcomes(folder: Path) -> list[dict[str, object]]:
+def outcomes(folder):
     """Kill a run that ends, before and after each rename; every start has the last ones alone to
     do."""
     toys, log = write_data(folder), folder / "log"

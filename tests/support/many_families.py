@@ -1,15 +1,10 @@
 """Small random models of many families, most of which no file of the library names."""
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers as hf
-from torch import Tensor, nn
 
 from .tiny import options
 
@@ -31,7 +26,7 @@ SEQ2SEQ = {
     "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "PLAIN": PLAIN,
     "GROUPED": {**PLAIN, "num_key_value_heads": 2},
     "SMALL": SMALL,
@@ -114,10 +109,10 @@ segformer       Segformer num_encoder_blocks=2 depths=[1,1] sr_ratios=[2,1] hidd
 """Name, classes of transformers without Model and Config, sizes, and further options."""
 
 
-def model(family: str, *written: str) -> Callable[[], nn.Module]:
+def model(family, *written):
     """Return what builds a model of transformers, by the words of a line of the table."""
 
-    def build() -> nn.Module:
+    def build():
         torch.manual_seed(0)
         config = getattr(hf, f"{family}Config")
         sizes = [SIZES[word] if word in SIZES else options(word) for word in written]
@@ -126,19 +121,19 @@ def model(family: str, *written: str) -> Callable[[], nn.Module]:
     return build
 
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES = {
     name: model(*words)
     for name, *words in map(str.split, re.sub("\n +", " ", _TABLE).strip().splitlines())
 }
 
-BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
+BATCHES = {
     "perceiver": lambda: {"inputs": torch.randn(1, 6, 16)},
     "segformer": lambda: {"pixel_values": torch.randn(1, 3, 16, 16)},
 }
 """What models eat whose configuration does not say it."""
 
 
-def batch_of(name: str, model: Any) -> dict[str, Tensor]:
+def batch_of(name, model):
     """Return a batch for a model of a family."""
     if name in BATCHES:
         return BATCHES[name]()
@@ -158,7 +153,7 @@ NO_ROLE = "weights match no role, so the rule does not say what to do with them"
 VERBS = ("find_roles", "penalize", "constrain", "measure", "affinity", "t_fixup")
 UNTRIED = ("wav2vec2", "hubert")
 """Those that eat neither tokens nor images: they need longer inputs to train."""
-REFUSED: dict[tuple[str, str], str] = {
+REFUSED = {
     ("gpt-oss", "affinity"): UNSEEN,  # its softmax has a column more, the sink
     ("funnel", "affinity"): UNSEEN,  # its queries are pooled, so that weights are not square
     ("longformer", "affinity"): UNSEEN,  # its softmax is over windows
@@ -186,11 +181,11 @@ REFUSED: dict[tuple[str, str], str] = {
 """What each verb cannot do, and a part of the message that says so."""
 
 
-def verbs_table() -> str:
+def verbs_table():
     """Return what each verb does with each family as Markdown, from the truth that tests hold."""
     reasons = list(dict.fromkeys(REFUSED.values()))
 
-    def cell(name: str, verb: str) -> str:
+    def cell(name, verb):
         if name in UNTRIED and verb != "find_roles":
             return "not tried"
         reason = REFUSED.get((name, verb))

@@ -1,19 +1,16 @@
 """The three sets of McGrath (2024) at toy size."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 WORDS = ["good", "bad", "film", "cat", "dog", "sits", "runs", "who", "what", "where", "old", "new"]
 
 
-def write_minbert(folder: Path) -> Path:
+def write_minbert(folder):
     """Write forty rows of each set, and twenty-four dev rows, in which the label can be read off
     the words."""
     draw = random.Random(0)
 
-    def words() -> str:
+    def words():
         return " ".join(draw.choices(WORDS, k=5))
 
     for split, count in (("train", 40), ("dev", 24)):

@@ -1,7 +1,5 @@
 """A tracker of Accelerate that keeps everything it is told."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +11,9 @@ class Notebook(GeneralTracker):
 
     name = "notebook"
     requires_logging_directory = False
-    records: ClassVar[list[Notebook]] = []
+    records: ClassVar = []
 
-    def __init__(self, *place: Any, **options: Any) -> None:
+    def __init__(self, *place, **options):
         super().__init__()
         self.place, self.options = place, options
         self.config: dict[str, Any] | None = None
@@ -25,19 +23,19 @@ class Notebook(GeneralTracker):
         Notebook.records.append(self)
 
     @property
-    def tracker(self) -> Notebook:
+    def tracker(self):
         return self
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values):
         self.config = values
 
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+    def log(self, values, step=None, **_):
         print("a line for standard output")
         assert step is not None
         self.rows.append((step, values))
 
-    def log_images(self, values: dict[str, np.ndarray], step: int | None = None, **_: Any) -> None:
+    def log_images(self, values, step=None, **_):
         self.shown |= values
 
-    def finish(self) -> None:
+    def finish(self):
         self.finished = True

@@ -1,16 +1,13 @@
 """A device mesh of this process alone, so that sharded weights (DTensor) need no other."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 
 @contextmanager
-def one_mesh(*sizes: int) -> Iterator[DeviceMesh]:
+def one_mesh(*sizes):
     """Yield a mesh over the CPU whose only rank is this process; of 1 x ... x 1 ranks where nothing
     is said."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

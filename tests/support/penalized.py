@@ -1,20 +1,14 @@
 """A small BERT, one step of training it, and an attention without softmax."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import BertConfig, BertModel
-
-from wellposed.penalize import OrthogonalityPenalty
 
 ALL = {"affinity": 1e-2, "attention": 1e-2, "feedforward": 1e-2}
 
 
-def bert(**options: Any) -> BertModel:
+def bert(**options):
     config = BertConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24,
         max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
@@ -22,16 +16,14 @@ def bert(**options: Any) -> BertModel:
     return BertModel(config).train()
 
 
-def batch(rows: int = 3) -> dict[str, Tensor]:
+def batch(rows=3):
     mask = torch.ones(rows, 9, dtype=torch.long)
     mask[1, 6:] = 0
     mask[3:, 3:] = 0
     return {"input_ids": torch.randint(1, 30, (rows, 9)), "attention_mask": mask}
 
 
-def after_forward(
-    model: nn.Module, penalty: OrthogonalityPenalty, inputs: dict[str, Tensor]
-) -> Tensor:
+def after_forward(model, penalty, inputs):
     """The penalty, read while the outputs keep what it watched alive."""
     output = model(**inputs)
     value = penalty()
@@ -39,9 +31,7 @@ def after_forward(
     return value
 
 
-def step(
-    model: nn.Module, penalty: OrthogonalityPenalty, inputs: dict[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def step(model, penalty, inputs):
     model.zero_grad()
     loss = model(**inputs)[0].square().mean() + penalty()
     loss.backward()
@@ -53,12 +43,12 @@ def step(
 class Hidden(nn.Module):
     """An attention that uses no softmax, with names we know."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_heads = 2
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scores = (self.q_proj(x) @ self.k_proj(x).mT).exp()
         return self.o_proj(scores / scores.sum(-1, keepdim=True) @ self.v_proj(x))
 
@@ -66,12 +56,12 @@ class Hidden(nn.Module):
 class Mixer(nn.Module):
     """An attention of one's own, with torch's kernel or a softmax in the open."""
 
-    def __init__(self, *, fused: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, *, fused=True, dropout=0.0):
         super().__init__()
         self.num_heads, self.fused, self.dropout = 2, fused, dropout
         self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         if self.fused:
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)

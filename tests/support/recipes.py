@@ -1,15 +1,13 @@
 """What every recipe has to leave behind, whatever it shows."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
 
-from wellposed.recipes.reproduce import RECIPES, Reproduced, Request
+from wellposed.recipes.reproduce import RECIPES, Request
 
 
-def check_reproduced(done: Reproduced) -> None:
+def check_reproduced(done):
     """Compare the three files with the result: every row in the table, every panel drawn, no
     verdict at toy scale."""
     table, figure, claim = done.files

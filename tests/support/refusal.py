@@ -1,18 +1,15 @@
 """What an error says, part by part."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from wellposed.errors import ConfigError, DataError, ShapeError, WellposedError
+from wellposed.errors import ConfigError, DataError, ShapeError
 
 
 @contextmanager
-def refused(*parts: object, kind: type[WellposedError] = DataError) -> Iterator[None]:
+def refused(*parts, kind=DataError):
     """Expect an error of ``kind`` that holds every one of ``parts``."""
     with pytest.raises(kind) as caught:
         yield
@@ -20,7 +17,7 @@ def refused(*parts: object, kind: type[WellposedError] = DataError) -> Iterator[
         assert str(part) in str(caught.value)
 
 
-def each_refused(kind: type[WellposedError], calls: dict[str, Callable[[], object]]) -> None:
+def each_refused(kind, calls):
     """Expect ``kind`` of every call, each listed under a pattern that its message holds."""
     for message, call in calls.items():
         with pytest.raises(kind, match=message):

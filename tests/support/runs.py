@@ -1,17 +1,11 @@
 """What tests ask of run folders: their rows, their weights, and the ways in which they end early."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
 from safetensors.torch import load_file
 from tests.support import stub_task
 
@@ -21,7 +15,7 @@ from wellposed.training.loop.processes import StopRequest
 TIMING = ("seconds", "tokens_per_second")
 
 
-def rows(folder: Path, split: str = "") -> list[dict[str, Any]]:
+def rows(folder, split=""):
     """Return the rows of metrics (of one split) without what a clock decides."""
     return [
         {key: value for key, value in row.items() if key not in TIMING}
@@ -30,24 +24,24 @@ def rows(folder: Path, split: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def final(folder: Path) -> dict[str, torch.Tensor]:
+def final(folder):
     """Return the tensors of ``final/``."""
     return load_file(folder / "final" / "model.safetensors")
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def same(left, right):
     """Return whether two sets of tensors agree in every name and bit."""
     return left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, ask: int) -> None:
+def stop_at(monkeypatch, ask):
     """Make the run believe a signal came when it asks for the n-th time whether one did."""
     asked = iter(range(1, 10_000))
     requested = property(lambda _: next(asked) >= ask, lambda *_: None)
     monkeypatch.setattr(StopRequest, "requested", requested, raising=False)
 
 
-def assert_resumed_bit_for_bit(config: Any, folder: Path) -> None:
+def assert_resumed_bit_for_bit(config, folder):
     """Run ``config``, and again from a checkpoint in the middle: model, optimizer and final weights
     agree."""
     run, again = folder / "run", folder / "again"
@@ -59,21 +53,21 @@ def assert_resumed_bit_for_bit(config: Any, folder: Path) -> None:
     assert_same_files(run, again)
 
 
-def assert_same_files(run: Path, other: Path) -> None:
+def assert_same_files(run, other):
     """Compare the last checkpoint and the final weights byte for byte."""
     for name in ("checkpoint-12/model", "checkpoint-12/optimizer", "final/model"):
         file = f"{name}.safetensors"
         assert (run / file).read_bytes() == (other / file).read_bytes(), file
 
 
-def flip(path: Path) -> None:
+def flip(path):
     """Change one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def start_stub(*words: object) -> subprocess.Popen[str]:
+def start_stub(*words):
     """Start the script of the stub in a process of its own."""
     return subprocess.Popen(
         [sys.executable, stub_task.__file__, *map(str, words)],
@@ -84,7 +78,7 @@ def start_stub(*words: object) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
+def wait_for_rows(process, out, count):
     """Wait until the run has logged ``count`` rows."""
     path, deadline = out / "metrics.jsonl", time.monotonic() + 120
     while not (path.exists() and path.read_bytes().count(b"\n") >= count):

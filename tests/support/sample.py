@@ -1,10 +1,7 @@
 """One way to build a small module of a class, and how to call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +15,7 @@ from wellposed.models import (
 )
 from wellposed.nn import InjectiveResidual, ReZeroResidual
 
-ALL_NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
+ALL_NORMS = ("tok", "inf", 2)
 MAX_TOKENS = 64
 """Longest sequence that every sample takes."""
 
@@ -55,12 +52,12 @@ class Sample:
     """False: it runs inside its model only, which hands it more than hidden states."""
 
     @property
-    def attackable(self) -> bool:
+    def attackable(self):
         """There is a certificate, and a call that it speaks of."""
         return self.certifiable and self.runs_alone
 
 
-def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
+def output_of(module, x, **how):
     """Call a module of any sample with embedded tokens and return the tensor that its certificate
     speaks of."""
     grid = patch_grid(module)
@@ -82,7 +79,7 @@ def output_of(module: nn.Module, x: Tensor, **how: Any) -> Tensor:
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
-def awake(module: nn.Module) -> nn.Module:
+def awake(module):
     """Move what starts at zero or one (residual scales, gains, biases) to random values; return it
     in eval mode."""
     with torch.no_grad():

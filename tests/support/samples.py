@@ -4,25 +4,19 @@ can walk over rules.
 A rule that is registered for a new class needs a line here.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
 from wellposed import models
 from wellposed import nn as ours
-from wellposed.linalg import Norm
 from wellposed.models import TransJectConfig, WellposedConfig
 
 from .hugging_face import HUGGING_FACE
 from .sample import ALL_NORMS, MAX_TOKENS, Sample, awake
 
 
-def _config(width: int, **options: Any) -> WellposedConfig:
-    sizes: dict[str, Any] = {
+def _config(width, **options):
+    sizes = {
         "hidden_size": width, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 2 * width,
         "vocab_size": 11, "max_position_embeddings": MAX_TOKENS, "num_labels": 3, "layer_norm_eps": 0.1,
         "attention": "l2_tied",
@@ -30,70 +24,61 @@ def _config(width: int, **options: Any) -> WellposedConfig:
     return WellposedConfig(**{**sizes, **options})
 
 
-def _transject_config(width: int, **options: Any) -> TransJectConfig:
-    sizes: dict[str, Any] = {
+def _transject_config(width, **options):
+    sizes = {
         "hidden_size": width, "num_hidden_layers": 2, "vocab_size": 11, "max_position_embeddings": MAX_TOKENS,
         "num_labels": 3, "spectrum_norm": "trace", "residual": "sigmoid",
     }  # fmt: skip
     return TransJectConfig(**{**sizes, **options})
 
 
-def _plain(build: Callable[[int], nn.Module], **how: Any) -> Sample:
+def _plain(build, **how):
     return Sample(lambda width: awake(build(width)), **how)
 
 
-def _attention(
-    kind: Callable[..., nn.Module],
-    heads: int = 2,
-    *,
-    needs_ball: bool = False,
-    norms: tuple[Norm, ...] = ALL_NORMS,
-    **options: Any,
-) -> Sample:
+def _attention(kind, heads=2, *, needs_ball=False, norms=ALL_NORMS, **options):
     return _plain(lambda width: kind(width, heads, **options), needs_ball=needs_ball, norms=norms, takes_mask=True,
                   takes_causal=True)  # fmt: skip
 
 
-def _block(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
+def _block(kind, *, needs_ball=False, **options):
     return _plain(lambda width: kind(_config(width, **options)), needs_ball=needs_ball, takes_mask=True,
                   takes_causal=True)  # fmt: skip
 
 
-def _stack(*, is_causal: bool = False, needs_ball: bool = False, **options: Any) -> Sample:
+def _stack(*, is_causal=False, needs_ball=False, **options):
     return _plain(lambda width: ours.TransformerStack(_config(width, **options), is_causal=is_causal),
                   needs_ball=needs_ball, takes_mask=True)  # fmt: skip
 
 
-def _model(kind: Callable[[Any], nn.Module], *, needs_ball: bool = False, **options: Any) -> Sample:
+def _model(kind, *, needs_ball=False, **options):
     return _plain(lambda width: kind(_config(width, **options)), keeps_width=False, needs_ball=needs_ball,
                   takes_mask=True)  # fmt: skip
 
 
-def _transject(
-    kind: Callable[[Any], nn.Module], *, certifiable: bool = True, **options: Any
-) -> Sample:
+def _transject(kind, *, certifiable=True, **options):
     return _plain(lambda width: kind(_transject_config(width, **options)), keeps_width=False, certifiable=certifiable,
                   norms=("tok", 2), takes_mask=True)  # fmt: skip
 
 
-def _transject_stack(*, certifiable: bool = True, **options: Any) -> Sample:
-    settings: dict[str, Any] = {"spectrum_norm": "trace", "residual": "sigmoid", **options}
+def _transject_stack(*, certifiable=True, **options):
+    settings = {"spectrum_norm": "trace", "residual": "sigmoid", **options}
     return _plain(lambda width: ours.TransJectStack(width, 2, **settings), keeps_width=False, certifiable=certifiable,
                   norms=("tok", 2), takes_mask=True)  # fmt: skip
 
 
-def _contraction(width: int, **options: Any) -> ours.L2SelfAttention:
+def _contraction(width, **options):
     return ours.L2SelfAttention(
         width, 2, **{"contractive": 0.9, "max_tokens": MAX_TOKENS, **options}
     )
 
 
-def _shared_twice(width: int) -> nn.Module:
+def _shared_twice(width):
     layer = nn.Linear(width, width)
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
-def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
+def _encoder_layer(*, needs_ball=False, **options):
     sizes = {"batch_first": True, "layer_norm_eps": 0.1, "dropout": 0.1, **options}
     return _plain(
         lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, **sizes),
@@ -101,7 +86,7 @@ def _encoder_layer(*, needs_ball: bool = False, **options: Any) -> Sample:
     )
 
 
-def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -> ours.Block:
+def _ball_block(width, residual, **options):
     block = ours.Block(_config(width, norm="none"))
     block.attention = ours.BallAttention(width, 2, **options)
     block.feedforward = ours.MaxMinFeedForward(width, 2 * width)
@@ -109,7 +94,7 @@ def _ball_block(width: int, residual: Callable[[], nn.Module], **options: Any) -
     return block
 
 
-_TRANSJECT: dict[str, dict[str, Any]] = {
+_TRANSJECT = {
     "gram by its trace": {},
     "gram by its maximum": {"spectrum_norm": "max"},
     "learnt spectrum": {"spectrum": "random"},
@@ -117,31 +102,31 @@ _TRANSJECT: dict[str, dict[str, Any]] = {
     "fixed gates": {"num_experts": 2, "gating": "fixed", "residual": "rezero"},
     "dropout": {"dropout": 0.1},
 }
-_CAUSAL_TRANSJECT: dict[str, Any] = {
+_CAUSAL_TRANSJECT = {
     "spectrum": "random",
     "num_experts": 2,
     "gating": "fixed",
     "is_causal": True,
 }
-_POOLED: dict[str, Any] = {"num_experts": 2, "gating": "pooled"}
+_POOLED = {"num_experts": 2, "gating": "pooled"}
 
-_BLOCKS: list[dict[str, Any]] = [
+_BLOCKS = [
     {"norm": "none"}, {"norm": "pre"}, {"norm": "post"}, {"norm": "none", "residual": "rezero"},
     {"attention": "l2_contractive", "norm": "none"}, {"attention": "l2_contractive", "lipschitz_norm": "2"},
     {"attention": "cosine"}, {"attention": "cosine", "norm": "none", "activation": "relu"},
     {"dropout": 0.1, "attention_dropout": 0.1, "norm": "pre"}, {"query_width": 2, "norm": "pre"},
     {"norm": "dyt"},
 ]  # fmt: skip
-_BALL: list[dict[str, Any]] = [
+_BALL = [
     {"attention": "dot_product", "norm": "none"}, {"attention": "dot_product", "norm": "post", "qk_norm": True},
 ]  # fmt: skip
 
-ACTIVATIONS: list[Callable[[], nn.Module]] = [
+ACTIVATIONS = [
     nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softsign, nn.Softshrink, nn.Tanhshrink, nn.SiLU, nn.Mish, nn.Hardswish, nn.SELU,
     nn.Sigmoid, nn.Softplus, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardtanh, nn.GELU, nn.ELU, nn.LeakyReLU, nn.PReLU,
 ]  # fmt: skip
 
-SAMPLES: dict[type[nn.Module], list[Sample]] = {
+SAMPLES = {
     nn.Linear: [
         _plain(lambda width: nn.Linear(width, width)),
         _plain(lambda width: nn.Linear(width, width, bias=False)),

@@ -1,18 +1,16 @@
 """A task and a model as small as the loop allows; also run as a script, by the tests that signal or
 kill a process."""
 
-from __future__ import annotations
-
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar
 
 import jsonschema
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wellposed.errors import WellposedError
 from wellposed.tasks import Task
@@ -31,30 +29,30 @@ class StubTask(Task):
     higher_is_better: ClassVar = False
     sizes: ClassVar[Mapping[str, int]] = {"train": 23, "valid": 6, "test": 5}
 
-    def __init__(self, delay: float = 0.0) -> None:
+    def __init__(self, delay=0.0):
         self.delay = delay
         self.read: list[str] = []
         generator = torch.Generator().manual_seed(1)
 
-        def example() -> Tensor:
+        def example():
             length = int(torch.randint(2, 9, (1,), generator=generator))
             return torch.randint(1, VOCABULARY, (length,), generator=generator)
 
         self._data = {split: [example() for _ in range(size)] for split, size in self.sizes.items()}
 
-    def _build_tokenizer(self) -> NoReturn:
+    def _build_tokenizer(self):
         raise NotImplementedError("the stub has token ids and no text")
 
-    def model_kwargs(self) -> dict[str, Any]:
+    def model_kwargs(self):
         return {"vocab_size": VOCABULARY}
 
-    def dataset(self, split: str) -> Sequence[dict[str, list[int]]]:
+    def dataset(self, split):
         return [{"input_ids": tokens.tolist()} for tokens in self._data[split]]
 
-    def lengths(self, split: str) -> Sequence[int]:
+    def lengths(self, split):
         return [len(tokens) for tokens in self._data[split]]
 
-    def collate(self, examples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    def collate(self, examples):
         time.sleep(self.delay)
         longest = max(len(example["input_ids"]) for example in examples)
         input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
@@ -64,7 +62,7 @@ class StubTask(Task):
         labels = input_ids.masked_fill(mask == 0, -100)
         return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
-    def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+    def batches(self, split, batch_size, *, seed, epoch):
         self.read.append(split)
         order = list(range(len(self._data[split])))
         if split == "train":
@@ -72,9 +70,7 @@ class StubTask(Task):
             order = torch.randperm(len(order), generator=generator).tolist()
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
-    def loss_sum(
-        self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
+    def loss_sum(self, logits, batch, *, label_smoothing=0.0):
         labels = batch["labels"][:, 1:].reshape(-1)
         wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
         total = nn.functional.cross_entropy(
@@ -82,40 +78,36 @@ class StubTask(Task):
         )
         return total, (labels != -100).sum()
 
-    def metric_sums(
-        self, logits: Tensor, batch: Mapping[str, Tensor]
-    ) -> dict[str, tuple[float, float]]:
+    def metric_sums(self, logits, batch):
         total, count = self.loss_sum(logits, batch)
         return {"nats": (float(total), float(count))}
 
-    def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    def summarize(self, totals):
         return {name: total / count for name, (total, count) in totals.items()}
 
-    def reference(self) -> dict[str, float]:
+    def reference(self):
         return {"nats": 2.3}
 
-    def description(self) -> dict[str, Any]:
+    def description(self):
         return {"source": "stub"}
 
 
 class Block(nn.Module):
     """x + tanh(W x), with dropout."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width, dropout):
         super().__init__()
         self.inner = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.dropout(torch.tanh(self.inner(x)))
 
 
 class StubModel(nn.Module):
     """Embedding, blocks, and the embedding again as the output layer."""
 
-    def __init__(
-        self, width: int = 8, depth: int = 2, dropout: float = 0.0, extra_draws: int = 0
-    ) -> None:
+    def __init__(self, width=8, depth=2, dropout=0.0, extra_draws=0):
         super().__init__()
         torch.rand(extra_draws)
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -123,7 +115,7 @@ class StubModel(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+    def forward(self, input_ids, attention_mask):
         del attention_mask
         x = self.embedding(input_ids)
         for block in self.blocks:
@@ -131,14 +123,14 @@ class StubModel(nn.Module):
         return SimpleNamespace(logits=self.head(x))
 
 
-def make_model(config: RunConfig, task: Any) -> StubModel:
+def make_model(config, task):
     """Build the stub model with the width and dropout of ``config``."""
     return StubModel(config.model.hidden_size, config.model.num_hidden_layers, config.model.dropout)
 
 
-def make_config(*, dropout: float = 0.0, variant: str = "post_ln", **options: Any) -> RunConfig:
+def make_config(*, dropout=0.0, variant="post_ln", **options):
     """Return a configuration of a few steps."""
-    values: dict[str, Any] = {
+    values = {
         "steps": 12, "batch_size": 4, "eval_every": 4, "checkpoint_every": 4, "log_every": 2, "learning_rate": 0.05,
         "schedule": "constant",
     }  # fmt: skip
@@ -147,7 +139,7 @@ def make_config(*, dropout: float = 0.0, variant: str = "post_ln", **options: An
     return RunConfig("stub", variant=variant, model=model, train=train_options)
 
 
-def run(config: RunConfig, out: Path, **keywords: Any) -> Any:
+def run(config, out, **keywords):
     """Train the stub without a progress bar, and check the form of its result."""
     quiet = {"progress": False, "task": StubTask(), "model": make_model, "command": []}
     result = train(config, out, **{**quiet, **keywords})

@@ -1,13 +1,11 @@
 """What every verb does with a small random model of each family: tried, and written as a table."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 
 import wellposed as wp
 from wellposed.cli import main
@@ -52,24 +49,22 @@ DECODER = transformers.AutoModelForCausalLM
 SEQUENCES, PIXELS = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForImageClassification
 
 
-def _like(
-    kind: Any, config: transformers.PreTrainedConfig, **options: Any
-) -> transformers.PreTrainedConfig:
+def _like(kind, config, **options):
     """Return a configuration of another family with the sizes of ``config``."""
     sizes = {name: value for name, value in config.to_diff_dict().items() if name != "model_type"}
     return kind(**{**sizes, **options})
 
 
-def _gated(kind: Any) -> Callable[[], transformers.PreTrainedConfig]:
+def _gated(kind):
     return lambda: _like(kind, hf.llama_config(WIDTH, vocab_size=300, **POSITIONS))
 
 
-def _bart(kind: Any, **options: Any) -> transformers.PreTrainedConfig:
+def _bart(kind, **options):
     sizes = {**SEQ2SEQ, **POSITIONS, "vocab_size": 16, "forced_eos_token_id": None}
     return _like(kind, hf.bart_config(WIDTH), **sizes, **options)
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "BERT": Family(ENCODER, lambda: hf.bert_config(WIDTH, vocab_size=16, num_labels=2, **POSITIONS), *CLASSIFY),
     "RoBERTa": Family(
         ENCODER, lambda: hf.roberta_config(WIDTH, vocab_size=16, num_labels=2, max_position_embeddings=33), *CLASSIFY
@@ -96,7 +91,7 @@ class RefusedError(Exception):
     """The command ended with this message."""
 
 
-def build(family: str) -> Any:
+def build(family):
     """Return the model of a family, in eval mode, the same at each call."""
     torch.manual_seed(0)
     described = FAMILIES[family]
@@ -104,7 +99,7 @@ def build(family: str) -> Any:
         return described.auto.from_config(described.config()).eval()
 
 
-def batch(family: str) -> dict[str, Tensor]:
+def batch(family):
     """Return two inputs that the model of a family takes."""
     described = FAMILIES[family]
     torch.manual_seed(1)
@@ -115,7 +110,7 @@ def batch(family: str) -> dict[str, Tensor]:
     return tokens | ({"decoder_input_ids": ids[:, :4]} if described.auto is SEQUENCES else {})
 
 
-def _penalize(family: str) -> None:
+def _penalize(family):
     model = build(family)
     penalty = wp.OrthogonalityPenalty(model, affinity=1.0, attention=1.0, feedforward=1.0)
     value = model(**batch(family)).logits.square().mean() * 0 + penalty()
@@ -124,7 +119,7 @@ def _penalize(family: str) -> None:
     assert any(weight.grad is not None and weight.grad.any() for weight in model.parameters())
 
 
-def _constrain(family: str) -> None:
+def _constrain(family):
     model = build(family)
     optimizer = torch.optim.AdamW(wp.parameter_groups(model, 0.01, roles=("query", "key")), lr=1e-2)
     handle = wp.constrain_(model, optimizer, roles=("query", "key"))
@@ -133,13 +128,13 @@ def _constrain(family: str) -> None:
     assert handle.error().worst < 1e-5
 
 
-def _measure(family: str) -> None:
+def _measure(family):
     model = build(family)
     rows = wp.measure(model, batch(family)).table()
     assert all(role in rows for role in ("query", "key", "value", "feedforward_in"))
 
 
-def _certify(family: str) -> None:
+def _certify(family):
     model = build(family)
     certificate = wp.certify(model, seq_len=TOKENS, cross_check=False)
     if certificate.label == "uncertified":
@@ -148,7 +143,7 @@ def _certify(family: str) -> None:
         raise RefusedError(certificate.uncertified[0].reason)
 
 
-def _plug(family: str) -> None:
+def _plug(family):
     model, given = build(family), batch(family)
     with torch.no_grad():
         before = model(**given).logits
@@ -158,7 +153,7 @@ def _plug(family: str) -> None:
     assert not torch.equal(before, after)
 
 
-def _lora(family: str) -> None:
+def _lora(family):
     model = get_peft_model(build(family), LoraConfig(r=2, target_modules="all-linear"))
     wp.OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True, form="paper")().backward()
     named = model.named_parameters()
@@ -167,13 +162,13 @@ def _lora(family: str) -> None:
     assert all("lora_" in name for name in grown)
 
 
-def _t_fixup(family: str) -> None:
+def _t_fixup(family):
     model = build(family)
     wp.t_fixup_(model)
     assert torch.isfinite(model(**batch(family)).logits).all()
 
 
-def _train(family: str) -> None:
+def _train(family):
     described = FAMILIES[family]
     with _files(family) as (folder, data):
         once = "--steps 1 --epochs None --batch-size 4 --variant key:1e-2 --quiet"
@@ -182,7 +177,7 @@ def _train(family: str) -> None:
         assert (data / "run" / "final" / "README.md").is_file()
 
 
-def _predict(family: str) -> None:
+def _predict(family):
     with _files(family) as (folder, data):
         if FAMILIES[family].auto is PIXELS:
             from PIL import Image
@@ -195,7 +190,7 @@ def _predict(family: str) -> None:
         assert _command("predict", str(folder), *given).strip()
 
 
-VERBS: dict[str, Callable[[str], None]] = {
+VERBS = {
     "train --from": _train,
     "penalize": _penalize,
     "constrain": _constrain,
@@ -208,7 +203,7 @@ VERBS: dict[str, Callable[[str], None]] = {
 }
 
 
-def _command(*words: str) -> str:
+def _command(*words):
     """Run the command and return what it printed."""
     said, complained = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
@@ -219,7 +214,7 @@ def _command(*words: str) -> str:
 
 
 @contextlib.contextmanager
-def _files(family: str) -> Iterator[tuple[Path, Path]]:
+def _files(family):
     """Yield a folder with the model of a family and its tokenizer, and one with data for every
     task."""
     described = FAMILIES[family]
@@ -240,7 +235,7 @@ def _files(family: str) -> Iterator[tuple[Path, Path]]:
         yield folder, data
 
 
-def _tokenizer(described: Family) -> Any:
+def _tokenizer(described):
     if described.auto is ENCODER:
         return bert_words(WORDS)
     if described.auto is DECODER:
@@ -249,7 +244,7 @@ def _tokenizer(described: Family) -> Any:
     return word_level(WORDS, "$A </s>", **ends)
 
 
-def cell(family: str, verb: str) -> str:
+def cell(family, verb):
     """Try a verb on the model of a family: "yes", or the reason why not from what it says."""
     try:
         with warnings.catch_warnings():
@@ -260,18 +255,18 @@ def cell(family: str, verb: str) -> str:
     return "yes"
 
 
-def _reason(message: str) -> str:
+def _reason(message):
     """Return the first statement of a refusal, without paths of this machine."""
     first = re.sub(r"^(\S*/(model|data)\b|\w+): ", "", message.splitlines()[0])
     return re.split(r"; |:$", first)[0].rstrip(".")
 
 
-def row(family: str) -> list[str]:
+def row(family):
     """Return the cells of a family in the order of `VERBS`."""
     return [cell(family, verb) for verb in VERBS]
 
 
-def table(rows: dict[str, list[str]]) -> str:
+def table(rows):
     """Return rows as Markdown: yes, or the number of the reason below the table."""
     reasons = list(
         dict.fromkeys(cell for cells in rows.values() for cell in cells if cell != "yes")
@@ -286,7 +281,7 @@ def table(rows: dict[str, list[str]]) -> str:
     )
 
 
-def read_table(text: str) -> dict[str, list[str]]:
+def read_table(text):
     """Return the rows that a `table` was made of."""
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
     cells = [

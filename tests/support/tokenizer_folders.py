@@ -1,17 +1,10 @@
 """Tokenizers of the kinds that Hugging Face models come with, trained on a few lines."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 
-def byte_level_bpe(
-    lines: Sequence[str], *, size: int = 300
-) -> transformers.PreTrainedTokenizerFast:
+def byte_level_bpe(lines, *, size=300):
     """As that of GPT-2: byte-level merges, one special token, no padding token."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +20,7 @@ def byte_level_bpe(
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
-def word_level(words: Sequence[str], single: str, pair: str | None = None, **special: Any) -> Any:
+def word_level(words, single, pair=None, **special):
     """A vocabulary of words and of the special tokens, with the templates ``single`` and ``pair``
     around texts."""
     tokens = list(dict.fromkeys(special.values()))
@@ -44,7 +37,7 @@ def word_level(words: Sequence[str], single: str, pair: str | None = None, **spe
     )
 
 
-def bert_words(words: Sequence[str]) -> Any:
+def bert_words(words):
     """As that of BERT: pairs with token types."""
     return word_level(
         words, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1",

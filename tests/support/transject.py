@@ -1,9 +1,7 @@
 """TransJect models that the tests share: sizes, settings, a batch, and layers that are not the
 identity."""
 
-from __future__ import annotations
-
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn import functional as F
@@ -11,7 +9,7 @@ from torch.nn import functional as F
 from wellposed.models import TransJectConfig, TransJectModel
 from wellposed.nn import TransJectBlock
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 13,
     "max_position_embeddings": 12,
     "hidden_size": 16,
@@ -28,12 +26,12 @@ SETTINGS = [
 CONFIG = TransJectConfig(**SIZES, num_experts=2)
 
 
-def blocks(model: Any) -> list[TransJectBlock]:
+def blocks(model):
     body = model if isinstance(model, TransJectModel) else model.model
     return [cast(TransJectBlock, layer) for layer in body.stack.layers]
 
 
-def awake(model: Any, weight: float = 1.5) -> Any:
+def awake(model, weight=1.5):
     """Give every layer a residual weight, signs alternating, so that the model is far from the
     identity."""
     with torch.no_grad():
@@ -42,7 +40,7 @@ def awake(model: Any, weight: float = 1.5) -> Any:
     return model.eval()
 
 
-def slow_stack(stack: Any, x: torch.Tensor) -> torch.Tensor:
+def slow_stack(stack, x):
     """One sample, (tokens, d), by the formulas."""
     if hasattr(stack.spectrum, "basis"):
         u0 = stack.spectrum.basis.weight.T

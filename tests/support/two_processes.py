@@ -4,38 +4,34 @@ other.
 ``python two_processes.py COMMANDS.json``: a list of lists of words; prints the exit statuses.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from wellposed.cli import main
 
 
-def start_two(*words: str | Path) -> list[subprocess.Popen[str]]:
+def start_two(*words):
     """Start ``python WORDS`` twice, as two processes of one run on the CPU."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started: list[subprocess.Popen[str]] = []
+    started = []
     for rank in ("0", "1"):
         env = {**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
         started.append(subprocess.Popen([sys.executable, *map(str, words)], env=env, **pipes))
     return started
 
 
-def run_commands(commands: Sequence[Sequence[str]], folder: Path) -> tuple[list[int], str]:
+def run_commands(commands, folder):
     """Run the commands one after the other in two processes; return the first one's exit statuses
     and messages."""
     listed = folder / "commands.json"
@@ -53,7 +49,7 @@ def run_commands(commands: Sequence[Sequence[str]], folder: Path) -> tuple[list[
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    codes: list[int] = []
+    codes = []
     for words in json.loads(Path(sys.argv[1]).read_text()):
         if any(codes):  # a refused process leaves the other at a barrier, where it would wait
             break

@@ -1,26 +1,20 @@
 """Words of a command line, written as one types them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
-
-import pytest
 
 TINY = "--model.hidden-size 16 --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
 """Options of a model that trains in no time."""
 
 
-def words(*parts: str | Sequence[object]) -> list[str]:
+def words(*parts):
     """Return the words of texts, split at white space, and the items of lists as they are."""
     return [
         str(word) for part in parts for word in (part.split() if isinstance(part, str) else part)
     ]
 
 
-def succeed(*parts: str | Sequence[object]) -> None:
+def succeed(*parts):
     """Run the command of these words, which must end well."""
     from wellposed.cli import main
 
@@ -28,7 +22,7 @@ def succeed(*parts: str | Sequence[object]) -> None:
     assert main(typed) == 0, typed
 
 
-def python(*parts: str | Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+def python(*parts, **options):
     """Run a fresh Python with these words; ``options`` are those of `subprocess.run`."""
     options = {"capture_output": True, "text": True, "check": False, **options}
     return subprocess.run([sys.executable, *words(*parts)], **options)
@@ -37,12 +31,10 @@ def python(*parts: str | Sequence[object], **options: Any) -> subprocess.Complet
 class Cli:
     """The command in this process, and what it says."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capsys):
         self._capsys = capsys
 
-    def __call__(
-        self, *parts: str | Sequence[object], status: int | None = 0
-    ) -> pytest.CaptureResult[str]:
+    def __call__(self, *parts, status=0):
         """Return what the command of these words says, which must end with ``status``
         (None: 1 or 2)."""
         from wellposed.cli import main

@@ -4,21 +4,17 @@ a parent of two.
 ``python worker_jobs.py FOLDER``
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from wellposed.compare.runs import Workers
 from wellposed.errors import DataError
 
 
-def one_of_two(folder: Path, turn: Any, way: str, stop: Callable[[], bool]) -> None:
+def one_of_two(folder, turn, way, stop):
     """Fail in the first process ``way``; the second waits until it is asked to stop, or else works
     to its end."""
     with turn.get_lock():
@@ -34,7 +30,7 @@ def one_of_two(folder: Path, turn: Any, way: str, stop: Callable[[], bool]) -> N
     (folder / way).write_text("stopped" if stop() else "finished")
 
 
-def wait_for_stop(folder: Path, stop: Callable[[], bool]) -> None:
+def wait_for_stop(folder, stop):
     """Say that this process is at work, and how its work ended."""
     mine = folder / str(os.getpid())
     mine.write_text("at work")

@@ -1,8 +1,6 @@
 """Tiny random models of every family, with what a reader of their code would say their weights
 are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -54,12 +52,12 @@ class Entry:
 class TimmAttention(nn.Module):
     """A block with timm's names: fused ``qkv``, ``proj``, and SDPA."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_heads = HEADS
         self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         batch, tokens, _ = x.shape
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, HEADS, D // HEADS).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
@@ -67,62 +65,60 @@ class TimmAttention(nn.Module):
 
 
 class TimmMlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(D, F), nn.Linear(F, D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
 class TimmBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(D), TimmAttention()
         self.norm2, self.mlp = nn.LayerNorm(D), TimmMlp()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class TimmVit(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pos_embed = nn.Parameter(torch.randn(1, 5, D))
         self.blocks = nn.Sequential(TimmBlock(), TimmBlock())
         self.head = nn.Linear(D, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.blocks(x + self.pos_embed).mean(1))
 
 
-def noise(model: nn.Module, *shape: int) -> Tensor:
+def noise(model, *shape):
     return torch.randn(*shape, dtype=next(model.parameters()).dtype)
 
 
-def tokens(model: nn.Module) -> Tensor:
+def tokens(model):
     ids = torch.randint(3, V, (2, 7))
     if getattr(model.config, "is_encoder_decoder", False):
         return model(input_ids=ids, decoder_input_ids=ids[:, :5]).last_hidden_state
     return model(input_ids=ids)[0]
 
 
-def images(model: nn.Module) -> Tensor:
+def images(model):
     return model(noise(model, 2, 3, 8, 8)).last_hidden_state
 
 
-def vectors(model: nn.Module) -> Tensor:
+def vectors(model):
     return model(noise(model, 2, 5, D))
 
 
-def pairs(model: nn.Module) -> Tensor:
+def pairs(model):
     return model(noise(model, 2, 5, D), noise(model, 2, 4, D))
 
 
-def linear(
-    pattern: str, attention: tuple[str, str, str, str], up: str, down: str, gate: str | None = None
-):
+def linear(pattern, attention, up, down, gate=None):
     names = dict(zip(("query", "key", "value", "output"), attention, strict=True))
     known = {role: Known(pattern.format(f"{name}.weight")) for role, name in names.items()}
     known["feedforward_in"] = Known(pattern.format(f"{up}.weight"), (F, D))
@@ -132,12 +128,12 @@ def linear(
     return known
 
 
-def grouped(known: dict[str, Known]) -> dict[str, Known]:
+def grouped(known):
     half = {role: Known(known[role].parameter, (D // 2, D)) for role in ("key", "value")}
     return known | half
 
 
-def fused(parameter: str, output: str, transposed: bool = False) -> dict[str, Known]:
+def fused(parameter, output, transposed=False):
     thirds = {
         r: Known(parameter, (D, D), (i * D, (i + 1) * D), transposed)
         for i, r in enumerate(("query", "key", "value"))
@@ -160,33 +156,33 @@ TORCH_FF = {
 }
 
 
-def t5(**options: object) -> hf.T5Model:
+def t5(**options):
     config = hf.T5Config(
         vocab_size=V, d_model=D, d_kv=4, d_ff=F, num_layers=2, num_heads=HEADS, **SPECIAL, **options
     )
     return hf.T5Model(config)
 
 
-def ours(kind: str) -> nn.Module:
+def ours(kind):
     model = build_model("wellposed", kind, max_position_embeddings=32, **PLAIN)
     return model.model
 
 
-def gpt2() -> hf.GPT2Model:
+def gpt2():
     sizes = {"vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": HEADS, "n_inner": F}
     return hf.GPT2Model(hf.GPT2Config(n_positions=32, **sizes, **SPECIAL))
 
 
-def bart_cross(pattern: str) -> dict[str, Known]:
+def bart_cross(pattern):
     names = zip(("query", "key", "value", "output"), ("q", "k", "v", "out"), strict=True)
     return {role: Known(pattern.format(f"encoder_attn.{name}_proj.weight")) for role, name in names}
 
 
-def encoder_layer() -> nn.TransformerEncoderLayer:
+def encoder_layer():
     return nn.TransformerEncoderLayer(D, HEADS, F, batch_first=True)
 
 
-ZOO: dict[str, Entry] = {
+ZOO = {
     "bert": Entry(lambda: hf.BertModel(hf.BertConfig(**PLAIN)), BERT, "encoder", (2, 2, 2), tokens),
     "distilbert": Entry(
         lambda: hf.DistilBertModel(

@@ -29,28 +29,18 @@ def test_every_schedule_of_the_configuration_is_registered():
     assert set(SCHEDULES.names()) == set(Schedule.__args__)
 
 
-def test_constant_warms_up_linearly_then_stays():
-    expected = [0.3 * t / 7 for t in range(1, 7)] + [0.3] * 44
-    assert rates("constant") == pytest.approx(expected, rel=1e-15)
+CLOSED = {
+    "constant": lambda t: 0.3 * min(1, t / 7),
+    "inverse_sqrt": lambda t: 0.3 * (20 / (19 + t)) ** 0.5,
+    "inverse_sqrt_warmup": lambda t: 0.3 * (t / 7 if t < 8 else (7 / t) ** 0.5),
+    "kim2021": lambda t: 0.8 / 8 * (t * 7**-1.5 if t < 7 else t**-0.5),
+}
+
+
+@pytest.mark.parametrize("schedule", CLOSED)
+def test_rates_are_those_of_the_closed_form(schedule):
+    assert rates(schedule) == pytest.approx(list(map(CLOSED[schedule], range(1, 51))), rel=1e-14)
     assert rates("constant", warmup_steps=0) == [0.3] * 50
-
-
-def test_inverse_sqrt():
-    expected = [0.3 * (20 / (20 + n)) ** 0.5 for n in range(50)]
-    assert rates("inverse_sqrt") == pytest.approx(expected, rel=1e-15)
-
-
-def test_inverse_sqrt_warmup_peaks_at_the_end_of_warmup():
-    values = rates("inverse_sqrt_warmup")
-    rising, falling = range(1, 8), range(8, 51)
-    expected = [0.3 * t / 7 for t in rising] + [0.3 * (7 / t) ** 0.5 for t in falling]
-    assert values == pytest.approx(expected, rel=1e-14)
-    assert values.index(max(values)) == 6
-
-
-def test_kim2021_meets_at_the_warmup_step():
-    expected = [0.8 / 8 * (t * 7**-1.5 if t < 7 else t**-0.5) for t in range(1, 51)]
-    assert rates("kim2021") == pytest.approx(expected, rel=1e-14)
 
 
 def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step():
