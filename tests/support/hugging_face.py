@@ -27,14 +27,15 @@ def _sizes(width, **options):
     }  # fmt: skip
 
 
-def bert_config(width, **options):
-    return transformers.BertConfig(**_sizes(width, **{"layer_norm_eps": 0.1, **options}))
+def _configured(kind, **own):
+    return lambda width, **options: kind(**_sizes(width, **{**own, **options}))
 
 
-def roberta_config(width, **options):
-    # Its positions start behind the padding id.
-    sizes = {"layer_norm_eps": 0.1, "max_position_embeddings": MAX_TOKENS + 1, **options}
-    return transformers.RobertaConfig(**_sizes(width, **sizes))
+bert_config = _configured(transformers.BertConfig, layer_norm_eps=0.1)
+behind = {"max_position_embeddings": MAX_TOKENS + 1}  # its positions start behind the padding id
+roberta_config = _configured(transformers.RobertaConfig, layer_norm_eps=0.1, **behind)
+llama_config = _configured(transformers.LlamaConfig, num_key_value_heads=1, rms_norm_eps=0.1)
+phi3_config = _configured(transformers.Phi3Config, num_key_value_heads=1, rms_norm_eps=0.1)
 
 
 def distilbert_config(width, **options):
@@ -49,18 +50,6 @@ def gpt2_config(width, **options):
         "n_embd": width, "n_layer": LAYERS, "n_head": 2, "n_positions": MAX_TOKENS, "vocab_size": 11, "num_labels": 3,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "layer_norm_epsilon": 0.1, **options,
     })  # fmt: skip
-
-
-def llama_config(width, **options):
-    return transformers.LlamaConfig(
-        **_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options})
-    )
-
-
-def phi3_config(width, **options):
-    return transformers.Phi3Config(
-        **_sizes(width, **{"num_key_value_heads": 1, "rms_norm_eps": 0.1, **options})
-    )
 
 
 def t5_config(width, **options):
@@ -88,13 +77,14 @@ def bart_config(width, **options):
     )
 
 
+def like(kind, config, **options):
+    """Return a configuration of another family with the sizes of ``config``."""
+    sizes = {name: value for name, value in config.to_diff_dict().items() if name != "model_type"}
+    return kind(**{**sizes, **options})
+
+
 def marian_config(width, **options):
-    sizes = {
-        name: value
-        for name, value in bart_config(width).to_diff_dict().items()
-        if name != "model_type"
-    }
-    return transformers.MarianConfig(**{**sizes, "pad_token_id": 0, **options})
+    return like(transformers.MarianConfig, bart_config(width), **{"pad_token_id": 0, **options})
 
 
 # Their norms divide in float32.

@@ -14,6 +14,7 @@ from torch import nn
 
 from wellposed.errors import WellposedError
 from wellposed.tasks import Task
+from wellposed.tasks.batches import pad_examples
 from wellposed.training import ModelOptions, RunConfig, TrainOptions, result_schema, train
 
 VOCABULARY = 11
@@ -54,13 +55,9 @@ class StubTask(Task):
 
     def collate(self, examples):
         time.sleep(self.delay)
-        longest = max(len(example["input_ids"]) for example in examples)
-        input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
-        for row, example in enumerate(examples):
-            input_ids[row, : len(example["input_ids"])] = torch.tensor(example["input_ids"])
-        mask = (input_ids > 0).long()
-        labels = input_ids.masked_fill(mask == 0, -100)
-        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+        batch = pad_examples(examples, pad_id=0)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return {**batch, "labels": labels}
 
     def batches(self, split, batch_size, *, seed, epoch):
         self.read.append(split)
@@ -81,9 +78,6 @@ class StubTask(Task):
     def metric_sums(self, logits, batch):
         total, count = self.loss_sum(logits, batch)
         return {"nats": (float(total), float(count))}
-
-    def summarize(self, totals):
-        return {name: total / count for name, (total, count) in totals.items()}
 
     def reference(self):
         return {"nats": 2.3}

@@ -49,19 +49,13 @@ DECODER = transformers.AutoModelForCausalLM
 SEQUENCES, PIXELS = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForImageClassification
 
 
-def _like(kind, config, **options):
-    """Return a configuration of another family with the sizes of ``config``."""
-    sizes = {name: value for name, value in config.to_diff_dict().items() if name != "model_type"}
-    return kind(**{**sizes, **options})
-
-
 def _gated(kind):
-    return lambda: _like(kind, hf.llama_config(WIDTH, vocab_size=300, **POSITIONS))
+    return lambda: hf.like(kind, hf.llama_config(WIDTH, vocab_size=300, **POSITIONS))
 
 
 def _bart(kind, **options):
     sizes = {**SEQ2SEQ, **POSITIONS, "vocab_size": 16, "forced_eos_token_id": None}
-    return _like(kind, hf.bart_config(WIDTH), **sizes, **options)
+    return hf.like(kind, hf.bart_config(WIDTH), **sizes, **options)
 
 
 FAMILIES = {
@@ -106,7 +100,7 @@ def batch(family):
     if described.auto is PIXELS:
         return {"pixel_values": torch.randn(2, 3, 32, 32)}
     ids = torch.randint(4, 16, (2, TOKENS))
-    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    tokens = {"input_ids": ids, "attention_mask": torch.oneshf.like(ids)}
     return tokens | ({"decoder_input_ids": ids[:, :4]} if described.auto is SEQUENCES else {})
 
 

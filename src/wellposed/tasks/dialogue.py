@@ -269,6 +269,11 @@ def read_synonyms(path: Path) -> dict[str, str]:
 
 LATER: tuple[Split, Split] = ("valid", "test")
 DESCRIBED = ("context", "speaker_marks", "persona", "lowercase", "max_tokens")
+NEEDED = {
+    overlap.SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
+    **dict.fromkeys(overlap.VECTOR_METRICS, ("vectors", "FILE")),
+}
+"""Options without which a measure is not computed."""
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
 
 
@@ -363,7 +368,11 @@ class DialogueTask(Seq2SeqTask):
                 **{name: getattr(options, name) for name in DESCRIBED},
                 "cut_to_max_tokens": self._cut,
                 "unknown_characters": {split: unknown[split] for split in LATER},
-                "metrics_not_computed": _not_computed(options),
+                "metrics_not_computed": {
+                    name: f"give {option}={form}"
+                    for name, (option, form) in NEEDED.items()
+                    if not getattr(options, option)
+                },
             },
         )
 
@@ -404,17 +413,6 @@ class DialogueTask(Seq2SeqTask):
         )
         details = {name: str(value) for name, value in found.details.items()}
         return overlap.TextScores(dict(found.scores), details)
-
-
-def _not_computed(options: DialogueOptions) -> dict[str, str]:
-    missing = (
-        {}
-        if options.sentence_encoder
-        else {overlap.SENTENCE_METRIC: "give sentence_encoder=FOLDER"}
-    )
-    return missing | (
-        {} if options.vectors else dict.fromkeys(overlap.VECTOR_METRICS, "give vectors=FILE")
-    )
 
 
 class _Pair(NamedTuple):

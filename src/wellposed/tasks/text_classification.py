@@ -57,7 +57,12 @@ class TextClassificationTask(classification.ClassificationTask):
 
     def __init__(self, options: TextClassificationOptions) -> None:
         self.options = options
-        tables, source = _read(options)
+        if options.data == "builtin":
+            told, found = labelled_docstrings()
+            tables, source = splits.cut_missing({"train": told}, "builtin", found, share=0.15)
+        else:
+            pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
+            tables, source = labelled.load_labelled(options, options, pairs=pairs)
         train = tables["train"]
         if (limit := options.limit_train) is not None:
             source["train_texts_left_out_by_limit_train"] = max(0, len(train) - limit)
@@ -78,14 +83,6 @@ class TextClassificationTask(classification.ClassificationTask):
             max_length=options.max_length,
             described={**source, **named_by, **details},
         )
-
-
-def _read(options: TextClassificationOptions) -> splits.Loaded[labelled.LabelledTexts]:
-    if options.data != "builtin":
-        pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
-        return labelled.load_labelled(options, options, pairs=pairs)
-    sentences, described = labelled_docstrings()
-    return splits.cut_missing({"train": sentences}, "builtin", described, share=0.15)
 
 
 def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:

@@ -14,6 +14,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,11 @@ def gather_prose() -> tuple[str, dict[str, Any]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = {module: library / f"{module}.py" for module in _MODULES.split()}
     missing = [module for module, source in sources.items() if not source.is_file()]
-    documents = dict(_topics())
+    documents: dict[str, str] = {}
+    with suppress(ImportError):
+        from pydoc_data.topics import topics
+
+        documents = {f"topic {name}": topics[name] for name in sorted(topics)}
     for module, source in sources.items():
         text = "" if module in missing else "\n\n".join(_docstrings(source))
         documents |= {f"module {module}": text} if text else {}
@@ -147,15 +152,6 @@ def gather_prose() -> tuple[str, dict[str, Any]]:
         "missing_modules": missing,
         "generator_version": GENERATOR_VERSION,
     }
-
-
-def _topics() -> Iterator[tuple[str, str]]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return
-    for name in sorted(topics):
-        yield f"topic {name}", topics[name]
 
 
 def library_docstrings(name: str) -> Iterator[tuple[str, str]]:

@@ -144,7 +144,11 @@ class ByteEncoder(TextEncoder):
         return Ragged(flat, [len(text) for text in encoded]), {}
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        tokenizers, inner = tokenizers_library(), symbol_tokenizer(_byte_symbols())
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        symbols = bytes_to_unicode()  # of the byte-level alphabet of GPT-2
+        tokenizers = tokenizers_library()
+        inner = symbol_tokenizer(symbols[byte] for byte in range(256))
         before = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner.pre_tokenizer = before
         inner.decoder = tokenizers.decoders.ByteLevel()
@@ -229,15 +233,6 @@ def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, U
     vocabulary = {symbol: index for index, symbol in enumerate((*special, *symbols))}
     model = library.models.BPE(vocab=vocabulary, merges=[], unk_token=special[1])
     return library.Tokenizer(model)
-
-
-def _byte_symbols() -> list[str]:
-    """Return the printable character that stands for each byte in the byte-level alphabet of
-    GPT-2."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    symbols = bytes_to_unicode()
-    return [symbols[byte] for byte in range(256)]
 
 
 def tokenizers_library() -> Any:

@@ -129,7 +129,14 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     import_recorded(run_dir)
     final = run_dir / FINAL
     if final.is_dir():
-        return _load_final(final)
+        from transformers import AutoImageProcessor, AutoTokenizer
+
+        from wellposed.models import load_pretrained, load_saved_model, reads_images
+
+        manifest.verify_final(final)
+        model = load_saved_model(final)
+        processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
+        return model, load_pretrained(processor, final)
     newest, damaged = checkpoints.newest_complete(run_dir)
     if newest is None:
         raise CheckpointError(
@@ -142,17 +149,6 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     if state.best_step not in (None, state.step):
         checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
     return model.eval(), task.processor
-
-
-def _load_final(final: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    from wellposed.models import load_pretrained, load_saved_model, reads_images
-
-    manifest.verify_final(final)
-    model = load_saved_model(final)
-    processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
-    return model, load_pretrained(processor, final)
 
 
 def check_repository(name: str) -> None:

@@ -184,15 +184,12 @@ def model_inputs(model: nn.Module, batch: Batch) -> Batch:
     """Return what of ``batch`` a model reads: all but the targets, and token types only where it
     has them."""
     inputs = {name: value for name, value in batch.items() if name not in TARGETS}
-    if TOKEN_TYPES in inputs and not takes_token_types(getattr(model, "module", model)):
-        del inputs[TOKEN_TYPES]
+    if TOKEN_TYPES in inputs:
+        model = getattr(model, "module", model)
+        kinds = getattr(getattr(model, "config", None), "type_vocab_size", 2)
+        if kinds <= 1 or TOKEN_TYPES not in inspect.signature(model.forward).parameters:
+            del inputs[TOKEN_TYPES]
     return inputs
-
-
-def takes_token_types(model: nn.Module) -> bool:
-    """Return whether ``model`` reads the number of the text that each token is of."""
-    kinds = getattr(getattr(model, "config", None), "type_vocab_size", 2)
-    return kinds > 1 and TOKEN_TYPES in inspect.signature(model.forward).parameters
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:

@@ -84,7 +84,12 @@ class Run:
         compiled: Any = torch.compile(self.model) if config.train.compile else self.model
         self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
         self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
-        self.monitor = self._monitor() if config.train.monitor else None
+        self.monitor = None
+        if config.train.monitor and self.shards is not None:
+            raise ConfigError("monitor: weights that are cut over processes cannot be watched")
+        if config.train.monitor and self.is_main:
+            every = config.train.monitor
+            self.monitor = Monitor(self.model, self.optimizer, every, weights=False)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
         self.started: dict[str, Any] = {}
@@ -240,13 +245,6 @@ class Run:
             return {}
         name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
         return {name: self.constraint.error().worst}
-
-    def _monitor(self) -> Monitor | None:
-        """Return what watches the steps of this run, in the process that writes the files."""
-        if self.shards is not None:
-            raise ConfigError("monitor: weights that are cut over processes cannot be watched")
-        every = self.options.monitor
-        return Monitor(self.model, self.optimizer, every, weights=False) if self.is_main else None
 
     def watch(self) -> None:
         """Add a row of the vital signs of the step just taken, where one is due."""

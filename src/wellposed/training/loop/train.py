@@ -164,21 +164,15 @@ def train(
             values = describe_result(*given, message=str(error))
             result = RunResult("failed", out, values, str(error))
             if is_main:
-                _write_early_failure(result, config, environment, resume)
+                logger.warning("%s: failed: %s", out, error)
+                run_folder.enter_run_folder(out, config, resume)
+                manifest.remove(out)
+                run_folder.write_environment(out, environment, 0)
+                result.write()
             return result
         finally:
             if run is not None:
                 run.close()
-
-
-def _write_early_failure(
-    result: RunResult, config: RunConfig, environment: dict[str, Any], resume: str
-) -> None:
-    logger.warning("%s: failed: %s", result.out, result.message)
-    run_folder.enter_run_folder(result.out, config, resume)
-    manifest.remove(result.out)
-    run_folder.write_environment(result.out, environment, 0)
-    result.write()
 
 
 def _finished(config: RunConfig, out: Path, task: Task | None, *, longer: bool) -> RunResult | None:
