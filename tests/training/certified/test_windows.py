@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from wellposed.cli import main
 from wellposed.errors import ConfigError
 from wellposed.models import WindowsForSequenceClassification, load_saved_model
-from wellposed.tasks.text.windows import cut_windows, encode_windows
+from wellposed.tasks.text.tokenizers import cut_windows, encode_windows
 from wellposed.training.certified.windows import WindowBounds
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import hold_texts

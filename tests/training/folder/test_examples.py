@@ -10,7 +10,7 @@ from tests.support.words import words as typed
 from wellposed.errors import DataError
 from wellposed.report import build_report
 from wellposed.training import load_run_model, read_result
-from wellposed.training.folder.examples import NAME
+from wellposed.training.folder.model_card import EXAMPLES
 
 SHORT = typed("--steps 3 --eval-every 3 --batch-size 8 --quiet", TINY)
 
@@ -18,7 +18,7 @@ SHORT = typed("--steps 3 --eval-every 3 --batch-size 8 --quiet", TINY)
 def test_a_classifier_keeps_its_answers_by_label_and_its_first_texts(tmp_path):
     run = tmp_path / "run"
     succeed("train text_classification --data builtin", [*SHORT, "--out", str(run)])
-    found, result = json.loads((run / NAME).read_bytes()), read_result(run)
+    found, result = json.loads((run / EXAMPLES).read_bytes()), read_result(run)
     right = sum(line[place] for place, line in enumerate(found["counts"]))
     total = sum(map(sum, found["counts"]))
     # The task's own metric, of all of test, which is shorter than what is counted.
@@ -45,7 +45,7 @@ def test_a_classifier_keeps_its_answers_by_label_and_its_first_texts(tmp_path):
         '{"labels": ["a"], "counts": [[1]], "texts": [{"text": "b", "label": 7}]}',
         '{"labels": ["a", "b"], "counts": [[1]]}',
     ):
-        (run / NAME).write_text(damage)
+        (run / EXAMPLES).write_text(damage)
         with pytest.raises(DataError, match=r"examples.json: .*the file is damaged, remove it"):
             build_report([run], tmp_path / "page.html")
 
@@ -55,7 +55,7 @@ def test_a_language_model_goes_on_from_texts_alike_every_time(tmp_path):
     for name in ("one", "two"):
         words = [*SHORT, "--limit-chars", "20000", "--out", str(tmp_path / name)]
         succeed("train char_lm", words)
-        files.append((tmp_path / name / NAME).read_bytes())
+        files.append((tmp_path / name / EXAMPLES).read_bytes())
     assert files[0] == files[1]
     samples = json.loads(files[0])["samples"]
     assert len(samples) == 3

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from wellposed.attack import Propose, WindowSwaps, in_dtype
-from wellposed.tasks.text.windows import cut_windows, encode_windows
+from wellposed.tasks.text.tokenizers import cut_windows, encode_windows
 from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.words import EditKind, above, most_held
-from wellposed.training.folder.examples import UNKNOWN
+from wellposed.training.folder.model_card import UNKNOWN
 
 _POOL, _STRONGEST = 2048, 12
 """Words whose votes alone are looked at for an attack, and how many of them it tries for a class."""

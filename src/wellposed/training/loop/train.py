@@ -15,8 +15,7 @@ from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
-from wellposed.training.folder.examples import save_examples
-from wellposed.training.folder.model_card import model_card
+from wellposed.training.folder.model_card import model_card, save_examples
 from wellposed.training.folder.result import (
     MetricsFile,
     RunResult,
