@@ -104,10 +104,7 @@ def test_all_bad_values_are_in_one_message():
         ({"attention_dropout": -0.1}, "attention_dropout: received -0.1"),
         ({"attention": "dot_prodct"}, "unknown attention 'dot_prodct'; nearest: dot_product"),
         ({"init": "xavir"}, "unknown init 'xavir'; nearest: xavier"),
-        (
-            {"pad_token_id": 13, "vocab_size": 13},
-            "pad_token_id: received 13; expected a token in [0, 13)",
-        ),
+        ({"pad_token_id": 13, "vocab_size": 13}, "received 13; expected a token in [0, 13)"),
         ({"eos_token_id": [1, 99], "vocab_size": 13}, "eos_token_id: received 99"),
         ({"qk_norm": True, "hidden_size": 3, "num_attention_heads": 3}, "heads of dimension 1"),
         ({"num_labels": 0}, "num_labels: received 0"),

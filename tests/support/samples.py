@@ -102,12 +102,7 @@ _TRANSJECT = {
     "fixed gates": {"num_experts": 2, "gating": "fixed", "residual": "rezero"},
     "dropout": {"dropout": 0.1},
 }
-_CAUSAL_TRANSJECT = {
-    "spectrum": "random",
-    "num_experts": 2,
-    "gating": "fixed",
-    "is_causal": True,
-}
+_CAUSAL_TRANSJECT = {"spectrum": "random", "num_experts": 2, "gating": "fixed", "is_causal": True}
 _POOLED = {"num_experts": 2, "gating": "pooled"}
 
 _BLOCKS = [

@@ -189,10 +189,7 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
         hf_sentence_encoder(str(tmp_path / "none"))
 
 
-FILES = {
-    "vectors": VECTORS,
-    "sentence_encoder": lambda texts: [[1.0]] * len(texts),
-}
+FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(texts)}
 
 
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():

@@ -175,11 +175,8 @@ def test_texts_come_back_and_the_saved_tokenizer_is_the_same(tmp_path, kind):
         assert UNK_ID not in ids
         assert tokenizer(text)["input_ids"] == loaded(text)["input_ids"] == ids
         assert loaded.decode(ids, skip_special_tokens=True) == text
-    assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (
-        PAD_ID,
-        BOS_ID,
-        EOS_ID,
-    )
+    special = (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id)
+    assert special == (PAD_ID, BOS_ID, EOS_ID)
     assert loaded.model_max_length == 50
     assert encoder.vocab_size == len(loaded)
 
@@ -194,11 +191,8 @@ def test_white_space_is_read_as_one_space_and_markup_as_characters(kind):
 def test_unknown_characters_are_counted_and_named():
     encoder = build_pair_encoder("char", PAIR_TEXTS, vocab_size=0)
     found = encoder.encode(["two ☃☃", "ž young"])
-    assert found.unknown_description() == {
-        "count": 3,
-        "distinct": 2,
-        "most_frequent": {"☃": 2, "ž": 1},
-    }
+    described = {"count": 3, "distinct": 2, "most_frequent": {"☃": 2, "ž": 1}}
+    assert found.unknown_description() == described
     assert found.ids.flat.tolist().count(UNK_ID) == 3
 
 

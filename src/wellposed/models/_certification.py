@@ -57,9 +57,8 @@ def input_vectors(
     """
     body = getattr(model, "base_model", model)
     if isinstance(body, TransJectModel):
-        return body(
-            input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True
-        ).hidden_states[0]
+        how = {"attention_mask": attention_mask, "output_hidden_states": True}
+        return body(input_ids=input_ids, **how).hidden_states[0]
     return model.get_input_embeddings()(input_ids)  # pyright: ignore[reportCallIssue]
 
 

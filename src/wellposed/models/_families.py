@@ -24,9 +24,8 @@ from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 from wellposed.nn import TransJectCache
 from wellposed.options import Ge
 
-_BODY = staticmethod(
-    partial(WellposedModel, is_part=True)
-)  # a bare partial would bind, from 3.14 on
+# A bare partial would bind, from 3.14 on.
+_BODY = staticmethod(partial(WellposedModel, is_part=True))
 
 
 class WellposedForCausalLM(

@@ -19,6 +19,8 @@ from wellposed.registry import Registry
 from wellposed.tasks.data.splits import Split
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerFast
 
@@ -273,11 +275,6 @@ IGNORED_LABEL = -100
 """Label of a position that nothing is predicted at."""
 TARGETS = ("labels", "label_bytes")
 """What of a batch losses and metrics read, and the model does not."""
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 
 def cross_entropy_sum(

@@ -177,7 +177,7 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
         raise
 
 
-SIZES = (
+SIZES = [
     "seq_len",
     "max_length",
     "max_tokens",
@@ -185,7 +185,7 @@ SIZES = (
     "generate_beams",
     "size",
     "slots",
-)
+]
 """Options of tasks that a batch grows with."""
 
 
