@@ -109,16 +109,6 @@ def test_a_sequence_of_padding_alone_is_finite_in_both_directions(name):
         assert gradient.isfinite().all()
 
 
-@every
-def test_it_comes_back_from_disk(name, tmp_path):
-    layer, x, (kind, options) = build(name), tokens(), FORMS[name]
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    fresh = kind(D, H, **options).double()
-    assert not torch.equal(fresh(x), layer(x))
-    fresh.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    assert torch.equal(fresh(x), layer(x))
-
-
 @undivided
 def test_low_precision_stays_near_float64(name):
     """Projections, logits, sums and output are each rounded a few times, of D terms at most."""

@@ -292,25 +292,16 @@ def test_residual_starts():
     )
 
 
-def test_gates_are_convex_and_follow_the_sample():
-    stack = make(num_experts=3)
-    gates = stack(torch.cat([draw(1, N, D), 5 * draw(1, N, D, seed=3)])).gates
-    for gate in gates:
-        assert (gate > 0).all()
-        assert_close(gate.sum(-1), torch.ones(2, dtype=torch.float64))
-    assert (gates[0][0] - gates[0][1]).abs().max() > 1e-3
-
-
 def test_batched_experts_equal_the_loop(monkeypatch):
-    from wellposed.nn.transject import experts
+    from wellposed.nn.transject import gram
 
     mixture, x = make(num_experts=3).layers[0].attention, draw(2, N, D)
     sigma = torch.rand(2, D, dtype=torch.float64)
     loop = mixture.expert_outputs(x, sigma)
     calls = []
-    real = experts.gram_attention
-    monkeypatch.setattr(experts, "gram_attention", lambda *a: (calls.append(1), real(*a))[1])
-    monkeypatch.setattr(experts, "prefers_loop", lambda _: False)
+    real = gram.gram_attention
+    monkeypatch.setattr(gram, "gram_attention", lambda *a: (calls.append(1), real(*a))[1])
+    monkeypatch.setattr(gram, "prefers_loop", lambda _: False)
     for one, other in zip(mixture.expert_outputs(x, sigma), loop, strict=True):
         within(one, other, 1e-13)
     assert calls == [1]
@@ -330,8 +321,3 @@ def test_parameter_count_by_counting(vocab, experts, outputs):
         transject_parameter_count(vocab, 8, 2, experts, num_outputs=outputs, released=True)
         == counted + extra
     )
-
-
-def test_a_cache_needs_causality():
-    with bad_config(match="is_causal=True"):
-        TransJectStack(D, 1)(torch.zeros(1, 2, D), cache=TransJectCache())

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from wellposed.errors import NotContractiveError
 from wellposed.nn import GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack
 from wellposed.nn.checks import is_plain
-from wellposed.nn.transject import experts
+from wellposed.nn.transject import gram
 
 D, L, N = 6, 2, 5
 MAPS = [
@@ -61,7 +61,7 @@ def passes(stack, x):
     with torch.no_grad():
         yield "without", stack(x).last_hidden_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "prefers_loop", lambda _: False)
+        patch.setattr(gram, "prefers_loop", lambda _: False)
         yield "batched", stack(x).last_hidden_state
 
 

@@ -23,9 +23,8 @@ from wellposed.models._init import INITS, POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
 from wellposed.nn.block import cross_attention_name
 from wellposed.nn.checks import Eps
-from wellposed.nn.transject.experts import Gating
-from wellposed.nn.transject.injective_embedding import PositionKind
-from wellposed.nn.transject.orthogonal import ResidualStart
+from wellposed.nn.transject.gram import Gating
+from wellposed.nn.transject.parts import PositionKind, ResidualStart
 from wellposed.options import Ge, Lt, Positive, Rate, Size, Strength, checked_hints, fits, misfits
 from wellposed.registry import Registry
 

@@ -15,15 +15,16 @@ from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.options import Size
-from wellposed.penalize._affinity_capture import AffinityCapture, penalty_of_call
 from wellposed.penalize._terms import (
     PAPER_FORMS,
+    AffinityCapture,
     Form,
     PenaltyForm,
     adapted_terms,
     check_in_place,
     chosen_forms,
     frozen_weights,
+    penalty_of_call,
     weight_terms,
 )
 from wellposed.roles import AttentionRole, Roles, find_roles

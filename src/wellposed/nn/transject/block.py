@@ -14,16 +14,22 @@ from wellposed.errors import ConfigError, NotContractiveError, listed
 from wellposed.functional.gram import check_spectrum, folding_pays, per_token
 from wellposed.linalg import Workspace
 from wellposed.nn.checks import Eps, check_tokens, is_plain
-from wellposed.nn.invertible.residual import InvertibleResidual
-from wellposed.nn.transject.experts import ExpertMixture, Gating, GramAttention, check_gates
-from wellposed.nn.transject.orthogonal import (
+from wellposed.nn.invertible.blocks import InvertibleResidual
+from wellposed.nn.transject.gram import (
+    ExpertMixture,
+    Gating,
+    GramAttention,
+    SeenTokens,
+    TransJectCache,
+    check_gates,
+)
+from wellposed.nn.transject.parts import (
     InjectiveResidual,
     OrthogonalFeedForward,
     OrthogonalLinear,
     ResetByParts,
     ResidualStart,
 )
-from wellposed.nn.transject.spectrum import SeenTokens, TransJectCache
 from wellposed.options import Count, Rate, Size
 
 # Rows of one block: 512 KiB of float32 at d = 512, which with one scratch block fits the

@@ -14,18 +14,18 @@ from torch.utils.checkpoint import checkpoint
 from wellposed.errors import ConfigError
 from wellposed.linalg import Workspace
 from wellposed.nn.checks import Eps, check_tokens
-from wellposed.nn.invertible.reversible import ReversibleSequential
-from wellposed.nn.invertible.solver import Inversion
+from wellposed.nn.invertible.blocks import ReversibleSequential
+from wellposed.nn.invertible.inversion import Inversion
 from wellposed.nn.transject.block import TransJectBlock
-from wellposed.nn.transject.experts import Gating
-from wellposed.nn.transject.orthogonal import ResetByParts, ResidualStart
-from wellposed.nn.transject.spectrum import (
+from wellposed.nn.transject.gram import (
+    Gating,
     GramSpectrum,
     LearnedSpectrum,
     Normalization,
     TransJectCache,
     check_padding,
 )
+from wellposed.nn.transject.parts import ResetByParts, ResidualStart
 from wellposed.options import Rate, Size
 
 SpectrumKind = Literal["gram", "random"]
