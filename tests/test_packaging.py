@@ -47,7 +47,7 @@ def test_extras_that_messages_name_exist():
         # transformers brings the hub's client
         assert set(packages) - {"huggingface-hub"} <= names(EXTRAS[extra]), extra
     source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    named = set(re.findall(r'missing_extra\("[^"]+", "(\w+)"', source))
+    named = set(re.findall(r'_extra\("[^"]+", "(\w+)"', source))
     assert {"hf", "train", "report"} <= named <= set(EXTRAS)
 
 

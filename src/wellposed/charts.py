@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.errors import missing_extra
+from wellposed.errors import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -325,10 +325,7 @@ def _label_powers(axis: Any, scale: str) -> None:
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Set matplotlib's parameters for the time of drawing and saving one of our figures."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise missing_extra("matplotlib", "report", "figures") from error
+    mpl = import_extra("matplotlib", "report", "figures")
     inked = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
     # Without mathematics, as a dollar sign in a variant's name is a dollar sign.
     absent = ("axes.spines.right", "axes.spines.top", "legend.frameon", "text.parse_math")

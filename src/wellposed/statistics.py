@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from wellposed.errors import DataError, missing_extra
+from wellposed.errors import DataError, import_extra
 
 SIGNIFICANCE = 0.05
 _QUANTILES = 20_000
@@ -60,8 +60,7 @@ class PairedComparison:
 
     ``p_value`` is two-sided, of the paired t-test; ``None`` where no test exists (one pair, or a
     spread of zero around a non-zero mean) or none may be made (see ``obstacle``). ``p_holm`` is the
-    same p after Holm's correction over all variants compared with the baseline. ``verdict`` is the
-    sentence to print.
+    same p after Holm's correction over all variants compared with the baseline.
     """
 
     pairs: int
@@ -72,7 +71,6 @@ class PairedComparison:
     p_value: float | None
     p_holm: float | None
     higher_is_better: bool
-    verdict: str
     obstacle: str = ""
     """Why nothing can be said: the failed seeds of either side. Those that finished are no fair
     sample."""
@@ -83,14 +81,41 @@ class PairedComparison:
         return self.p_holm is not None and self.p_holm < SIGNIFICANCE
 
     @property
+    def verdict(self) -> str:
+        """The sentence to print."""
+        if self.obstacle or self.mean_difference is None:
+            return f"cannot be said: {self.obstacle}"
+        seeds = f"{self.pairs} seed{'s' if self.pairs != 1 else ''}"
+        if self.pairs < 2:
+            said = "no significant difference can be claimed (one seed: no test)"
+            return f"{said}; difference {self.mean_difference:+.4g}"
+        if self.p_value is None or self.p_holm is None:
+            said = f"no test: the difference is {self.mean_difference:+.4g} on every one of {seeds}"
+            return f"{said}, so there is no spread to test with"
+        if self.t_statistic is None:
+            return f"no significant difference (equal on all {seeds})"
+        holm = "" if self.p_holm == self.p_value else f", Holm {self.p_holm:.3g}"
+        p = f"p = {self.p_value:.3g}{holm}"
+        if self.p_holm >= SIGNIFICANCE:
+            return f"no significant difference ({self.mean_difference:+.4g}; {p}, {seeds})"
+        better = (self.mean_difference > 0) == self.higher_is_better
+        return (
+            f"{'better' if better else 'worse'} by {abs(self.mean_difference):.4g} ({p}, {seeds})"
+        )
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the mean difference by Student's t, not corrected for the number of
         variants; ``None`` where there is no test."""
         if self.mean_difference is None or self.standard_error is None or self.p_value is None:
             return None
-        quantile = float(_scipy_special().stdtrit(self.pairs - 1, 1 - SIGNIFICANCE / 2))
+        quantile = float(_special().stdtrit(self.pairs - 1, 1 - SIGNIFICANCE / 2))
         reach = quantile * self.standard_error
         return self.mean_difference - reach, self.mean_difference + reach
+
+
+def _special() -> Any:
+    return import_extra("scipy.special", "train", "paired tests")
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -160,8 +185,8 @@ def paired_comparison(
             p = 1.0
         elif error > ROUNDING * scale:
             t = mean / error
-            p = float(2 * _scipy_special().stdtr(pairs - 1, -abs(t)))
-    return _worded(PairedComparison(pairs, mean, error, t, p, p, higher_is_better, ""))
+            p = float(2 * _special().stdtr(pairs - 1, -abs(t)))
+    return PairedComparison(pairs, mean, error, t, p, p, higher_is_better)
 
 
 def compare_seeds(
@@ -203,7 +228,7 @@ def compare_seeds(
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean = mean_and_standard_error(differences)[0] if shared else None
     nothing, why = (None, None, None, None), "; ".join(obstacles)
-    return _worded(PairedComparison(len(shared), mean, *nothing, higher_is_better, "", why))
+    return PairedComparison(len(shared), mean, *nothing, higher_is_better, why)
 
 
 def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
@@ -225,7 +250,7 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
     for rank, (p_value, index) in enumerate(tested):
         running = max(running, min(1.0, p_value * (len(tested) - rank)))
         corrected[index] = running
-    return [_worded(replace(c, p_holm=corrected.get(index))) for index, c in enumerate(comparisons)]
+    return [replace(c, p_holm=corrected.get(index)) for index, c in enumerate(comparisons)]
 
 
 def detectable_difference(
@@ -272,7 +297,7 @@ def detectable_difference(
         )
     import numpy as np
 
-    special = _scipy_special()
+    special = _special()
     degrees = pairs - 1
     if critical is None:
         critical = -float(special.stdtrit(degrees, level / 2))
@@ -330,7 +355,7 @@ def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
     if c.significant and gain >= least:
         p = f"p = {c.p_holm:.3g}, {seeds}"
         return f"worth it: better by {gain:.4g}, at least {least:.3g} was asked ({p})"
-    reach = -float(_scipy_special().stdtrit(c.pairs - 1, level / 2)) * c.standard_error
+    reach = -float(_special().stdtrit(c.pairs - 1, level / 2)) * c.standard_error
     sure = f"{100 * (1 - level):.3g} %"
     if gain + reach < least:
         most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {least:.3g}"
@@ -343,38 +368,6 @@ def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
     needed = f"about {counts[place]}" if counts[place:] else f"{_MOST_SEEDS} or more"
     more = f"{needed} seeds would see {least:.3g}"
     return f"cannot be told with {seeds}: the gain is {gain:.4g}, {between}; {more}"
-
-
-def _worded(c: PairedComparison) -> PairedComparison:
-    return replace(c, verdict=_verdict(c))
-
-
-def _verdict(c: PairedComparison) -> str:
-    if c.obstacle or c.mean_difference is None:
-        return f"cannot be said: {c.obstacle}"
-    seeds = f"{c.pairs} seed{'s' if c.pairs != 1 else ''}"
-    if c.pairs < 2:
-        said = "no significant difference can be claimed (one seed: no test)"
-        return f"{said}; difference {c.mean_difference:+.4g}"
-    if c.p_value is None or c.p_holm is None:
-        said = f"no test: the difference is {c.mean_difference:+.4g} on every one of {seeds}"
-        return f"{said}, so there is no spread to test with"
-    if c.t_statistic is None:
-        return f"no significant difference (equal on all {seeds})"
-    holm = "" if c.p_holm == c.p_value else f", Holm {c.p_holm:.3g}"
-    p = f"p = {c.p_value:.3g}{holm}"
-    if c.p_holm >= SIGNIFICANCE:
-        return f"no significant difference ({c.mean_difference:+.4g}; {p}, {seeds})"
-    better = (c.mean_difference > 0) == c.higher_is_better
-    return f"{'better' if better else 'worse'} by {abs(c.mean_difference):.4g} ({p}, {seeds})"
-
-
-def _scipy_special() -> Any:
-    try:
-        from scipy import special
-    except ImportError as error:
-        raise missing_extra("scipy", "train", "paired tests") from error
-    return special
 
 
 def _require_finite(values: Sequence[float]) -> None:

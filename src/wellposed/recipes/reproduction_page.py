@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.finite_json import from_json
+from wellposed.options import misfits
 from wellposed.recipes.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
 from wellposed.recipes.reproduce import file_stem
 
 VERDICTS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
-_ENTRIES: Mapping[str, Any] = {
-    **dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str),
-    "seconds": (int, float),
-    "notes": list,
-}
+_ENTRIES: dict[str, Any] = {"seconds": float, "notes": list, "holds": bool | None}
+_ENTRIES |= dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str)
+_ENTRIES |= {"criterion": dict | None, "data": str | None}
 _HEAD = """# Reproduction
 
 Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
@@ -40,20 +39,12 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
         values = from_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return values if _is_whole(values) else None
-
-
-def _is_whole(values: Any) -> bool:
-    """Return whether a claim has every entry of the page, of its type."""
-    if not isinstance(values, dict) or not {"criterion", "holds", "data"} <= set(values):
-        return False
+    whole = isinstance(values, dict) and _ENTRIES.keys() <= values.keys()
+    if not whole or [*misfits({name: values[name] for name in _ENTRIES}, _ENTRIES)]:
+        return None
     criterion = values["criterion"]
-    tested = isinstance(criterion, dict) and {"test", "seeds", "uncertainty"} <= set(criterion)
-    return (
-        all(isinstance(values.get(key), kind) for key, kind in _ENTRIES.items())
-        and (criterion is None or tested)
-        and any(values["holds"] is verdict for verdict in VERDICTS)
-    )
+    tested = criterion is None or {"test", "seeds", "uncertainty"} <= set(criterion)
+    return values if tested else None
 
 
 def reproduction_page(folder: Path) -> str:
@@ -77,7 +68,9 @@ def _overview(found: Sequence[Mapping[str, Any]]) -> str:
     lines = ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|"]
     for values in found:
         name, verdict = values["recipe"], VERDICTS[values["holds"]]
-        link = f"[{name}](#{_anchor(_title(values))})"
+        # Where a page has a heading, by the rule of GitHub and of Python-Markdown.
+        anchor = re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
+        link = f"[{name}](#{anchor})"
         what = _cell(RECIPES.get(name).summary)
         lines.append(f"| {link} | {what} | {values['scale']} | {_seeds(values)} | {verdict} |")
     return "\n".join(lines)
@@ -85,11 +78,6 @@ def _overview(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _title(values: Mapping[str, Any]) -> str:
     return f"{values['recipe']} ({values['scale']})"
-
-
-def _anchor(title: str) -> str:
-    """Return where a page has a heading, by the rule of GitHub and of Python-Markdown."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _seeds(values: Mapping[str, Any]) -> object:

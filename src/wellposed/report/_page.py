@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.charts import pixels
-from wellposed.errors import DataError, missing_extra
+from wellposed.errors import DataError, import_extra
 from wellposed.options import flat_options
 from wellposed.report._aggregate import Comparison, aggregate, compare_runs
 from wellposed.report._artefacts import find_artefacts, overview
@@ -130,10 +130,7 @@ def _sections(
 
 
 def _environment() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise missing_extra("jinja2", "report", "HTML reports") from error
+    jinja2 = import_extra("jinja2", "report", "HTML reports")
     return jinja2.Environment(
         loader=jinja2.PackageLoader("wellposed.report"),
         autoescape=True,
