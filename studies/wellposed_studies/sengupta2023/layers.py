@@ -67,7 +67,7 @@ def figure_studies(request: Request) -> list[Study]:
     return [text_study(request, "imdb"), *characters]
 
 
-@recipe("sengupta2023/figure-3a", measured={"mini": 19}, estimated={"medium": 470}, **FACTORS)
+@recipe("sengupta2023/figure-3a", estimated={"mini": 10, "medium": 470}, **FACTORS)
 def figure_3a(request: Request) -> Reproduction:
     """Activation factors and entropies by layer of four models, and their correlations (the runs
     of tables 1 and 2).
@@ -224,7 +224,7 @@ def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -
 
 @recipe(
     "sengupta2023/figure-3b",
-    measured={"mini": 1.5},
+    measured={"mini": 3.5},
     estimated={"medium": 90},
     takes=("data",),
     power=Power(
@@ -299,7 +299,7 @@ def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | 
     return within(minus(experts, heads), high=0)
 
 
-@recipe("sengupta2023/figure-5", measured={"mini": 1.8}, **_WEIGHTS)
+@recipe("sengupta2023/figure-5", measured={"mini": 1}, **_WEIGHTS)
 def figure_5(request: Request) -> Reproduction:
     """Residual weights of TransJect by layer after training (the runs of tables 1 and 2).
 
@@ -350,7 +350,7 @@ def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | N
     return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
 
-@recipe("sengupta2023/figure-7", measured={"mini": 2}, **_WEIGHTS)
+@recipe("sengupta2023/figure-7", measured={"mini": 1}, **_WEIGHTS)
 def figure_7(request: Request) -> Reproduction:
     """Weights of the experts over test texts (the runs of tables 1 and 2).
 
