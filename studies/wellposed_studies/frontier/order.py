@@ -20,12 +20,14 @@ from wellposed_studies.study import (
     at_rates,
     folder_name,
     judged,
+    listing,
     minus,
     rates_about,
     run_config,
     said,
     train_grid,
     tune,
+    unfit,
 )
 from wellposed_studies.verdicts import Power, some, within
 
@@ -108,24 +110,30 @@ def order(request: Request) -> Reproduction:
     }
     rows = [row for curves in found for row in _rows(curves)]
     points = [row for row in rows if "radius" in row]
-    holds = judge([list(lines.values()) for lines in gains.values()])
-    winners = {
-        (name, max(lines, key=lambda label: fmean(lines[label])))
+    certified = {(of.task, of.label): of.tuned.runs for of in found if of.label in CERTIFIED}
+    level = request.scale != "paper"
+    fit = {which for which, runs in certified.items() if not unfit(runs, level=level)}
+    holds = judge(
+        [
+            [gained if (name, label) in fit else [] for label, gained in lines.items()]
+            for name, lines in gains.items()
+        ]
+    )
+    won = [
+        (name, label)
         for name, lines in gains.items()
-        if holds and some(within(gained, low=POINTS) for gained in lines.values())
-    }
+        for label, gained in lines.items()
+        if (name, label) in fit and within(gained, low=POINTS)
+    ]
     panels = [curves_panel(name, where(points, task=name), models) for name in TASKS]
     got = (
         "; ".join(_said(name, found, gains[name]) for name in TASKS)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block"
     )
-    runs = [
-        run
-        for of in found
-        if of.label in CERTIFIED and (not holds or (of.task, of.label) in winners)
-        for run in of.tuned.runs
-    ]
+    runs = [run for which in (won if holds else certified) for run in certified[which]]
     notes = (
+        f"the gain holds for {listing(f'{label} on {name}' for name, label in won)}, which levelled"
+        " off; a model that did not is not judged",
         f"every model tries {len(sizes.factors)} learning rates with the first seed and"
         " keeps the best on valid",
         f"the first {sizes.examples} examples of test; the attack is projected gradient"

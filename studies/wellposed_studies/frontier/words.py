@@ -25,6 +25,7 @@ from wellposed_studies.study import (
     minus,
     said,
     train_grid,
+    unfit,
 )
 from wellposed_studies.verdicts import Power, some, within
 
@@ -89,8 +90,8 @@ def words(request: Request) -> Reproduction:
     a Lipschitz block, is certified for more texts than a bag of words against any {JUDGED} words
 
     Test: on some corpus the certified share of some such network, less that of the bag, is above 0
-    by two standard errors of paired seeds; where it holds, those models and that bag alone have to
-    have levelled off
+    by two standard errors of paired seeds; of a corpus, only models that levelled off, beside a bag
+    that did, are judged
 
     Note: any words by any words; every model is trained for the number of words, of two, that is
     best on valid with the first seed (mean certified share over {COUNTS})
@@ -110,14 +111,24 @@ def words(request: Request) -> Reproduction:
     points = [row for row in rows if "k" in row]
     corpora = list(dict.fromkeys(held.corpus for held in found))
     gains = {corpus: gains_over_bag([h for h in found if h.corpus == corpus]) for corpus in corpora}
-    holds = judge(list(gains.values()))
-    won = {
-        (corpus, label)
+    trained = {(held.corpus, held.label): held.tuned.runs for held in found}
+    level = request.scale != "paper"
+    fit = {which for which, runs in trained.items() if not unfit(runs, level=level)}
+    judgeable = {
+        corpus: {
+            label: gained if fit >= {(corpus, label), (corpus, BAG)} else []
+            for label, gained in of.items()
+        }
         for corpus, of in gains.items()
-        for label, gained in of.items()
-        if holds and within(gained, low=0.0)
     }
-    behind = {pair for corpus, label in won for pair in ((corpus, label), (corpus, BAG))}
+    holds = judge(list(judgeable.values()))
+    won = [
+        (corpus, label)
+        for corpus, of in judgeable.items()
+        for label, gained in of.items()
+        if within(gained, low=0.0)
+    ]
+    behind = [*won, *((corpus, BAG) for corpus, _ in won)] if holds else trained
     return judged(
         request,
         rows,
@@ -129,12 +140,7 @@ def words(request: Request) -> Reproduction:
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width},"
         f" {sizes.examples} test texts",
         holds,
-        [
-            run
-            for held in found
-            if not won or (held.corpus, held.label) in behind
-            for run in held.tuned.runs
-        ],
+        [run for which in dict.fromkeys(behind) for run in trained[which]],
     )
 
 
