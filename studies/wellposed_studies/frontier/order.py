@@ -79,7 +79,7 @@ def sizes_of(request: Request) -> Sizes:
 
 @recipe(
     "frontier/order",
-    measured={"mini": 12},
+    measured={"mini": 25},
     estimated={"medium": 160, "paper": 300},
     power=Power(sizes_of, "certified accuracy", 0.17, "controls on order at the radius 0.01"),
 )
