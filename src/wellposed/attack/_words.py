@@ -141,22 +141,24 @@ class WindowSwaps:
     Args:
         votes: windows (windows, tokens) to their votes, (windows, classes).
         swaps: a window and the class to reach, to windows with one word of it replaced.
+        windows: a text to its windows, whose tokens in their order begin with the text.
         original, label: the text that is attacked, and its class.
         tries: windows that are proposed.
     """
 
     votes: Callable[[Tensor], Tensor]
     swaps: Callable[[Tensor, int], Tensor]
+    windows: Callable[[Tensor], Tensor]
     original: Tensor
     label: int
     tries: int = 4
 
     def __call__(self, ids: Tensor, target: int) -> Sequence[Tensor]:
         """Return the texts with a word of one more window replaced."""
-        windows, found = ids.view_as(self.original), []
+        windows, found = self.windows(ids), []
         votes = self.votes(windows)
         ahead = votes[:, target] - votes[:, self.label]
-        ahead[(windows != self.original).any(1)] = torch.inf
+        ahead[(windows != self.windows(self.original)).any(1)] = torch.inf
         for place in ahead.topk(min(self.tries, len(ahead)), largest=False).indices.tolist():
             others = self.swaps(windows[place], target)
             if not len(others) or ahead[place].isinf():
@@ -164,5 +166,5 @@ class WindowSwaps:
             reached = self.votes(others)
             text = windows.clone()
             text[place] = others[(reached[:, target] - reached[:, self.label]).argmax()]
-            found.append(text.flatten())
+            found.append(text.flatten()[: len(ids)])
         return found

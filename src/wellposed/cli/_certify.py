@@ -182,7 +182,7 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
         )
     batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
     with torch.no_grad():
-        logits, (parts,) = bounds.read(**batch)
+        logits, (parts,) = bounds.read(batch["input_ids"], batch["attention_mask"])
     logits = logits[0]
     label = int(logits.argmax())
     attack = _attack(reader, ids, label)
@@ -192,7 +192,7 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
         return
     most: dict[EditKind, int] = {"words": MOST_WORDS, "edits": 3, "characters": 3}
     (held,) = hold_texts(bounds, [batch], most, reader)
-    if held.held["words"] >= len(parts):
+    if held.held["words"] >= held.words:
         print("no words of this vocabulary change it, however many are replaced")
     else:
         print(f"no {held.held['words']} replaced words change it; {attack}")
@@ -201,7 +201,7 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
             f"nor do {held.held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
             f" {held.held['characters']} characters (up to 3 tried)"
         )
-    gains = reader.gains(parts, label) / len(parts)
+    gains = bounds.gains(label, parts) / len(parts)
     ahead = logits[label] - logits
     left = ahead - gains.sum(0)
     left[label] = float("inf")

@@ -63,6 +63,7 @@ from wellposed.models._transject import TransJectModelOutput as TransJectModelOu
 from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel
 from wellposed.models._wellposed import WellposedModel as WellposedModel
 from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
+from wellposed.models._windows import SHARPNESS as SHARPNESS
 from wellposed.models._windows import WindowConfig as WindowConfig
 from wellposed.models._windows import (
     WindowsForSequenceClassification as WindowsForSequenceClassification,

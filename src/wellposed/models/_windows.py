@@ -14,41 +14,51 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from wellposed.errors import ConfigError
 from wellposed.models._build import AUTO_CLASSES
 
+SHARPNESS = 10.0
+"""Of mean votes, which lie between 0 and 1, as logits: a softmax of them alone is nearly even."""
+_AT_ONCE = 8192
+"""Windows that are read in one call."""
+
 
 class WindowConfig(PreTrainedConfig):
-    """What reads a window, and how long windows are."""
+    """What reads a window, and how windows are made of words."""
 
     model_type = "wellposed_windows"
     inner: dict[str, Any] | None = None
     """Configuration of the classifier that reads one window."""
-    window_words: int = 1
-    """Words of a window."""
-    window_tokens: int = 8
-    """Tokens that a window is cut or padded to."""
+    window_words: int | str = 1
+    """Words of a window; ``pairs``: every word with every one behind it, and with itself."""
+    word_tokens: int = 8
+    """Tokens that a word is cut or padded to."""
+    frame: list[list[int]] | None = None
+    """Special tokens before and behind the words of a window."""
 
 
 @dataclass
 class WindowOutput(SequenceClassifierOutput):
-    """Logits, and the votes that they are the mean of."""
+    """Logits, and the votes whose mean they are a multiple of."""
 
     votes: Tensor | None = None
     """(batch, windows, classes), 0 behind the end of a text."""
 
 
 class WindowsForSequenceClassification(PreTrainedModel):
-    r"""``logits = log mean_j v_j``, with ``v_j`` the softmax of a classifier that reads window j alone.
+    r"""``logits = 10 mean_j v_j``, with ``v_j`` what a classifier that reads window j alone gives to
+    each class, between 0 and 1 (a sigmoid: a window may speak for several classes, or for none).
 
-    Exact: k words replaced by any words change at most k votes, each a point of the simplex
+    Exact: k words replaced by any words change the votes of their own windows, each between 0 and 1
     (theory note B15), so that the answer has a certificate in words whatever the classifier is.
 
     Args:
         config: see `WindowConfig`.
 
     Raises:
-        ConfigError: called with vectors in the place of token ids.
+        ConfigError: called with vectors in the place of token ids; a model that was saved with
+            windows of tokens, by an earlier version.
 
-    Cost: the classifier on each distinct window of a batch. When not to use: where an answer hangs
-    on words that stand far apart, or on the order of windows.
+    Cost: the classifier on each distinct window of a batch; of pairs, half the square of the words
+    of a text. When not to use: where an answer hangs on words that stand far apart, or on the order
+    of windows.
     """
 
     config: WindowConfig
@@ -57,52 +67,83 @@ class WindowsForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: WindowConfig) -> None:
         super().__init__(config)
+        if hasattr(config, "window_tokens"):
+            raise ConfigError(
+                "this model was saved by an earlier version, whose tokens were those of windows and"
+                " not of words; train it again"
+            )
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
         self.model: nn.Module = auto.from_config(inner)
         self.post_init()
 
     @classmethod
-    def around(
-        cls, model: Any, words: int, tokens: int, pad: int
-    ) -> WindowsForSequenceClassification:
-        """Return the votes of a classifier on windows of ``words`` words, with its own weights.
+    def around(cls, model: Any, pad: int, **windows: Any) -> WindowsForSequenceClassification:
+        """Return the votes of a classifier on windows, with its own weights.
 
         Args:
             model: a classifier of sequences.
-            words, tokens: of a window.
-            pad: token that fills a window.
+            pad: token that fills a word.
+            windows: ``window_words``, ``word_tokens`` and ``frame`` of `WindowConfig`.
         """
         config = model.config
         labels = {"id2label": config.id2label, "label2id": config.label2id}
-        sizes: Any = {"window_words": words, "window_tokens": tokens, "pad_token_id": pad}
-        made = cls(WindowConfig(inner=config.to_dict(), **sizes, **labels))
+        made = cls(WindowConfig(inner=config.to_dict(), pad_token_id=pad, **windows, **labels))
         made.model = model
         return made.train(model.training)
 
-    def votes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def votes(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, every: bool = False
+    ) -> Tensor:
         """Return the vote of every window, (batch, windows, classes), 0 behind the end of a text.
 
         Args:
-            input_ids: (batch, windows x window_tokens), each window padded to its length.
-            attention_mask: 0 on the windows behind the end of a text; None where there are none.
+            input_ids: (batch, words x word_tokens), each word padded to its length.
+            attention_mask: 0 on the words behind the end of a text; None where there are none.
+            every: a window begins at each word, not where the one before it ends.
         """
-        tokens, batch = self.config.window_tokens, len(input_ids)
-        if input_ids.shape[1] % tokens:
+        size, batch = self.config.word_tokens, len(input_ids)
+        words: Any = self.config.window_words
+        if input_ids.shape[1] % size:
             raise ConfigError(
-                f"a text of {input_ids.shape[1]} tokens is not made of windows of {tokens}; read it"
-                " by the tokenizer and windows that the model was trained with"
+                f"a text of {input_ids.shape[1]} tokens is not made of words of {size}; read it by"
+                " the tokenizer and windows that the model was trained with"
             )
-        windows = input_ids.reshape(-1, tokens)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        real = mask.reshape(-1, tokens)[:, 0].bool()
-        distinct, places = windows[real].unique(dim=0, return_inverse=True)
-        seen = distinct != self.config.pad_token_id
+        real = mask.unflatten(1, (-1, size))[..., 0].bool()
+        count = real.shape[1]
+        kinds, numbers = input_ids.unflatten(1, (-1, size))[real].unique(dim=0, return_inverse=True)
+        # Behind its end a text goes on with words that nobody sees.
+        blank = kinds.new_full((1, size), self.config.pad_token_id)
+        padded = numbers.new_full((batch, count + (1 if words == "pairs" else words)), len(kinds))
+        padded[:, :count][real] = numbers
+        if words == "pairs":
+            places = torch.triu_indices(count, count, device=real.device).mT
+            held = real[:, places[:, 1]]
+        else:
+            starts = torch.arange(0, count, 1 if every else words, device=real.device)
+            places = starts[:, None] + torch.arange(words, device=real.device)
+            held = real[:, starts]
+        distinct, which = padded[:, places][held].unique(dim=0, return_inverse=True)
+        logits = self._read(torch.cat([kinds, blank])[distinct].flatten(1))
+        votes = logits.new_zeros(batch, len(places), logits.shape[-1])
+        votes[held] = logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)[which]
+        return votes
+
+    def _read(self, windows: Tensor) -> Tensor:
+        """Return the logits of windows of words, without the padding between these."""
+        before, behind = (windows.new_tensor(part) for part in self.config.frame or ([], []))
+        whole = torch.cat([ids.expand(len(windows), -1) for ids in (before, behind)], 1)
+        seen = windows != self.config.pad_token_id
+        framed = [whole[:, : len(before)], windows, whole[:, len(before) :]]
+        shown = [torch.ones_like(framed[0]).bool(), seen, torch.ones_like(framed[2]).bool()]
+        ids, seen = torch.cat(framed, 1), torch.cat(shown, 1)
+        order = (~seen).long().argsort(dim=1, stable=True)
+        longest = max(1, int(seen.sum(1).amax()))
+        ids, seen = (each.gather(1, order)[:, :longest] for each in (ids, seen))
         seen[:, 0] = True  # a window counts, whatever words it holds
-        logits = self.model(input_ids=distinct, attention_mask=seen.long()).logits
-        votes = logits.new_zeros(len(windows), logits.shape[-1])
-        votes[real] = logits.softmax(-1)[places]
-        return votes.unflatten(0, (batch, -1))
+        parts = zip(ids.split(_AT_ONCE), seen.long().split(_AT_ONCE), strict=True)
+        return torch.cat([self.model(input_ids=i, attention_mask=m).logits for i, m in parts])
 
     def forward(
         self,
@@ -112,7 +153,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **_: Any,
     ) -> WindowOutput:
-        """Return the logarithm of the mean vote and, with labels, its cross entropy."""
+        """Return `SHARPNESS` times the mean vote and, with labels, its cross entropy."""
         if input_ids is None or inputs_embeds is not None:
             raise ConfigError(
                 "windows of words are read as token ids alone: what they hold against is counted in"
@@ -120,8 +161,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
             )
         votes = self.votes(input_ids, attention_mask)
         windows = (votes.sum(-1) > 0).sum(1)[:, None]
-        logits = (votes.sum(1) / windows).clamp_min(torch.finfo(votes.dtype).tiny).log()
-        loss = None if labels is None else nn.functional.nll_loss(logits, labels)
+        logits = SHARPNESS * votes.sum(1) / windows
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return WindowOutput(loss=loss, logits=logits, votes=votes)
 
 

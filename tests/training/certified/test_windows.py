@@ -4,6 +4,7 @@ checkpoint from training to the table."""
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tests.support.tokenizer_folders import bert_words
@@ -11,9 +12,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from wellposed.cli import main
 from wellposed.errors import ConfigError
-from wellposed.models import WindowsForSequenceClassification, load_saved_model
-from wellposed.tasks.text.tokenizers import cut_windows, encode_windows
-from wellposed.training.certified.windows import WindowBounds
+from wellposed.models import SHARPNESS, WindowsForSequenceClassification, load_saved_model
+from wellposed.tasks.text.tokenizers import WindowEncoder, WordEncoder, encode_words
+from wellposed.training.certified.windows import WindowBounds, least_sums
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import hold_texts
 from wellposed.training.loop.word_margin import word_logits
@@ -24,19 +25,21 @@ WORDS = ("oil", "win", "bank", "goal", "x")
 @functools.cache
 def bounds_of(words, limit=24):
     """A BERT that learnt which of three classes the first word of a window is of."""
-    torch.manual_seed(words)
+    torch.manual_seed(0)
     tokenizer = bert_words(WORDS)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"vocab_size": len(tokenizer), "intermediate_size": 16, "num_labels": 3}
     model = BertForSequenceClassification(BertConfig(max_position_embeddings=8, **sizes))
-    windows = WindowsForSequenceClassification.around(model, words, words + 2, 0)
+    frame = [[tokenizer.cls_token_id], [tokenizer.sep_token_id]]
+    made = {"window_words": words, "word_tokens": 1, "frame": frame}
+    windows = WindowsForSequenceClassification.around(model, 0, **made)
     bounds = WindowBounds(windows, tokenizer, limit)
     learning = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(60):
-        numbers = torch.randint(0, 5, (32, words))
+        numbers = torch.randint(0, 5, (32, 1 if words == "pairs" else words))
         ids = [bounds.encode(" ".join(WORDS[n] for n in row)) for row in numbers.tolist()]
-        logits = model(input_ids=torch.stack(ids)).logits
         learning.zero_grad()
+        logits = windows(input_ids=torch.stack(ids)).logits
         torch.nn.functional.cross_entropy(logits, numbers[:, 0] % 3).backward()
         learning.step()
     return WindowBounds(windows, tokenizer, limit)
@@ -46,9 +49,9 @@ def drawn(count, words, length=8):
     """Texts that mostly repeat a window, so that many of them hold a change."""
     generator = torch.Generator().manual_seed(5)
     found = []
-    for _ in range(count):
+    for number in range(count):
         window = [WORDS[n] for n in torch.randint(0, 5, (words,), generator=generator).tolist()]
-        text = (window * length)[:length]
+        text = ((window if number % 2 else window[:1]) * length)[:length]
         place, word = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 5))
         text[place : place + 1] = [WORDS[word]]
         found.append(text)
@@ -66,11 +69,11 @@ def batch_of(bounds, text):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("words", [1, 2, 3])
+@pytest.mark.parametrize("words", [1, 2, 3, "pairs"])
 def test_no_replaced_words_change_a_certified_answer(words):
     """Known and unknown words in every place or two, and every string of a special token."""
     bounds, some = bounds_of(words), 0
-    for text in drawn(4, words, 6 * words):
+    for text in drawn(6, 2 if words == "pairs" else words, 14):
         (held,) = hold_texts(bounds, [batch_of(bounds, text)], {"words": 2})
         k = held.held["words"]
         some += k > 0
@@ -85,6 +88,45 @@ def test_no_replaced_words_change_a_certified_answer(words):
     assert some
 
 
+@pytest.mark.parametrize("words", [1, 2, 3])
+@pytest.mark.parametrize("limit", [12, 7, 6])
+@pytest.mark.parametrize("kind", ["edits", "characters"])
+def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, limit, kind: str):
+    """Margins drawn at random for every string of old words; a window with a new word has -1.
+
+    Each edit is made, one after another, on a text longer than the limit, and the text cut.
+    """
+    generator = torch.Generator().manual_seed(limit)
+    margins = {}
+
+    def margin(window):
+        drawn = 2 * float(torch.rand((), generator=generator)) - 1
+        return -1.0 if -1 in window else margins.setdefault(window, drawn)
+
+    def total(text):
+        cut = text[:limit]
+        return sum(margin(cut[at : at + words]) for at in range(0, len(cut), words))
+
+    shapes = [(1, 1), (1, 0), (0, 1)] + [(1, 2), (2, 1)] * (kind == "characters")
+    reached = [{tuple(range(7))}]
+    for _ in range(2):
+        reached.append({
+            (*text[:place], *[-1] * added, *text[place + removed :])
+            for text in reached[-1]
+            for removed, added in shapes
+            for place in range(len(text) + 1 - removed)
+        })  # fmt: skip
+    whole = tuple(range(7))[:limit]
+    known = [[margin(whole[at : at + words])] for at in range(len(whole))]
+    least = least_sums(np.array(known), words, 2, limit, spills=kind == "characters")[:, 0]
+    found = [min(map(total, texts)) for texts in reached]
+    assert least[0] == pytest.approx(found[0])
+    for k in (1, 2):
+        assert least[k] <= min(found[: k + 1]) + 1e-12
+        if limit == 12 and kind == "edits":
+            assert least[k] >= min(found[: k + 1]) - 1.0, "and not far below"
+
+
 def test_no_free_windows_change_a_certified_answer_under_ascent():
     """Stronger than words: the vectors of any k windows climb freely."""
     bounds, inner, climbed = bounds_of(2), bounds_of(2).model.model, 0
@@ -92,7 +134,9 @@ def test_no_free_windows_change_a_certified_answer_under_ascent():
     for text in drawn(6, 2, length=10):
         batch = batch_of(bounds, text)
         (held,) = hold_texts(bounds, [batch], {"words": 5})
-        windows = batch["input_ids"].view(-1, 4)
+        windows = batch["input_ids"].view(-1, 2)
+        frame = windows.new_tensor([[2, 3]]).expand(len(windows), 2)
+        windows = torch.cat([frame[:, :1], windows, frame[:, 1:]], 1)
         k, label = held.held["words"], held.predicted
         if k < 1:
             continue
@@ -105,7 +149,7 @@ def test_no_free_windows_change_a_certified_answer_under_ascent():
                 climb = torch.optim.Adam([moved], lr=0.1)
                 for _ in range(80):
                     vectors = vectors.detach().index_copy(0, weakest[:count], moved)
-                    mean = inner(inputs_embeds=vectors).logits.softmax(-1).mean(0)
+                    mean = inner(inputs_embeds=vectors).logits.sigmoid().mean(0)
                     climb.zero_grad()
                     (mean[label] - mean[target]).backward()
                     climb.step()
@@ -122,65 +166,91 @@ def one_away(text):
     return found
 
 
-@pytest.mark.parametrize("limit", [12, 6])
-def test_single_words_hold_insertions_deletions_and_characters_too(limit):
-    """With a limit of 6 every edit moves the cut as well."""
-    bounds, some = bounds_of(1, limit), 0
-    for text in drawn(6, 1, length=8):
+@pytest.mark.parametrize("limit", [24, 18])
+@pytest.mark.parametrize("words", [1, 2, 3, "pairs"])
+def test_no_inserted_deleted_or_mistyped_words_change_a_certified_answer(words, limit):
+    """With a limit of 18 every edit moves the cut as well."""
+    bounds, some = bounds_of(words, limit), 0
+    for text in drawn(4, 1, length=20):
         kinds = {"edits": 1, "characters": 1}
-        kept = text[:limit]
-        (held,) = hold_texts(bounds, [batch_of(bounds, kept)], kinds)
-        some += sum(held.held.values())
-        edited = [text[:i] + text[i + 1 :] for i in range(8)]
-        edited += [[*text[:i], w, *text[i:]] for i in range(9) for w in WORDS]
+        (held,) = hold_texts(bounds, [batch_of(bounds, text[:limit])], kinds)
+        some += sum(max(k, 0) for k in held.held.values())
+        edited = [text[:i] + text[i + 1 :] for i in range(len(text))]
+        edited += [[*text[:i], w, *text[i:]] for i in range(len(text) + 1) for w in WORDS[:2]]
         if held.held["edits"] > 0:
             assert (answers(bounds, edited) == held.predicted).all()
         if held.held["characters"] > 0:
-            strings = sorted(one_away(" ".join(text)))[::5]
+            strings = sorted(one_away(" ".join(text)))[::11]
             assert (answers(bounds, [each.split() for each in strings]) == held.predicted).all()
     assert some
-    (held,) = hold_texts(bounds_of(2), [batch_of(bounds_of(2), drawn(1, 2)[0])], {"edits": 1})
-    assert held.held["edits"] == 0, "an inserted word shifts windows of two"
 
 
-@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize("words", [1, 2, "pairs"])
 def test_an_attack_never_falls_below_the_certificate(words):
-    bounds, texts = bounds_of(words), drawn(12, words, 5 * words)
+    bounds, texts = bounds_of(words, 16), drawn(6, 1 if words == "pairs" else words, 14)
     batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
-    counts = {"words": [1, 2], "edits": [1], "characters": [1]}
-    found = word_accuracy(bounds.model, bounds.tokenizer, batches, counts, limit=12, beam=2)
+    counts = {"words": [1, 7], "edits": [1, 7], "characters": [1, 7]}
+    found = word_accuracy(bounds.model, bounds.tokenizer, batches, counts, limit=16)
     assert found.clean == 1
     assert all(s <= a for s, a in zip(found.certified, found.attacked, strict=True))
-    assert found.certified[0] > 0
-    assert found.attacked[1] < 1
-    assert ("--certified-windows 1" in found.table()) == (words > 1)
+    assert all(found.certified[k] > 0 for k in (0, 2, 4))
+    assert all(found.attacked[k] < 1 for k in (1, 3, 5)), "every attack turns some texts"
+    ids = bounds.encode("oil win")
+    made = bounds.propose("characters", ids, 0)(ids, 1)
+    assert {len(each) // bounds.tokens for each in made} == {1, 2, 3} - {1}
 
 
 def test_the_loss_reads_the_worst_votes_of_k_windows():
     votes = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0]]])
-    logits, batch = votes.sum(1).div(2).log(), {"labels": torch.tensor([0])}
-    reached = word_logits(logits, batch, None, 1.5, votes).exp()
+    logits, batch = votes.sum(1).div(2) * SHARPNESS, {"labels": torch.tensor([0])}
+    reached = word_logits(logits, batch, None, 1.5, votes) / SHARPNESS
     expected = [0.6, 0.25 + (1.5 + 0.5 * 1.2) / 2, 0.15 + (1.6 + 0.5 * 1.3) / 2]
     torch.testing.assert_close(reached, torch.tensor([expected]))
 
 
 def test_windows_are_a_function_of_their_words_alone():
     tokenizer = bert_words(WORDS)
-    assert cut_windows(" oil  win x\tgoal oil", 2, 4) == ["oil win", "x goal"]
-    (ids,) = encode_windows(tokenizer, [["oil win", "x", "oil win bank goal x"]], 5)
-    assert ids[:5] == encode_windows(tokenizer, [["oil win"]], 5)[0]
-    assert ids[10:] == encode_windows(tokenizer, [["oil win bank"]], 5)[0], "cut to 5 tokens"
+    (ids,) = encode_words(tokenizer, [["oil", "x", "oil", "unheard"]], 2)
+    (oil,), (x,) = (encode_words(tokenizer, [[word]], 2) for word in ("oil", "x"))
+    assert ids[:6] == [*oil, *x, *oil]
+    assert len(ids) == 8
+    encoder = WindowEncoder(WordEncoder(WORDS), 2, ["oil win", "x"], 4)
+    assert (encoder.tokens, encoder.frame, encoder.longest) == (1, [[], []], 2)
     bounds = bounds_of(2)
-    alone = answers(bounds, [["oil", "x"], ["win"]])
-    batch = torch.stack([torch.cat([bounds.encode("oil x"), torch.zeros(4).long()]),
-                         torch.cat([bounds.encode("win"), torch.zeros(4).long()])])  # fmt: skip
-    mask = torch.ones_like(batch)
-    mask[:, 4:] = 0
+    alone = answers(bounds, [["oil", "x", "win"], ["win"]])
+    batch = torch.stack([bounds.encode("oil x win"), torch.cat([bounds.encode("win")] * 3)])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     assert bounds.model(batch, mask).logits.argmax(-1).tolist() == alone.tolist()
-    with pytest.raises(ConfigError, match="not made of windows of 4"):
-        bounds.model(batch[:, :3])
+    read = []
+    inner = bounds.model.model
+    hook = inner.register_forward_pre_hook(lambda *a: read.append(a[2]), with_kwargs=True)
+    with torch.no_grad():
+        votes = bounds.model.votes(batch, mask)
+    hook.remove()
+    assert [len(text) for text in bounds.read(batch, mask)[1]] == [2, 1]
+    assert torch.equal(votes[0, 1], votes[1, 0]), "a last window with one word"
+    rows = zip(read[0]["input_ids"], read[0]["attention_mask"].bool(), strict=True)
+    whole = [tokenizer(text)["input_ids"] for text in ("oil x", "win")]
+    assert sorted(ids[seen].tolist() for ids, seen in rows) == sorted(whole), (
+        "as the tokenizer's own"
+    )
+    wider = WindowsForSequenceClassification.around(inner, 0, word_tokens=2)
+    with pytest.raises(ConfigError, match="not made of words of 2"):
+        wider(batch)
     with pytest.raises(ConfigError, match="token ids alone"):
         bounds.model(inputs_embeds=torch.zeros(1, 4, 16))
+
+
+def test_pairs_are_every_two_words_in_their_order_and_long_texts_are_refused():
+    bounds = bounds_of("pairs")
+    ids = bounds.encode("oil win x")
+    votes = bounds.model.votes(ids[None])[0]
+    assert len(votes) == 6
+    assert bounds.count(votes) == 3
+    torch.testing.assert_close(votes[1], bounds.model.votes(bounds.encode("oil win")[None])[0, 1])
+    torch.testing.assert_close(votes[5], bounds.model.votes(bounds.encode("x")[None])[0, 0])
+    with pytest.raises(ConfigError, match="--max-length 128 or less"):
+        WindowEncoder(WordEncoder(WORDS), "pairs", ["oil win"], 200)
 
 
 @pytest.fixture
@@ -205,7 +275,7 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
     task = ["text_classification", *data, *small]
     assert main(["train", *task, *windows, "--out", run]) == 0
     model = load_saved_model(checkpoint / "run" / "final")
-    assert (model.config.window_words, model.config.window_tokens) == (2, 4)
+    assert (model.config.window_words, model.config.word_tokens) == (2, 1)
     capsys.readouterr()
     asked = ["--words", "1", "--edits", "1", "--examples", "6", "--text", "oil bank x oil"]
     assert main(["certify", run, *asked]) == 0

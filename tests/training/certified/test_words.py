@@ -2,6 +2,7 @@
 small enough."""
 
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -316,7 +317,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     ]
     (tmp_path / "train.tsv").write_text("label\ttext\n" + "".join(rows * 40), encoding="utf-8")
     run = str(tmp_path / "run")
-    typed = "--steps 30 --eval-every 30 --checkpoint-every 30 --batch-size 8 --quiet --max-length 9"
+    typed = "--steps 30 --eval-every 5 --checkpoint-every 30 --batch-size 8 --quiet --max-length 9"
     sizes = "--model.hidden-size 8 --model.num-hidden-layers 0 --model.num-attention-heads 1"
     train = ["train", "text_classification", "--data", str(tmp_path / "train.tsv")]
     words = [*typed.split(), *sizes.split(), "--variant", "lipschitz", "--margin-loss", "words:1"]
@@ -324,8 +325,16 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     model, _ = load_run_model(Path(run))
     assert model.config.ball_embeddings
     assert model.config.position == "none"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    rows_of_valid = [row for row in map(json.loads, lines) if row["split"] == "valid"]
+    chosen = [row["accuracy_held"] for row in rows_of_valid if row["best"]]
+    assert chosen == sorted(set(chosen)), "weights are chosen by what one word leaves"
+    assert chosen[-1] == max(row["accuracy_held"] for row in rows_of_valid)
+    result = read_result(Path(run))
+    assert result is not None
+    (numbers,) = result.result["results"].values()
     capsys.readouterr()
-    kinds = ["--words", "1,2", "--edits", "1", "--characters", "1", "--examples", "6"]
+    kinds = ["--words", "1,2", "--edits", "1", "--characters", "1", "--examples", "999"]
     assert main(["certify", run, *kinds, "--text", "good bad good film"]) == 0
     shown = capsys.readouterr().out
     lines = [line.split() for line in shown.splitlines()]
@@ -335,6 +344,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
         if line[:1] in (["words"], ["edits"], ["characters"])
     }
     assert table["words", "1"] == table["words", "1"][:1] * 2, "exact: certified is attacked"
+    assert float(table["words", "1"][0]) == pytest.approx(numbers["accuracy_held,test"], abs=1e-4)
     assert len(table) == 4
     assert all(sure <= seen for sure, seen in table.values())
     assert "4 words" in shown

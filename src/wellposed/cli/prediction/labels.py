@@ -11,7 +11,7 @@ from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError
 from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed.tasks.image_classification import pixel_values, stack_values
-from wellposed.tasks.text.tokenizers import cut_windows, encode_windows
+from wellposed.tasks.text.tokenizers import encode_words
 from wellposed.text_table import printable
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def label_lines(
         DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
-    from wellposed.tasks.text.tokenizers import PAIRS
+    from wellposed.tasks.text.tokenizers import PAIRS, split_words
     from wellposed.training.certified.run import text_limit
     from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
@@ -100,13 +100,12 @@ def label_lines(
         return model_inputs(model, {name: found[name] for name in read if name in found})
 
     def read_windows(start: int, texts: list[str]) -> dict[str, Tensor]:
-        words = [len(text.split()) for text in texts]
-        cut.update(start + place for place, count in enumerate(words, 1) if count > limit)
-        if 0 in words:
-            raise ShapeError(f"line {start + words.index(0) + 1}: no word, expected 1 or more")
+        words = [split_words(text) for text in texts]
+        cut.update(start + place for place, each in enumerate(words, 1) if len(each) > limit)
+        if [] in words:
+            raise ShapeError(f"line {start + words.index([]) + 1}: no word, expected 1 or more")
         config: Any = model.config
-        windows = [cut_windows(text, config.window_words, limit) for text in texts]
-        rows = encode_windows(tokenizer, windows, config.window_tokens)
+        rows = encode_words(tokenizer, [each[:limit] for each in words], config.word_tokens)
         return pad_examples([{"input_ids": row} for row in rows], pad_id=tokenizer.pad_token_id)
 
     for start in range(0, len(lines), batch_size):

@@ -117,14 +117,16 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
         self.labels = tuple(labels)
 
     def model_kwargs(self) -> dict[str, Any]:
-        read = {"max_position_embeddings": self.windows[1]} if self.windows else {}
+        encoder = self._encoder
+        windows = isinstance(encoder, WindowEncoder)
+        read = {"max_position_embeddings": encoder.longest} if windows else {}
         return {**TokenTask.model_kwargs(self), **LabelTask.model_kwargs(self), **read}
 
     @property
-    def windows(self) -> tuple[int, int] | None:
-        """Words and tokens of the windows that vote; None where a text is read whole."""
+    def windows(self) -> dict[str, Any] | None:
+        """What a model says of the windows of words that it reads; None where a text is read whole."""
         encoder = self._encoder
-        return (encoder.words, encoder.tokens) if isinstance(encoder, WindowEncoder) else None
+        return encoder.windows if isinstance(encoder, WindowEncoder) else None
 
     def split_labels(self, split: Split) -> NDArray[np.integer]:
         return self._examples[split].labels

@@ -1,5 +1,5 @@
 """Tokenizers of characters, bytes and words, with bulk encoding; and Hugging Face's, of texts or of
-source-target pairs; and texts as windows of words, so that a word touches its own window alone.
+source-target pairs; and texts as words, each encoded by itself, so that a word touches its own windows alone.
 
 Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
 `PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,11 @@ WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
 _FITTING = 0.999
-"""Share of the windows of train that are whole; a longer one is cut to as many tokens."""
+"""Share of the words of train that are whole in windows; a longer one is cut to as many tokens."""
+WindowWords: TypeAlias = int | Literal["pairs"]
+"""Words of a window; or every pair of words is one."""
+LONGEST_PAIRED = 128
+"""Most words of a text that is read in pairs: it has half the square of so many."""
 Pairs: TypeAlias = "Sequence[tuple[str, str]] | None"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -409,47 +413,68 @@ def _decoder_start(name: str) -> int | None:
         return None
 
 
-def cut_windows(text: str, words: int, most: int) -> list[str]:
-    """Return the first ``most`` words between white space, in windows of ``words``.
-
-    >>> cut_windows("a bb  c d e", 2, 4)
-    ['a bb', 'c d']
-    """
-    kept = split_words(text)[:most]
-    return [" ".join(kept[start : start + words]) for start in range(0, len(kept), words)]
-
-
-def encode_windows(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
-    """Return the ids of the windows of each text, one after the other, each cut or padded to
-    ``tokens``: a function of each window alone."""
-    windows = list(itertools.chain.from_iterable(texts))
+def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
+    """Return the ids of the words of each text, one after the other, each cut or padded to
+    ``tokens``: a function of each word alone, without special tokens around it."""
+    distinct = {word: place for place, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
     how = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
-    rows = iter(tokenizer(windows, **how)["input_ids"] if windows else ())
-    return [list(itertools.chain(*itertools.islice(rows, len(text)))) for text in texts]
+    # The blank before a word is part of the first token of some vocabularies.
+    spaced = [f" {word}" for word in distinct]
+    rows = tokenizer(spaced, add_special_tokens=False, **how)["input_ids"] if spaced else []
+    return [[n for word in text for n in rows[distinct[word]]] for text in texts]
 
 
 class WindowEncoder(TextEncoder):
-    """A tokenizer that reads windows of ``words`` words; lengths are counted in words.
+    """A tokenizer that reads words one by one, for a model of windows; lengths are counted in words.
 
     Args:
-        inner: what encodes a window.
-        words: between white space, of a window; the last one may hold fewer.
-        texts: of train; they say how many tokens a window is padded to.
+        inner: what encodes a word.
+        words: of a window.
+        texts: of train; they say how many tokens a word is padded to.
         max_length: most words of a text.
+
+    Raises:
+        ConfigError: pairs of words, of texts that are too long.
     """
 
     def __init__(
-        self, inner: TextEncoder, words: int, texts: Sequence[str], max_length: int
+        self, inner: TextEncoder, words: WindowWords, texts: Sequence[str], max_length: int
     ) -> None:
+        if words == "pairs" and max_length > LONGEST_PAIRED:
+            raise ConfigError(
+                f"certified_windows = pairs with max_length = {max_length}: a text of N words has"
+                f" N (N + 1) / 2 pairs to read; give --max-length {LONGEST_PAIRED} or less"
+            )
         self.inner, self.words, self.kind = inner, words, inner.kind
         self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
-        windows = [w for text in texts for w in cut_windows(text, words, max_length)]
-        sizes = inner.encode(windows).full_lengths
-        self.tokens = int(np.quantile(sizes or [1], _FITTING, method="higher"))
+        tokenizer = inner.tokenizer(max_length=max_length)
+        (whole,), (bare,) = (
+            tokenizer([" a"], add_special_tokens=special, verbose=False)["input_ids"]
+            for special in (True, False)
+        )
+        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        self.frame = [whole[:start], whole[start + len(bare) :]]
+        counts = Counter(f" {w}" for text in texts for w in split_words(text)[:max_length])
+        ids = tokenizer(list(counts) or [" a"], add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        sizes = np.repeat(list(map(len, ids)), list(counts.values()) or [1])
+        self.tokens = max(1, int(np.quantile(sizes, _FITTING, method="higher")))
 
     @property
     def vocab_size(self) -> int:
         return self.inner.vocab_size
+
+    @property
+    def windows(self) -> dict[str, Any]:
+        """What a `wellposed.models.WindowConfig` says of them."""
+        return {"window_words": self.words, "word_tokens": self.tokens, "frame": self.frame}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a window."""
+        words: Any = 2 if self.words == "pairs" else self.words
+        return words * self.tokens + sum(map(len, self.frame))
 
     def encode(
         self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
@@ -461,18 +486,19 @@ class WindowEncoder(TextEncoder):
         """
         if pairs is not None:
             raise ConfigError("certified_windows are for single texts, and the data are pairs")
-        lengths = [len(split_words(text)) for text in texts]
+        words = [split_words(text) for text in texts]
+        lengths = list(map(len, words))
         most = max_length or max(lengths, default=1)
         tokenizer = self.inner.tokenizer(max_length=most)
-        windows = [cut_windows(text, self.words, most) for text in texts]
-        ids = Ragged.from_lists(encode_windows(tokenizer, windows, self.tokens))
+        kept = [each[:most] for each in words]
+        ids = Ragged.from_lists(encode_words(tokenizer, kept, self.tokens))
         return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
 
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         return self.inner.tokenizer(max_length=max_length)
 
     def description(self) -> dict[str, Any]:
-        windows = {"window_words": self.words, "window_tokens": self.tokens}
+        windows = {"window_words": self.words, "word_tokens": self.tokens}
         return {**self.inner.description(), **windows}
 
 

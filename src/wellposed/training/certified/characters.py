@@ -173,10 +173,6 @@ class CharacterEdits:
         limit = self.limit if kind == "edits" else None
         return WordSwaps(model, vectors, ids, label, edits_within=limit)
 
-    def gains(self, ids: Tensor, label: int) -> Tensor:
-        """Return the most that replacing each word adds to another class, (words, classes)."""
-        return self.bounds.gains(label, ids)
-
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text, cut as the model reads it."""
         return torch.tensor(self.tokenizer(text)["input_ids"][: self.limit], dtype=torch.long)

@@ -1,31 +1,41 @@
-"""How many words of a text can be replaced where windows of words vote (theory note B15)."""
+"""How much of a text can change where windows of words vote (theory note B15)."""
 
 from __future__ import annotations
 
-from functools import cached_property
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wellposed.attack import Propose, WindowSwaps, in_dtype
-from wellposed.tasks.text.tokenizers import cut_windows, encode_windows
+from wellposed.tasks.text.tokenizers import encode_words, split_words
 from wellposed.training.certified.characters import CharacterEdits
-from wellposed.training.certified.words import EditKind, above, most_held
+from wellposed.training.certified.words import (
+    ROUNDING,
+    EditKind,
+    above,
+    held_by_sorting,
+    most_held,
+)
 from wellposed.training.folder.model_card import UNKNOWN
 
-_POOL, _STRONGEST = 2048, 12
-"""Words whose votes alone are looked at for an attack, and how many of them it tries for a class."""
+_POOL, _STRONGEST, _TRIES = 2048, 12, 4
+"""Words whose votes alone are looked at for an attack, how many of them it tries for a class, and in
+how many windows it tries them."""
 
 
 class WindowBounds:
     r"""What changed words can do to the mean of votes of a text's windows.
 
-    Certified (B15), whatever the classifier is: a window may vote anything in the simplex once a
-    word of it is replaced, so k words lower ``sum_j (v_jy - v_jc)`` by at most the sum of the k
-    largest ``1 + v_jy - v_jc``. Where a window is one word, k inserted, deleted or replaced words
-    remove and add at most k votes each; of longer windows an inserted word shifts all behind it,
-    and nothing is certified.
+    Certified (B15), whatever the classifier is: a window may vote anything between 0 and 1 for each
+    class once a word of it is replaced, so k words lower ``sum_j (v_jy - v_jc)`` by at most the sum
+    of the k largest ``1 + v_jy - v_jc``. Inserted and deleted words shift the windows behind them,
+    whose votes are read too (`least_sums`); of pairs, k words touch at most what `_pairs_held` says.
 
     Args:
         model: a `wellposed.models.WindowsForSequenceClassification`; copied, in float64.
@@ -33,106 +43,273 @@ class WindowBounds:
         limit: most words of a text.
     """
 
-    reason = ""
+    reason = unread = ""
 
     def __init__(self, model: Any, tokenizer: Any, limit: int) -> None:
         self.model: Any = in_dtype(model, torch.float64).eval()
         self.tokenizer, self.limit = tokenizer, limit
-        self.words, self.tokens = model.config.window_words, model.config.window_tokens
-        self.bounds = self
-        many = "any word may go, inserted and deleted ones too"
-        shift = "where windows hold several words, which an inserted word shifts: train with"
-        self.unread = f"{shift} --certified-windows 1" if self.words > 1 else ""
-        self.how = f"votes of windows of {self.words} words" if self.words > 1 else many
+        self.tokens = model.config.word_tokens
+        self.paired = model.config.window_words == "pairs"
+        self.words = 1 if self.paired else model.config.window_words
+        self.bounds, self.shifts = self, self.words > 1
+        of = "every two words" if self.paired else f"windows of {self.words} words"
+        self.how = f"votes of {of}, any string in the place of a word"
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the mean votes of a batch, and the votes of each text, (windows, classes)."""
-        votes = self.model.votes(input_ids, attention_mask)
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor, *, shifted: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the mean votes of a batch, and the votes of each text, (windows, classes): of the
+        windows that begin at each of its words where ``shifted``."""
+        votes = self.model.votes(input_ids, attention_mask, every=shifted)
         texts = [each[each.sum(1) > 0] for each in votes]
         return torch.stack([text.mean(0) for text in texts]), texts
 
-    def gains(self, votes: Tensor, label: int) -> Tensor:
-        """Return the most that a word of each window adds to another class, (windows, classes)."""
-        return 1 + votes[:, label, None] - votes
+    def count(self, votes: Tensor) -> int:
+        """Return how many of what can be replaced a text has: windows, or words of pairs."""
+        return (math.isqrt(8 * len(votes) + 1) - 1) // 2 if self.paired else len(votes)
+
+    def gains(self, label: int, votes: Tensor) -> Tensor:
+        """Return the most that a word of each window, or each word of pairs, adds to another class,
+        (..., windows, classes)."""
+        gains = 1 + votes[..., label, None] - votes
+        return self._square(gains).sum(1) if self.paired else gains
+
+    def held_words(
+        self, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
+    ) -> list[int]:
+        """Return how many replaced words, up to ``most``, hold for each text; -1 where the answer
+        is not the label."""
+        if not self.paired:
+            return held_by_sorting(self, logits, texts, labels, most)
+        pairs = zip(texts, labels, strict=True)
+        return [self._pairs_held(votes, label, "words", most) for votes, label in pairs]
 
     def held_edits(
         self, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
     ) -> int:
-        """Return how many edits of a kind, up to ``most``, hold for a text of these votes."""
+        """Return how many edits of a kind, up to ``most``, hold for a text of these votes, of
+        shifted windows."""
         del characters
         _, votes, label = text
+        if self.paired:
+            return self._pairs_held(votes, label, kind, most)
         others = torch.arange(votes.shape[1]) != label
         margins = (votes[:, label, None] - votes)[:, others]
-        ahead, count = margins.sum(0), len(votes)
-        if not bool((ahead > 0).all()):
+        if not bool((margins[:: self.words].sum(0) > 0).all()):
             return -1
-        if kind != "words" and self.words > 1:
-            return 0
-        lost = torch.cat([ahead[None] * 0, margins.sort(0, descending=True).values.cumsum(0)])
+        spills = kind == "characters"
+        least = least_sums(margins.numpy(), self.words, most, self.limit, spills=spills)
+        return most_held(lambda k: bool((least[k] > ROUNDING * (1 + len(votes))).all()), most)
+
+    def _square(self, pairs: Tensor) -> Tensor:
+        """Return what every two words of a text have, (words, words, classes)."""
+        count = self.count(pairs)
+        rows, columns = torch.triu_indices(count, count)
+        found = pairs.new_zeros(count, count, pairs.shape[1])
+        found[rows, columns] = found[columns, rows] = pairs
+        return found
+
+    def _pairs_held(self, votes: Tensor, label: int, kind: EditKind, most: int) -> int:
+        """As `held_edits`, of pairs: d removed words take at most the sum of the d largest of what
+        all pairs of a word have, less half its d - 1 smallest, since a pair of two removed words is
+        counted twice; b added words bring b (n - d) + b (b + 1) / 2 pairs."""
+        others = torch.arange(votes.shape[1]) != label
+        margins = (votes[:, label, None] - votes)[:, others]
+        if not bool((margins.sum(0) > 0).all()):
+            return -1
+        square, ahead = self._square(margins), margins.sum(0)
+        count, of_words = len(square), square.sum(1)
+        square[torch.arange(count), torch.arange(count)] = math.inf
+        twice = square.sort(1).values.cumsum(1) / 2
+
+        def lost(removed: int, added: int) -> Tensor:
+            taken = of_words - (twice[:, removed - 2] if removed > 1 else 0)
+            new = added * (count - removed) + added * (added + 1) / 2
+            return taken.topk(removed, dim=0).values.sum(0) + new
 
         def holds(k: int) -> bool:
-            # (removed, added, together): a character may split a word or join two, and move the cut
+            # A character may split a word or join two, and move the cut.
+            total = (4 if count >= self.limit else 3) * k
             reach = 2 * k if kind == "characters" else k
-            total = (4 if count >= self.limit else 3) * k if kind == "characters" else 2 * k
-            if reach > count - (kind != "words"):
-                return False
             pairs = [(d, min(reach, total - d)) for d in range(reach + 1)]
             pairs = [(k, k)] if kind == "words" else pairs
-            return all(
-                bool((above(lost[removed] + added) < ahead).all()) for removed, added in pairs
-            )
+            return reach < count and all(bool((above(lost(*p)) < ahead).all()) for p in pairs)
 
         return most_held(holds, most)
 
     def propose(self, kind: EditKind, ids: Tensor, label: int) -> Propose:
-        """Return what an attack tries on a text: one more replaced word, an edit of every kind but
-        characters."""
-        if kind == "characters":
-            return lambda *_: []
-        return WindowSwaps(self._votes, self._swaps, ids.view(-1, self.tokens), label)
+        """Return what an attack tries on a text: one more replaced word, edited word or mistyped
+        character."""
+        swaps = WindowSwaps(self._votes, self._swaps, self._windows, ids, label, _TRIES)
+        if kind == "words":
+            return swaps
+        return partial(self._edited if kind == "edits" else self._mistyped, swaps)
 
     def encode(self, text: str) -> Tensor:
-        """Return the ids of a text, window after window."""
-        windows = cut_windows(text, self.words, self.limit)
-        return torch.tensor(encode_windows(self.tokenizer, [windows], self.tokens)[0])
+        """Return the ids of a text, word after word."""
+        return self._rows([split_words(text)[: self.limit]])[0]
 
     def names(self, ids: Tensor) -> list[str]:
-        """Return the windows as text."""
+        """Return the windows as text; of pairs, the words."""
         unknown = self.tokenizer.unk_token_id
         left_out = set(self.tokenizer.all_special_ids) - {unknown}
-        rows = [[n for n in row if n not in left_out] for row in ids.view(-1, self.tokens).tolist()]
-        rows = [self.tokenizer.decode(row) for row in rows]
-        return [row.replace(self.tokenizer.unk_token or "\n", UNKNOWN) for row in rows]
+        size = self.tokens * self.words
+        rows = [[n for n in row.tolist() if n not in left_out] for row in ids.split(size)]
+        texts = [self.tokenizer.decode(row).strip() for row in rows]
+        return [text.replace(self.tokenizer.unk_token or "\n", UNKNOWN) for text in texts]
+
+    def _rows(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:
+        rows = encode_words(self.tokenizer, texts, self.tokens)
+        return [torch.tensor(row, dtype=torch.long) for row in rows]
+
+    def _windows(self, ids: Tensor) -> Tensor:
+        """Return the windows that a text is cut into, each as a text of its own."""
+        size = self.tokens * self.words
+        blank = self.model.config.pad_token_id
+        whole = torch.nn.functional.pad(ids, (0, -len(ids) % size), value=blank)
+        return whole.view(-1, size)
 
     def _votes(self, windows: Tensor) -> Tensor:
+        # Of pairs, each word beside itself.
         return self.model.votes(windows)[:, 0]
 
     @cached_property
-    def _pool(self) -> Tensor:
-        """Single words as windows, for each class the strongest."""
+    def _pool(self) -> tuple[Tensor, Tensor]:
+        """Words that an attack puts into texts, and the votes of each alone."""
         names = self.tokenizer.batch_decode(
             [[n] for n in range(min(len(self.tokenizer), 4 * _POOL))]
         )
         words = [name.strip() for name in names if name.strip().isalpha()][:_POOL]
-        self._known = words
-        rows = torch.tensor(encode_windows(self.tokenizer, [words], self.tokens)[0])
-        return self._votes(rows.view(-1, self.tokens))
+        rows = torch.stack(self._rows([[word] for word in words]))
+        return rows, self._votes(rows)
+
+    def _strongest(self, target: int) -> Tensor:
+        rows, votes = self._pool
+        return rows[votes[:, target].topk(min(_STRONGEST, len(rows))).indices]
 
     def _swaps(self, window: Tensor, target: int) -> Tensor:
-        """Return the window with each word replaced by the words that speak most for a class; none
-        where its text is not known from its tokens."""
-        (text,) = self.names(window)
-        words = text.split()
-        if encode_windows(self.tokenizer, [[" ".join(words)]], self.tokens) != [window.tolist()]:
-            return window[:0]
-        best = self._pool[:, target].topk(min(_STRONGEST, len(self._pool))).indices.tolist()
-        texts = [
-            " ".join([*words[:place], self._known[other], *words[place + 1 :]])
-            for place in range(len(words))
-            for other in best
-        ]
-        rows = encode_windows(self.tokenizer, [texts], self.tokens)
-        return torch.tensor(rows).view(-1, self.tokens)
+        """Return the window with each word replaced by the words that speak most for a class."""
+        blank, new = self.model.config.pad_token_id, self._strongest(target)
+        found = []
+        for start in range(0, len(window), self.tokens):
+            place = slice(start, start + self.tokens)
+            if bool((window[place] != blank).any()):
+                others = window.repeat(len(new), 1)
+                others[:, place] = new
+                found.append(others)
+        return torch.cat(found)
+
+    def _weak(self, ids: Tensor, target: int, label: int) -> list[int]:
+        """Return where the words of the windows that have most to lose begin."""
+        votes = self._votes(self._windows(ids))
+        order = (votes[:, target] - votes[:, label]).argsort()[:_TRIES].tolist()
+        size = self.tokens * self.words
+        starts = [w * size + t for w in order for t in range(0, size, self.tokens)]
+        return [start for start in starts if start < len(ids)]
+
+    def _edited(self, swaps: WindowSwaps, ids: Tensor, target: int) -> Sequence[Tensor]:
+        """Return texts with a word more, less or replaced."""
+        found = list(swaps(ids, target)) if len(ids) == len(swaps.original) else []
+        best, most = self._strongest(target)[0], self.limit * self.tokens
+        weak = self._weak(ids, target, swaps.label)
+        for start in (0, *weak):
+            found.append(torch.cat([ids[:start], best, ids[start:]])[:most])
+        if len(ids) > self.tokens:
+            found += [torch.cat([ids[:start], ids[start + self.tokens :]]) for start in weak]
+        return found
+
+    def _mistyped(self, swaps: WindowSwaps, ids: Tensor, target: int) -> Sequence[Tensor]:
+        """Return texts with one character of a word more, less or replaced, of words that their
+        tokens spell."""
+        starts = self._weak(ids, target, swaps.label)
+        words = [ids[start : start + self.tokens] for start in starts]
+        names = [self.tokenizer.decode(row, skip_special_tokens=True).strip() for row in words]
+        made = [[[name], *map(split_words, one_character_away(name))] for name in names]
+        rows = iter(self._rows([text for texts in made for text in texts]))
+        found = []
+        for start, word, texts in zip(starts, words, made, strict=True):
+            same, *others = (next(rows) for _ in texts)
+            if not torch.equal(same, word):
+                continue
+            behind = ids[start + self.tokens :]
+            texts_made = (torch.cat([ids[:start], other, behind]) for other in others)
+            found += [text[: self.limit * self.tokens] for text in texts_made if len(text)]
+        return found
+
+
+def one_character_away(word: str) -> Iterator[str]:
+    """Yield strings that one deleted, substituted or inserted character makes of a word, blanks
+    among them.
+
+    >>> sorted(one_character_away("a"))[:4]
+    ['', ' ', ' a', 'a ']
+    """
+    for place in range(len(word) + 1):
+        left, right = word[:place], word[place:]
+        for new in ("", " ", "e", "x"):
+            yield left + new + right[1:]
+            if new:
+                yield left + new + right
+
+
+def least_sums(
+    margins: NDArray[np.float64], words: int, most: int, limit: int, *, spills: bool
+) -> NDArray[np.float64]:
+    r"""Return the least sum of margins over the windows of a text that k edits can leave, for every
+    k up to ``most``, (most + 1, classes).
+
+    Certified (B15). A window that an edit touches has margin -1, and each edit shifts what follows
+    by at most one word either way; the least over all places of edits is found by dynamic
+    programming, window by window, over edits spent and words shifted.
+
+    Args:
+        margins: (words, classes), of the window that begins at each word of the text.
+        words: of a window.
+        most: edits.
+        limit: most words of a text; one that is as long may have been cut.
+        spills: an edit may touch two windows that are neighbours, as a split word does.
+
+    Cost: ``windows x most`` operations on tables of ``most^2`` numbers.
+    """
+    count, classes = margins.shape
+    limit = max(limit, count)
+    cut, short = count == limit, limit % words
+    windows = -(-min(limit, count + most) // words)
+    nowhere = np.full((most + 1, 2 * most + 1, classes), np.inf)
+    # By edits and shift: the words that are behind the windows so far, less those of these windows.
+    best, spilt = nowhere.copy(), nowhere.copy()
+    best[0, most] = 0
+    least = nowhere[:, 0].copy()
+    for window in range(windows + 1):
+        first = window * words - most
+        for shift in range(2 * most + 1):  # the text ends here, what is left of it deleted
+            left = max(0, count - first - shift)
+            if left <= most:
+                ends = best[: most + 1 - left, shift]
+                least[left:] = np.minimum(least[left:], ends)
+        if window == windows:
+            break
+        known = np.full((2 * most + 1, classes), np.inf)
+        for shift in range(2 * most + 1):
+            place = first + shift
+            unsure = cut and place + words > count
+            if window == windows - 1 and short and (window + 1) * words > limit:
+                unsure |= cut or place + short < count
+            if shift != most and unsure:
+                known[shift] = -1
+            elif 0 <= place < count:
+                known[shift] = margins[place]
+        touched = nowhere.copy()
+        for edits in range(most):
+            before = np.minimum(np.minimum(best[edits], spilt[edits]), touched[edits])
+            wide = np.pad(before, ((1, 1), (0, 0)), constant_values=np.inf)
+            touched[edits + 1] = np.minimum(np.minimum(wide[:-2], wide[2:]), before)
+        best = np.minimum(best + known, np.minimum(touched, spilt) - 1)
+        spilt = touched - 1 if spills else nowhere
+        best[:, : max(0, most - (window + 1) * words)] = np.inf
+    if windows * words >= limit:  # what is behind the cut is not read
+        least = np.minimum(least, best.min(1))
+    return np.minimum.accumulate(least, axis=0)
 
 
 TextReader: TypeAlias = CharacterEdits | WindowBounds

@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellposed.attack import in_dtype
 from wellposed.certification import certify
@@ -20,7 +20,7 @@ from wellposed.models import input_vectors
 EditKind = str
 """``words``: replaced; ``edits``: inserted, deleted or replaced words; ``characters``: the same of
 characters."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Relative to what is compared, and absolute: far above what float64 rounds here."""
 _ROWS = 256
 
@@ -55,13 +55,15 @@ class WordBounds:
     """Largest norm of a word."""
     reason: str = ""
     """Why nothing is certified, where nothing is; an attack needs no certificate."""
+    shifts: ClassVar[bool] = False
+    """Whether other edits than replaced words read a text once more."""
     tables: dict[int, Tensor] = field(default_factory=dict, repr=False)
     projected: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def exact(self) -> bool:
         """Whether k replaced words can do all that is allowed for."""
-        return self.rest <= _ROUNDING
+        return self.rest <= ROUNDING
 
     def directions(self, label: int) -> Tensor:
         """Return ``s (w_c - w_y)`` of every class c, (classes, D)."""
@@ -136,12 +138,15 @@ class WordBounds:
                 return False
         return True
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor, *, shifted: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the logits of a batch, and the real tokens of each text.
 
         Raises:
             ShapeError: a text is longer than the bounds cover.
         """
+        del shifted
         real = attention_mask.bool()
         if int(real.sum(1).max()) > self.tokens:
             raise ShapeError(
@@ -149,30 +154,38 @@ class WordBounds:
                 f" {self.tokens}; ask for a larger seq_len"
             )
         logits = self.model(input_ids=input_ids, attention_mask=real.long()).logits.double()
-        return logits, [text[kept] for text, kept in zip(input_ids, real, strict=True)]
+        return logits, list(input_ids[real].split(real.sum(1).tolist()))
+
+    def count(self, ids: Tensor) -> int:
+        """Return how many words a text has."""
+        return len(ids)
+
+    def held_words(
+        self, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
+    ) -> list[int]:
+        """Return how many replaced words, up to ``most``, hold for each text; -1 where the answer
+        is not the label."""
+        if self.reason:
+            return [
+                int(pair[0] == pair[1]) - 1
+                for pair in zip(labels, logits.argmax(1).tolist(), strict=True)
+            ]
+        return held_by_sorting(self, logits, texts, labels, most)
 
     def held_edits(
         self, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
     ) -> int:
         """Return how many edits of a kind, up to ``most``, hold for a text (logits, ids, label)."""
         logits, ids, label = text
-        ahead = ahead_of(logits, label)
-        if not bool((ahead > 0).all()):
+        if not bool((ahead_of(logits, label) > 0).all()):
             return -1
-        if kind == "words":
-            moved = self.gains(label, ids).sort(0, descending=True).values.cumsum(0) / len(ids)
-            held = 0 if self.reason else int((above(moved) < ahead).all(1).long().cumprod(0).sum())
-            # Where every word of a text may go, so may any number.
-            return most if held == len(ids) else min(held, most)
 
-        def holds(k: int) -> bool:
+        def menu(k: int) -> Menu:
             if kind == "edits":
-                return self.held_menu(
-                    logits, ids, label, self.any_words(ids, label, [(k, k, 2 * k)])
-                )
-            return self.held_menu(logits, ids, label, characters.menu(ids, label, k))
+                return self.any_words(ids, label, [(k, k, 2 * k)])
+            return characters.menu(ids, label, k)
 
-        return most_held(holds, most)
+        return most_held(lambda k: self.held_menu(logits, ids, label, menu(k)), most)
 
     @property
     def how(self) -> str:
@@ -216,7 +229,7 @@ def ahead_of(logits: Tensor, label: int) -> Tensor:
 
 def above(moved: Tensor) -> Tensor:
     """Return what lies above a sum and its rounding in float64."""
-    return moved + _ROUNDING * (1 + moved.abs())
+    return moved + ROUNDING * (1 + moved.abs())
 
 
 @torch.no_grad()
@@ -320,19 +333,49 @@ def hold_texts(
     Cost: one forward pass in float64, and a look-up and a sort for each text.
     """
     found = []
+    others = [kind for kind in asked if kind != "words"]
     for batch in batches:
         with torch.no_grad():
-            logits, texts = bounds.read(batch["input_ids"], batch["attention_mask"])
-        predicted = logits.argmax(-1)
-        labels = batch.get("labels", predicted)
-        rows = zip(logits, texts, labels.tolist(), predicted.tolist(), strict=True)
-        for scores, text, label, answer in rows:
-            held: dict[EditKind, int] = {
-                kind: bounds.held_edits((scores, text, label), kind, most, characters)
-                for kind, most in asked.items()
-            }
-            found.append(TextHeld(label, answer, len(text), held))
+            given = (batch["input_ids"], batch["attention_mask"])
+            logits, texts = bounds.read(*given)
+            predicted = logits.argmax(-1)
+            labels = batch.get("labels", predicted).tolist()
+            held: list[dict[EditKind, int]] = [{} for _ in texts]
+            if "words" in asked:
+                words = bounds.held_words(logits, texts, labels, asked["words"])
+                held = [{"words": k} for k in words]
+            read = bounds.read(*given, shifted=True)[1] if others and bounds.shifts else texts
+        for numbers, *text in zip(held, logits, read, labels, strict=True):
+            for kind in others:
+                numbers[kind] = bounds.held_edits(tuple(text), kind, asked[kind], characters)
+        rows = zip(labels, predicted.tolist(), map(bounds.count, texts), held, strict=True)
+        found += [TextHeld(*row) for row in rows]
     return found
+
+
+def held_by_sorting(
+    bounds: Any, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
+) -> list[int]:
+    """Return how many changed words, up to ``most``, hold for each text, where the worst are those of
+    the largest ``bounds.gains``; -1 where the answer is not the label.
+
+    Cost: a look-up and a sort for all texts at once.
+    """
+    of, padded = torch.tensor(labels), nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+    lengths = torch.tensor([len(text) for text in texts])
+    gains = padded.new_zeros(*padded.shape[:2], logits.shape[1], dtype=logits.dtype)
+    for label in of.unique().tolist():
+        gains[of == label] = bounds.gains(label, padded[of == label])
+    behind = torch.arange(padded.shape[1]) >= lengths[:, None]
+    gains.masked_fill_(behind[..., None], 0)
+    kept = min(most, padded.shape[1])
+    moved = gains.topk(kept, dim=1).values.cumsum(1) / lengths[:, None, None]
+    ahead = logits.gather(1, of[:, None]) - logits
+    ahead.scatter_(1, of[:, None], math.inf)
+    held = (above(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
+    # Where every word of a text may go, so may any number.
+    held = held.masked_fill(held == padded.shape[1], most)
+    return held.masked_fill((ahead <= 0).any(1), -1).tolist()
 
 
 def most_held(holds: Callable[[int], bool], most: int) -> int:

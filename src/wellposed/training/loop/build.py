@@ -126,9 +126,8 @@ def build_start(config: RunConfig, task: Task) -> Start:
         return start
     from wellposed.models import Start, WindowsForSequenceClassification
 
-    words, tokens = windows
     pad = task.model_kwargs()["pad_token_id"]
-    model = WindowsForSequenceClassification.around(start.model, words, tokens, pad)
+    model = WindowsForSequenceClassification.around(start.model, pad, **windows)
     return Start(model, tuple(f"model.{name}" for name in start.new_weights), start.left_out)
 
 

@@ -19,7 +19,8 @@ from torch import nn
 from wellposed.errors import ConfigError, DataError, RoleNotFoundError
 from wellposed.measurement import Monitor, worst_vitals
 from wellposed.tasks import Task
-from wellposed.training.config import RunConfig
+from wellposed.tasks.task import accuracy_sums
+from wellposed.training.config import RunConfig, words_of
 from wellposed.training.folder import checkpoints, durable_files, manifest, run_folder, tensors
 from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop import batches, build
@@ -39,7 +40,11 @@ from wellposed.training.loop.step import (
     training_loss,
 )
 from wellposed.training.loop.tracking import Trackers
+from wellposed.training.loop.word_margin import word_logits
 
+HELD = "accuracy_held"
+"""Share of texts that are right whatever the K words of ``margin_loss = words:K``, as its loss reads
+them."""
 RULING_PENALTY = 10.0
 """Times the loss of the task at which the first penalty is spoken of."""
 
@@ -239,6 +244,12 @@ class Run:
         best = Evaluation(state.best_metrics, state.best_examples)
         return {} if state.best_step is None else {"valid": best}
 
+    @property
+    def chosen_by(self) -> str:
+        """The metric of *valid* by which weights are chosen: where words are trained for, the accuracy
+        that they leave."""
+        return HELD if words_of(self.options.margin_loss) else self.task.headline
+
     def constraint_error(self) -> dict[str, float]:
         """Return how far the worst constrained weight is from its set, where there are any."""
         if self.constraint is None:
@@ -373,7 +384,7 @@ def validate(run: Run) -> None:
     state = run.state
     found = evaluate(run, "valid")
     row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(run.model)}
-    run.add_row({**row, "best": state.record_evaluation(found, run.task)})
+    run.add_row({**row, "best": state.record_evaluation(found, run.task, run.chosen_by)})
     if run.history is not None:
         run.history.add(state.step, run.model, write=run.is_main)
 
@@ -439,10 +450,16 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
 
 @torch.no_grad()
 def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
+    words, sums = words_of(run.options.margin_loss), {}
     with autocast(run.accelerator.device, run.options):
-        logits = scaled(batches.forward(run.prepared, batch), run.options)
+        raw, _, output = batches.forward_with_auxiliary(run.prepared, batch)
+        logits = scaled(raw, run.options)
         loss_sum, count = run.task.loss_sum(logits, batch)
-    return {**run.task.metric_sums(logits, batch), "loss": (float(loss_sum), float(count))}
+        if words:
+            reached = word_logits(raw, batch, run.model, words, getattr(output, "votes", None))
+            sums = {HELD: accuracy_sums(reached, batch["labels"])}
+    sums |= run.task.metric_sums(logits, batch)
+    return {**sums, "loss": (float(loss_sum), float(count))}
 
 
 def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
+from wellposed.models import SHARPNESS
 from wellposed.nn import BallAttention, BudgetResidual, ConvexResidual, MaxMinFeedForward
 
 
@@ -35,7 +36,7 @@ def word_logits(
         model: a classifier of the variant lipschitz.
         words: k >= 0.
         votes: (batch, windows, classes) of a model of windows, 0 behind the end of a text; its
-            logits are logarithms of mean votes.
+            logits are a multiple of mean votes.
 
     Raises:
         ConfigError: another model.
@@ -48,7 +49,7 @@ def word_logits(
     if votes is not None:
         gains = 1 + votes.gather(2, labels[:, None, None].expand(*votes.shape[:2], 1)) - votes
         moved = _most_moved(gains, votes.sum(2) > 0, words, labels)
-        return (logits.exp() + moved).log()
+        return logits + SHARPNESS * moved
     classifier, body = getattr(model, "classifier", None), getattr(model, "model", None)
     layers = getattr(body, "layers", None)
     mean = getattr(getattr(model, "config", None), "pooling", None) == "mean"
