@@ -1,7 +1,5 @@
 """What README, documentation and package say they do, against what the code does."""
 
-from __future__ import annotations
-
 import math
 import re
 import runpy

@@ -1,8 +1,6 @@
 """Options are declared once, with the parts that read them; each has a range; parts from outside
 bring their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain values against options classes: one rule of types for run configurations and for tasks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,6 @@
 """Every page of the built documentation in a real browser, at two widths: no error, no request, no
 raw formula."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Random modules that `certify` accepts, with a norm, a length, a mask, a ball and scales: one case
 per number."""
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import dataclass, field

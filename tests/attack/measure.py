@@ -1,7 +1,5 @@
 """Certify a case, attack it, and compare."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the attacks found, rule by rule, as a Markdown table."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field

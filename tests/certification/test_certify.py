@@ -1,7 +1,5 @@
 """certify: composition, tables, radii, what it refuses, and how it is extended."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,8 +1,6 @@
 """certify tries itself out: a wrong rule is found and named, what it counts and says on maps whose
 slope is known, and nothing of the module is moved by it."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

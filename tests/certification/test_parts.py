@@ -1,7 +1,5 @@
 """Rules of single parts: bounds and balls where every number is known."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

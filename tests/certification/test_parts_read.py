@@ -1,8 +1,6 @@
 """A part that a rule reads by itself has the exact class and form that the rule is proved for; else
 it is named."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

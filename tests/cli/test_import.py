@@ -1,8 +1,6 @@
 """A task, a variant, an attention and a model family from outside the package: from a file, and
 from a package."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """A saved model goes to the hub as it is; where it cannot, it is safe and the command to try again
 is told."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``wellposed reproduce``: the list, one recipe with its files and row, and wrong names."""
 
-from __future__ import annotations
-
 import inspect
 from importlib.metadata import entry_points
 

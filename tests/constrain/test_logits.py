@@ -1,7 +1,5 @@
 """QK-clip: after a step no head's logits of the batch exceed the bound, in attention of every kind."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,8 +1,6 @@
 """What `where` means, and every refusal of `constrain_`: named, all at once, before anything is
 changed."""
 
-from __future__ import annotations
-
 import copy
 from typing import ClassVar
 

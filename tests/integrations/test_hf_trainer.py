@@ -1,32 +1,21 @@
 """The real Trainer on a tiny BERT: the penalty is in the gradient, the numbers are logged, no trace
 is left."""
 
-from __future__ import annotations
-
 import importlib
+import math
 import sys
 from typing import ClassVar
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
-)
+import transformers as hf
+from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 import wellposed as wp
 from wellposed.errors import ConfigError
 from wellposed.integrations import ConditionCallback, ConditionMetrics, penalized_loss
+from wellposed.measurement import worst_vitals
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
@@ -46,7 +35,7 @@ PINNED = {
 
 def bert():
     torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(**SMALL, num_labels=3))
+    return hf.BertForSequenceClassification(hf.BertConfig(**SMALL, num_labels=3))
 
 
 def examples(count=24):
@@ -61,14 +50,14 @@ def arguments(folder, **changes):
         "logging_steps": 2, "report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
         "dataloader_pin_memory": False, "lr_scheduler_type": "constant", "seed": 3,
     }  # fmt: skip
-    return TrainingArguments(**{**settings, **changes})
+    return hf.TrainingArguments(**{**settings, **changes})
 
 
 def trainer_of(folder, model, penalty=None, **changes):
     """A Trainer of ``rows`` under the penalty, if one is given."""
     rows, callbacks = changes.pop("rows", None) or examples(), changes.pop("callbacks", ())
     loss = None if penalty is None else penalized_loss(model, penalty)
-    return Trainer(
+    return hf.Trainer(
         model, arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
         compute_loss_func=loss, callbacks=list(callbacks),
     )  # fmt: skip
@@ -94,7 +83,7 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     model.eval()
     expected = model(**batch).logits
     trainer.save_model(str(tmp_path / "saved"))
-    fresh = BertForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    fresh = hf.BertForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(fresh(**batch).logits, expected, rtol=0, atol=0)
     penalty.remove()
     assert set(model.state_dict()) == keys
@@ -232,10 +221,10 @@ def test_causal_masked_and_image_losses_are_the_models_own():
     labels = ids.clone()
     labels[0, 2:4] = -100
     sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
-    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
-    masked = BertForMaskedLM(BertConfig(**SMALL))
-    vit = ViTForImageClassification(
-        ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    masked = hf.BertForMaskedLM(hf.BertConfig(**SMALL))
+    vit = hf.ViTForImageClassification(
+        hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
                   patch_size=4, num_labels=3)
     )  # fmt: skip
     pixels = torch.randn(3, 3, 8, 8, generator=draw)
@@ -257,8 +246,8 @@ def test_causal_masked_and_image_losses_are_the_models_own():
 
 def test_a_model_whose_loss_is_not_known_is_refused():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    config = T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
-    model = T5ForConditionalGeneration(config)
+    config = hf.T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
+    model = hf.T5ForConditionalGeneration(config)
     penalty = wp.OrthogonalityPenalty(model, key=0.1, form="paper")
     with pytest.raises(ConfigError, match="task_loss="):
         penalized_loss(model, penalty)
@@ -274,3 +263,101 @@ def test_a_missing_engine_names_its_extra(module, monkeypatch):
     monkeypatch.delitem(sys.modules, f"wellposed.integrations.{module}", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'wellposed\["):
         importlib.import_module(f"wellposed.integrations.{module}")
+
+
+# The vital signs that a `Monitor` of the same step gives.
+
+
+def named(numbers):
+    """What ``train --monitor`` writes of the numbers of a Monitor."""
+    finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    return worst_vitals(finite) | finite
+
+
+class Plain(TrainerCallback):
+    """A Monitor in a loop of one's own, inside the Trainer's."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def on_train_begin(self, args, state, control, **now):
+        self.monitor = wp.Monitor(now["model"], now["optimizer"], every=2, weights=False)
+
+    def on_step_end(self, args, state, control, **now):
+        if numbers := self.monitor.step():
+            self.rows[state.global_step] = named(numbers)
+
+    def on_train_end(self, args, state, control, **now):
+        self.monitor.remove()
+
+
+def test_the_trainer_logs_each_measured_step_and_is_left_without_hooks(tmp_path, caplog):
+    model, plain = bert(), Plain()
+    hooks = hook_count(model)
+    callback = ConditionCallback(details=True, vitals=2)
+    trainer = trainer_of(
+        tmp_path, model, callbacks=[plain, callback], max_steps=5, logging_steps=100,
+        gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert list(plain.rows) == [1, 3, 5]
+    logged = {row["step"]: row for row in trainer.state.log_history if "logit_max" in row}
+    assert list(logged) == [1, 3, 5]
+    for step, numbers in plain.rows.items():
+        assert "vital/encoder.1.head1/entropy" in numbers
+        assert "vital/encoder.0.key/update" in numbers
+        assert "loss" in logged[step]
+        assert numbers.items() <= logged[step].items()
+    assert callback.monitor.alarms == plain.monitor.alarms != []  # the rate is large
+    assert str(callback.monitor.alarms[0]) in caplog.messages
+    assert hook_count(model) == hooks
+
+
+def test_without_details_the_worst_alone_are_logged(tmp_path):
+    trainer = trainer_of(tmp_path, bert(), max_steps=2, logging_steps=100)
+    ConditionCallback(vitals=10).attach(trainer)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert {"logit_max", "entropy", "kurtosis", "grad_norm", "update"} <= row.keys()
+    assert not any(name.startswith("vital/") for name in row)
+
+
+def test_a_resumed_training_counts_on(tmp_path):
+    how = {"logging_steps": 100, "save_strategy": "steps", "save_steps": 3}
+    trainer_of(tmp_path, bert(), max_steps=3, **how).train()
+    callback = ConditionCallback(vitals=2)
+    trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=6, **how)
+    trainer.train(resume_from_checkpoint=True)
+    logged = [row["step"] for row in trainer.state.log_history if "logit_max" in row]
+    assert logged == [5]  # of 1, 3, 5
+    assert callback.monitor.steps == 6
+
+
+def test_a_loop_of_accelerate_calls_a_monitor_as_any_loop_does():
+    accelerate = pytest.importorskip("accelerate")
+    rows = []
+    for accelerator in (None, accelerate.Accelerator(cpu=True)):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        monitor = wp.Monitor(model, optimizer, every=1, weights=False)
+        for _ in range(2):
+            loss = model(torch.randn(2, 5, 16)).square().mean()
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+            optimizer.step()
+            rows.append(monitor.step())
+            optimizer.zero_grad()
+        monitor.remove()
+    assert "vital/encoder.0.key/update" in rows[0]
+    assert rows[:2] == rows[2:]
+
+
+def test_an_optimizer_that_runs_no_hooks_is_refused():
+    class Flat(torch.optim.Optimizer):
+        def __init__(self):
+            pass
+
+    with pytest.raises(ConfigError, match="Flat runs no hooks around its step; give"):
+        wp.Monitor(nn.TransformerEncoderLayer(16, 2, 24), Flat())

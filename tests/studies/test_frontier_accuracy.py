@@ -1,8 +1,6 @@
 """The parts of the study of certified accuracy: rates, what counts as settled, what falls to an
 attack."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import math

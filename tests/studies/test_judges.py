@@ -1,7 +1,5 @@
 """Every recipe of the studies: a made-up result on either side of its claim changes its verdict."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

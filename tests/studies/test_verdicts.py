@@ -1,7 +1,5 @@
 """Verdicts follow from the numbers: the same recipe holds or does not as its runs come out."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

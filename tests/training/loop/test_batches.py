@@ -1,8 +1,6 @@
 """The stream of micro-batches: a function of task, batch size and seed; resumable; shared out
 between processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import ClassVar

@@ -1,8 +1,6 @@
 """Whole runs of the stub: what is left behind, what is chosen, that stopping and resuming changes
 nothing, mean weights where valid says so, and scores of generated text."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
