@@ -8,7 +8,7 @@ import random
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -32,7 +32,7 @@ from wellposed_studies.study import FinishedRun, PlannedRun, rates_about, tune
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 
 
-def evidence(corpus: str = "ag_news", **changes: Any) -> Evidence:
+def evidence(corpus="ag_news", **changes):
     known = Evidence(corpus, SEEDS, PLAINER, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=0)
     return dataclasses.replace(known, **changes)
 
@@ -55,23 +55,19 @@ def evidence(corpus: str = "ag_news", **changes: Any) -> Evidence:
         ({"attacked": 0}, None),
     ],
 )
-def test_each_part_of_the_claim_can_decide_the_verdict(
-    changes: dict[str, Any], holds: bool | None
-) -> None:
+def test_each_part_of_the_claim_can_decide_the_verdict(changes, holds):
     assert judge_accuracy([evidence("imdb"), evidence(**changes)]) is holds
     assert judge_accuracy([evidence(), evidence("imdb", **changes)]) is holds
 
 
-def test_a_corpus_with_a_goal_that_was_not_run_leaves_the_verdict_open_unless_another_is_against_it() -> (
-    None
-):
+def test_a_corpus_with_a_goal_that_was_not_run_leaves_the_verdict_open_unless_another_is_against_it():
     assert judge_accuracy([evidence()]) is None
     assert judge_accuracy([evidence(fallen=1)]) is False
     assert judge_accuracy([evidence(), evidence("imdb"), evidence("sst")]) is True
     assert judge_accuracy([]) is None
 
 
-def test_the_plain_side_is_the_one_with_the_higher_mean() -> None:
+def test_the_plain_side_is_the_one_with_the_higher_mean():
     assert evidence().better_plain == "post_ln"
     assert evidence(plain={"post_ln": [0.7, 0.7], "rezero": [0.71, 0.7]}).better_plain == "rezero"
 
@@ -98,20 +94,16 @@ def test_the_plain_side_is_the_one_with_the_higher_mean() -> None:
     ],
 )
 def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the_others(
-    accuracy: dict[float, float | None],
-    widen: bool,
-    first_seed: list[float],
-    kept: float,
-    tmp_path: Path,
-) -> None:
+    accuracy, widen, first_seed, kept, tmp_path
+):
     """A rate without accuracy diverges."""
-    asked: list[tuple[float, int]] = []
+    asked = []
 
-    def plan(rate: float, seed: int) -> PlannedRun:
+    def plan(rate, seed):
         base = text_run("ag_news", "nowhere", Sizes(1, 1, learning_rate=rate), seed)
         return PlannedRun(tmp_path, "", base)
 
-    def trained(planned: list[PlannedRun]) -> list[FinishedRun]:
+    def trained(planned):
         options = [run.config.train for run in planned]
         asked.extend((o.learning_rate, o.seed) for o in options)
         runs = []
@@ -138,26 +130,22 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
     ],
 )
-def test_runs_are_settled_where_every_one_has_levelled_off(
-    losses: Any, schedule: Any, settled: bool
-) -> None:
-    def run(curve: Any, failure: str = "") -> FinishedRun:
+def test_runs_are_settled_where_every_one_has_levelled_off(losses, schedule, settled):
+    def run(curve, failure=""):
         train = TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
         config = RunConfig("text_classification", train=train)
         rows = [
             {"step": k, "split": "valid", "loss": loss} for k, loss in enumerate(curve, start=1)
         ]
         run = SimpleNamespace(failure=failure, config=config, logged=lambda: rows)
-        run.settled = FinishedRun.settled.fget(run)  # pyright: ignore
+        run.settled = FinishedRun.settled.fget(run)
         return cast("FinishedRun", run)
 
     assert run(losses).settled is settled
     assert run(losses, "diverged at step 3").settled, "it failed for good"
 
 
-def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_a_model_before_it() -> (
-    None
-):
+def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_a_model_before_it():
     labels = list(MODELS)
     for label in [label for label in labels if label.startswith("lipschitz")]:
         control = MODELS[label.replace("lipschitz", "no blocks")]
@@ -168,7 +156,7 @@ def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_
     assert {JUDGED, *PLAIN} <= set(DRAWN)
 
 
-def write_texts(folder: Path) -> Path:
+def write_texts(folder):
     rng = random.Random(0)
     folder.mkdir(parents=True)
     pairs = [("pos", "good"), ("neg", "bad")] * 40
@@ -177,14 +165,14 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def test_a_study_without_its_texts_says_what_it_needs(tmp_path: Path) -> None:
+def test_a_study_without_its_texts_says_what_it_needs(tmp_path):
     with pytest.raises(ConfigError, match="ag_news, imdb"):
         find_texts(Request("toy", tmp_path))
     with pytest.raises(DataError, match="found none"):
         find_texts(Request("toy", tmp_path, data=str(tmp_path)))
 
 
-def test_corpora_are_found_in_a_folder_of_many_or_are_the_folder(tmp_path: Path) -> None:
+def test_corpora_are_found_in_a_folder_of_many_or_are_the_folder(tmp_path):
     write_texts(tmp_path / "trec")
     (tmp_path / "minbert").mkdir()
     (tmp_path / "minbert" / CORPORA["sst"].train).touch()
@@ -193,7 +181,7 @@ def test_corpora_are_found_in_a_folder_of_many_or_are_the_folder(tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def certified_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def certified_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("attacked")
     data = write_texts(folder / "ag_news")
     base = text_run("ag_news", str(data), Sizes(20, 1, width=8, batch_size=8), 0)
@@ -205,8 +193,8 @@ def certified_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
-    certified_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    certified_run, monkeypatch
+):
     folder, task = certified_run
     attack = strong_attack.Attack(among=4, count=3, steps=30, restarts=2)
     sound = strong_attack.attack_certified(folder, task, radius=0.01, attack=attack)
@@ -215,7 +203,7 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
 
     honest = strong_attack.best_certificate
 
-    def lying(*args: Any) -> Any:
+    def lying(*args):
         return dataclasses.replace(honest(*args), total=1e-6, layers=())
 
     monkeypatch.setattr(strong_attack, "best_certificate", lying)
@@ -223,9 +211,7 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
     assert unsound.fallen > 0
 
 
-def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(
-    certified_run: tuple[Path, Any],
-) -> None:
+def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(certified_run):
     folder, task = certified_run
     share_of = partial(strong_attack.certified_share, folder, task, examples=4)
     held = [share_of(share=share) for share in (0.0, 0.1, 50.0)]
@@ -233,9 +219,7 @@ def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(
     assert held[-1] == 0.0
 
 
-def test_an_answer_is_kept_for_its_question_alone(
-    certified_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_kept_for_its_question_alone(certified_run, monkeypatch):
     folder, task = certified_run
     first = strong_attack.certified_share(folder, task, share=0.0, examples=2)
     monkeypatch.setattr(strong_attack, "load_run_model", lambda _: pytest.fail("measured again"))
@@ -244,7 +228,7 @@ def test_an_answer_is_kept_for_its_question_alone(
         strong_attack.certified_share(folder, task, share=0.0, examples=3)
 
 
-def test_the_committed_rows_are_those_of_the_recipe() -> None:
+def test_the_committed_rows_are_those_of_the_recipe():
     path = Path(__file__).parents[2] / "benchmarks" / "reproduction" / "frontier-accuracy.csv"
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -12,9 +12,9 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.tags: dict[str, list[dict[str, str | None]]] = {}
+        self.open = []
+        self.ids = []
+        self.tags = {}
         self.words = ""
         self.script = ""
         self.feed(text)

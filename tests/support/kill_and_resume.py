@@ -32,7 +32,7 @@ def killed_at_rename(words, number, is_after):
             os.kill(os.getpid(), signal.SIGKILL)
         return renamed
 
-    Path.replace = replace  # type: ignore[method-assign]
+    Path.replace = replace
     return main(words)
 
 

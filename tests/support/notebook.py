@@ -1,8 +1,7 @@
 """A tracker of Accelerate that keeps everything it is told."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
 from accelerate.tracking import GeneralTracker
 
 
@@ -16,9 +15,9 @@ class Notebook(GeneralTracker):
     def __init__(self, *place, **options):
         super().__init__()
         self.place, self.options = place, options
-        self.config: dict[str, Any] | None = None
-        self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.shown: dict[str, np.ndarray] = {}
+        self.config = None
+        self.rows = []
+        self.shown = {}
         self.finished = False
         Notebook.records.append(self)
 

@@ -32,7 +32,7 @@ class StubTask(Task):
 
     def __init__(self, delay=0.0):
         self.delay = delay
-        self.read: list[str] = []
+        self.read = []
         generator = torch.Generator().manual_seed(1)
 
         def example():

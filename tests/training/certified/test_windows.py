@@ -91,7 +91,7 @@ def test_no_replaced_words_change_a_certified_answer(words):
 @pytest.mark.parametrize("words", [1, 2, 3])
 @pytest.mark.parametrize("limit", [12, 7, 6])
 @pytest.mark.parametrize("kind", ["edits", "characters"])
-def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, limit, kind: str):
+def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, limit, kind):
     """Margins drawn at random for every string of old words; a window with a new word has -1.
 
     Each edit is made, one after another, on a text longer than the limit, and the text cut.
