@@ -137,12 +137,9 @@ class HiddenOfBoth(nn.Module):
         )
 
 
-def head_of(width, hidden, *, unit, scale=1.0, seed=0):
+def head_of(width, hidden, *, unit, seed=0):
     torch.manual_seed(seed)
-    head = PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
-    with torch.no_grad():
-        head.hidden.weight.mul_(scale)
-    return head
+    return PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
 
 
 def slope_of(head, norm, radius=None):
@@ -175,29 +172,6 @@ def test_the_constant_of_the_features_is_attained(norm, radius):
     }[norm]
     assert slope == pytest.approx(expected, rel=1e-4)
     assert slope <= slope_of(head, norm, radius) <= expected * (1 + 1e-5)
-
-
-@pytest.mark.parametrize("unit", [True, False])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("norm", NORMS)
-def test_no_two_pairs_are_mapped_further_apart_than_the_bound(norm, scale, unit):
-    radius = 3.0
-    head = head_of(6, 10, unit=unit, scale=scale).requires_grad_(False)
-    hidden = HiddenOfBoth(head)
-    bound = slope_of(head, norm, radius)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2000, 2, 6, generator=generator, dtype=torch.float64)
-    x = (
-        x
-        / x.norm(dim=-1, keepdim=True)
-        * radius
-        * torch.rand(2000, 2, 1, generator=generator, dtype=torch.float64)
-    )
-    near = x[:1000] + 1e-5 * x[1000:]
-    near = near / (near.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
-    for y in (x[1000:], near):
-        slopes = size((hidden(y) - hidden(x[:1000]))[:, None], norm) / size(y - x[:1000], norm)
-        assert 0.01 * bound < float(slopes.max()) <= bound * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("unit", [True, False])

@@ -306,11 +306,6 @@ def test_orthogonality_after_training_and_after_files(trained, tmp_path):
     assert any(abs(float(layer.residual.weight.detach())) > 0.05 for layer in blocks(trained))
 
 
-def stretch(states, start):
-    """Return how much the distance of the first two tokens grew."""
-    return (states[0, 0] - states[0, 1]).norm() / (start[0, 0] - start[0, 1]).norm()
-
-
 def bounds(model):
     """Return the least and the largest factor after each layer (theory note B8, statement A)."""
     lower, upper = [1.0], [1.0]
@@ -322,7 +317,7 @@ def bounds(model):
 
 
 @pytest.mark.parametrize("which", ["random", "trained", "large residuals"])
-def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(trained, which):
+def test_distances_of_tokens_stay_within_the_bounds(trained, which):
     if which == "trained":
         model = trained.model
     else:
@@ -345,38 +340,6 @@ def test_distances_stay_within_the_bounds_for_random_and_attacked_pairs(trained,
                 <= float(ratios.max())
                 <= upper[index] * (1 + 1e-5)
             )
-    for sign in (1.0, -1.0):
-        attacked = [attack(model, sign, seed) for seed in range(2)]
-        assert all(
-            lower[-1] * (1 - 1e-4) <= ratio <= upper[-1] * (1 + 1e-4) for _, ratio in attacked
-        )
-        assert all(sign * (after - before) > 0 for before, after in attacked), (
-            "the attack found nothing"
-        )
-
-
-def attack(model, sign, seed):
-    """Push the first two of six tokens to stretch (or shrink) their distance, with sigma and gates
-    held."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, 6, 16, generator=generator)
-    with torch.no_grad():
-        kept = model.stack(x)
-
-    def ratio(pair):
-        whole = torch.cat((pair, x[:, 2:]), dim=1)
-        return stretch(
-            model.stack(whole, sigma=kept.sigma, gates=kept.gates).last_hidden_state, whole
-        )
-
-    pair = x[:, :2].clone().requires_grad_()
-    optimizer = torch.optim.Adam([pair], lr=0.1)
-    before = float(ratio(pair).detach())
-    for _ in range(40):
-        optimizer.zero_grad()
-        (-sign * ratio(pair)).backward()
-        optimizer.step()
-    return before, float(ratio(pair).detach())
 
 
 @torch.no_grad()

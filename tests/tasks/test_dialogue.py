@@ -190,12 +190,6 @@ def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path
     assert set(described["cut_from_train"]) == {"valid", "test"}
 
 
-def test_too_few_dialogues_to_cut_from_is_an_error(tmp_path):
-    (tmp_path / "train.txt").write_text(DAILY)
-    with bad_data(match="1 dialogues are too few to cut valid and test from"):
-        _task(tmp_path)
-
-
 def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path):
     repeated_and_new = ["x y __eou__ z __eou__", "new one __eou__ bad __eou__"]
     _daily(tmp_path, "xy __eou__ z __eou__", test=repeated_and_new)

@@ -149,16 +149,6 @@ def text_file(tmp_path):
     return path
 
 
-def test_one_file_is_cut_contiguously_into_90_5_5(text_file):
-    task = build_chars(text_file)
-    parts = [decoded(task, split) for split in ("train", "valid", "test")]
-    assert "".join(parts) == CHARS_TEXT
-    assert [round(len(part) / len(CHARS_TEXT), 3) for part in parts] == [0.9, 0.05, 0.05]
-    described = task.description()
-    assert described["splits"] == "one file"
-    assert described["cut_from_train"] == {"valid": "contiguous 5%", "test": "contiguous 5%"}
-
-
 def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file):
     task = build_chars(text_file, seq_len=20)
     tokens = task.dataset("train").tokens.tolist()

@@ -146,21 +146,6 @@ def test_a_cancelled_run_loads(text, tmp_path, monkeypatch):
         load_run_model(tmp_path / "run")
 
 
-def test_a_classifier(tmp_path):
-    rows = "".join(f"{'good' if i % 2 else 'bad'}\t{'fine ' * (i % 5 + 1)}\n" for i in range(60))
-    (tmp_path / "data.tsv").write_text("label\ttext\n" + rows)
-    data = {"data": str(tmp_path / "data.tsv")}
-    config = RunConfig("text_classification", data, model=SMALL, train=SHORT)
-    result = train(config, tmp_path / "run", progress=False)
-    assert result.result["headline"] == "accuracy"
-    assert result.result["higher_is_better"]["accuracy"] is True
-    found = result.result["results"]["text_classification"].keys()
-    assert {"accuracy,test", "accuracy,valid", "loss,test"} <= found
-    jsonschema.validate(result.result, result_schema())
-    model, _ = load_run_model(tmp_path / "run")
-    assert type(model).__name__ == "WellposedForSequenceClassification"
-
-
 def test_bf16_trains_fp32_weights(text, tmp_path):
     config = replace(language_model(text), train=replace(SHORT, precision="bf16"))
     assert train(config, tmp_path / "run", progress=False).status == "success"
