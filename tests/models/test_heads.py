@@ -16,24 +16,13 @@ from torch.testing import assert_close
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
 import wellposed as wp
+from wellposed import models
 from wellposed.errors import NotLipschitzError
-from wellposed.models import (
-    PairHead,
-    TransJectConfig,
-    TransJectForCausalLM,
-    TransJectForSequenceClassification,
-    TransJectForSequencePairClassification,
-    TransJectHeadOutput,
-    WellposedConfig,
-    WellposedForCausalLM,
-    WellposedForSequenceClassification,
-    WellposedForSequencePairClassification,
-)
 
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_labels": 3}
 CONFIGS = {
-    "wellposed": WellposedConfig(**SIZES, num_attention_heads=2),
-    "transject": TransJectConfig(**SIZES, num_experts=2, reconstruction_weight=0.5),
+    "wellposed": models.WellposedConfig(**SIZES, num_attention_heads=2),
+    "transject": models.TransJectConfig(**SIZES, num_experts=2, reconstruction_weight=0.5),
 }
 LANGUAGE = (
     "input_ids attention_mask position_ids | past_key_values inputs_embeds labels use_cache"
@@ -48,12 +37,12 @@ PAIRS = (
     " labels"
 )
 HEADS = [
-    (WellposedForCausalLM, "wellposed", LANGUAGE, CausalLMOutputWithPast),
-    (TransJectForCausalLM, "transject", LANGUAGE, TransJectHeadOutput),
-    (WellposedForSequenceClassification, "wellposed", CLASSES, SequenceClassifierOutput),
-    (TransJectForSequenceClassification, "transject", CLASSES, TransJectHeadOutput),
-    (WellposedForSequencePairClassification, "wellposed", PAIRS, SequenceClassifierOutput),
-    (TransJectForSequencePairClassification, "transject", PAIRS, TransJectHeadOutput),
+    (models.WellposedForCausalLM, "wellposed", LANGUAGE, CausalLMOutputWithPast),
+    (models.TransJectForCausalLM, "transject", LANGUAGE, models.TransJectHeadOutput),
+    (models.WellposedForSequenceClassification, "wellposed", CLASSES, SequenceClassifierOutput),
+    (models.TransJectForSequenceClassification, "transject", CLASSES, models.TransJectHeadOutput),
+    (models.WellposedForSequencePairClassification, "wellposed", PAIRS, SequenceClassifierOutput),
+    (models.TransJectForSequencePairClassification, "transject", PAIRS, models.TransJectHeadOutput),
 ]
 
 
@@ -93,9 +82,9 @@ def test_the_loss_is_that_of_the_logits_and_what_the_body_adds(
     assert_close(output.loss, expected if added is None else expected + added)
 
 
-@pytest.mark.parametrize("cls", [WellposedForCausalLM, TransJectForCausalLM])
+@pytest.mark.parametrize("cls", [models.WellposedForCausalLM, models.TransJectForCausalLM])
 def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
-    model = cls(CONFIGS["transject" if cls is TransJectForCausalLM else "wellposed"]).train()
+    model = cls(CONFIGS["transject" if cls is models.TransJectForCausalLM else "wellposed"]).train()
     ids = torch.randint(1, 13, (4, 6))
     items = ids[:, 1:].numel()
     whole = model(input_ids=ids, labels=ids, num_items_in_batch=items)
@@ -107,7 +96,7 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
 
 
 def test_a_sequence_without_a_label_is_left_out():
-    model = WellposedForSequenceClassification(CONFIGS["wellposed"]).eval()
+    model = models.WellposedForSequenceClassification(CONFIGS["wellposed"]).eval()
     both = model(input_ids=IDS, attention_mask=MASK, labels=torch.tensor([2, -100])).loss
     one = model(input_ids=IDS[:1], attention_mask=MASK[:1], labels=torch.tensor([2])).loss
     assert_close(both, one)
@@ -139,7 +128,7 @@ class HiddenOfBoth(nn.Module):
 
 def head_of(width, hidden, *, unit, seed=0):
     torch.manual_seed(seed)
-    return PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
+    return models.PairHead(width, hidden, 3, unit_lipschitz=unit).double().eval()
 
 
 def slope_of(head, norm, radius=None):
@@ -217,7 +206,10 @@ def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz():
 
 
 def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands():
-    kind, how = WellposedForSequencePairClassification, {"norm": "none", "attention": "l2_tied"}
+    kind, how = (
+        models.WellposedForSequencePairClassification,
+        {"norm": "none", "attention": "l2_tied"},
+    )
     model = tiny(kind, **how).eval()
     certificate = wp.certify(model, seq_len=4)
     assert certificate.total == math.inf
@@ -239,7 +231,7 @@ def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
     head.hidden.register_forward_hook(lambda *_: None)
     assert "forward hook" in wp.certify(head, seq_len=2, cross_check=False).layers[0].reason
     with bad_config(match="even"):
-        PairHead(4, 7, 2, unit_lipschitz=True)
+        models.PairHead(4, 7, 2, unit_lipschitz=True)
 
 
 FIRST, SECOND = (
@@ -254,7 +246,7 @@ def batch(first=FIRST, second=SECOND):
 
 
 def build(**changes):
-    return tiny(WellposedForSequencePairClassification, **changes).double().eval()
+    return tiny(models.WellposedForSequencePairClassification, **changes).double().eval()
 
 
 def run(model):

@@ -7,24 +7,17 @@ from tests.support.refusal import bad_config
 from tests.support.transject import IDS, MASK
 from torch.testing import assert_close
 
-from wellposed.models import (
-    TransJectConfig,
-    TransJectForCausalLM,
-    TransJectForSequenceClassification,
-    TransJectForSequencePairClassification,
-    WellposedForCausalLM,
-    WellposedForSeq2SeqLM,
-)
+from wellposed import models
 from wellposed.nn import TransJectBlock, TransJectCache, TransJectStack
 
 LABELS = torch.tensor([2, 0])
 PAIR = {"input_ids_pair": IDS.flip(0), "attention_mask_pair": MASK.flip(0)}
 HEADS = [
-    (TransJectForSequenceClassification, {"labels": LABELS}),
-    (TransJectForSequencePairClassification, {"labels": LABELS, **PAIR}),
-    (TransJectForCausalLM, {"labels": IDS}),
-    (WellposedForCausalLM, {"labels": IDS}),
-    (WellposedForSeq2SeqLM, {"labels": IDS, "decoder_input_ids": IDS}),
+    (models.TransJectForSequenceClassification, {"labels": LABELS}),
+    (models.TransJectForSequencePairClassification, {"labels": LABELS, **PAIR}),
+    (models.TransJectForCausalLM, {"labels": IDS}),
+    (models.WellposedForCausalLM, {"labels": IDS}),
+    (models.WellposedForSeq2SeqLM, {"labels": IDS, "decoder_input_ids": IDS}),
 ]
 # Keywords of torch.utils.checkpoint.checkpoint; transformers chooses use_reentrant=False where none
 # are given.
@@ -37,7 +30,7 @@ def build(cls, **changes):
     torch.manual_seed(0)
     sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 4, "num_labels": 3}
     options = {"num_attention_heads": 2, "num_decoder_layers": 4, "attention_dropout": 0.3}
-    if cls.config_class is TransJectConfig:
+    if cls.config_class is models.TransJectConfig:
         options = {"num_experts": 2, "residual": "sigmoid", "reconstruction_weight": 0.1}
     config = cls.config_class(**{**sizes, **options, "dropout": 0.3, **changes})
     return cls(config).double().train()
@@ -83,7 +76,7 @@ def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls, 
     assert_close(recomputed_loss, loss, rtol=1e-14, atol=0.0)
     assert recomputed.keys() == gradients.keys()
     sizes = {name: float(gradient.abs().max()) for name, gradient in gradients.items()}
-    part = "experts" if cls.config_class is TransJectConfig else "layers"
+    part = "experts" if cls.config_class is models.TransJectConfig else "layers"
     assert any(size > 1e-6 for name, size in sizes.items() if part in name)
     for name, gradient in gradients.items():
         assert_close(recomputed[name], gradient, rtol=1e-10, atol=1e-14)
@@ -91,9 +84,11 @@ def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls, 
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("cls", [TransJectForCausalLM, WellposedForCausalLM, WellposedForSeq2SeqLM])
+@pytest.mark.parametrize(
+    "cls", [models.TransJectForCausalLM, models.WellposedForCausalLM, models.WellposedForSeq2SeqLM]
+)
 def test_every_nth_layer_runs_twice(cls, every):
-    two = cls is WellposedForSeq2SeqLM  # encoder and decoder are counted through
+    two = cls is models.WellposedForSeq2SeqLM  # encoder and decoder are counted through
     model = build(cls, **({"num_hidden_layers": 1, "num_decoder_layers": 3} if two else {}))
     given = {"decoder_input_ids": IDS} if two else {}
     runs = [0] * 4
@@ -109,7 +104,9 @@ def test_every_nth_layer_runs_twice(cls, every):
 
 
 def test_evaluation_is_as_before_and_keeps_its_cache():
-    model = build(TransJectForCausalLM, pad_token_id=0, bos_token_id=1, eos_token_id=2).eval()
+    model = build(
+        models.TransJectForCausalLM, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ).eval()
     before = model(input_ids=IDS, attention_mask=MASK).logits
     written = model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False)
     model.activation_checkpointing_enable()
@@ -124,7 +121,7 @@ def test_evaluation_is_as_before_and_keeps_its_cache():
 
 
 def test_a_cache_that_recomputation_would_fill_twice_is_refused():
-    model = build(TransJectForCausalLM)
+    model = build(models.TransJectForCausalLM)
     model.activation_checkpointing_enable()
     with bad_config(match="TransJectModel: no cache can be used: recomputed blocks"):
         model(input_ids=IDS, use_cache=True)

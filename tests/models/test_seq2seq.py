@@ -57,12 +57,10 @@ def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
             decoder_input_ids=targets,
             decoder_attention_mask=given,
         ).logits
-        for row, row_mask, source, target in zip(
-            logits, target_mask, SOURCES, TARGETS, strict=True
-        ):
-            assert_close(
-                row[row_mask.bool()], slow_logits(slow, source, target), rtol=1e-10, atol=1e-10
-            )
+        rows = zip(logits, target_mask, SOURCES, TARGETS, strict=True)
+        for row, row_mask, source, target in rows:
+            expected = slow_logits(slow, source, target)
+            assert_close(row[row_mask.bool()], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_with_l2_attention_the_cross_attention_is_cosine():
@@ -234,10 +232,8 @@ def test_every_option_changes_the_result(change):
 def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     ids = torch.arange(5)
     plain = run(position="sinusoidal")[0].model.encoder.embeddings.position(ids)
-    halved = run(position="sinusoidal", position_scale=0.5)[0].model.encoder.embeddings.position(
-        ids
-    )
-    assert_close(halved, 0.5 * plain)
+    halved = run(position="sinusoidal", position_scale=0.5)[0].model.encoder.embeddings
+    assert_close(halved.position(ids), 0.5 * plain)
     fixed = {"position": "sinusoidal", "norm": "none", "init": "t_fixup", "share_embeddings": False}
     model = run(**fixed)[0].model
     assert_close(model.encoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
@@ -274,9 +270,8 @@ def generate(model, **options):
 
 
 def next_log_probabilities(model, source, target):
-    logits = model(
-        input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])
-    ).logits
+    given = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([target])}
+    logits = model(**given).logits
     # transformers scores beams in float32
     return logits[0, -1].float().log_softmax(-1).tolist()
 
@@ -349,12 +344,8 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached):
     assert [up_to_end(row) for row in output.sequences.tolist()] == [
         up_to_end(target) for _, target in expected
     ]
-    assert_close(
-        output.sequences_scores,
-        torch.tensor([score for score, _ in expected]),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    scores = torch.tensor([score for score, _ in expected])
+    assert_close(output.sequences_scores, scores, rtol=1e-5, atol=1e-5)
 
 
 def test_the_penalty_is_saved_with_the_model(tmp_path):
@@ -362,9 +353,8 @@ def test_the_penalty_is_saved_with_the_model(tmp_path):
     model.generation_config.gnmt_length_penalty = 1.5
     how = {"num_beams": BEAMS, **SCORED}
     model.save_pretrained(tmp_path)
-    assert (
-        json.loads((tmp_path / "generation_config.json").read_text())["gnmt_length_penalty"] == 1.5
-    )
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved["gnmt_length_penalty"] == 1.5
     loaded = WellposedForSeq2SeqLM.from_pretrained(tmp_path)
     by_argument = generate(speaking().float(), gnmt_length_penalty=1.5, **how).sequences_scores
     assert torch.equal(generate(loaded, **how).sequences_scores, by_argument)

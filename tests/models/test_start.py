@@ -14,19 +14,15 @@ SMALL = options(
     "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32 vocab_size=50"
 )
 CLASSES = "sequence_classification"
-LABELS = {
-    "num_labels": 3,
-    "id2label": {0: "a", 1: "b", 2: "c"},
-    "label2id": {"a": 0, "b": 1, "c": 2},
-}
+NAMES = dict(enumerate("abc"))
+LABELS = {"num_labels": 3, "id2label": NAMES, "label2id": {"a": 0, "b": 1, "c": 2}}
 
 
 @pytest.fixture
 def body(tmp_path):
     """A BERT without a head."""
-    transformers.BertModel(
-        transformers.BertConfig(**SMALL, max_position_embeddings=24)
-    ).save_pretrained(tmp_path)
+    config = transformers.BertConfig(**SMALL, max_position_embeddings=24)
+    transformers.BertModel(config).save_pretrained(tmp_path)
     return tmp_path
 
 

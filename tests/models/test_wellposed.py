@@ -112,11 +112,12 @@ def pad(row, before, after):
 
 ROW = [3, 1, 4, 1, 5]
 NAMES = [name for name in ATTENTIONS.names() if not name.endswith("for-this-test")]
+NORM_2 = {"attention": "l2_contractive", "lipschitz_norm": "2"}  # its bound depends on the mask
 CASES = [(WellposedForCausalLM, {"attention": name}) for name in NAMES]
 CASES += [
-    (kind, {"position": position})
+    (kind, changes)
     for kind in (WellposedForCausalLM, WellposedForSequenceClassification)
-    for position in ("learned", "sinusoidal")
+    for changes in ({"position": "learned"}, {"position": "sinusoidal"}, NORM_2)
 ]
 
 
@@ -245,9 +246,8 @@ def test_sampling_and_beams_do_not_depend_on_the_cache(how):
 
 def test_only_the_new_tokens_pass_the_model_when_cached():
     model, widths = build_writing(), []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda module, args: widths.append(args[0].shape[1])
-    )
+    layer = model.model.layers[0]
+    layer.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
     generate(model, do_sample=False)
     assert widths == [5] + [1] * (NEW - 1)
 
@@ -332,11 +332,7 @@ def test_a_bf16_model_runs_and_is_close():
 def test_every_weight_gets_a_gradient():
     model = language_model(norm="pre", qk_norm=True, tie_word_embeddings=False)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    assert all(
-        p.grad is not None and p.grad.abs().max() > 0
-        for _, p in model.named_parameters()
-        if p.dim() > 1
-    )
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.dim() > 1)
 
 
 def classifier(num_labels):

@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 from tests.support.refusal import bad_config, bad_data, refused
 
-from wellposed.tasks import SPLITS, build_task
-from wellposed.tasks.pathfinder import (
-    DASH,
-    GAP,
-    RADIUS,
-    RULES,
-    SEPARATION,
-    Drawing,
-    PathfinderRules,
-    draw_image,
-    render,
-)
+from wellposed.tasks import SPLITS, build_task, pathfinder
 
 FEW = {"num_train": 6, "num_valid": 2, "num_test": 2}
 
@@ -34,7 +23,7 @@ def connected_on_paper(drawing, size):
     from scipy import ndimage
 
     fine = 10
-    pen = (GAP + SEPARATION) / 4
+    pen = (pathfinder.GAP + pathfinder.SEPARATION) / 4
     paper = np.ones((size * fine,) * 2, bool)
     marked = np.ones_like(paper)
     for x0, y0, x1, y1 in itertools.chain(*drawing.curves):
@@ -44,7 +33,7 @@ def connected_on_paper(drawing, size):
     for x, y in drawing.dots:
         marked[int(y * fine), int(x * fine)] = False
     ink = ndimage.distance_transform_edt(paper) <= pen * fine
-    ink |= ndimage.distance_transform_edt(marked) <= (RADIUS + pen / 2) * fine
+    ink |= ndimage.distance_transform_edt(marked) <= (pathfinder.RADIUS + pen / 2) * fine
     parts, _ = ndimage.label(ink)
     ends = [parts[int(dot[1] * fine), int(dot[0] * fine)] for dot in drawing.dots]
     return bool(ends[0] == ends[1])
@@ -52,21 +41,21 @@ def connected_on_paper(drawing, size):
 
 @pytest.mark.parametrize(("setting", "count"), [("easy", 6), ("medium", 2), ("hard", 2)])
 def test_the_label_is_what_following_the_ink_says(setting, count):
-    rules = RULES[setting]
+    rules = pathfinder.RULES[setting]
     for index in range(count):
-        drawing = draw_image(rules, index % 2, f"test/{index}")
+        drawing = pathfinder.draw_image(rules, index % 2, f"test/{index}")
         expected = [rules.contour_length] * 2 + [rules.distractor_length] * 5
         assert [len(curve) for curve in drawing.curves] == expected
         assert connected_on_paper(drawing, rules.size) == bool(index % 2) == bool(drawing.label)
 
 
 def test_dashes_have_their_length_gap_and_turn_and_stay_inside():
-    rules = RULES["medium"]
-    drawing = draw_image(rules, 1, "geometry")
+    rules = pathfinder.RULES["medium"]
+    drawing = pathfinder.draw_image(rules, 1, "geometry")
     for curve in drawing.curves:
         for (x0, y0, x1, y1), following in itertools.pairwise(curve):
-            assert math.dist((x0, y0), (x1, y1)) == pytest.approx(DASH)
-            assert math.dist((x1, y1), following[:2]) == pytest.approx(GAP)
+            assert math.dist((x0, y0), (x1, y1)) == pytest.approx(pathfinder.DASH)
+            assert math.dist((x1, y1), following[:2]) == pytest.approx(pathfinder.GAP)
             u0, v0, u1, v1 = following
             turn = math.atan2(v1 - v0, u1 - u0) - math.atan2(y1 - y0, x1 - x0)
             assert abs(math.remainder(turn, 2 * math.pi)) <= rules.max_turn + 1e-9
@@ -84,7 +73,10 @@ def facing(drawing):
 @pytest.mark.parametrize(("setting", "count"), [("easy", 4), ("hard", 1)])
 def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting, count):
     for index in range(count):
-        apart, connected = (draw_image(RULES[setting], label, f"dots/{index}") for label in (0, 1))
+        apart, connected = (
+            pathfinder.draw_image(pathfinder.RULES[setting], label, f"dots/{index}")
+            for label in (0, 1)
+        )
         assert facing(apart) == facing(connected)
         assert apart.curves[0] != connected.curves[0]
 
@@ -94,14 +86,16 @@ def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label():
         task = build(**FEW, size=16, contour_length=length, distractors=1, distractor_length=1)
         assert task.description()["dots_tell_nothing"] is matched
         assert task.description()["rules"]["max_turn"] == pytest.approx(3.6 / length)
-        rules = PathfinderRules(16, length, 1, 1, 3.6 / length)
+        rules = pathfinder.PathfinderRules(16, length, 1, 1, 3.6 / length)
         for label in (0, 1):
-            assert connected_on_paper(draw_image(rules, label, "short"), 16) == bool(label)
+            assert connected_on_paper(pathfinder.draw_image(rules, label, "short"), 16) == bool(
+                label
+            )
 
 
 def test_pixels_show_the_dots_the_dashes_and_nothing_else():
-    drawing = Drawing((((4.5, 8.5, 10.5, 8.5),),), ((4.5, 8.5), (24.5, 20.5)), 0)
-    image = render(drawing, 32)
+    drawing = pathfinder.Drawing((((4.5, 8.5, 10.5, 8.5),),), ((4.5, 8.5), (24.5, 20.5)), 0)
+    image = pathfinder.render(drawing, 32)
     assert image[8, 4] == image[20, 24] == image[8, 5] == 255
     assert image[8, 8] == round(255 * 0.75)
     assert image[9, 8] == 0
@@ -125,7 +119,7 @@ def test_images_depend_on_seed_split_and_number_alone():
 
 def test_tokens_are_pixels_and_the_tokenizer_says_so():
     task = build(**FEW)
-    drawn = render(draw_image(RULES["easy"], 0, "0/train/0"), 32)
+    drawn = pathfinder.render(pathfinder.draw_image(pathfinder.RULES["easy"], 0, "0/train/0"), 32)
     decoded = task.tokenizer.decode(task.dataset("train")[0]["input_ids"])
     assert [int(value) for value in decoded.split()] == drawn.reshape(-1).tolist()
     assert task.model_kwargs()["max_position_embeddings"] == 1024
@@ -138,7 +132,7 @@ def test_difficulty_options_are_followed_and_impossible_ones_refused():
         "size": 24, "contour_length": 3, "distractors": 0, "distractor_length": 2, "max_turn": 1.1,
     }  # fmt: skip
     with bad_config(match="do not fit into 6 x 6 pixels; lower contour_length"):
-        draw_image(PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
+        pathfinder.draw_image(pathfinder.PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
     with bad_config(match="distractors = -1, expected an integer >= 0"):
         build(**FEW, distractors=-1)
     with bad_config(match="option valid: only with data=FILE"):

@@ -13,27 +13,17 @@ from safetensors.torch import load_file
 from tests.support import stub_task as stub
 from tests.support.runs import final, flip, rows, same
 
+from wellposed import training
 from wellposed.errors import CheckpointError
 from wellposed.models import build_model, load_saved_model
-from wellposed.training import (
-    ModelOptions,
-    RunConfig,
-    TrainOptions,
-    load_run_model,
-    read_result,
-    result_schema,
-    train,
-    verify_final,
-    verify_run_file,
-)
 from wellposed.training.folder.save import MODULE, name_our_classes
 
 
 def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
     out = tmp_path / "run"
-    assert read_result(tmp_path) is None
+    assert training.read_result(tmp_path) is None
     result = stub.run(stub.make_config(), out)
-    assert read_result(out) == result
+    assert training.read_result(out) == result
     for folder in (out, out / "final"):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -42,19 +32,19 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
         assert files.keys() == there.keys()
         for name, data in there.items():
             assert files[name] == {"bytes": len(data), "sha256": sha256(data).hexdigest()}
-    verify_final(out / "final")
+    training.verify_final(out / "final")
     for name in ("result.json", "metrics.jsonl", "env.json", "config.toml"):
-        verify_run_file(out / name)
+        training.verify_run_file(out / name)
         flip(out / name)
         expected = rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"
         with pytest.raises(CheckpointError, match=expected):
-            verify_run_file(out / name)
+            training.verify_run_file(out / name)
     with pytest.raises(CheckpointError, match=r"result\.json: SHA-256"):
-        read_result(out)
+        training.read_result(out)
     flip(out / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256 is \w+, expected \w+"):
-        verify_final(out / "final")
-    verify_final(out / "final", weights=False)
+        training.verify_final(out / "final")
+    training.verify_final(out / "final", weights=False)
 
 
 def test_a_run_going_on_has_no_manifest(tmp_path, monkeypatch):
@@ -74,7 +64,7 @@ def test_a_run_going_on_has_no_manifest(tmp_path, monkeypatch):
     assert there
     assert not any(there)
     for name in json.loads((out / "manifest.json").read_text())["files"]:
-        verify_run_file(out / name)
+        training.verify_run_file(out / name)
 
 
 @pytest.mark.parametrize("average", [0, 2])
@@ -119,14 +109,16 @@ def test_a_damaged_record_of_starts_is_one_message(tmp_path):
 
 
 def test_the_loader_of_python_checks_too(tmp_path):
-    options = TrainOptions(steps=2, batch_size=64, eval_batches=1)
-    model = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
-    config = RunConfig("char_lm", {"limit_chars": 9000, "seq_len": 64}, model=model, train=options)
-    train(config, tmp_path / "run", progress=False)
-    load_run_model(tmp_path / "run")
+    options = training.TrainOptions(steps=2, batch_size=64, eval_batches=1)
+    model = training.ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    config = training.RunConfig(
+        "char_lm", {"limit_chars": 9000, "seq_len": 64}, model=model, train=options
+    )
+    training.train(config, tmp_path / "run", progress=False)
+    training.load_run_model(tmp_path / "run")
     flip(tmp_path / "run" / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256"):
-        load_run_model(tmp_path / "run")
+        training.load_run_model(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +148,7 @@ def test_wrong_values_are_named(result, path, value):
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(broken, result_schema())
+        jsonschema.validate(broken, training.result_schema())
 
 
 KINDS = [
