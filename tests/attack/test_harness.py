@@ -10,7 +10,6 @@ from wellposed.nn import InvertibleResidual, ReversibleSequential
 from . import __main__ as command
 from .compositions import Case, draw, unrolled
 from .measure import attacked
-from .table import Table
 
 
 class Doubled(nn.Module):
@@ -42,7 +41,7 @@ def test_a_rule_that_promises_half_is_reported_with_what_repeats_it():
     assert outcome.violates
     assert outcome.ratio == pytest.approx(2.0, rel=1e-4)
     assert outcome.jacobian == pytest.approx(outcome.slope, rel=1e-3)
-    written = Table([outcome]).markdown()
+    written = command.Table([outcome]).markdown()
     assert "VIOLATION case 5, Sequential + Linear + Doubled: norm 2, float32, N = 4" in written
     assert "python -m tests.attack --seed 3 --case 5" in written
     assert "| Doubled | 0 |  |  |  | 1 | 1.999998 |" in written

@@ -51,6 +51,8 @@ def test_sensitivity_is_reached_where_the_others_are_equal():
     for first in (0.3, 0.5, 0.9, 1 - 1e-9):
         row = torch.tensor([first, *[(1 - first) / 4] * 4], dtype=torch.float64)
         assert softmax_sensitivity(row[None]).item() == pytest.approx(jacobian_norm(row), rel=1e-9)
+    saturated = torch.tensor([[1.0, 1e-20, 5e-21]], dtype=torch.float64)
+    assert softmax_sensitivity(saturated).item() == pytest.approx(2.5e-20, rel=1e-9)
 
 
 def test_half_precision_is_computed_in_float32():
