@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import tomli_w
 
 ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
 
@@ -31,17 +32,6 @@ def measurement(seed, *, error, layers=2, width=16):
             }
             rows.append({**place, "role": role, "rows": shape[0], "cols": shape[1], **measured})
     return {"schema_version": 1, "rows": rows, "activations": [], "notes": []}
-
-
-def toml(values, place=""):
-    """Nested plain values as TOML; the JSON of a string is one in TOML as well."""
-    nested = {key: value for key, value in values.items() if isinstance(value, dict)}
-    plain = {key: value for key, value in values.items() if key not in nested}
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in plain.items()]
-    for key, value in nested.items():
-        name = f"{place}{json.dumps(key)}"
-        lines.append(f"[{name}]\n{toml(value, f'{name}.')}")
-    return "\n".join(lines) + "\n"
 
 
 def write_run(
@@ -100,7 +90,7 @@ def write_run(
     starts = [{"from_step": 0}, {"from_step": 50}][: 1 + seed]
     machine |= {"packages": {"torch": "2"}, "date": date, "command": list(command)}
     (folder / "result.json").write_text(json.dumps(result))
-    (folder / "config.toml").write_text(toml(config))
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "env.json").write_text(json.dumps({**machine, "starts": starts}))
     (folder / "measure-initial.json").write_text(

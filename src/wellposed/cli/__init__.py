@@ -16,15 +16,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from wellposed import errors
 from wellposed.cli.first_look import first_look
-from wellposed.errors import (
-    EXTRAS,
-    ConfigError,
-    WellposedError,
-    is_out_of_memory,
-    missing_extra,
-    unknown_name,
-)
 from wellposed.plugins import import_file
 from wellposed.text_table import printable
 from wellposed.training.loop.processes import is_first, is_one_of_several
@@ -85,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)
         said = re.sub(r"\A(.*)\n  (.*)\Z", r"\1 \2", said).removeprefix("wellposed ")
         print(f"wellposed: {said}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, (ConfigError, ImportError)) else EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, (errors.ConfigError, ImportError)) else EXIT_FAILED
 
 
 def _dispatch(words: list[str]) -> int:
@@ -101,14 +94,14 @@ def _dispatch(words: list[str]) -> int:
         print(completion_script(words[1] if words[1:] else "", COMMANDS))
         return EXIT_OK
     if words[0] == "sweep":  # gone in 0.3
-        raise ConfigError(
+        raise errors.ConfigError(
             "`wellposed sweep` has gone: the study is `wellposed reproduce mcgrath2024 --data DIR`,"
             " a grid of yours `wellposed compare minbert --data DIR --variants plain,key:1e-2,...`"
         )
     if words[0] not in COMMANDS:
-        raise unknown_name("command", words[0], COMMANDS)
+        raise errors.unknown_name("command", words[0], COMMANDS)
     if words[0] not in TOGETHER and is_one_of_several():
-        raise ConfigError(
+        raise errors.ConfigError(
             f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
             " launch"
         )
@@ -139,17 +132,17 @@ def _describe(error: Exception, words: Sequence[str]) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         missed = (error.name or "").partition(".")[0].replace("_", "-")
         package = {"sklearn": "scikit-learn"}.get(missed, missed)
-        extra = next((extra for extra, names in EXTRAS.items() if package in names), None)
-        return extra and str(missing_extra(package, extra, f"parts of wellposed {words[0]}"))
+        extra = next((extra for extra, names in errors.EXTRAS.items() if package in names), None)
+        return extra and str(errors.missing_extra(package, extra, f"parts of wellposed {words[0]}"))
     if isinstance(error, FileExistsError):
         return (
             f"{error.filename}: there is a file of that name, expected a folder; name another one"
         )
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'system'}: {error.strerror}"
-    if isinstance(error, (WellposedError, OSError)):
+    if isinstance(error, (errors.WellposedError, OSError)):
         return str(error)
-    if is_out_of_memory(error):
+    if errors.is_out_of_memory(error):
         return (
             f"{words[0]}: out of memory: the model, its inputs or a batch is too large for this"
             f" machine ({str(error).partition(chr(10))[0] or 'no more can be had'})"

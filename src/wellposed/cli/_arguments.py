@@ -15,31 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import tyro
 
+from wellposed.cli import parser
 from wellposed.cli.first_look import first_look
 from wellposed.cli.load import model_folder, near_names
-from wellposed.cli.parser import (
-    HELP,
-    HELP_ALL,
-    OTHER_SPELLINGS,
-    Flat,
-    ImportedFiles,
-    parse_words,
-    unchecked,
-)
 from wellposed.errors import ConfigError, DataError, unknown_name
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
 from wellposed.tasks.image_classification import PROCESSOR_FILES, has_processor
 from wellposed.tasks.text.tokenizers import has_tokenizer
-from wellposed.training.config import (
-    ConstrainOptions,
-    ModelOptions,
-    PenaltyOptions,
-    RunConfig,
-    StartOptions,
-    TrainOptions,
-    read_toml,
-)
+from wellposed.training import config as configs
 
 if TYPE_CHECKING:
     from wellposed.training.loop.tracking import Tracking
@@ -55,7 +39,7 @@ COMMON = frozenset(
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 SECTIONS = ("train", "model", "penalty", "constrain")
 """Parts of a `RunConfig` whose options are those of the command line."""
-FINE_TUNING = TrainOptions(
+FINE_TUNING = configs.TrainOptions(
     epochs=3,
     learning_rate=3e-5,
     schedule="linear",
@@ -72,7 +56,7 @@ TrackerNames: TypeAlias = Annotated[
 
 
 @dataclass(frozen=True)
-class StartArguments(StartOptions):
+class StartArguments(configs.StartOptions):
     """A Hugging Face model to start from."""
 
     model: Annotated[str, tyro.conf.arg(name="from")] = ""
@@ -89,14 +73,14 @@ class FileArguments:
     """Start from a named configuration."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
-    imports: ImportedFiles = ()
+    imports: parser.ImportedFiles = ()
     """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Take the task name, the first word that is not an option, from the words of ``train`` or
     ``compare``."""
-    if not words or words[0] in {*HELP, HELP_ALL}:
+    if not words or words[0] in {*parser.HELP, parser.HELP_ALL}:
         return None, list(words)
     if words[0].startswith("-"):
         raise ConfigError(
@@ -116,7 +100,7 @@ def task_usage(command: str) -> str:
     return f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n{more}"
 
 
-def base_config(task: str, words: Sequence[str]) -> RunConfig:
+def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
     defaults."""
     names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
@@ -124,7 +108,7 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     sources = [name for name in names[:3] if said[name]]
     if len(sources) > 1:
         raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
-    base = RunConfig(task=task)
+    base = configs.RunConfig(task=task)
     if said["from"]:
         given = [name for name in READ_BY if said[name]]
         base = start_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
@@ -145,7 +129,7 @@ def base_config(task: str, words: Sequence[str]) -> RunConfig:
     return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
-def _named_config(said: dict[str, Any]) -> tuple[RunConfig, str]:
+def _named_config(said: dict[str, Any]) -> tuple[configs.RunConfig, str]:
     """Return the configuration of ``--preset`` or ``--config``, and where it comes from."""
     if name := said["preset"]:
         from wellposed.compare.named import NAMED
@@ -156,12 +140,12 @@ def _named_config(said: dict[str, Any]) -> tuple[RunConfig, str]:
         raise DataError(
             f"{path}: no such configuration file; a run folder holds one as config.toml"
         )
-    return RunConfig.from_dict(read_toml(path), where=str(path)), str(path)
+    return configs.RunConfig.from_dict(configs.read_toml(path), where=str(path)), str(path)
 
 
 def start_config(
     task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()
-) -> RunConfig:
+) -> configs.RunConfig:
     """Return what a run that starts from the model ``name`` does by default: reads as the model
     does, and fine-tunes.
 
@@ -181,10 +165,10 @@ def start_config(
         for option, find in READ_BY.items()
         if option in known and option not in given
     }
-    train = TrainOptions() if random else FINE_TUNING
+    train = configs.TrainOptions() if random else FINE_TUNING
     task_options = {option: value for option, value in found.items() if value}
-    start = StartOptions(source, from_scratch=from_scratch)
-    return RunConfig(task, task_options, variant="plain", train=train, start=start)
+    start = configs.StartOptions(source, from_scratch=from_scratch)
+    return configs.RunConfig(task, task_options, variant="plain", train=train, start=start)
 
 
 def _tokenizer(source: str, folder: Path, random: bool) -> str:
@@ -222,23 +206,23 @@ loaded, the folder with the files beside it, and whether its weights are drawn."
 
 
 def parse(
-    command: str, base: RunConfig, words: Sequence[str], extra: type, summary: str
-) -> tuple[RunConfig, Any]:
+    command: str, base: configs.RunConfig, words: Sequence[str], extra: type, summary: str
+) -> tuple[configs.RunConfig, Any]:
     """Parse the options of a task, a run and a command; return the configuration and the ``extra``
     options."""
     for name in (word.partition("=")[0] for word in words):
-        if meant := OTHER_SPELLINGS.get(name):
+        if meant := parser.OTHER_SPELLINGS.get(name):
             raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
     task = TASKS.get(base.task)
     hints = {
-        "command": Annotated[extra, Flat],
-        "files": Annotated[FileArguments, Flat],
-        "task": Annotated[task.options, Flat],
-        "train": Annotated[TrainOptions, Flat],
-        "model": ModelOptions,
-        "penalty": PenaltyOptions,
-        "constrain": ConstrainOptions,
-        "start": Annotated[StartArguments, Flat],
+        "command": Annotated[extra, parser.Flat],
+        "files": Annotated[FileArguments, parser.Flat],
+        "task": Annotated[task.options, parser.Flat],
+        "train": Annotated[configs.TrainOptions, parser.Flat],
+        "model": configs.ModelOptions,
+        "penalty": configs.PenaltyOptions,
+        "constrain": configs.ConstrainOptions,
+        "start": Annotated[StartArguments, parser.Flat],
     }
     arguments = dataclasses.make_dataclass(
         "Arguments", list(hints.items()), frozen=True, kw_only=True
@@ -253,12 +237,12 @@ def parse(
     prog = f"wellposed {command} {base.task}"
     about = f"{summary}: {task.summary}. `wellposed compare` lists variants."
     how = {"default": default, "prog": prog, "description": about, "common": COMMON}
-    parsed: Any = parse_words(arguments, words, **how)
+    parsed: Any = parser.parse_words(arguments, words, **how)
     start = dataclasses.asdict(parsed.start)
     run = dataclasses.replace(
         base,
         task_options=dataclasses.asdict(parsed.task),
-        start=StartOptions(**{**start, "model": base.start.model or parsed.start.model}),
+        start=configs.StartOptions(**{**start, "model": base.start.model or parsed.start.model}),
         **{name: getattr(parsed, name) for name in SECTIONS},
         imports={**base.imports, **imported_files()},
     )
@@ -276,7 +260,7 @@ def parse(
     return run, parsed.command
 
 
-def _task_defaults(options: type, base: RunConfig) -> Any:
+def _task_defaults(options: type, base: configs.RunConfig) -> Any:
     defaults = {
         item.name: tyro.MISSING if item.default is dataclasses.MISSING else item.default
         for item in dataclasses.fields(options)
@@ -284,7 +268,7 @@ def _task_defaults(options: type, base: RunConfig) -> Any:
     unknown = [name for name in base.task_options if name not in defaults]
     if unknown:
         raise unknown_name(f"option of task {base.task}", unknown[0], defaults)
-    return unchecked(options, {**defaults, **base.task_options})
+    return parser.unchecked(options, {**defaults, **base.task_options})
 
 
 def tracking(names: TrackerNames) -> Tracking:

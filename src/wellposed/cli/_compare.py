@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from wellposed.cli._arguments import (
-    TrackerNames,
-    base_config,
-    parse,
-    split_task,
-    task_usage,
-    tracking,
-)
+from wellposed.cli import _arguments
 from wellposed.cli._certify import counts_of
 from wellposed.cli.first_look import first_look
 from wellposed.compare.variants import VARIANTS, summary
@@ -52,7 +45,7 @@ class CompareArguments(CheckedOptions):
     round: str | None = None
     """Comma-separated formats, of int8 and int4: the metric on test with weights rounded to them for each output
     channel and activations for each token, and the kurtosis of activations."""
-    track: TrackerNames = ()
+    track: _arguments.TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
@@ -61,19 +54,19 @@ class CompareArguments(CheckedOptions):
 
 def run(words: Sequence[str]) -> int:
     """Train all variants, print the table, write the report and return the exit status."""
-    task, rest = split_task("compare", words)
+    task, rest = _arguments.split_task("compare", words)
     if task is None:
-        print(task_usage("compare"))
+        print(_arguments.task_usage("compare"))
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
-    base = base_config(task, rest)
-    config, options = parse("compare", base, rest, CompareArguments, "Compare variants")
+    base = _arguments.base_config(task, rest)
+    config, options = _arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
 
     from wellposed.compare.compare import ComparisonRuns, compare
     from wellposed.report import aggregate, build_report, figure_images
     from wellposed.training.loop.tracking import Trackers
 
-    reported = tracking(options.track)
+    reported = _arguments.tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
     names, formats = (

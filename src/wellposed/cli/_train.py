@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wellposed.cli._arguments import (
-    TrackerNames,
-    base_config,
-    parse,
-    split_task,
-    task_usage,
-    tracking,
-)
+from wellposed.cli import _arguments
 from wellposed.cli.first_look import first_look
 from wellposed.compare.variants import apply_variant
 from wellposed.training.loop.processes import is_first
@@ -30,7 +23,7 @@ class TrainArguments:
     """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
     resume: str = "never"
     """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
-    track: TrackerNames = ()
+    track: _arguments.TrackerNames = ()
     """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     push_to_hub: str | None = None
     """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made private if missing."""
@@ -40,18 +33,18 @@ class TrainArguments:
 
 def run(words: Sequence[str]) -> int:
     """Train, print the result and return the exit status."""
-    task, rest = split_task("train", words)
+    task, rest = _arguments.split_task("train", words)
     if task is None:
-        print(task_usage("train"))
+        print(_arguments.task_usage("train"))
         return 0
-    base = base_config(task, rest)
+    base = _arguments.base_config(task, rest)
     seen = first_look(rest, ["variant", "margin-loss"])[0]
     if seen["variant"]:
         # What a variant is made of may depend on what it is trained for.
         if (seen["margin-loss"] or "").startswith("words"):
             base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
         base = apply_variant(seen["variant"], base)
-    config, options = parse("train", base, rest, TrainArguments, "Train one model")
+    config, options = _arguments.parse("train", base, rest, TrainArguments, "Train one model")
 
     from wellposed.training import train
     from wellposed.training.folder.run_folder import usual_folder
@@ -67,7 +60,7 @@ def run(words: Sequence[str]) -> int:
         progress=not options.quiet,
         command=["wellposed", "train", *words],
         longer=True,
-        tracking=tracking(options.track),
+        tracking=_arguments.tracking(options.track),
     )
     if not is_first():
         return result.exit_code

@@ -8,20 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wellposed import statistics
 from wellposed.errors import DataError
 from wellposed.finite_json import to_json
 from wellposed.measurement import write_csv
 from wellposed.options import flat_options
 from wellposed.report._artefacts import find_artefacts
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
-from wellposed.statistics import (
-    PairedComparison,
-    SeedResults,
-    compare_seeds,
-    holm_correction,
-    mean_and_standard_error,
-    worth_it,
-)
 from wellposed.text_table import MISSING, format_number, text_table
 from wellposed.training.certified.record import FORMATS
 
@@ -68,9 +61,9 @@ class VariantResult:
     seeds: tuple[int, ...]
     metrics: Mapping[str, Summary]
     learned: bool | None
-    comparison: PairedComparison | None
+    comparison: statistics.PairedComparison | None
     failed: tuple[int, ...] = ()
-    comparisons: Mapping[str, PairedComparison] = field(default_factory=dict)
+    comparisons: Mapping[str, statistics.PairedComparison] = field(default_factory=dict)
     """By every metric; p is corrected for the number of variants, not for that of metrics."""
 
 
@@ -110,7 +103,7 @@ class TaskComparison:
         return [
             f"worth it? {rule}; not, where the interval of the gain ends below that",
             *(
-                f"{each.variant}: {worth_it(each.comparison, asked, tests=len(others))}"
+                f"{each.variant}: {statistics.worth_it(each.comparison, asked, tests=len(others))}"
                 for each in others
                 if each.comparison is not None
             ),
@@ -244,7 +237,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
         for group in groups.values()
     ]
-    tests: dict[str, list[PairedComparison | None]] = {}
+    tests: dict[str, list[statistics.PairedComparison | None]] = {}
     for each in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
         kind = each.partition(",")[0].partition("@")[0]
         better = bool(directions.get(kind, kind not in ("kurtosis", "lost")))
@@ -253,7 +246,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     for place, (mine, group) in enumerate(zip(finished, groups.values(), strict=True)):
         names = [m for m in mine[0].values if all(m in run.values for run in mine)] if mine else []
         values = {m: tuple(float(run.values[m]) for run in mine) for m in names}
-        metrics = {m: Summary(*mean_and_standard_error(v), v) for m, v in values.items()}
+        metrics = {m: Summary(*statistics.mean_and_standard_error(v), v) for m, v in values.items()}
         learned = None
         if expected is not None and known in metrics:
             mean = metrics[known].mean
@@ -283,7 +276,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
 
 def _comparisons(
     groups: Mapping[str, Sequence[Run]], metric: str, *, needed: bool, higher: bool
-) -> list[PairedComparison | None]:
+) -> list[statistics.PairedComparison | None]:
     """Return the test of each variant against the first by a metric, corrected for their number."""
     sides = []
     for variant, group in groups.items():
@@ -296,9 +289,9 @@ def _comparisons(
                 )
         values = {run.seed: run.values[metric] for run in done if metric in run.values}
         failures = {run.seed: run.failure for run in group if run.failure is not None}
-        sides.append(SeedResults(variant, values, failures))
-    found = [compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
-    return [None, *holm_correction(found)]
+        sides.append(statistics.SeedResults(variant, values, failures))
+    found = [statistics.compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
+    return [None, *statistics.holm_correction(found)]
 
 
 def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
@@ -336,7 +329,7 @@ def _variant_settings(run: Run) -> dict[str, Any]:
     return settings
 
 
-def _test_columns(c: PairedComparison | None) -> dict[str, Any]:
+def _test_columns(c: statistics.PairedComparison | None) -> dict[str, Any]:
     names = ("mean_difference", "p_value", "p_holm", "verdict")
     return {name: getattr(c, name, None) for name in names}
 

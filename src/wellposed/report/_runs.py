@@ -21,14 +21,7 @@ from wellposed.regular_file import read_bytes, read_text
 from wellposed.statistics import Failure
 from wellposed.text_table import format_number
 from wellposed.training import verify_run_file
-from wellposed.training.certified.record import (
-    CertifiedRun,
-    CertifiedWords,
-    RoundedRun,
-    read_certified,
-    read_rounded,
-    read_words,
-)
+from wellposed.training.certified import record
 
 Found = TypeVar("Found")
 ENTRIES: Mapping[str, Any] = {
@@ -52,11 +45,11 @@ class Run:
     """Of a run without one: task, variant, seed and configuration, from ``config.toml``."""
     failure: Failure | None = None
     """Why it has no number; ``None`` where it finished."""
-    certified: CertifiedRun | None = None
+    certified: record.CertifiedRun | None = None
     """What its model was certified for, where that was asked."""
-    words: CertifiedWords | None = None
+    words: record.CertifiedWords | None = None
     """The same of replaced words."""
-    rounded: RoundedRun | None = None
+    rounded: record.RoundedRun | None = None
     """What it is worth in other formats."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
@@ -400,9 +393,9 @@ def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
         bad = [f"{name} = {value}" for name, value in found if not is_finite(value)]
         if not bad:
             date = str(result["date"])
-            certified = read_certified(folder, run_date=date)
-            words = read_words(folder, run_date=date)
-            rounded = read_rounded(folder, run_date=date)
+            certified = record.read_certified(folder, run_date=date)
+            words = record.read_words(folder, run_date=date)
+            rounded = record.read_rounded(folder, run_date=date)
             return Run(folder, result, certified=certified, words=words, rounded=rounded), None
         reason = f"the headline metric is not a finite number: {', '.join(bad)}"
         return _without_number(folder, result, "failed", reason)
