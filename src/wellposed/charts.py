@@ -128,8 +128,8 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
     with figure_style():
         # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a
         # panel may be longer than the place that the layout left.
+        how: Any = {"format": "svg", "facecolor": "white", "bbox_inches": "tight"}
         undated: Any = {"Date": None, "Creator": None}
-        how = {"format": "svg", "facecolor": "white", "bbox_inches": "tight"}
         _drawn(panels, columns).savefig(path, metadata=undated, **how)
 
 
