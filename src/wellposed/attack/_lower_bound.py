@@ -173,7 +173,8 @@ def lipschitz_lower_bound(
         raise ShapeError(
             f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}"
         )
-    begin = start.detach().to(_device_of(target), moving)
+    weight = next(target.parameters(), None) if isinstance(target, nn.Module) else None
+    begin = start.detach().to("cpu" if weight is None else weight.device, moving)
     unit, log_scale = as_variables(begin)
     allowed = _perturbed_tokens(perturbed, shape, moving).to(begin)
     kwargs = _expand(forward_kwargs, restarts)
@@ -285,11 +286,6 @@ def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: 
         return module
     copied = in_dtype(module, dtype).eval()
     return copied.requires_grad_(keep_gradients)
-
-
-def _device_of(target: Any) -> torch.device:
-    parameter = next(target.parameters(), None) if isinstance(target, nn.Module) else None
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _random_start(

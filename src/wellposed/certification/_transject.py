@@ -4,6 +4,7 @@ note B8)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -103,17 +104,18 @@ class _State:
     tok: float = 1.0
 
 
-def _constants(layer: TransJectBlock, norm: object, sigma: float) -> _Constants:
-    def size(weight: Tensor) -> float:
-        return float(norm(weight))  # type: ignore[operator]
-
+def _constants(
+    layer: TransJectBlock, size: Callable[[Tensor], Tensor | float], sigma: float
+) -> _Constants:
     mixture, forward = layer.attention, layer.feedforward
     experts = [cast(GramAttention, expert) for expert in mixture.experts]
     follows = mixture.num_experts > 1 and mixture.gating != "fixed"
     return _Constants(
         scale=abs(layer.residual.coefficients()[1]),
-        attention=max(size(expert.left.weight) * size(expert.right.weight) for expert in experts),
-        feedforward=size(forward.up_proj.weight) * size(forward.down_proj.weight),
+        attention=max(
+            float(size(expert.left.weight) * size(expert.right.weight)) for expert in experts
+        ),
+        feedforward=float(size(forward.up_proj.weight) * size(forward.down_proj.weight)),
         sigma=sigma,
         gate=float(mixture.gate.weight.double().norm()) * (1 + 1e-12) if follows else 0.0,
     )
@@ -142,7 +144,8 @@ def _stack(module: Stack, site: Site) -> LayerBound:
     reason = _refusal(module, site)
     if reason is not None:
         return site.refuse(reason)
-    _read_parts(module, site)
+    for part in module.modules():
+        site.reads(part, *_PARTS)
     spread = _spectrum_spread(module)
     tokens = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
     state = _State()
@@ -154,21 +157,11 @@ def _stack(module: Stack, site: Site) -> LayerBound:
         site.record(
             layer, f"layers.{index}", LayerBound(ratio, "layer's factor in the recursion of B8")
         )
-    _note_padding(module, site)
-    form = _form(module, spread)
-    return LayerBound(_value(state, site) * (1 + 1e-9), form, out_radius=state.growth * site.radius)
-
-
-def _read_parts(module: Stack, site: Site) -> None:
-    for part in module.modules():
-        site.reads(part, *_PARTS)
-
-
-def _note_padding(module: Stack, site: Site) -> None:
-    """Write on the certificate what it leaves out: sigma and gates do not see a padded token, which
-    may be any size."""
+    # Sigma and gates do not see a padded token, which may be any size.
     if _follows_input(module) and _PADDING not in site.walk.notes:
         site.walk.notes.append(_PADDING)
+    form = _form(module, spread)
+    return LayerBound(_value(state, site) * (1 + 1e-9), form, out_radius=state.growth * site.radius)
 
 
 def _follows_input(module: Stack) -> bool:
