@@ -73,11 +73,7 @@ MISFITS = [
     (BODY, {}, "received neither of input_ids and inputs_embeds"),
     (SEQ2SEQ, {"input_ids": TWO}, "neither of decoder_input_ids and decoder_inputs_embeds"),
     (SEQ2SEQ, {"decoder_input_ids": TWO}, "received neither of input_ids and inputs_embeds"),
-    (
-        SEQ2SEQ,
-        {"input_ids": TWO, "decoder_input_ids": ids([1, 13])},
-        "decoder_input_ids.* token 13",
-    ),
+    (SEQ2SEQ, {"input_ids": TWO, "decoder_input_ids": ids([1, 13])}, "decoder_input_ids.*token 13"),
     (SEQ2SEQ, {"input_ids": TWO, "decoder_input_ids": ids([1] * 11)}, "11 tokens; .* at most 10"),
     (SEQ2SEQ, {"input_ids": TWO, "decoder_input_ids": TWO, "attention_mask": IDS}, "attention"),
     (PAIR, {"input_ids": IDS, "input_ids_pair": TWO}, "received 1 sequences for 2 in input_ids"),

@@ -6,12 +6,6 @@ import torch
 
 from wellposed.models import WellposedConfig
 
-SIZES = {
-    "vocab_size": 13,
-    "max_position_embeddings": 10,
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-}
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
 
@@ -32,3 +26,6 @@ def _value(written):
         return ast.literal_eval(written)
     except (ValueError, SyntaxError):
         return written
+
+
+SIZES = options("vocab_size=13 max_position_embeddings=10 hidden_size=12 num_attention_heads=3")

@@ -1,20 +1,14 @@
 """TransJect models that the tests share: sizes, settings, a batch, and layers that are not the
 identity."""
 
-from typing import cast
-
 import torch
 from torch.nn import functional as F
 
 from wellposed.models import TransJectConfig, TransJectModel
-from wellposed.nn import TransJectBlock
 
-SIZES = {
-    "vocab_size": 13,
-    "max_position_embeddings": 12,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-}
+from .tiny import options
+
+SIZES = options("vocab_size=13 max_position_embeddings=12 hidden_size=16 num_hidden_layers=3")
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
 MASK = (IDS > 0).long()
 SETTINGS = [
@@ -28,7 +22,7 @@ CONFIG = TransJectConfig(**SIZES, num_experts=2)
 
 def blocks(model):
     body = model if isinstance(model, TransJectModel) else model.model
-    return [cast(TransJectBlock, layer) for layer in body.stack.layers]
+    return [*body.stack.layers]
 
 
 def awake(model, weight=1.5):
