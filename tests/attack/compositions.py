@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tests.support.sample import ALL_NORMS, Sample, output_of
+from tests.support.sample import ALL_NORMS, output_of
 from tests.support.samples import ACTIVATIONS, SAMPLES
 from torch import Tensor, nn
 
@@ -15,7 +15,6 @@ from wellposed.linalg import Norm
 from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-Part = tuple[type[nn.Module], Sample]
 ACCEPTED = [
     (kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.attackable
 ]

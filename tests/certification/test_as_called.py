@@ -4,7 +4,6 @@ right, or refused."""
 import contextlib
 import copy
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,6 @@ from wellposed.errors import NotLipschitzError, UnsoundBoundError
 
 LARGE = 1e6
 TOKENS = 5
-Way = Callable[[nn.Module], contextlib.AbstractContextManager[object] | None]
-
 EVERY = [
     pytest.param(kind, sample, id=f"{kind.__name__}-{index}")
     for kind, samples in SAMPLES.items()

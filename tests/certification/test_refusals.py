@@ -1,7 +1,6 @@
 """What has no bound is refused in words that say what and why."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -29,7 +28,6 @@ from wellposed.nn import (
     UnitEmbedding,
 )
 
-Build = Callable[[], nn.Module]
 LAYER, CLASSIFIER = "encoder.layer.0", WellposedForSequenceClassification
 OTHER_NORMS = (
     nn.BatchNorm2d(2),

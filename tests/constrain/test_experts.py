@@ -1,13 +1,11 @@
 """Weights of all experts in one parameter: each expert's matrices are held by themselves, rows that
 alternate too."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests.support.constrained import goes_on_bit_for_bit
 from tests.support.many_families import FAMILIES, batch_of
-from torch import Tensor, nn
+from torch import nn
 
 import wellposed as wp
 from wellposed.constrain import constrain_, parameter_groups
@@ -15,7 +13,6 @@ from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import cap_spectral_norm_
 
 ROLES = ("feedforward_in", "feedforward_gate", "feedforward_out")
-Cut = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 CUTS = {
     "gpt-oss": lambda both, down: (both.mT[:, 1::2], both.mT[:, ::2], down.mT),
     "llama4": lambda both, down: (both.mT[:, 48:], both.mT[:, :48], down.mT),

@@ -54,7 +54,6 @@ def test_folding_pays_where_more_than_d_tokens_share_a_sigma():
 
 
 WIDTH = 6
-Shape = tuple[int, ...]
 
 
 def orthogonal(*shape):

@@ -245,7 +245,6 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
 
 
 SCORED = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False}
-NEVER = {"early_stopping": "never", "do_sample": False}
 TEXTS = [[3, 1, 4, 1, 5], [9, 2], [6, 6, 7]]
 NEW, BEAMS, END = 6, 3, 2
 IDS = torch.tensor([row + [0] * (5 - len(row)) for row in TEXTS])

@@ -20,7 +20,6 @@ def test_the_better_normalised_model_is_the_one_with_the_higher_mean():
     assert gains_over_norms(bleu) == [5.0, -5.0]
 
 
-Given = tuple[float, float]
 """The least loss of a model, and its last in units of that."""
 
 

@@ -3,9 +3,7 @@ run on untrained models, on answers that do not look at the input, on the labels
 and with its sides exchanged, by its own measuring."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,6 @@ from wellposed_studies import study
 
 pytestmark = pytest.mark.slow
 TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]
-Alter = Callable[[Any], Any]
 PLACEBOS = {
     "untrained": lambda logits: logits,
     "constant": lambda logits: logits.mean(0, keepdim=True).expand_as(logits),

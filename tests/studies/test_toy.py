@@ -1,9 +1,6 @@
 """Every recipe at toy scale: it leaves table, figure and claim, and does not train again what is
 there; what holds at any size holds."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import pytest
 from tests.support.finished_runs import written
 from tests.support.recipes import check_reproduced
@@ -14,7 +11,6 @@ from wellposed_studies.frontier.order import TASKS
 from wellposed_studies.frontier.translation import CONSTRAINTS, LABELS, STRENGTHS, TRANSFORMERS
 
 pytestmark = pytest.mark.slow
-Rows = Sequence[Mapping[str, Any]]
 GIVEN = (
     "sengupta2023/table-1",
     "sengupta2023/table-2",
