@@ -63,13 +63,16 @@ class Held:
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained; options hold the models, and the words that they are trained for."""
     few = {"models": tuple(MODELS)[:3], "words": (1,)}
-    # So few texts that every model overfits, and its best weights lie well before the end.
-    some_of = {"models": (BAG, "one lipschitz block", "windows of 2", "windows of 4")}
+    # A constant rate, at which a few texts are learned as far as they go.
+    some_of = {
+        "models": (BAG, "one lipschitz block", "windows of 2", "windows of 4"),
+        "schedule": "constant",
+    }
     every = {"models": tuple(MODELS), "words": (1, 3)}
     return request.pick(
         toy=Sizes(3, 1, 8, heads=2, batch_size=4, examples=4, options=few),
         mini=Sizes(
-            600, 3, 32, evaluations=12, examples=1000, limit=1000, options={**every, **some_of}
+            400, 3, 32, evaluations=12, examples=1000, limit=1000, options={**every, **some_of}
         ),
         medium=Sizes(1300, 5, 64, batch_size=64, evaluations=10, examples=2000, options=every),
         paper=Sizes(8000, 5, 256, batch_size=64, evaluations=10, examples=4000, options=every),
@@ -185,7 +188,8 @@ def _measure(request: Request, corpus: str, data: str, sizes: Sizes) -> Iterator
         task = build_task(base.task, base.task_options)
 
         def plan(count: int, seed: int, base: RunConfig = base, label: str = label) -> PlannedRun:
-            train = replace(base.train, margin_loss=f"words:{count}", seed=seed)
+            schedule = sizes.options.get("schedule", base.train.schedule)
+            train = replace(base.train, margin_loss=f"words:{count}", seed=seed, schedule=schedule)
             folder = request.runs("frontier-words") / corpus / folder_name(label)
             return PlannedRun(
                 folder.with_name(f"{folder.name}-words{count}-seed{seed}"),
