@@ -1,13 +1,26 @@
-"""Blocks and stacks: structure, compilation, recomputation, and parts registered from outside."""
+"""Blocks and stacks of them, with their masks and positions."""
+
+import itertools
+import math
 
 import pytest
 import torch
 from tests.support.layers import stack_config
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 from torch.testing import assert_close
 
-from wellposed.nn import FEEDFORWARDS, MLP, RESIDUALS, Block, TransformerStack
+from wellposed.nn import (
+    FEEDFORWARDS,
+    MLP,
+    RESIDUALS,
+    AttentionMask,
+    Block,
+    LearnedPositions,
+    SinusoidalPositions,
+    TransformerStack,
+    attention_mask,
+)
 
 
 def stack(is_causal=False, **changes):
@@ -112,3 +125,125 @@ def test_the_residual_stream_stays_in_float32_under_autocast(norm):
         output = model(x)
     assert output.dtype == torch.float32
     assert (output.double() - exact).norm() <= 8 * 2**-8 * exact.norm()
+
+
+CPU = torch.device("cpu")
+PADDINGS = [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1]]
+
+
+def allowed_by_loop(padding, is_causal, num_queries, num_keys):
+    """The contract, pair by pair: both real and, if causal, not later; or the token itself."""
+    offset = num_keys - num_queries
+    rows = [
+        [
+            (not padding[i + offset] and not padding[j] and (not is_causal or j <= i + offset))
+            or j == i + offset
+            for j in range(num_keys)
+        ]
+        for i in range(num_queries)
+    ]
+    return torch.tensor(rows)
+
+
+def effective(made, num_queries, num_keys):
+    """What `scaled_dot_product_attention` makes of the pair."""
+    mask = (
+        torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool)
+        if made.mask is None
+        else made.mask
+    )
+    return (
+        mask.logical_and(torch.ones(num_queries, num_keys, dtype=torch.bool).tril())
+        if made.is_causal
+        else mask
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5]))
+)
+def test_padding_masks_equal_the_loop(is_causal, num_queries):
+    made = attention_mask(torch.tensor(PADDINGS, dtype=torch.bool), is_causal, num_queries, 5, CPU)
+    assert made.mask is not None
+    assert not made.is_causal
+    for row, padding in zip(made.mask, PADDINGS, strict=True):
+        assert torch.equal(row[0], allowed_by_loop(padding, is_causal, num_queries, 5))
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5]))
+)
+def test_without_padding_the_pair_means_the_same(is_causal, num_queries):
+    made = attention_mask(None, is_causal, num_queries, 5, CPU)
+    expected = allowed_by_loop([0] * 5, is_causal, num_queries, 5)
+    assert torch.equal(effective(made, num_queries, 5).expand(1, 1, -1, -1)[0, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "num_queries", "flag"),
+    [(False, 5, False), (True, 5, True), (True, 1, False), (False, 2, False)],
+)
+def test_no_mask_is_made_where_none_is_needed(is_causal, num_queries, flag):
+    kind = "causal" if is_causal else "full"
+    assert attention_mask(None, is_causal, num_queries, 5, CPU) == AttentionMask(None, flag, kind)
+
+
+def test_only_masks_made_here_claim_a_pattern():
+    padding = torch.tensor([[False, True]])
+    assert [attention_mask(padding, flag, 2, 2, CPU).kind for flag in (False, True)] == [
+        "full",
+        "causal",
+    ]
+    assert AttentionMask(torch.ones(1, 1, 2, 2, dtype=torch.bool), False).kind == "any"
+
+
+def test_a_finished_mask_is_returned_as_it_is():
+    made = attention_mask(torch.tensor([[False, True]]), True, 2, 2, CPU)
+    assert attention_mask(made, False, 2, 2, CPU) is made
+
+
+def test_masks_that_do_not_fit_are_refused():
+    with bad_shape(match=r"is torch.int64 .*; expected torch.bool .* attention_mask == 0"):
+        attention_mask(torch.ones(2, 5, dtype=torch.int64), False, 5, 5, CPU)
+    with bad_shape(match=r"torch.bool \(2, 4\); expected torch.bool \(2, 5\)"):
+        attention_mask(torch.zeros(2, 4, dtype=torch.bool), False, 5, 5, CPU)
+    with bad_shape(match="received 3 queries and 2 keys"):
+        attention_mask(None, False, 3, 2, CPU)
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 8])
+def test_sinusoids_equal_the_formula(width):
+    table = SinusoidalPositions(50, width, scale=0.5).double()
+    table.reset_parameters()
+    codes = table(torch.arange(50))
+    for p in (0, 1, 17, 49):
+        for c in range(width):
+            angle = p / 10000 ** (2 * (c // 2) / width)
+            wave = math.sin(angle) if c % 2 == 0 else math.cos(angle)
+            assert codes[p, c].item() == pytest.approx(0.5 * wave, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_cast_table_is_as_exact_as_a_new_one(dtype):
+    codes = SinusoidalPositions(50, 8, scale=0.3)
+    fresh = SinusoidalPositions(50, 8, scale=0.3).double().table.to(dtype)
+    assert torch.equal(codes.to(torch.bfloat16).to(dtype).table, fresh)
+    assert codes.to("meta").to(torch.float64).table.is_meta
+
+
+def test_large_angles_keep_float32_accuracy():
+    table = SinusoidalPositions(100_001, 2)
+    assert table(torch.tensor([100_000]))[0, 0].item() == pytest.approx(
+        math.sin(100_000.0), abs=1e-7
+    )
+
+
+def test_sinusoids_have_no_weights():
+    table = SinusoidalPositions(5, 4)
+    assert table.state_dict() == {}
+    assert sum(p.numel() for p in table.parameters()) == 0
+
+
+def test_learned_positions_are_a_table():
+    table = LearnedPositions(5, 4)
+    assert torch.equal(table(torch.tensor([[3, 0]])), table.weight[[3, 0]][None])

@@ -1,0 +1,375 @@
+"""What TransJect is made of, spectrum, embedding and blocks, and its edges: half precision, empty batches, forward
+derivatives, misfits."""
+
+import math
+
+import pytest
+import torch
+from tests.support.close import within
+from tests.support.refusal import bad_config, bad_shape
+from torch.autograd import forward_ad
+from torch.testing import assert_close
+
+from wellposed.linalg import isometry_error
+from wellposed.nn import (
+    GramSpectrum,
+    InjectiveEmbedding,
+    LearnedSpectrum,
+    OrthogonalLinear,
+    TransJectBlock,
+    TransJectCache,
+    TransJectStack,
+)
+
+D, E, N = 6, 2, 5
+
+
+def spectrum(**options):
+    return GramSpectrum(D, **options).double()
+
+
+def gram_diagonal(module, tokens):
+    basis = module.basis.weight.mT
+    return (basis.mT @ (tokens.mT @ tokens) @ basis).diagonal()
+
+
+@pytest.mark.parametrize("normalization", ["max", "trace"])
+def test_is_the_normalised_diagonal(normalization):
+    module = spectrum(normalization=normalization, eps=0.3)
+    x = torch.randn(2, 5, D, dtype=torch.float64)
+    for sample, sigma in zip(x, module(x), strict=True):
+        g = gram_diagonal(module, sample)
+        total = g.max() if normalization == "max" else g.sum()
+        assert_close(sigma, g / (total + 0.3), rtol=1e-12, atol=0)
+        assert sigma.max() < 1
+
+
+def test_is_the_true_spectrum_in_the_basis_of_eigenvectors():
+    x = torch.randn(1, 20, D, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(x[0].mT @ x[0])
+    module = spectrum(eps=1e-12)
+    with torch.no_grad():
+        module.basis.weight.copy_(vectors.mT)
+    assert_close(module(x)[0], values / values.max(), rtol=1e-9, atol=0)
+    assert module.reconstruction_loss(x) < 1e-12
+
+
+def test_padding_enters_nothing():
+    module, x = spectrum(), torch.randn(1, 9, D, dtype=torch.float64)
+    padding = torch.zeros(1, 9, dtype=torch.bool)
+    padding[0, 5:] = True
+    assert_close(module(x, key_padding_mask=padding), module(x[:, :5]), rtol=1e-12, atol=0)
+    assert_close(
+        module.reconstruction_loss(x, key_padding_mask=padding),
+        module.reconstruction_loss(x[:, :5]),
+        rtol=1e-9,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("normalization", ["max", "trace"])
+def test_causal_sigma_is_that_of_the_prefix(normalization):
+    module, x = spectrum(normalization=normalization), torch.randn(2, 5, D, dtype=torch.float64)
+    sigma = module(x, is_causal=True)
+    for t in range(5):
+        assert_close(sigma[:, t], module(x[:, : t + 1]), rtol=1e-12, atol=0)
+
+
+def test_half_precision_sums_do_not_stall():
+    # In bfloat16 a sum of ones stops at 256.
+    module = GramSpectrum(2, normalization="trace").bfloat16()
+    with torch.no_grad():
+        module.basis.weight.copy_(torch.eye(2))
+    x = torch.ones(1, 4000, 2, dtype=torch.bfloat16)
+    x[:, 1000:, 1] = 0
+    assert module(x).dtype is torch.bfloat16
+    assert_close(module(x).float(), torch.tensor([[0.8, 0.2]]), rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens):
+    module, x = spectrum(), torch.randn(2, tokens, D, dtype=torch.float64)
+    basis = module.basis.weight.mT
+    parts = []
+    for sample in x:
+        gram = sample.mT @ sample
+        rebuilt = basis @ torch.diag(gram_diagonal(module, sample)) @ basis.mT
+        parts.append((gram - rebuilt).square().sum() / gram.square().sum())
+    loss = module.reconstruction_loss(x)
+    assert_close(loss, torch.stack(parts).mean(), rtol=1e-9, atol=0)
+    assert_close(module.reconstruction_loss(torch.cat([x, x], 1) * 7), loss, rtol=1e-9, atol=0)
+
+
+def test_reconstruction_loss_is_float32_under_autocast():
+    module, x = GramSpectrum(D), torch.randn(2, 20, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = module.reconstruction_loss(x)
+    assert torch.equal(under, module.reconstruction_loss(x))
+
+
+def test_reconstruction_loss_cannot_be_won_by_growing():
+    module, x = spectrum(), torch.randn(1, 20, D, dtype=torch.float64)
+    with torch.no_grad():
+        module.basis.weight.mul_(3)
+    assert module.reconstruction_loss(x) > 1
+
+
+def test_descent_on_the_loss_finds_the_spectrum():
+    from wellposed.constrain import constrain_
+
+    scales = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.5, 0.2])
+    x = torch.randn(1, 200, D) * scales @ torch.linalg.qr(torch.randn(D, D))[0]
+    module = GramSpectrum(D)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    constrain_(module, optimizer, where="*.basis")
+    for _ in range(60):
+        optimizer.zero_grad()
+        module.reconstruction_loss(x).backward()
+        optimizer.step()
+    true = torch.linalg.eigvalsh(x[0].mT @ x[0])
+    within(module(x)[0].sort().values, true / true.max(), 0.02)
+
+
+def test_learned_spectrum_is_a_parameter_and_the_same_twice():
+    module = LearnedSpectrum(D)
+    x = torch.randn(2, 3, D)
+    assert torch.equal(module(x), module(2 * x))
+    assert module(x).abs().max() < 1
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+    assert TransJectStack(D, 1, spectrum="random").reconstruction_loss(x) is None
+
+
+def test_what_no_spectrum_takes():
+    stack = TransJectStack(D, 1)
+    with bad_shape(match="attention_mask == 0"):
+        stack(torch.zeros(2, 3, D), key_padding_mask=torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned"])
+def test_distinct_pairs_get_distinct_vectors(position):
+    module = InjectiveEmbedding(7, 8, position=position, max_positions=30)
+    ids = torch.arange(7)[:, None].expand(7, 30)
+    vectors = module(ids).reshape(-1, 8).double()
+    distances = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)
+    assert distances.min() > 1e-3
+    # A sum of the two, as usual, is no injection: pick the positions so that it collides.
+    token, code = vectors[0, :4], vectors[0, 4:]
+    assert torch.equal(
+        module(torch.zeros(1, 1, dtype=torch.long))[0, 0].double(), torch.cat([token, code])
+    )
+
+
+def test_sines_follow_the_formula_before_and_beyond_the_table():
+    module = InjectiveEmbedding(3, 12, max_positions=4).double()
+    codes = module(torch.zeros(1, 9, dtype=torch.long))[0, :, 6:]
+    for p in range(9):
+        for i in range(3):
+            angle = p / 10000 ** (2 * i / 6)
+            expected = torch.tensor([math.sin(angle), math.cos(angle)], dtype=torch.float64)
+            # The stored part was rounded to float32 when the module was made.
+            within(codes[p, 2 * i : 2 * i + 2], expected, 1e-7)
+
+
+def test_no_channel_is_wasted():
+    # In the released code 112 of 256 channels vary by less than 1e-3 over 512 positions.
+    codes = InjectiveEmbedding(2, 512, max_positions=512)(torch.zeros(1, 512, dtype=torch.long))[
+        0, :, 256:
+    ]
+    assert int((codes.std(0) < 1e-3).sum()) < 0.2 * 256
+
+
+def test_given_positions():
+    module = InjectiveEmbedding(5, 8, max_positions=4)
+    ids = torch.tensor([[1, 2, 3]])
+    within(module(ids, torch.arange(3)), module(ids), 1e-7)
+    shifted = module(ids, torch.tensor([[5, 0, 1]]))
+    within(shifted[:, 1:, 4:], module(ids)[:, :2, 4:], 1e-7)
+
+
+def test_token_margin_is_the_least_distance():
+    module = InjectiveEmbedding(20, 8)
+    rows = module.token.weight.detach()
+    expected = min(float((a - b).norm()) for i, a in enumerate(rows) for b in rows[:i])
+    assert module.token_margin(rows_at_a_time=7) == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        module.token.weight[3] = module.token.weight[11]
+    assert module.token_margin() == 0
+
+
+def test_what_no_embedding_takes():
+    with bad_config(match="even width"):
+        InjectiveEmbedding(5, 7)
+    with bad_shape(match="max_position_embeddings >= 5"):
+        InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
+            torch.zeros(1, 5, dtype=torch.long)
+        )
+    with bad_shape(match=r"expected \(batch, tokens\)"):
+        InjectiveEmbedding(5, 8)(torch.zeros(4, dtype=torch.long))
+
+
+with_and_without = pytest.mark.parametrize("grad", [True, False])
+
+
+def make(**options):
+    torch.manual_seed(7)
+    return TransJectStack(D, 2, num_experts=E, residual="sigmoid", **options).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_orthogonal_to_its_rounding(dtype):
+    layer = OrthogonalLinear(32).to(dtype)
+    before = layer.weight.detach().clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight, before)
+    # A product of two columns of norm 1, each entry rounded by eps/2 of itself, is off by a few eps
+    # at most.
+    assert isometry_error(layer.weight.double()) < 3 * torch.finfo(dtype).eps * 32**0.5
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        stack = TransJectStack(D, 2, num_experts=E)
+    finally:
+        torch.set_default_dtype(default)
+    assert {parameter.dtype for parameter in stack.parameters()} == {dtype}
+
+
+@with_and_without
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"gating": "fixed"}])
+def test_no_sample_gives_no_sample(options, grad):
+    with torch.set_grad_enabled(grad):
+        out = make(**options)(torch.zeros(0, N, D))
+    assert out.last_hidden_state.shape == (0, N, D)
+    assert [gates.shape for gates in out.gates] == [
+        (0, N, E) if "is_causal" in options else (0, E)
+    ] * 2
+
+
+def test_forward_derivatives_without_gradients():
+    stack = make().double()
+    x, v = torch.randn(2, 2, N, D, dtype=torch.float64).unbind()
+    step = 1e-6
+    with torch.no_grad():
+        ends = stack(x + step * v).last_hidden_state, stack(x - step * v).last_hidden_state
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(
+                stack(forward_ad.make_dual(x, v)).last_hidden_state
+            ).tangent
+            assert tangent is not None
+            sigma = forward_ad.make_dual(
+                torch.ones(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
+            )
+            assert (
+                forward_ad.unpack_dual(stack(x, sigma=sigma).last_hidden_state).tangent is not None
+            )
+    within(tangent, (ends[0] - ends[1]) / (2 * step), 1e-7)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal):
+    stack, x = make(is_causal=is_causal), torch.randn(2, N, D)
+    padding = torch.tensor([[False] * N, [True] * N])
+    with bad_shape(match=r"1 of 2 samples are padding alone \(rows \[1\]"):
+        stack(x, key_padding_mask=padding)
+    torch._dynamo.reset()
+    compiled = torch.compile(stack, backend="eager", fullgraph=True)
+    out = compiled(x, key_padding_mask=padding)
+    assert out.last_hidden_state.isfinite().all()
+    assert not out.sigma[1].any()
+
+
+@with_and_without
+@pytest.mark.parametrize(
+    ("x", "sigma", "gates"),
+    [
+        ((4, N, D), (4, N, D), None),
+        ((4, N, D), (4, D), (4, N, E)),
+        ((4, N, D), (3,), None),
+        ((4, N, D), (3, D), None),
+        ((4, N, D), (D,), (4, 1)),
+        ((4, N, D), (D,), (3, E)),
+        ((N, D), (D,), None),
+        ((4, 0, D), (D,), None),
+        ((4, N, D + 1), (D + 1,), None),
+    ],
+)
+def test_block_says_what_does_not_fit(x, sigma, gates, grad):
+    block = TransJectBlock(D, 2, num_experts=E).eval()
+    with torch.set_grad_enabled(grad), bad_shape(match="TransJectBlock: received"):
+        block(torch.ones(x), torch.ones(sigma), gates=None if gates is None else torch.ones(gates))
+
+
+def test_a_causal_block_takes_one_or_many():
+    block, x = TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
+    for sigma in ((D,), (4, D), (4, N, D)):
+        for gates in ((4, E), (4, N, E)):
+            assert (
+                block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)[0].shape
+                == x.shape
+            )
+
+
+@with_and_without
+def test_stack_says_how_many_gates_are_missing(grad):
+    with torch.set_grad_enabled(grad), bad_config(match="gates of 1 layers; expected 2"):
+        make()(torch.randn(1, N, D), gates=[torch.ones(1, E)])
+
+
+def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
+    stack, x = make().double(), torch.randn(2, N, D, dtype=torch.float64)
+    out = stack(x)
+    y, gates = out.last_hidden_state.detach(), [gate.detach() for gate in out.gates]
+    with bad_shape(match=r"received gates \(2, 1\)"):
+        stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
+    for wrong in (y[..., 1:], y[0]):
+        with bad_shape(match=r"received x \("):
+            stack.inverse(wrong, out.sigma, gates)
+    _, usual = stack.inverse(y, out.sigma, gates)
+    _, doubled = stack.inverse(y, out.sigma, [1.5 * gate for gate in gates])
+    contractions = [report.blocks[0].contraction for report in (usual, doubled)]
+    assert contractions[1] == pytest.approx(1.5 * contractions[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"spectrum": "random"}])
+def test_a_cache_is_of_as_many_sequences(options):
+    stack, x, cache, one = (
+        make(is_causal=True, **options),
+        torch.randn(3, N, D),
+        TransJectCache(),
+        TransJectCache(),
+    )
+    stack(x[:2], cache=cache)
+    with bad_shape(match="received 3 sequences, and the cache holds the sums of 2"):
+        stack(x, cache=cache)
+    with bad_config(match="a cache needs is_causal=True"):
+        make(**options)(x, cache=TransJectCache())
+    stack(x[:1, :2], cache=one)
+    common = torch.cat([x[:1, :2].expand(3, -1, -1), x[:, 2:]], 1)
+    within(
+        stack(x[:, 2:], cache=one).last_hidden_state, stack(common).last_hidden_state[:, 2:], 1e-5
+    )
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned"])
+def test_embedding_says_which_ids_and_positions_it_takes(position):
+    module = InjectiveEmbedding(5, D, position=position, max_positions=4)
+    ids = torch.tensor([[1, 2]])
+    for wrong in (ids.float(), ids.bool()):
+        with bad_shape(match=r"in torch\.(float32|bool) of shape"):
+            module(wrong)
+        with bad_shape(match=r"positions is torch\.(float32|bool)"):
+            module(ids, wrong)
+    assert torch.equal(module(ids.int(), ids.int()), module(ids, ids))
+    for beyond in (torch.tensor([0, 99]), torch.tensor([-1, 0])):
+        if position == "learned":
+            with bad_shape(match=r"from -?\d+ to \d+ .* in \[0, 4\)"):
+                module(ids, beyond)
+        else:
+            assert module(ids, beyond).isfinite().all()
+
+
+def test_positions_that_are_hooked_are_called():
+    module, calls = InjectiveEmbedding(5, D, max_positions=4), []
+    expected = module(torch.tensor([[1, 2]]))
+    module.position.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(module(torch.tensor([[1, 2]])), expected)
+    assert calls == [1]
