@@ -16,6 +16,7 @@ from wellposed.certification import LayerBound, certify, inherit_rule, register_
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import certified_spectral_norm, l2_attention_bound, l2_bracket, l2_constants
 from wellposed.nn import MLP, Block, InvertibleResidual, L2SelfAttention, TransformerStack
+from wellposed.nn.attention.l2_bound import UnitWeights
 
 NORMS = ("tok", "inf", 2)
 
@@ -367,3 +368,27 @@ def test_every_family_with_a_bound_says_why_it_is_large(family, name, model):
     else:
         assert everywhere.reason == ""
         assert everywhere.uncertified[0].reason
+
+
+def test_a_rule_is_asked_once_and_what_a_layer_divides_by_is_made_once(monkeypatch):
+    asked, made = [], []
+
+    class Counted(nn.Linear):
+        pass
+
+    @register_rule(Counted)
+    def counted(module: Counted, site) -> LayerBound:
+        asked.append(site.path)
+        return LayerBound(1.0, "counted", out_radius=site.radius)
+
+    layer = UnitWeights.layer
+    monkeypatch.setattr(
+        UnitWeights, "layer", lambda weights, how: made.append(how) or layer(weights, how)
+    )
+    attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=4)
+    model = nn.Sequential(nn.LayerNorm(8, eps=1e-12), Counted(8, 8), attention).eval()
+    nn.init.zeros_(model[1].weight)
+    certificate = certify(model, seq_len=4)
+    assert "without them" in certificate.reason
+    assert certificate.cross_check.startswith("5 pairs through 4 modules")
+    assert (asked, sorted(made)) == (["1"], ["cholesky", "gram"])
