@@ -6,15 +6,8 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
+from wellposed import model_options
 from wellposed.errors import ConfigError
-from wellposed.model_options import (
-    ModelOptions,
-    PartOptions,
-    options_of,
-    options_read,
-    read_by,
-    readers,
-)
 from wellposed.models import ARCHITECTURES, INITS, WellposedConfig, WellposedModel
 from wellposed.nn import ATTENTIONS, FEEDFORWARDS, POSITIONS, RESIDUALS
 from wellposed.option_checks import SIZE, option
@@ -30,20 +23,23 @@ REGISTRIES = {
 }
 NUMBERS = [
     item.name
-    for item in fields(ModelOptions)
+    for item in fields(model_options.ModelOptions)
     if "int" in str(item.type) or "float" in str(item.type)
 ]
 
 
 def test_every_part_that_reads_options_is_registered():
     for kind, registry in REGISTRIES.items():
-        assert set(readers(kind)) <= set(registry.names())
+        assert set(model_options.readers(kind)) <= set(registry.names())
 
 
 def test_no_option_is_declared_twice():
     owners = {}
     declared = {
-        options for kind in REGISTRIES for classes in readers(kind).values() for options in classes
+        options
+        for kind in REGISTRIES
+        for classes in model_options.readers(kind).values()
+        for options in classes
     }
     for base in {base for options in declared for base in options.__mro__}:
         for name in vars(base).get("__annotations__", {}):
@@ -55,23 +51,26 @@ def test_no_option_is_declared_twice():
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_of_a_run_has_a_range(name):
     with pytest.raises(ConfigError, match=f"{name} = -1, expected"):
-        ModelOptions(**{name: -1})
+        model_options.ModelOptions(**{name: -1})
 
 
 def test_heads_must_divide_the_width_of_a_model_that_has_heads():
     with pytest.raises(
         ConfigError, match="hidden_size = 30 is not divisible by num_attention_heads = 4"
     ):
-        ModelOptions(hidden_size=30)
-    assert ModelOptions(architecture="transject", hidden_size=30).num_attention_heads == 4
+        model_options.ModelOptions(hidden_size=30)
+    assert (
+        model_options.ModelOptions(architecture="transject", hidden_size=30).num_attention_heads
+        == 4
+    )
 
 
 def test_an_option_leaves_with_the_part_that_read_it():
-    options = ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
+    options = model_options.ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
     kept = options.with_parts(attention="l2")
     assert (kept.attention, kept.contractive, kept.query_width) == ("l2", None, 2)
-    assert options.with_parts(attention="dot_product") == ModelOptions()
-    other = ModelOptions(norm="none", position="sinusoidal", dropout=0.1).with_parts(
+    assert options.with_parts(attention="dot_product") == model_options.ModelOptions()
+    other = model_options.ModelOptions(norm="none", position="sinusoidal", dropout=0.1).with_parts(
         architecture="transject"
     )
     assert (other.norm, other.position, other.dropout) == ("post", "sinusoidal", 0.1)
@@ -80,9 +79,9 @@ def test_an_option_leaves_with_the_part_that_read_it():
 NAME = "windowed-for-this-test"
 
 
-@read_by(attention=NAME)
+@model_options.read_by(attention=NAME)
 @dataclass(frozen=True)
-class WindowOptions(PartOptions):
+class WindowOptions(model_options.PartOptions):
     window_for_this_test: Size = 64
 
 
@@ -113,15 +112,15 @@ def test_an_attention_from_outside_brings_its_options(tmp_path):
     with pytest.raises(ConfigError, match=f"which only attention {NAME!r} reads; leave it 64"):
         WellposedConfig(window_for_this_test=3)
     assert "window_for_this_test" not in WellposedConfig(**sizes).to_dict()
-    assert "window_for_this_test" in options_of("attention")
-    assert options_read("attention", NAME) == {"window_for_this_test"}
+    assert "window_for_this_test" in model_options.options_of("attention")
+    assert model_options.options_read("attention", NAME) == {"window_for_this_test"}
 
 
 def test_options_declared_as_before_are_still_checked():
     with pytest.warns(FutureWarning, match="write `window: Size = 64`"):
 
         @dataclass(frozen=True)
-        class Old(PartOptions):
+        class Old(model_options.PartOptions):
             window: int = option(64, SIZE)
 
     assert Old(3).window == 3

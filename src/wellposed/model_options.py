@@ -12,15 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from wellposed.options import (
-    CheckedOptions,
-    Count,
-    Gt,
-    Lt,
-    Positive,
-    Rate,
-    Size,
-)
+from wellposed.options import CheckedOptions, Count, Gt, Lt, Positive, Rate, Size
 
 Options = TypeVar("Options", bound="PartOptions")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -139,7 +140,8 @@ def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> b
     """Make one recipe and print its row; return whether nothing was contradicted."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
-    announce = say_nothing if options.quiet else _announce
+    say = partial(print, " ", file=sys.stderr, flush=True)
+    announce = say_nothing if options.quiet else say
     done = reproduce(
         name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **given
     )
@@ -184,7 +186,3 @@ def _listing() -> str:
         " day, see docs/paper_scale.md; --plan says what each could see"
     )
     return "\n".join(lines)
-
-
-def _announce(line: str) -> None:
-    print(f"  {line}", file=sys.stderr, flush=True)
