@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from benchmarks.rows import Benchmark, Call, Row, Setup, Side, Times, row_of, single
 from wellposed.constrain import Constraint, Set, constrain_, orthogonal
 from wellposed.linalg import isometry_error
+from wellposed.roles import find_roles
 
 SIZES = (0.02, 0.05, 0.1, 0.3)
 STEPS = 8
@@ -352,15 +353,15 @@ def share_row(setup: Setup, blocks: int, width: int) -> Row:
 
 def clip_rows(setup: Setup) -> Iterator[Row]:
     """How much of a training step QK-clip is, far from the bound and where every head is at it; and
-    how far above the bound logits come, in the batch after a step that was clipped."""
+    how far above the bound logits come in any batch of three runs."""
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=setup.device)
 
     def training(
-        width: int, tokens: int, rate: float, bound: float | None
+        width: int, tokens: int, rate: float, bound: float | None, scale: float = 1.0, seed: int = 0
     ) -> tuple[Call, Constraint | None]:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         sizes: dict[str, Any] = {
             "hidden_size": width,
             "num_attention_heads": width // 32,
@@ -368,6 +369,9 @@ def clip_rows(setup: Setup) -> Iterator[Row]:
         }
         config = WellposedConfig(vocab_size=128, max_position_embeddings=tokens, **sizes)
         model = WellposedForCausalLM(config).to(setup.device)
+        with torch.no_grad():
+            for role in find_roles(model).attention:
+                role.query.tensor().mul_(scale)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         handle = constrain_(model, optimizer, to="logits", bound=bound) if bound else None
 
@@ -381,24 +385,27 @@ def clip_rows(setup: Setup) -> Iterator[Row]:
         return step, handle
 
     width, tokens = setup.size((256, 128), (32, 16))
-    for bound, where in ((1e4, "no head near the bound"), (1e-3, "every head above it")):
+    for bound, scale, where in (
+        (1e4, 1.0, "no head near the bound"),
+        (20.0, 64.0, "every head at it"),
+    ):
         sides: dict[str, Call | Side] = {
-            "free": training(width, tokens, 1e-4, None)[0],
-            "held": training(width, tokens, 1e-4, bound)[0],
+            "free": training(width, tokens, 1e-4, None, scale)[0],
+            "held": training(width, tokens, 1e-4, bound, scale)[0],
         }
         times = setup.interleave(sides, 15)
         shares = [h / f - 1 for f, h in zip(times["free"], times["held"], strict=True)]
         name = f"QK-clip, share of an AdamW step, 2 x {width}, {8 * tokens} tokens, {where}"
         yield row_of(name, shares, "<= 0.02")
-    for rate in (3e-3, 1e-2):
-        step, handle = training(64, 64, rate, 10.0)
-        assert handle is not None
-        worst, clipped = 0.0, False
-        for _ in range(setup.size(120, 4)):
-            step()
-            excess = handle.error().worst
-            worst, clipped = max(worst, excess if clipped else 0.0), excess > 0
-        name = f"QK-clip, largest logit over the bound 10 after a clipped step, rate {rate:g}"
+    for rate in (1e-3, 3e-3, 1e-2):
+        worst = 0.0
+        for seed in range(setup.size(3, 1)):
+            step, handle = training(64, 64, rate, 10.0, seed=seed)
+            assert handle is not None
+            for _ in range(setup.size(120, 4)):
+                step()
+                worst = max(worst, handle.error().worst)
+        name = f"QK-clip, largest logit over the bound 10 in any batch of 3 runs, rate {rate:g}"
         yield single(name, 1 + worst, "<= 1.05")
 
 

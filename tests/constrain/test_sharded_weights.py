@@ -144,17 +144,26 @@ def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path):
     pairs += [(f"fsdp2 {how}", f"single {how}") for how in ("bf16", "decay")]
     for to in ("spectral", "columns"):
         pairs += [(f"{way} {to}", f"single {to}") for way in ("ddp", "fsdp2")]
+    pairs += [("ddp logits", "single logits")]
     for kind, reference in pairs:
         half = "bf16" in kind
+        # moments of gradients that are rounding alone turn it into steps of the whole rate
+        rel = 0.03 if half else 1e-4 if "logits" in kind else 1e-5
         for found in ranks:
             losses = ranks[0][reference]["losses"]
-            assert found[kind]["losses"] == pytest.approx(losses, rel=0.03 if half else 1e-5)
-            assert max(found[kind]["errors"].values()) <= (4e-3 if half else 1e-5)
-            assert len(found[kind]["errors"]) == 3
+            assert found[kind]["losses"] == pytest.approx(losses, rel=rel)
+            if kind == "ddp logits":  # by how much the first passes of either process were above
+                assert found[kind]["errors"] == pytest.approx(
+                    ranks[0][reference]["errors"], rel=1e-3
+                )
+                assert found[kind]["errors"]["layer.self_attn"] > 0.01
+            else:
+                assert max(found[kind]["errors"].values()) <= (4e-3 if half else 1e-5)
+                assert len(found[kind]["errors"]) == 3
             if not half:
                 for name, value in found[kind]["weights"].items():
                     expected = torch.tensor(ranks[0][reference]["weights"][name])
-                    assert torch.allclose(torch.tensor(value), expected, atol=2e-5), (kind, name)
+                    assert torch.allclose(torch.tensor(value), expected, atol=2 * rel), (kind, name)
         assert ranks[0][kind]["weights"] == ranks[1][kind]["weights"], kind
     # The mark of Lie coordinates travels with a sharded optimizer checkpoint: one square weight has
     # it.

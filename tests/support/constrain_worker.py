@@ -35,6 +35,19 @@ class Net(nn.Module):
         return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
 
 
+class Attending(nn.Module):
+    """One layer of attention over five tokens that are made from a row of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Linear(7, 40)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True, bias=False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.layer(self.tokens(x).unflatten(-1, (5, 8))).mean(1))
+
+
 def data():
     generator = torch.Generator().manual_seed(1)
     return torch.randn(16, 7, generator=generator), torch.randn(16, 2, generator=generator)
@@ -42,7 +55,8 @@ def data():
 
 def train(kind, rank):
     torch.manual_seed(0)
-    plain = Net().to(torch.bfloat16 if kind.endswith("bf16") else torch.float32)
+    plain = Attending() if "logits" in kind else Net()
+    plain.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32)
     x, y = data()
     model = plain
     if not kind.startswith("single"):
@@ -51,7 +65,7 @@ def train(kind, rank):
         model = nn.parallel.DistributedDataParallel(plain)
     if kind.startswith("fsdp2"):
         mesh = init_device_mesh("cpu", (WORLD,))
-        for layer in (plain.square, plain.tall, plain.wide):
+        for layer in (plain.get_submodule(name) for name in ("square", "tall", "wide")):
             fully_shard(layer, mesh=mesh)
         model = fully_shard(plain, mesh=mesh)
     decay = 0.1 if "decay" in kind else 0.0
@@ -59,11 +73,13 @@ def train(kind, rank):
     names = ["square", "tall", "wide"]
     if "spectral" in kind:
         handle = constrain_(model, optimizer, where=names, to="spectral", bound=0.8)
+    elif "logits" in kind:
+        handle = constrain_(model, optimizer, to="logits", bound=0.1, batch=x)
     elif "columns" in kind:
         handle = constrain_(model, optimizer, where=names, to="columns", bound=0.8)
     else:
         handle = constrain_(model, optimizer, where=names, weight_decay="ignore")
-    losses = []
+    losses, errors = [], {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x.to(plain.head.weight.dtype)).float(), y)
@@ -74,6 +90,7 @@ def train(kind, rank):
             dist.all_reduce(total)
             total /= WORLD
         losses.append(float(total))
+        errors = errors if errors and "logits" in kind else handle.error().by_path
     weights = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).float().tolist()
         for name, value in plain.state_dict().items()
@@ -82,7 +99,6 @@ def train(kind, rank):
     if kind == "fsdp2":
         state = get_optimizer_state_dict(model, optimizer)
         marks = sum("wellposed_lie_coordinates" in part for part in state["state"].values())
-    errors = handle.error().by_path
     handle.remove()
     return {"losses": losses, "weights": weights, "errors": errors, "marks": marks}
 
@@ -94,6 +110,7 @@ def work(rank, folder):
     )
     kinds = ["single", "ddp", "fsdp2", "single bf16", "fsdp2 bf16", "single decay", "fsdp2 decay"]
     kinds += [f"{way} {to}" for to in ("spectral", "columns") for way in ("single", "ddp", "fsdp2")]
+    kinds += ["single logits", "ddp logits"]
     found = {kind: train(kind, rank) for kind in kinds}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()

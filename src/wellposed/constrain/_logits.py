@@ -26,6 +26,11 @@ from wellposed.watch import (
 )
 
 _IN_PROJECTION = {"q_proj_weight": 0, "k_proj_weight": 1}
+# The largest growth of a logit in one step, of those near the bound, is remembered: a part of it is
+# forgotten at each step, and a power above 1 leaves room for one that is larger still.
+_NEAR, _MOST, _MEMORY, _POWER = 0.5, 2.0, 0.995, 1.5
+_NOTES = "wellposed_logits"
+"""In the optimizer's state: the growth, and the largest logit that each head was left with."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,11 @@ class HeadRows:
 
     def scale_(self, factors: Tensor) -> None:
         """Multiply the rows of each head by its factor, to their power."""
-        factors = factors[self.heads] ** self.powers
-        rows, factors = self.rows[factors != 1], factors[factors != 1, None]
         for each in self.scaled():
-            own = each[rows.to(each.device)]
-            wide = torch.promote_types(own.dtype, torch.float32)
-            each[rows.to(each.device)] = (own.to(wide) * factors.to(own.device, wide)).to(own.dtype)
+            column = factors.new_ones(len(each), 1)
+            column[self.rows, 0] = factors[self.heads] ** self.powers
+            column = column.to(each.device, torch.promote_types(each.dtype, torch.float32))
+            each.copy_(each * column)
 
 
 class HeadLogits(Weight):
@@ -84,8 +88,15 @@ class HeadLogits(Weight):
         self._excess = 0.0
 
     @property
-    def batch_key(self) -> None:
-        """Each module is worked on by itself."""
+    def batch_key(self) -> tuple[object, ...]:
+        """Modules of as many heads are read at once; one that was not seen is alone."""
+        unseen = self.path if self._seen is None and not _in_ranks() else None
+        return self.role.num_heads, self.parameter.device, self.gain, unseen
+
+    @property
+    def entries(self) -> int:
+        """A number for each head."""
+        return self.role.num_heads
 
     def error_of(self, matrix: Tensor) -> float:
         """Return by what part the largest logit was above the bound before the last step's scaling."""
@@ -104,28 +115,64 @@ class HeadLogits(Weight):
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
         for call, output in calls:
-            found = largest_logits(call, output, above=self.gain)
+            found = largest_logits(call, output, above=_NEAR * self.gain)
             self._seen = found if self._seen is None else torch.maximum(self._seen, found)
 
     @classmethod
     def retract_(cls, weights: Sequence[Self], _work: Workspace, /) -> Retraction:
-        """Scale the heads whose largest logit since the last step was above the bound."""
-        (weight,) = weights
-        largest, weight._seen = weight._seen, None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if largest is None:
-                largest = weight.parameter.new_full((weight.role.num_heads,), -torch.inf).float()
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-        if largest is None:
+        """Scale the heads whose largest logit would be above the bound after another such step."""
+        none = torch.full((weights[0].role.num_heads,), -torch.inf, device=weights[0].value.device)
+        found = torch.stack([none if w._seen is None else w._seen.float() for w in weights])
+        if _in_ranks():
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        elif weights[0]._seen is None:
             return Retraction("unseen")
-        largest = largest.double().cpu()
-        if not bool((largest < torch.inf).all()):
-            raise ConvergenceError(f"its largest logit is {float(largest.amax())}")
-        weight._excess = max(0.0, float(largest.amax()) / weight.gain - 1.0)
-        if weight._excess:
-            for part in weight.parts:
-                part.scale_(weight.gain / largest.clamp_min(weight.gain))
+        # a kernel's sums may hide a query that is not finite, and the step it leads to does not
+        found += 0.0 * torch.stack([w.value.sum(dtype=torch.float32) for w in weights])[:, None]
+        numbers = found.double().tolist()
+        if not all(each < torch.inf for largest in numbers for each in largest):
+            if len(weights) == 1:  # of several each is looked at alone
+                weights[0]._seen = None
+            raise ConvergenceError(f"its largest logit is {sum(numbers[0])}")
+        pairs = list(zip(weights, numbers, strict=True))
+        growth = max(weight._growth(largest) for weight, largest in pairs)
+        for weight, largest in pairs:
+            weight._leave_(largest, growth)
         return Retraction("logits")
+
+    def _growth(self, largest: Sequence[float]) -> float:
+        """Return the largest growth of a logit near the bound in one step, old ones in part forgotten."""
+        notes = self.optimizer.state.get(self.parameter, {}).get(_NOTES)
+        if notes is None:
+            return 1.0
+        growth = 1.0 + _MEMORY * (notes[0] - 1.0)
+        for now, was in zip(largest, notes[1:], strict=True):
+            if now >= _NEAR * self.gain and was > 0.0:
+                growth = max(growth, min(now / was, _MOST))
+        return growth
+
+    def _leave_(self, largest: Sequence[float], growth: float) -> None:
+        """Scale the heads that such a growth would take above the bound, and note what that leaves."""
+        self._seen = None
+        self._excess = max(0.0, max(largest) / self.gain - 1.0)
+        goal = self.gain / growth**_POWER
+        factors = [goal / max(each, goal) for each in largest]
+        for part in self.parts if min(factors) < 1.0 else ():
+            part.scale_(torch.tensor(factors, dtype=torch.float64))
+        # others than SGD may take a state without their own entries for one that was started
+        if self.optimizer.state.get(self.parameter) or type(self.optimizer) is torch.optim.SGD:
+            left = [each * factor for each, factor in zip(largest, factors, strict=True)]
+            self.optimizer.state[self.parameter][_NOTES] = [growth, *left]
+
+    def release_state(self) -> None:
+        """Take away what was noted beside the moments."""
+        state = self.optimizer.state.get(self.parameter)
+        if state is not None and state.pop(_NOTES, None) and not state:
+            del self.optimizer.state[self.parameter]
+
+
+def _in_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def check_not_compiled(model: nn.Module) -> None:

@@ -70,6 +70,11 @@ class Weight:
             return None
         return tuple(self.value.shape), self.parameter.dtype, self.parameter.device, self.gain
 
+    @property
+    def entries(self) -> int:
+        """How many numbers the matrix puts into a stacked operand."""
+        return self.value.numel()
+
     def error_of(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
@@ -227,14 +232,14 @@ def batches(weights: Iterable[Weight], *, batched: bool | None) -> list[list[Wei
     loop."""
     groups: dict[object, list[Weight]] = {}
     for weight in weights:
-        on_cpu, entries = weight.parameter.device.type == "cpu", weight.value.numel()
-        wanted = (not on_cpu or entries <= weight.stacked) if batched is None else batched
+        on_cpu = weight.parameter.device.type == "cpu"
+        wanted = (not on_cpu or weight.entries <= weight.stacked) if batched is None else batched
         key = weight.batch_key if wanted else None
         groups.setdefault(id(weight) if key is None else (type(weight), key), []).append(weight)
     chunks: list[list[Weight]] = []
     for group in groups.values():
         room = _CPU_ENTRIES if group[0].parameter.device.type == "cpu" else _ENTRIES
-        size = max(1, room // group[0].value.numel())
+        size = max(1, room // group[0].entries)
         chunks.extend(group[start : start + size] for start in range(0, len(group), size))
     return chunks
 

@@ -79,6 +79,11 @@ class ScaledDotProductCall:
         return cls(query, key, attn_mask, is_causal, scale)
 
     @property
+    def factor(self) -> float:
+        """What products of query and key are multiplied by."""
+        return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
+
+    @property
     def attends_to_itself(self) -> bool:
         return self.query.shape[-2] == self.key.shape[-2]
 
@@ -92,8 +97,7 @@ class ScaledDotProductCall:
         query = query[..., rows, :]
         if key.shape[-3] != query.shape[-3]:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
-        logits = (query * scale) @ key.mT
+        logits = (query * self.factor) @ key.mT
         if self.is_causal:
             ahead = torch.arange(key.shape[-2], device=rows.device) > rows[:, None]
             logits = logits.masked_fill(ahead, -math.inf)
@@ -225,57 +229,98 @@ class MultiheadCall:
         return ScaledDotProductCall(query, key, mask, False, None)
 
 
-# Entries of logits that are held at once, and steps in a graph from an output to the kernel before.
-_ENTRIES, _HOPS = 2**24, 6
+# Entries of logits that are held at once, steps in a graph from an output to the kernel before, and
+# the queries of a head that are looked at first.
+_ENTRIES, _HOPS, _FIRST = 2**24, 6, 3
 
 
 @torch.no_grad()
 def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf) -> Tensor:
     """Return the largest logit of each head over all open pairs of tokens, shape (heads,).
 
-    Exact, but for heads of which ``s max |q_i| max |k_j|`` is at most ``above``: that bound is
-    returned for those. Keys that are masked do not count; without an open key it is -inf.
+    Exact, but for heads in which no logit can be above ``above``: a bound on theirs is returned. It
+    is the logarithm of the sum of exponentials of a query's logits, which a fused kernel keeps for
+    its backward pass, or ``s max |q_i| max |k_j|``. Keys that are masked do not count; without an
+    open key it is -inf.
 
     Args:
         call, output: as `AttentionWatcher` found them.
         above: what is of interest.
 
-    Cost: a pass over queries and keys, and for heads that may be above one product of them, some
-    sequences at a time. Of `torch.nn.MultiheadAttention` that returns its weights, two projections
-    more.
+    Cost: a pass over one number a query, and for heads that may be above one product of the queries
+    whose sums are largest with the keys; a pass over queries and keys and one product of all, some
+    sequences at a time, where these do not decide or no kernel keeps the sums. Of
+    `torch.nn.MultiheadAttention` that returns its weights, two projections more.
     """
-    if isinstance(call, MultiheadCall):
-        kept = _kept_in_graph(output)
-        call = kept if kept is not None else call
+    kept = _kept_in_graph(output)
+    if kept is not None:
+        call, sums = kept
+        with torch.autocast(call.query.device.type, enabled=False):
+            return _by_sums(call, sums.detach(), above)
     if not isinstance(call, ScaledDotProductCall):
         return _largest(call.logits())
     with torch.autocast(call.query.device.type, enabled=False):
-        query, key, mask = call.query.detach(), call.key.detach(), call.attn_mask
         lengths = [
-            torch.linalg.vector_norm(_widened(each), dim=-1).amax(-1) for each in (query, key)
+            torch.linalg.vector_norm(_widened(each.detach()), dim=-1).amax(-1)
+            for each in (call.query, call.key)
         ]
-        group = query.shape[-3] // key.shape[-3]
-        scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
-        largest = (lengths[0] * lengths[1].repeat_interleave(group, -1)).amax(0) * abs(scale)
-        if mask is not None and mask.dtype != torch.bool:
-            largest = largest + mask.amax().clamp_min(0)
-        heads = (~(largest <= above)).nonzero().flatten()
-        if not len(heads):
-            return largest
-        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
-            mask = mask[:, heads]
-        if len(heads) < len(largest) or group > 1:
-            query, key = query[:, heads], key[:, heads // group]
-        size = max(1, _ENTRIES // (len(heads) * query.shape[-2] * key.shape[-2]))
-        found = []
-        for start in range(0, len(query), size):
-            part = slice(start, start + size)
-            own = mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[part]
-            found.append(
-                _largest(replace(call, query=query[part], key=key[part], attn_mask=own).logits())
-            )
-        largest[heads] = torch.stack(found).amax(0)
+        group = call.query.shape[-3] // call.key.shape[-3]
+        largest = (lengths[0] * lengths[1].repeat_interleave(group, -1)).amax(0) * abs(call.factor)
+        if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
+            largest = largest + call.attn_mask.amax().clamp_min(0)
+        return _with_products(call, largest, ~(largest <= above))
+
+
+def _by_sums(call: ScaledDotProductCall, sums: Tensor, above: float) -> Tensor:
+    """Return the largest logits, or bounds not above ``above``: those of the queries of largest sums
+    decide where they are above all other sums."""
+    largest = _widened(sums).amax((0, 2))
+    heads = (~(largest <= above)).nonzero()
+    if not len(heads):
         return largest
+    count, keys = call.query.shape[-2], call.key.shape[-2]
+    by_head = sums[:, heads[:, 0]].transpose(0, 1).flatten(1)
+    first = min(_FIRST, by_head.shape[1] - 1)
+    bounds, places = by_head.topk(first + 1)
+    sequences, rows = places // count, places % count
+    group = call.query.shape[-3] // call.key.shape[-3]
+    query, key = call.query.detach(), call.key.detach()
+    chosen, against = query[sequences, heads, rows], key[sequences, heads // group]
+    logits = (_widened(against) @ _widened(chosen)[..., None]).squeeze(-1) * call.factor
+    if call.is_causal:
+        logits.masked_fill_(torch.arange(keys, device=rows.device) > rows[..., None], -math.inf)
+    if call.attn_mask is not None:
+        mask = call.attn_mask.expand(*query.shape[:-1], keys)[sequences, heads, rows]
+        is_bool = mask.dtype == torch.bool
+        logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask
+    found = logits.flatten(1).amax(1)
+    largest[heads[:, 0]] = found
+    undecided = torch.zeros_like(largest, dtype=torch.bool)
+    undecided[heads[:, 0]] = ~(found >= bounds[:, first])
+    return _with_products(call, largest, undecided)
+
+
+def _with_products(call: ScaledDotProductCall, largest: Tensor, wanted: Tensor) -> Tensor:
+    """Put the largest logits of the heads that are ``wanted`` in, from all products."""
+    heads = wanted.nonzero().flatten()
+    if not len(heads):
+        return largest
+    query, key, mask = call.query.detach(), call.key.detach(), call.attn_mask
+    group = query.shape[-3] // key.shape[-3]
+    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        mask = mask[:, heads]
+    if len(heads) < len(largest) or group > 1:
+        query, key = query[:, heads], key[:, heads // group]
+    size = max(1, _ENTRIES // (len(heads) * query.shape[-2] * key.shape[-2]))
+    found = []
+    for start in range(0, len(query), size):
+        part = slice(start, start + size)
+        own = mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[part]
+        found.append(
+            _largest(replace(call, query=query[part], key=key[part], attn_mask=own).logits())
+        )
+    largest[heads] = torch.stack(found).amax(0)
+    return largest
 
 
 def _largest(logits: Tensor) -> Tensor:
@@ -283,21 +328,28 @@ def _largest(logits: Tensor) -> Tensor:
     return largest.where(~(largest < torch.finfo(torch.float32).min / 4), -math.inf)
 
 
-def _kept_in_graph(output: Tensor) -> ScaledDotProductCall | None:
-    """Return query and key as a fused kernel keeps them for the backward pass; None without one, and
-    where a hook (recomputation, offloading) keeps something else."""
+def _kept_in_graph(output: Tensor) -> tuple[ScaledDotProductCall, Tensor] | None:
+    """Return query and key as a fused kernel keeps them for the backward pass, and the logarithms of
+    its sums; None without one, and where a hook (recomputation, offloading) keeps something else."""
     node: Any = output.grad_fn
     for _ in range(_HOPS):
         if node is None or hasattr(node, "_raw_saved_query"):
             break
         above = (each for each, _ in node.next_functions)
         node = next((each for each in above if each and not hasattr(each, "variable")), None)
-    kept = getattr(node, "_raw_saved_query", None)
-    if node is None or kept is None or getattr(kept, "unpack_hook", kept) is not None:
+    kept, sums = (getattr(node, f"_raw_saved_{name}", None) for name in ("query", "logsumexp"))
+    if (
+        node is None
+        or kept is None
+        or sums is None
+        or getattr(kept, "unpack_hook", kept) is not None
+    ):
         return None
     mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
     given = (node._saved_query, node._saved_key, mask, node._saved_is_causal)
-    return ScaledDotProductCall(*given, node._saved_scale)
+    call = ScaledDotProductCall(*given, node._saved_scale)
+    sums = node._saved_logsumexp
+    return (call, sums) if sums.shape == call.query.shape[:-1] else None
 
 
 def _widened(values: Tensor) -> Tensor:
