@@ -71,8 +71,9 @@ def constrain_(
     2025, MuonClip): a head whose largest attention logit l of the passes since the last step was
     above ``b = bound / g^1.5`` has the rows of its query and key, and their biases, multiplied by
     ``sqrt(b / l)`` after the step; g is the largest growth of a logit above ``bound / 2`` in one
-    step so far, at most 2, its part above 1 forgotten by half in 140 steps. A key that several heads read is left alone (grouped-query attention; the
-    rotary key of latent attention), and the query rows that meet it take the whole factor.
+    step so far, at most 2, its part above 1 forgotten by half in 140 steps. A key that several heads
+    read is left alone (grouped-query attention; the rotary key of latent attention), and the query
+    rows that meet it take the whole factor.
 
     Status: orthogonal, to tolerance: max |W^T W / gain^2 - I| <= 1e-5 in float32 and 1e-11 in
     float64; half weights are kept in float32 by the handle, and as stored are off by their own
