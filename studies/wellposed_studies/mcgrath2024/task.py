@@ -23,7 +23,7 @@ from wellposed.tasks import TASKS, Task, TaskSpec
 from wellposed.tasks.batches import bucketed_batches, pad_examples
 from wellposed.tasks.data.files import missing_file, read_table
 from wellposed.tasks.task import IGNORED_LABEL
-from wellposed.tasks.text.tokenizers import tokenizers_library
+from wellposed.tasks.text.tokenizers import load_tokenizer, tokenizers_library
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -98,11 +98,7 @@ class MinBertTask(Task):
         kept = {name: read[name, "train"][: options.limit_train] for name in SETS}
         length = options.max_length
         if options.tokenizer.startswith("hf:"):
-            from transformers import AutoTokenizer
-
-            from wellposed.models import load_pretrained
-
-            tokenizer: Any = load_pretrained(AutoTokenizer, options.tokenizer.removeprefix("hf:"))
+            tokenizer = load_tokenizer(options.tokenizer.removeprefix("hf:"))
         else:
             texts = [text for rows in kept.values() for row, _ in rows for text in row]
             tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
@@ -152,19 +148,13 @@ class MinBertTask(Task):
             return bucketed_batches(self.lengths(split), batch_size, shuffle=split)
         each = max(1, batch_size // len(SETS))
         count = max(1, max(self._sizes) // each)
-        firsts = [0, self._sizes[0], self._sizes[0] + self._sizes[1]]
-        drawn = [
-            _passes(size, f"{seed}/{name}", epoch * count * each, count * each)
-            for name, size in zip(SETS, self._sizes, strict=True)
-        ]
-        return [
-            [
-                first + rows[place]
-                for first, rows in zip(firsts, drawn, strict=True)
-                for place in range(batch * each, (batch + 1) * each)
-            ]
-            for batch in range(count)
-        ]
+        drawn, first = [], 0
+        for name, size in zip(SETS, self._sizes, strict=True):
+            rows = _passes(size, f"{seed}/{name}", epoch * count * each, count * each)
+            drawn.append([first + row for row in rows])
+            first += size
+        starts = range(0, count * each, each)
+        return [[row for rows in drawn for row in rows[at : at + each]] for at in starts]
 
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
@@ -184,30 +174,26 @@ class MinBertTask(Task):
         found = self._by_set(logits.float(), batch["labels"])
         total = logits.new_zeros((), dtype=torch.float32)
         for name, (output, labels) in found.items():
+            summed: dict[str, Any] = {"reduction": "sum"}
             if name == "sst":
-                classes = labels.long()
-                total = total + functional.cross_entropy(
-                    output, classes, reduction="sum", label_smoothing=label_smoothing
-                )
+                summed["label_smoothing"] = label_smoothing
+                loss = functional.cross_entropy(output, labels.long(), **summed)
             elif name == "para":
-                total = total + functional.binary_cross_entropy_with_logits(
-                    output[:, 0], labels, reduction="sum"
-                )
+                loss = functional.binary_cross_entropy_with_logits(output[:, 0], labels, **summed)
             elif self.options.sts_loss == "cosine":
                 cosine = functional.cosine_similarity(output[:, 0], labels, dim=0)
-                total = total + (1 - cosine) * len(labels)
+                loss = (1 - cosine) * len(labels)
             else:
-                scores = 5 * output[:, 0].sigmoid()
-                total = total + functional.mse_loss(scores, labels, reduction="sum")
+                loss = functional.mse_loss(5 * output[:, 0].sigmoid(), labels, **summed)
+            total = total + loss
         return len(SETS) * total, torch.tensor(float(len(batch["labels"])))
 
     def metric_sums(
         self, logits: Tensor, batch: Mapping[str, Tensor]
     ) -> dict[str, tuple[float, float]]:
         found = self._by_set(logits, batch["labels"])
-        sums: dict[str, tuple[float, float]] = {}
-        for name in ("sst", "para", *_MOMENTS):
-            sums[name] = 0.0, 0.0
+        names: list[str] = ["sst", "para", *_MOMENTS]
+        sums = dict.fromkeys(names, (0.0, 0.0))
         for name, (output, labels) in found.items():
             count = float(len(labels))
             if name == "sst":
@@ -242,8 +228,7 @@ class MinBertTask(Task):
         found = {}
         for row in measured.rows:
             if row["role"] in ("query", "key", "value", "token_embedding"):
-                layer = "" if row["layer"] is None else f".{row['layer']}"
-                name = f"{row['role']}{layer}"
+                name = row["role"] if row["layer"] is None else f"{row['role']}.{row['layer']}"
                 found[ERROR + name] = row["orthogonality_error"]
                 found[SCALE_FREE + name] = row["scale_free_orthogonality_error"]
         for row in measured.activations:
