@@ -6,17 +6,17 @@ import base64
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from wellposed.charts import pixels
 from wellposed.errors import DataError, import_extra
 from wellposed.options import flat_options
-from wellposed.report._aggregate import Comparison, aggregate, compare_runs
+from wellposed.report._aggregate import Comparison, compare_runs
 from wellposed.report._artefacts import find_artefacts, overview
 from wellposed.report._html_table import Cell, Column, Table, csv_link
-from wellposed.report._runs import Run, find_runs, load_details
+from wellposed.report._runs import FoundRuns, Run, find_runs, load_details
 from wellposed.report._sections import running_section, shown, task_section
 from wellposed.training.folder import durable_files
 
@@ -67,12 +67,10 @@ def build_report(
     out = Path(out)
     artefacts = find_artefacts(run_dirs)
     found = find_runs(run_dirs, needed=not artefacts)
-    comparison = compare_runs(found)
-    unfinished = [run for run in found.runs if getattr(run.failure, "status", "") == "unfinished"]
-    details, numbers = _details(comparison), _numbers(comparison, unfinished)
+    comparison, details, unfinished, numbers, sections = _read(found, worth)
     environment, records = _environment(), comparison.records()
     page = environment.get_template("report.html.j2").render(
-        sections=_sections(comparison, details, numbers, worth),
+        sections=sections,
         artefacts=artefacts,
         claims=overview(artefacts),
         running=running_section(unfinished, numbers),
@@ -95,8 +93,7 @@ def build_report(
 
 def figure_images(*run_dirs: Path) -> dict[str, Any]:
     """Return the figures of the page on some runs as pixels, by the names of their data."""
-    comparison = aggregate(run_dirs)
-    sections = _sections(comparison, _details(comparison), _numbers(comparison))
+    *_, sections = _read(find_runs(run_dirs))
     return {
         figure["data"].file.removesuffix(".csv"): pixels(figure["panels"])
         for section in sections
@@ -104,29 +101,21 @@ def figure_images(*run_dirs: Path) -> dict[str, Any]:
     }
 
 
-def _details(comparison: Comparison) -> dict[Path, Run]:
+def _read(found: FoundRuns, worth: float | None = None) -> tuple[Any, ...]:
+    """Return the comparison of runs, those that finished with their files read, those that go on,
+    the numbers of the variants, and what the page says of each task."""
+    comparison = compare_runs(found)
     finished = (run for task in comparison.tasks for group in task.runs for run in group)
-    return {run.folder: run for run in load_details(finished)}
-
-
-def _numbers(comparison: Comparison, more: Sequence[Run] = ()) -> dict[str, int]:
+    details = {run.folder: run for run in load_details(finished)}
     variants = [result.variant for task in comparison.tasks for result in task.variants]
-    every = dict.fromkeys([*variants, *(run.variant for run in more)])
-    return {name: number for number, name in enumerate(every)}
-
-
-def _sections(
-    comparison: Comparison,
-    details: Mapping[Path, Run],
-    numbers: Mapping[str, int],
-    worth: float | None = None,
-) -> list[dict[str, Any]]:
-    return [
-        task_section(
-            number, task, [[details[r.folder] for r in g] for g in task.runs], numbers, worth
-        )
-        for number, task in enumerate(comparison.tasks, start=1)
-    ]
+    unfinished = [run for run in found.runs if getattr(run.failure, "status", "") == "unfinished"]
+    every = dict.fromkeys([*variants, *(run.variant for run in unfinished)])
+    numbers = {name: number for number, name in enumerate(every)}
+    sections = []
+    for number, task in enumerate(comparison.tasks, start=1):
+        runs = [[details[run.folder] for run in group] for group in task.runs]
+        sections.append(task_section(number, task, runs, numbers, worth))
+    return comparison, details, unfinished, numbers, sections
 
 
 def _environment() -> Any:
