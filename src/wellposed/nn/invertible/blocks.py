@@ -26,9 +26,9 @@ from wellposed.nn.checks import Part
 from wellposed.nn.invertible.inversion import (
     Acceleration,
     Inversion,
-    Solver,
     carried,
     sample_norms,
+    solve,
     unmeasured,
     with_error_bound,
 )
@@ -173,9 +173,9 @@ class InvertibleResidual(Part):
             raise ConfigError(f"inverse: tol is {tol}; expected a positive relative error")
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
-        solve = Solver(contraction, self.norm, tol, max_iter, accelerate)
+        how: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "accelerate": accelerate}
         with frozen(self.f):
-            x, report = solve(partial(self.f, **options), y)
+            x, report = solve(partial(self.f, **options), y, contraction, self.norm, **how)
             return x, with_error_bound(report, self.f, x, y, options)
 
 

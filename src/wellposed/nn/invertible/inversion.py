@@ -76,61 +76,58 @@ def sample_norms(tokens: Tensor, norm: Norm) -> Tensor:
     return torch.linalg.vector_norm(flat, math.inf if norm == "inf" else 2, dim=-1)
 
 
-@dataclass(frozen=True)
-class Solver:
-    """Solves `x + f(x) = y`; see `InvertibleResidual.inverse`."""
-
-    contraction: float
-    norm: Norm
-    tol: float | None
-    max_iter: int
-    accelerate: Acceleration | None
-
-    def __call__(self, f: Callable[[Tensor], Tensor], y: Tensor) -> tuple[Tensor, Inversion]:
-        """Return x and a report without error bound."""
-        where, c = "InvertibleResidual.inverse", self.contraction
-        bad = ~y.isfinite()
-        if bool(bad.any()):
-            raise ConvergenceError(
-                f"{where}: y holds {int(bad.sum())} values that are NaN or infinite (of"
-                f" {y.numel()}); expected finite numbers, of which each has exactly one inverse"
-            )
-        enough, stalled = self._targets(y)
-        mixer = _Anderson(y, c) if self.accelerate is not None else None
-        x, scale, residual = y, sample_norms(y, self.norm), math.inf
-        best = torch.full_like(scale, math.inf)
-        for iteration in range(1, self.max_iter + 1):
-            image = y - f(x)
-            difference = image - x
-            sizes = sample_norms(difference, self.norm)
-            # x may be larger than y, up to 1 / (1 - c) times; its rounding is what limits the
-            # residual.
-            scale = torch.maximum(scale, sample_norms(image, self.norm))
-            residual = float(sizes.max()) if sizes.numel() else 0.0
-            if not math.isfinite(residual):
-                raise ConvergenceError(
-                    f"{where}: f returned NaN or infinity in evaluation {iteration}; check f"
-                )
-            at_floor = (sizes <= stalled * scale) & (2 * sizes > best)
-            if bool(((sizes <= enough * scale) | at_floor).all()):
-                return image, Inversion(iteration, residual, math.inf, c, self.norm)
-            best = torch.minimum(best, sizes)
-            x = image if mixer is None else mixer.next(image, difference, sizes)
+def solve(
+    f: Callable[[Tensor], Tensor],
+    y: Tensor,
+    contraction: float,
+    norm: Norm,
+    *,
+    tol: float | None,
+    max_iter: int,
+    accelerate: Acceleration | None,
+) -> tuple[Tensor, Inversion]:
+    """Solve `x + f(x) = y`, see `InvertibleResidual.inverse`; return x and a report without error
+    bound."""
+    where, c = "InvertibleResidual.inverse", contraction
+    bad = ~y.isfinite()
+    if bool(bad.any()):
         raise ConvergenceError(
-            f"{where}: after max_iter={self.max_iter} evaluations of f the error may be"
-            f" {c / (1 - c) * residual:.3g} (norm {self.norm!r}, c = {c:.4g}); expected at most"
-            f" {stalled / (1 - c):.3g} times the size of y; allow more iterations, or a"
-            f" larger tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
+            f"{where}: y holds {int(bad.sum())} values that are NaN or infinite (of"
+            f" {y.numel()}); expected finite numbers, of which each has exactly one inverse"
         )
-
-    def _targets(self, y: Tensor) -> tuple[float, float]:
-        """Residual, relative to y and x, that is enough; and one that is enough once it no longer
-        halves."""
-        if self.tol is not None:
-            return self.tol * (1 - self.contraction), self.tol * (1 - self.contraction)
+    # Relative to y and x: a residual that is enough, and one that is once it no longer halves.
+    if tol is not None:
+        enough = stalled = tol * (1 - c)
+    else:
         unit, width = torch.finfo(computed_in(y)).eps, y.shape[-1] if y.dim() else 1
         first, slope = _UNITS_STALLED
-        return _UNITS_ENOUGH * unit, (first + slope * math.sqrt(width)) * unit
+        enough, stalled = _UNITS_ENOUGH * unit, (first + slope * math.sqrt(width)) * unit
+    mixer = _Anderson(y, c) if accelerate is not None else None
+    x, scale, residual = y, sample_norms(y, norm), math.inf
+    best = torch.full_like(scale, math.inf)
+    for iteration in range(1, max_iter + 1):
+        image = y - f(x)
+        difference = image - x
+        sizes = sample_norms(difference, norm)
+        # x may be larger than y, up to 1 / (1 - c) times; its rounding is what limits the
+        # residual.
+        scale = torch.maximum(scale, sample_norms(image, norm))
+        residual = float(sizes.max()) if sizes.numel() else 0.0
+        if not math.isfinite(residual):
+            raise ConvergenceError(
+                f"{where}: f returned NaN or infinity in evaluation {iteration}; check f"
+            )
+        at_floor = (sizes <= stalled * scale) & (2 * sizes > best)
+        if bool(((sizes <= enough * scale) | at_floor).all()):
+            return image, Inversion(iteration, residual, math.inf, c, norm)
+        best = torch.minimum(best, sizes)
+        x = image if mixer is None else mixer.next(image, difference, sizes)
+    raise ConvergenceError(
+        f"{where}: after max_iter={max_iter} evaluations of f the error may be"
+        f" {c / (1 - c) * residual:.3g} (norm {norm!r}, c = {c:.4g}); expected at most"
+        f" {stalled / (1 - c):.3g} times the size of y; allow more iterations, or a"
+        f" larger tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
+    )
 
 
 def computed_in(y: Tensor) -> torch.dtype:
