@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables, ascend, in_ball
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.call_checks import known_keywords, require_module
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError, WellposedError
 from wellposed.linalg import TokenNorm, check_token_norm
 
 Bounder = Callable[[Any], Tensor]
@@ -147,7 +147,8 @@ def lipschitz_lower_bound(
         seed: the attack is deterministic.
 
     Raises:
-        ShapeError: ``start`` or ``perturbed`` does not fit, or the output has no batch dimension.
+        ShapeError: ``start`` or ``perturbed`` does not fit, the output has no batch dimension, or
+            ``module`` does not run on inputs of this shape.
         ConfigError: unknown norm, or ``ascend_weights`` for something that is not a module.
         ConvergenceError: every restart met NaN or infinity.
 
@@ -178,7 +179,9 @@ def lipschitz_lower_bound(
     unit, log_scale = as_variables(begin)
     allowed = _perturbed_tokens(perturbed, shape, moving).to(begin)
     kwargs = _expand(forward_kwargs, restarts)
-    local_slope = LocalSlope(Call(target, kwargs), norm, allowed, exact)
+    call = Call(target, kwargs)
+    _check_runs(call, begin)
+    local_slope = LocalSlope(call, norm, allowed, exact)
     random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
     none = torch.full((restarts,), -math.inf).to(begin)
     found, direction, ascended = Found(begin, random, none, none), random, None
@@ -286,6 +289,20 @@ def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: 
         return module
     copied = in_dtype(module, dtype).eval()
     return copied.requires_grad_(keep_gradients)
+
+
+@torch.no_grad()
+def _check_runs(call: Call, begin: Tensor) -> None:
+    """Run it once, and say what it was given where it fails."""
+    try:
+        call(begin)
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        if isinstance(error, (WellposedError, torch.OutOfMemoryError)):
+            raise
+        raise ShapeError(
+            f"attack: {type(call.target).__name__} fails on inputs of shape {tuple(begin.shape)}"
+            f" (restarts, tokens, width); give the (tokens, width) that it takes: {error}"
+        ) from error
 
 
 def _random_start(
