@@ -133,7 +133,7 @@ def figure_9(request: Request) -> Reproduction:
 
 
 @recipe(
-    "kim2021/figure-11", measured={"mini": 14}, estimated={"medium": 270}, power=_DEPTHS, **READS
+    "kim2021/figure-11", measured={"mini": 11}, estimated={"medium": 270}, power=_DEPTHS, **READS
 )
 def figure_11(request: Request) -> Reproduction:
     """Training curves at a fixed learning rate by depth (mini: 2 and 12 layers; medium: 2 to 18).
@@ -176,7 +176,7 @@ def table_2(request: Request) -> Reproduction:
     return _made(request, rows, [panel], got, holds, runs, sizes)
 
 
-@recipe("kim2021/table-3", measured={"mini": 14}, estimated={"medium": 270}, power=_DEPTHS, **READS)
+@recipe("kim2021/table-3", measured={"mini": 11}, estimated={"medium": 270}, power=_DEPTHS, **READS)
 def table_3(request: Request) -> Reproduction:
     """Best test NLL at a fixed learning rate (the runs of figure 11).
 
