@@ -88,7 +88,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """
         config = model.config
         labels = {"id2label": config.id2label, "label2id": config.label2id}
-        made = cls(WindowConfig(inner=config.to_dict(), pad_token_id=pad, **windows, **labels))
+        given: Any = {"inner": config.to_dict(), "pad_token_id": pad, **windows, **labels}
+        made = cls(WindowConfig(**given))
         made.model = model
         return made.train(model.training)
 
