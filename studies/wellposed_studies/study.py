@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from wellposed.charts import Panel, Row, Series, Style, where
+from wellposed.charts import Panel, Row, Series, Style, medians, where
 from wellposed.compare.runs import PlannedRun, train_planned
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.statistics import Failure, SeedResults, mean_and_standard_error
@@ -505,6 +505,12 @@ def mean_series(
     shown = [0.0 if math.isnan(error) else error for error in errors] if bars else ()
     at = [each + shift for each in found]
     return Series(label, at, list(found.values()), style, colour, shown)
+
+
+def log_panel(title: str, rows: Sequence[Row], x: str, y: str, *, by: str) -> Panel:
+    """Return a panel of the medians of ``y`` over ``x``, both on logarithmic axes."""
+    series = medians(rows, x, y, by=by)
+    return Panel(title, x.replace("_", " "), y.replace("_", " "), series, "log", "log")
 
 
 def exponent(rows: Sequence[Row], x: str, y: str) -> float:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from wellposed.certification import lipschitz_lower_bound
-from wellposed.charts import Panel, Row, medians, where
+from wellposed.charts import Row, where
 from wellposed.linalg import kim2021_bound
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
 from wellposed_studies.kim2021.layers import NORMS, theorem_bound
-from wellposed_studies.study import exponent, said, spanned
+from wellposed_studies.study import exponent, log_panel, said, spanned
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
 
 _NEAR = 0.1
@@ -126,9 +126,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
         f" at most {max(ratios):.2g} of its bound"
     )
     panels = [
-        Panel(f"p = {p}", "size of the input", "norm of the Jacobian", series, "log", "log")
-        for p in _ORDERS
-        for series in [medians(where(rows, p=p), "size", "norm", by="attention")]
+        log_panel(f"p = {p}", where(rows, p=p), "size", "norm", by="attention") for p in _ORDERS
     ]
     holds = judge_growth(powers, ratios, order)
     return Reproduction(rows, panels, got, holds, criterion=Criterion("", seeds, UNCERTAINTY))
@@ -144,8 +142,8 @@ def judge_growth(
 
 
 def _jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    matrix = torch.autograd.functional.jacobian(function, x)
-    return matrix.reshape(x.numel(), -1) if isinstance(matrix, Tensor) else matrix[0]
+    matrix: Any = torch.autograd.functional.jacobian(function, x)
+    return matrix.reshape(x.numel(), -1)
 
 
 def _head(query: Tensor, key: Tensor, seen: Tensor | None = None) -> Callable[[Tensor], Tensor]:
@@ -202,7 +200,7 @@ def theorem_3_2(request: Request) -> Reproduction:
             found = lipschitz_lower_bound(
                 layer, (tokens, width), norm=norm, restarts=restarts, steps=steps, seed=seed
             )
-            row = {"N": tokens, "D": width, "weights": scale, "seed": seed, "norm": str(norm)}
+            row = {"layer": f"N = {tokens}, D = {width}", "weights": scale, "norm": str(norm)}
             bound, second = (
                 theorem_bound(layer, tokens, norm, as_printed=of) for of in (False, True)
             )
@@ -215,16 +213,8 @@ def theorem_3_2(request: Request) -> Reproduction:
         f" norm 2; with the second power of W_Q up to {second:.2g} in norm 2"
     )
     panels = [
-        Panel(f"norm {norm}", "weights", "attained over bound", series, "log", "log")
+        log_panel(f"norm {norm}", where(rows, norm=norm), "weights", "over_bound", by="layer")
         for norm in ratios
-        for series in [
-            medians(
-                where(rows, norm=norm),
-                "weights",
-                "over_bound",
-                by=lambda row: f"N = {row['N']}, D = {row['D']}",
-            )
-        ]
     ]
     holds = judge_bounds(list(itertools.chain(*ratios.values())))
     return Reproduction(rows, panels, got, holds, criterion=Criterion("", seeds, _ATTAINED))
@@ -280,16 +270,11 @@ def masking(request: Request) -> Reproduction:
         f"largest row over its bound: {worst}; without a diagonal the row grows as the size to the"
         f" power {said(powers)}, to {max(row['over_bound'] for row in free):.2g} times the bound"
     )
-    series = medians(free, "size", "over_bound", by="mask")
-    panels = [
-        Panel(
-            "a row of a token that does not see itself", "size", "over bound", series, "log", "log"
-        )
-    ]
+    title = "a row of a token that does not see itself"
+    panels = [log_panel(title, free, "size", "over_bound", by="mask")]
+    criterion = Criterion("", seeds, f"{_ATTAINED}; {AGREED}")
     holds = judge_growth([powers], held, 1)
-    return Reproduction(
-        rows, panels, got, holds, criterion=Criterion("", seeds, f"{_ATTAINED}; {AGREED}")
-    )
+    return Reproduction(rows, panels, got, holds, criterion=criterion)
 
 
 def masks(tokens: int) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from wellposed.charts import Panel, Row, lines, medians, where
+from wellposed.charts import Panel, Row, lines, where
 from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import spanned
+from wellposed_studies.study import log_panel, spanned
 from wellposed_studies.verdicts import AGREED, every
 
 _EXACT = 1e-9
@@ -40,13 +40,13 @@ def theorem_1(request: Request) -> Reproduction:
     Note: the stretch of a token by the matrix U Sigma V, with the spectrum held; as a function of
     all of X, on which the spectrum depends, attention has up to three times that slope (Lemma 1)
     """
-    rows = [_of_theorem_1(*draw) for draw in _draws(request)]
+    rows = _drawn(request, _of_theorem_1)
     largest = {name: max(row[name] for row in rows) for name in ("difference", "turned", "stretch")}
     got = (
         f"relative difference at most {largest['difference']:.1g}, of U and V from orthogonal"
         f" {largest['turned']:.1g}, of the stretch from sigma_1^2 {largest['stretch']:.1g}"
     )
-    panels = [_panel(rows, "difference", "relative difference")]
+    panels = [log_panel("normal tokens", rows, "width", "difference", by="tokens")]
     holds = judge_identity(list(largest.values()))
     return Reproduction(rows, panels, got, holds, criterion=_criterion(rows))
 
@@ -72,10 +72,10 @@ def distances(request: Request) -> Reproduction:
     Note: normal tokens, four times as many as the width; what holds of a layer is that its residual
     branch, at most alpha / L times the input, changes distances by no more than that
     """
-    rows = [_of_distances(*draw) for draw in _draws(request)]
+    rows = _drawn(request, _of_distances)
     least, greatest = ([row[name] for row in rows] for name in ("least", "greatest"))
     got = f"the least factor of a draw is {spanned(least)}, the greatest {spanned(greatest)}"
-    panels = [_panel(rows, "least", "least factor")]
+    panels = [log_panel("normal tokens", rows, "width", "least", by="tokens")]
     holds = judge_distances(least, greatest)
     return Reproduction(rows, panels, got, holds, criterion=_criterion(rows))
 
@@ -87,62 +87,45 @@ def judge_distances(least: Sequence[float], greatest: Sequence[float]) -> bool |
     return False if max(least) < 0.5 else None
 
 
-def _draws(request: Request) -> itertools.product[tuple[int, int]]:
+def _drawn(request: Request, measure: Callable[[Tensor], dict[str, float]]) -> list[Row]:
+    """Return what is measured of normal tokens, four times as many as their width."""
     widths, seeds = request.pick(
         toy=([4], 2), mini=([8, 32], 10), medium=([8, 32, 128], 20), paper=([8, 64, 512], 20)
     )
-    return itertools.product(widths, range(seeds))
+    rows: list[Row] = []
+    for width, seed in itertools.product(widths, range(seeds)):
+        torch.manual_seed(seed)
+        x = torch.randn(4 * width, width, dtype=torch.float64)
+        rows.append({"tokens": "normal", "width": width, "seed": seed, **measure(x)})
+    return rows
 
 
 def _orthogonal(*shape: int) -> Tensor:
     return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64)).Q
 
 
-def _of_theorem_1(width: int, seed: int) -> Row:
-    torch.manual_seed(seed)
+def _of_theorem_1(x: Tensor) -> dict[str, float]:
+    width = x.shape[1]
     query, key, value = _orthogonal(3, width, width)
-    x = torch.randn(4 * width, width, dtype=torch.float64)
     attended = x @ query @ (x @ key).mT @ (x @ value)
     eigenvalues, basis = torch.linalg.eigh(x.mT @ x)
     left, right = query @ key.mT @ basis, basis.mT @ value
-    reduced = x @ left @ eigenvalues.diag() @ right
+    between = left @ eigenvalues.diag() @ right
     unit = torch.eye(width, dtype=torch.float64)
-    turned = max(float((of.mT @ of - unit).abs().max()) for of in (left, right))
-    stretch = torch.linalg.matrix_norm(left @ eigenvalues.diag() @ right, 2)
-    wanted = torch.linalg.matrix_norm(x, 2).square()
+    stretch = torch.linalg.matrix_norm(between, 2) / torch.linalg.matrix_norm(x, 2).square()
     return {
-        "width": width,
-        "seed": seed,
-        "difference": float((attended - reduced).norm() / attended.norm()),
-        "turned": turned,
-        "stretch": abs(float(stretch / wanted) - 1),
+        "difference": float((attended - x @ between).norm() / attended.norm()),
+        "turned": max(float((of.mT @ of - unit).abs().max()) for of in (left, right)),
+        "stretch": abs(float(stretch) - 1),
     }
 
 
-def _of_distances(width: int, seed: int) -> Row:
-    torch.manual_seed(seed)
-    left, right = _orthogonal(2, width, width)
-    x = torch.randn(4 * width, width, dtype=torch.float64)
+def _of_distances(x: Tensor) -> dict[str, float]:
+    left, right = _orthogonal(2, x.shape[1], x.shape[1])
     eigenvalues = torch.linalg.eigvalsh(x.mT @ x)
     attended = x @ left @ (eigenvalues / eigenvalues.max()).diag() @ right
     factors = torch.pdist(attended) / torch.pdist(x)
-    return {
-        "width": width,
-        "seed": seed,
-        "least": float(factors.min()),
-        "greatest": float(factors.max()),
-    }
-
-
-def _panel(rows: Sequence[Row], y: str, label: str) -> Panel:
-    return Panel(
-        "normal tokens",
-        "width",
-        label,
-        medians(rows, "width", y, by=lambda _: label),
-        "log",
-        "log",
-    )
+    return {"least": float(factors.min()), "greatest": float(factors.max())}
 
 
 def _criterion(rows: Sequence[Row]) -> Criterion:
@@ -274,18 +257,11 @@ def theorem_2(request: Request) -> Reproduction:
         f" printed {row['printed']:.3g}, proved {row['proved']:.3g}"
         for row in where(rows, width=widths[-1])
     ]
+    kinds = ("attained", "printed", "proved")
+    long = [{**row, "kind": kind, "slope": row[kind]} for row in rows for kind in kinds]
     panels = [
-        Panel(f"L = {layers}", "width", "slope", series, "log", "log")
-        for layers in (3, 6)
-        for series in [
-            [
-                line
-                for y in ("attained", "printed", "proved")
-                for line in lines(
-                    where(rows, L=layers), "width", y, by=lambda row, y=y: f"{y}, {row['spectrum']}"
-                )
-            ]
-        ]
+        log_panel(name, where(long, spectrum=name, L=6), "width", "slope", by="kind")
+        for name in _SCALES
     ]
     criterion = Criterion("", uncertainty="none: one pair of inputs, in float64")
     holds = judge_theorem_2(where(rows, spectrum=next(iter(_SCALES))))
