@@ -100,7 +100,7 @@ def batch(family):
     if described.auto is PIXELS:
         return {"pixel_values": torch.randn(2, 3, 32, 32)}
     ids = torch.randint(4, 16, (2, TOKENS))
-    tokens = {"input_ids": ids, "attention_mask": torch.oneshf.like(ids)}
+    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return tokens | ({"decoder_input_ids": ids[:, :4]} if described.auto is SEQUENCES else {})
 
 

@@ -246,10 +246,11 @@ def one_character_away(word: str) -> Iterator[str]:
     """
     for place in range(len(word) + 1):
         left, right = word[:place], word[place:]
-        for new in ("", " ", "e", "x"):
+        if right:
+            yield left + right[1:]
+        for new in (" ", "e", "x"):
             yield left + new + right[1:]
-            if new:
-                yield left + new + right
+            yield left + new + right
 
 
 def least_sums(
