@@ -14,6 +14,7 @@ from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
+from wellposed.measurement.figures import role_name, save_measurement_figure
 from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
 
@@ -210,8 +211,6 @@ class Measurement:
         Raises:
             ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
         """
-        from wellposed.measurement.figures import save_measurement_figure
-
         return save_measurement_figure(self.rows, Path(path))
 
 
@@ -275,11 +274,6 @@ def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _plain_name(row: Mapping[str, Any]) -> str:
     parts = (row.get("stack"), row.get("layer"), role_name(row))
     return ".".join(str(part) for part in parts if part is not None)
-
-
-def role_name(row: Mapping[str, Any]) -> str:
-    """Return the role of a row, with ``cross_`` before that of cross-attention."""
-    return f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
 
 
 def _schema_problem(record: Any) -> str | None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wellposed.charts import add_grid, figure_style, new_figure
 from wellposed.errors import ConfigError
-from wellposed.measurement._measurement import role_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,6 +183,11 @@ def spectra_by_role(
         shade = depth.get((str(row["stack"]), row["layer"]), 0.0)
         curves.setdefault(role_name(row), []).append(Spectrum(row["singular_values"], shade))
     return dict(sorted(curves.items(), key=lambda item: _role_key(item[0])))
+
+
+def role_name(row: Mapping[str, Any]) -> str:
+    """Return the role of a row, with ``cross_`` before that of cross-attention."""
+    return f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
 
 
 def short_number(value: float) -> str:

@@ -64,6 +64,7 @@ _MINI: Mapping[str, Any] = {
     "evaluations": 30,
     "options": {"init_scale": 1.0, "patience": 12},
 }
+_BRIEF: Mapping[str, Any] = {**_SHARED, "seeds": 3, "limit": 400_000, "eval_batches": 20}
 _MEDIUM: Mapping[str, Any] = {
     **_SHARED,
     "seeds": 3,
@@ -104,9 +105,7 @@ def fixed(request: Request) -> Sizes:
     not print its own."""
     sizes = request.pick(
         toy=_TOY,
-        mini=Sizes(
-            300, depths=(2, 12), limit=3000, **{**_MINI, "evaluations": 10, "eval_batches": 20}
-        ),
+        mini=Sizes(100, depths=(2, 6, 12), batch_size=16, **_BRIEF),
         medium=Sizes(1000, depths=(2, 6, 10, 14, 18), batch_size=8, **_MEDIUM),
         paper=None,
     )
