@@ -92,20 +92,22 @@ class Two(Net):
         return [torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(2)]
 
 
+def fit(folder, net, *callbacks, logger=False, max_steps=5, accumulated=2, **resumed):
+    trainer = lightning.Trainer(
+        max_steps=max_steps, accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=accumulated, default_root_dir=folder,
+        callbacks=list(callbacks), log_every_n_steps=50,
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(torch.randn(40, 5, 16))
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4), **resumed)
+    return trainer
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_every_logger_gets_the_vital_signs_that_a_monitor_gives(tmp_path):
-    def fit(net, *callbacks, logger=False):
-        trainer = lightning.Trainer(
-            max_steps=5, accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, accumulate_grad_batches=1 if isinstance(net, Two) else 2,
-            default_root_dir=tmp_path, callbacks=list(callbacks), log_every_n_steps=50,
-        )  # fmt: skip
-        data = torch.utils.data.TensorDataset(torch.randn(40, 5, 16))
-        trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
-
     net, plain, kept = Net(), Plain(), Kept()
     callback = LightningConditionCallback(net.penalty, details=True, vitals=2)
-    fit(net, plain, callback, logger=kept)
+    fit(tmp_path, net, plain, callback, logger=kept)
     assert [step for step, _ in plain.rows] == [1, 3, 5]
     assert kept.rows == plain.rows
     assert {
@@ -116,4 +118,14 @@ def test_every_logger_gets_the_vital_signs_that_a_monitor_gives(tmp_path):
     assert callback.monitor.alarms == plain.monitor.alarms
     assert not any(module._forward_hooks for module in net.modules())
     with pytest.raises(ConfigError, match="one optimizer can be watched, not 2"):
-        fit(Two(), LightningConditionCallback(vitals=2))
+        fit(tmp_path, Two(), LightningConditionCallback(vitals=2), accumulated=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_training_counts_on(tmp_path):
+    saved, kept = tmp_path / "at3.ckpt", Kept()
+    fit(tmp_path, Net(), max_steps=3).save_checkpoint(saved)
+    callback = LightningConditionCallback(vitals=2)
+    fit(tmp_path, Net(), callback, logger=kept, max_steps=6, ckpt_path=saved)
+    assert [step for step, row in kept.rows if "logit_max" in row] == [5]  # of 1, 3, 5
+    assert callback.monitor.steps == 6
