@@ -176,7 +176,7 @@ class TrainOptions(options.CheckedOptions):
     margin_loss: str | None = None
     """ce; certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead;
     words:K: cross entropy of the logits that K replaced words could reach, K growing from 0 over half of the steps;
-    the best weights are then those with the highest accuracy_held on valid, of texts that no K words turn."""
+    accuracy_held of every evaluation is the share of texts that no K words turn."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"

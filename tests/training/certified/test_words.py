@@ -327,9 +327,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     assert model.config.position == "none"
     lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     rows_of_valid = [row for row in map(json.loads, lines) if row["split"] == "valid"]
-    chosen = [row["accuracy_held"] for row in rows_of_valid if row["best"]]
-    assert chosen == sorted(set(chosen)), "weights are chosen by what one word leaves"
-    assert chosen[-1] == max(row["accuracy_held"] for row in rows_of_valid)
+    assert all(row["accuracy_held"] <= row["accuracy"] for row in rows_of_valid)
     result = read_result(Path(run))
     assert result is not None
     (numbers,) = result.result["results"].values()

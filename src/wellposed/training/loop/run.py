@@ -244,12 +244,6 @@ class Run:
         best = Evaluation(state.best_metrics, state.best_examples)
         return {} if state.best_step is None else {"valid": best}
 
-    @property
-    def chosen_by(self) -> str:
-        """The metric of *valid* by which weights are chosen: where words are trained for, the accuracy
-        that they leave."""
-        return HELD if words_of(self.options.margin_loss) else self.task.headline
-
     def constraint_error(self) -> dict[str, float]:
         """Return how far the worst constrained weight is from its set, where there are any."""
         if self.constraint is None:
@@ -384,7 +378,7 @@ def validate(run: Run) -> None:
     state = run.state
     found = evaluate(run, "valid")
     row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(run.model)}
-    run.add_row({**row, "best": state.record_evaluation(found, run.task, run.chosen_by)})
+    run.add_row({**row, "best": state.record_evaluation(found, run.task)})
     if run.history is not None:
         run.history.add(state.step, run.model, write=run.is_main)
 

@@ -113,15 +113,14 @@ class TrainerState:
             self.loss_scale, self.steps_at_scale = min(2 * self.loss_scale, LARGEST_SCALE), 0
 
     def is_better(self, value: float, task: Task) -> bool:
-        """Return whether a value of the metric weights are chosen by is better than the best so far."""
+        """Return whether a value of the headline metric is better than the best so far."""
         best = self.best_value
         return best is None or (value > best if task.higher_is_better else value < best)
 
-    def record_evaluation(self, found: Evaluation, task: Task, metric: str) -> bool:
-        """Note a validation result at the present step; return whether it is the best so far by this
-        metric."""
+    def record_evaluation(self, found: Evaluation, task: Task) -> bool:
+        """Note a validation result at the present step; return whether it is the best so far."""
         self.evaluated_step = self.step
-        value = found.metrics[metric]
+        value = found.metrics[task.headline]
         if not self.is_better(value, task):
             self.evaluations_without_gain += 1
             return False

@@ -270,7 +270,7 @@ def choose_mean_weights(run: Run) -> dict[str, Any]:
     if run.history is None:
         return {}
     run.accelerator.wait_for_everyone()
-    state, steps, headline = run.state, list(run.history.files()), run.chosen_by
+    state, steps, headline = run.state, list(run.history.files()), run.task.headline
     report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": steps}
     report |= {"chosen_by": f"{headline},valid", "best": state.best_value, "average": None}
     if len(steps) > 1:
