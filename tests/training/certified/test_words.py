@@ -317,7 +317,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     ]
     (tmp_path / "train.tsv").write_text("label\ttext\n" + "".join(rows * 40), encoding="utf-8")
     run = str(tmp_path / "run")
-    typed = "--steps 30 --eval-every 5 --checkpoint-every 30 --batch-size 8 --quiet --max-length 9"
+    typed = "--steps 30 --eval-every 30 --checkpoint-every 30 --batch-size 8 --quiet --max-length 9"
     sizes = "--model.hidden-size 8 --model.num-hidden-layers 0 --model.num-attention-heads 1"
     train = ["train", "text_classification", "--data", str(tmp_path / "train.tsv")]
     words = [*typed.split(), *sizes.split(), "--variant", "lipschitz", "--margin-loss", "words:1"]
