@@ -366,11 +366,7 @@ def _problems(
         yield ConfigError("on the meta device, without values; load the weights first")
     shape = tuple(parameter.shape)
     if len(shape) != 2 + (place.entry is not None) or 0 in shape:
-        stack = (
-            "; of a stack of experts, a pass over batch= shows the matrices"
-            if len(shape) == 3
-            else ""
-        )
+        stack = "; a pass over batch= shows experts in a stack" * (len(shape) == 3)
         flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
         yield ShapeError(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"

@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from wellposed.cli import main
 from wellposed.errors import ConfigError
 from wellposed.models import SHARPNESS, WindowsForSequenceClassification, load_saved_model
-from wellposed.tasks.text.tokenizers import WindowEncoder, WordEncoder, encode_words
+from wellposed.tasks.text.tokenizers import WordEncoder
+from wellposed.tasks.text.windows import WindowEncoder, encode_words
 from wellposed.training.certified.windows import WindowBounds, least_sums
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import hold_texts

@@ -11,7 +11,7 @@ from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError
 from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed.tasks.image_classification import pixel_values, stack_values
-from wellposed.tasks.text.tokenizers import encode_words
+from wellposed.tasks.text.windows import encode_words
 from wellposed.text_table import printable
 
 if TYPE_CHECKING:

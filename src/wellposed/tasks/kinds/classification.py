@@ -16,7 +16,8 @@ from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask, accuracy_sums
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, WindowEncoder, build_encoder
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
+from wellposed.tasks.text.windows import WindowEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor

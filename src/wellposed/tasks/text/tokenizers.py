@@ -1,5 +1,5 @@
 """Tokenizers of characters, bytes and words, with bulk encoding; and Hugging Face's, of texts or of
-source-target pairs; and texts as words, each encoded by itself, so that a word touches its own windows alone.
+source-target pairs.
 
 Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
 `PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are
@@ -9,14 +9,13 @@ a text: ``<|pad|>`` in a file is seven characters.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +31,6 @@ PAD, UNK = "<|pad|>", "<|unk|>"
 WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
-_FITTING = 0.999
-"""Share of the words of train that are whole in windows; a longer one is cut to as many tokens."""
-WindowWords: TypeAlias = int | Literal["pairs"]
-"""Words of a window; or every pair of words is one."""
-LONGEST_PAIRED = 128
-"""Most words of a text that is read in pairs: it has half the square of so many."""
 Pairs: TypeAlias = "Sequence[tuple[str, str]] | None"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -411,95 +404,6 @@ def _decoder_start(name: str) -> int | None:
         return getattr(start_config(name), "decoder_start_token_id", None)
     except CheckpointError:
         return None
-
-
-def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
-    """Return the ids of the words of each text, one after the other, each cut or padded to
-    ``tokens``: a function of each word alone, without special tokens around it."""
-    distinct = {word: place for place, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
-    how = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
-    # The blank before a word is part of the first token of some vocabularies.
-    spaced = [f" {word}" for word in distinct]
-    rows = tokenizer(spaced, add_special_tokens=False, **how)["input_ids"] if spaced else []
-    return [[n for word in text for n in rows[distinct[word]]] for text in texts]
-
-
-class WindowEncoder(TextEncoder):
-    """A tokenizer that reads words one by one, for a model of windows; lengths are counted in words.
-
-    Args:
-        inner: what encodes a word.
-        words: of a window.
-        texts: of train; they say how many tokens a word is padded to.
-        max_length: most words of a text.
-
-    Raises:
-        ConfigError: pairs of words, of texts that are too long.
-    """
-
-    def __init__(
-        self, inner: TextEncoder, words: WindowWords, texts: Sequence[str], max_length: int
-    ) -> None:
-        if words == "pairs" and max_length > LONGEST_PAIRED:
-            raise ConfigError(
-                f"certified_windows = pairs with max_length = {max_length}: a text of N words has"
-                f" N (N + 1) / 2 pairs to read; give --max-length {LONGEST_PAIRED} or less"
-            )
-        self.inner, self.words, self.kind = inner, words, inner.kind
-        self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
-        tokenizer = inner.tokenizer(max_length=max_length)
-        (whole,), (bare,) = (
-            tokenizer([" a"], add_special_tokens=special, verbose=False)["input_ids"]
-            for special in (True, False)
-        )
-        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        self.frame = [whole[:start], whole[start + len(bare) :]]
-        counts = Counter(f" {w}" for text in texts for w in split_words(text)[:max_length])
-        ids = tokenizer(list(counts) or [" a"], add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        sizes = np.repeat(list(map(len, ids)), list(counts.values()) or [1])
-        self.tokens = max(1, int(np.quantile(sizes, _FITTING, method="higher")))
-
-    @property
-    def vocab_size(self) -> int:
-        return self.inner.vocab_size
-
-    @property
-    def windows(self) -> dict[str, Any]:
-        """What a `wellposed.models.WindowConfig` says of them."""
-        return {"window_words": self.words, "word_tokens": self.tokens, "frame": self.frame}
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a window."""
-        words: Any = 2 if self.words == "pairs" else self.words
-        return words * self.tokens + sum(map(len, self.frame))
-
-    def encode(
-        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
-    ) -> Encoded:
-        """Encode texts of at most ``max_length`` words.
-
-        Raises:
-            ConfigError: pairs, which are no sequence of words.
-        """
-        if pairs is not None:
-            raise ConfigError("certified_windows are for single texts, and the data are pairs")
-        words = [split_words(text) for text in texts]
-        lengths = list(map(len, words))
-        most = max_length or max(lengths, default=1)
-        tokenizer = self.inner.tokenizer(max_length=most)
-        kept = [each[:most] for each in words]
-        ids = Ragged.from_lists(encode_words(tokenizer, kept, self.tokens))
-        return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
-
-    def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
-        return self.inner.tokenizer(max_length=max_length)
-
-    def description(self) -> dict[str, Any]:
-        windows = {"window_words": self.words, "word_tokens": self.tokens}
-        return {**self.inner.description(), **windows}
 
 
 def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:

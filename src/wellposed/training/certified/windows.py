@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wellposed.attack import Propose, WindowSwaps, in_dtype
-from wellposed.tasks.text.tokenizers import encode_words, split_words
+from wellposed.tasks.text.tokenizers import split_words
+from wellposed.tasks.text.windows import encode_words
 from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.words import (
     ROUNDING,
