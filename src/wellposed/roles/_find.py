@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import nn
 
 from wellposed.call_checks import known_keywords, require_module
-from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError, listed
-from wellposed.roles._located_module import LocatedModule
-from wellposed.roles._patterns import roles_from_patterns
-from wellposed.roles._probe import Trace, trace
+from wellposed.errors import (
+    ConfigError,
+    RoleNotFoundError,
+    ShapeError,
+    WellposedError,
+    listed,
+    nearest_names,
+    unknown_name,
+)
+from wellposed.roles._pass import Trace, trace
 from wellposed.roles._roles import (
+    ATTENTION,
+    FEEDFORWARD,
+    ROLE_NAMES,
     AttentionRole,
     EmbeddingRole,
     FeedForwardRole,
@@ -22,9 +33,10 @@ from wellposed.roles._roles import (
     RoleWeight,
     Stack,
 )
-from wellposed.roles._views import WeightView, is_linear, shown_spans, spans_of
+from wellposed.roles._trace import Product
+from wellposed.roles._views import WeightView, is_linear, is_transposed, shown_spans, spans_of
 from wellposed.roles.adapters import has_lora
-from wellposed.roles.families import FAMILIES, Role
+from wellposed.roles.families import FAMILIES, LocatedModule, Role, attention_role, first_of
 from wellposed.roles.layer_paths import layer_index
 
 _NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
@@ -114,27 +126,24 @@ def find_roles(
         notes=(*roles.notes, *notes),
     )
     if patterns is not None:
-        roles = roles_from_patterns(model, patterns, roles)
+        roles = _with_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
         raise _nothing_found(model, notes)
     return replace(roles, unnamed=_without_role(model, roles))
 
 
 def _by_name(model: nn.Module) -> Roles:
-    modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
     families = [FAMILIES.get(name) for name in FAMILIES]
-    attention: list[AttentionRole] = []
-    owners: set[str] = set()
+    attention_of = first_of(*(family.attention for family in families))
+    network_of = first_of(*(family.feedforward for family in families))
+    modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
+    attention: dict[str, AttentionRole] = {}
     for place in modules:
-        if owners.isdisjoint(_prefixes(place.path)):
-            found = _first(family.attention(place) for family in families)
-            attention += found
-            owners.update(role.path for role in found)
-    feedforward: list[FeedForwardRole] = []
-    for place in modules:
-        if owners.isdisjoint(_prefixes(place.path)):
-            feedforward += _first(family.feedforward(place) for family in families)
-    return Roles(tuple(attention), tuple(feedforward))
+        if attention.keys().isdisjoint(_prefixes(place.path)) and (role := attention_of(place)):
+            attention[role.path] = role
+    outside = (place for place in modules if attention.keys().isdisjoint(_prefixes(place.path)))
+    networks = (network for place in outside if (network := network_of(place)))
+    return Roles(tuple(attention.values()), tuple(networks))
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -148,20 +157,19 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
     refuses a contradiction between the two."""
     unseen: list[str] = []
     clashes: list[str] = []
+    order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+    read = {product.view.parameter_name for product in traced.record.of_kind(Product)}
 
     def both(said: Sequence[Role], seen: Sequence[Role]) -> tuple[Role, ...]:
         kept: dict[int, Role] = {id(role): role for role in seen}
-        holders: dict[object, Role] = {}
-        for each in seen:
-            for view in _views(each).values():
-                holders.setdefault(_weight_of(view), each)
+        last_first = [(view, each) for each in reversed(seen) for view in _views(each).values()]
+        holders = {_weight_of(view): each for view, each in last_first}
         for role in said:
             views = _views(role)
             rival = next(filter(None, map(holders.get, map(_weight_of, views.values()))), None)
             kept.pop(id(rival), None)
             # a weight that enters in a form computed from several is known by name alone
-            known = {view.parameter_name for view in views.values()} <= traced.products
-            if rival is None or not known:
+            if rival is None or not {view.parameter_name for view in views.values()} <= read:
                 kept[id(role)] = role
                 if not any(traced.reached(view.parameter) for view in views.values()):
                     unseen.append(role.path)
@@ -174,7 +182,6 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
             )
             # a module that sits in two places has the name that a reader would give it
             kept[id(role)] = replace(rival, path=role.path, **views)
-        order = {path: index for index, (path, _) in enumerate(model.named_modules())}
         return tuple(sorted(kept.values(), key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)
@@ -189,14 +196,12 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
     whole = replace(traced.roles, attention=attention, feedforward=feedforward)
     known = {(id(weight.view.owner), weight.view.attribute) for weight in whole.weights()}
     open_calls = {
-        str(each): each.found
-        for each in traced.incomplete
-        if not any((id(w.view.owner), w.view.attribute) in known for w in each.found)
-        and (each.found or not named.attention)
+        said: found
+        for said, found in traced.incomplete.items()
+        if not any((id(w.view.owner), w.view.attribute) in known for w in found)
+        and (found or not named.attention)
     }
-    loose = {
-        (weight.role, weight.view.key): weight for each in open_calls.values() for weight in each
-    }
+    loose = {(w.role, w.view.key): w for found in open_calls.values() for w in found}
     return replace(whole, loose=tuple(loose.values()), notes=(*notes, *open_calls))
 
 
@@ -244,12 +249,6 @@ def _plain(name: str) -> str:
     return f"{head}.{tail.split('.')[0]}".lstrip(".") if inside else name
 
 
-def _first(found: Iterable[Role | None]) -> list[Role]:
-    """Return the first that is not None, alone, or nothing."""
-    role = next((role for role in found if role is not None), None)
-    return [] if role is None else [role]
-
-
 def _in_stacks(
     feedforward: Iterable[FeedForwardRole], attention: Sequence[AttentionRole]
 ) -> Iterator[FeedForwardRole]:
@@ -274,14 +273,14 @@ def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[E
     found: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding)
-        for name in (
-            ["weight"] if is_table else [n for n, _ in module.named_parameters(recurse=False)]
-        ):
+        own = [] if is_table else [name for name, _ in module.named_parameters(recurse=False)]
+        for name in ["weight"] if is_table else own:
             view = WeightView(path, module, name)
-            kind, known = kinds.get(id(view.parameter)), _named_kind(path, name, is_table=is_table)
+            key = id(view.parameter)
+            kind, known = kinds.get(key), _named_kind(path, name, is_table=is_table)
             kind = known if known and kind != "position" else kind
             if kind is not None and kind != "none":
-                found.setdefault(id(view.parameter), EmbeddingRole(path, kind, view))
+                found.setdefault(key, EmbeddingRole(path, kind, view))
     return tuple(found.values())
 
 
@@ -295,6 +294,124 @@ def _named_kind(
     if any(word in name for word in _NOT_TOKENS):
         return "none"
     return "position" if "pos" in name or name == "wpe" else "token"
+
+
+def _with_patterns(
+    model: nn.Module, patterns: Mapping[str, str | Sequence[str]], found: Roles
+) -> Roles:
+    """Return ``found`` with every role named in ``patterns`` replaced by what its patterns
+    match; what is left of a part that lost one of its weights is grouped anew."""
+    matched = _match(model, patterns)
+    torn = {
+        role
+        for roles in (ATTENTION, FEEDFORWARD)
+        if not matched.keys().isdisjoint(roles)
+        for role in roles
+    }
+    parts = [each for each in found.weights() if each.role in torn - matched.keys()]
+    parts += [weight for weights in matched.values() for weight in weights]
+    tables = [table for table in found.embeddings if f"{table.kind}_embedding" not in matched]
+    attention = [] if "query" in torn else [*found.attention]
+    networks = [] if "feedforward_in" in torn else [*found.feedforward]
+    loose: list[RoleWeight] = []
+    groups: dict[tuple[bool, str], list[RoleWeight]] = {}
+    for weight in parts:
+        if weight.role.endswith("_embedding"):
+            kind = "token" if weight.role == "token_embedding" else "position"
+            tables.append(EmbeddingRole(weight.path, kind, weight.view))
+        else:
+            groups.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
+    for (_, path), group in groups.items():
+        role = _grouped(LocatedModule(path, model.get_submodule(path), model), group)
+        if isinstance(role, AttentionRole):
+            attention.append(role)
+        elif isinstance(role, FeedForwardRole):
+            networks.append(role)
+        else:
+            loose += group
+    loose += [weight for weight in found.loose if weight.role not in torn | matched.keys()]
+    return replace(
+        found,
+        attention=tuple(attention),
+        feedforward=tuple(networks),
+        embeddings=tuple(tables),
+        loose=tuple(loose),
+    )
+
+
+def _grouped(
+    place: LocatedModule, weights: Sequence[RoleWeight]
+) -> AttentionRole | FeedForwardRole | None:
+    """Return the part that the weights of one module make up, or nothing."""
+    views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in weights}
+    stack = weights[0].stack
+    if len(views) < len(weights):
+        return None
+    if views.keys() == {*ATTENTION}:
+        with suppress(ShapeError):
+            return attention_role(place, views)
+    if views.keys() >= {"up", "down"} and stack is not None:
+        return FeedForwardRole(place.path, stack, weights[0].layer or 0, **views)
+    return None
+
+
+def _match(
+    model: nn.Module, patterns: Mapping[str, str | Sequence[str]]
+) -> dict[str, list[RoleWeight]]:
+    parameters = dict(model.named_parameters())
+    empty: list[str] = []
+    flat: list[str] = []
+    matched: dict[str, list[RoleWeight]] = {}
+    if not isinstance(patterns, Mapping):
+        raise ConfigError(
+            f"patterns: received {patterns!r:.80}; expected a mapping of roles to patterns on"
+            " parameter names, as {'query': '*.wq.weight'}"
+        )
+    for role, given in patterns.items():
+        if role not in ROLE_NAMES:
+            raise unknown_name("role", role, ROLE_NAMES)
+        for pattern in patterns_of(f"patterns[{role!r}]", given):
+            names = [name for name in parameters if fnmatchcase(name, pattern)]
+            said = f"{role}: {pattern!r} matches"
+            if not names:
+                near = ", ".join(nearest_names(pattern, parameters))
+                empty.append(f"{said} no parameter; nearest: {near or 'the model has none'}")
+            for name in names:
+                shape = tuple(parameters[name].shape)
+                if len(shape) == 2:
+                    matched.setdefault(role, []).append(_weight(model, role, name))
+                else:
+                    flat.append(f"{said} {name}, shape {shape}")
+    if empty:
+        raise RoleNotFoundError("patterns match nothing:\n" + listed(empty))
+    if flat:
+        raise ConfigError(
+            "patterns match biases or other parameters that are no matrices; end them with"
+            " '.weight':\n" + listed(flat)
+        )
+    return matched
+
+
+def patterns_of(name: str, given: Any) -> tuple[str, ...]:
+    """Return one pattern or several as a tuple; ``name`` is the argument that an error names."""
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
+        raise ConfigError(
+            f"{name}: received {given!r:.80}; expected a shell-style pattern, or several"
+        )
+    return tuple(patterns)
+
+
+def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
+    path, _, attribute = _plain(name).rpartition(".")
+    owner = model.get_submodule(path)
+    view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
+    if role.endswith("_embedding"):
+        return RoleWeight(role, None, None, path, view)
+    around = path.rpartition(".")[0]
+    place = LocatedModule(around, model.get_submodule(around), model)
+    kind = place.kind if role in ATTENTION else None
+    return RoleWeight(role, place.stack, place.layer, around, view, kind)
 
 
 def _nothing_found(model: nn.Module, notes: Sequence[str]) -> RoleNotFoundError:

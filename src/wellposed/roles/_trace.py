@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ _CLOSED = -1e4
 _COPIES = {"to", "type_as", "contiguous", "clone", "float", "half", "bfloat16", "double"}
 
 
+CutKind = TypeVar("CutKind", bound="Cut")
 _Place = tuple[WeightView, Tensor]
 """A weight, and a tensor of its layout by which parts of it are known."""
 
@@ -33,8 +34,8 @@ class Cut:
 
     order: int
     leaf: Tensor
-    origin: Tensor | None = None
-    """What it was computed from, where that is one tensor."""
+    source: Any = None
+    """The one tensor it was computed from, if any."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,22 +46,14 @@ class Product(Cut):
     view: WeightView
     rows: range
     entries: tuple[int, ...]
-    source: Tensor
-    in_features: int
 
     def view_of(self, rows: Sequence[int] | None = None, entry: int | None = None) -> WeightView:
         """Return the view of some of the product's own rows, of all by default."""
         chosen = self.rows if rows is None else [self.rows[row] for row in rows]
-        whole = WeightView(
-            self.view.owner_path,
-            self.view.owner,
-            self.view.attribute,
-            transposed=self.view.transposed,
-            entry=entry,
-        )
+        whole = replace(self.view, entry=entry)
         if list(chosen) == list(range(whole.shape[0])):
             return whole
-        return WeightView(**{**vars(whole), "spans": spans_of(sorted(chosen))})
+        return replace(whole, spans=spans_of(sorted(chosen)))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -79,8 +72,6 @@ class Attention(Cut):
 class Record:
     """What was seen in one pass, in order."""
 
-    products: list[Product] = field(default_factory=list)
-    attention: list[Attention] = field(default_factory=list)
     gates: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Autograd node of an elementwise product -> its factors."""
     cuts: dict[int, Cut] = field(default_factory=dict)
@@ -97,6 +88,10 @@ class Record:
     """Modules that may be norms, with a tensor like what enters them."""
     switched: bool = False
     """Whether the model switched gradients on or off."""
+
+    def of_kind(self, kind: type[CutKind]) -> list[CutKind]:
+        """Return the cuts of a kind, in the order of the pass."""
+        return [cut for cut in self.cuts.values() if isinstance(cut, kind)]
 
     def above(self, *tensors: Any, limit: float = math.inf) -> list[Cut]:
         """Return the nearest cuts that tensors, or nodes of autograd, were computed from, no more
@@ -194,9 +189,9 @@ class Tracer(TorchFunctionMode):
             return None if self._forced else func(*args, **kwargs)
         if name == "__get__":
             return func(*args, **kwargs)
-        if func in (F.multi_head_attention_forward, F.glu):
+        if func in _WRITTEN_OUT:
             with self:
-                return _written_out(func)(*args, **kwargs)
+                return _WRITTEN_OUT[func](*args, **kwargs)
         self._order += 1
         given = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         output = func(*args, **kwargs)
@@ -269,9 +264,8 @@ class Tracer(TorchFunctionMode):
         parents = [parent for parent, _ in getattr(node, "next_functions", ())]
         if len(call.given) != 2 or len(parents) != 2:
             return call.output
-        sides = [
-            self._unsummed(parent) for parent in parents
-        ]  # in place, a factor is its node alone
+        # in place, a factor is its node alone
+        sides = [self._unsummed(parent) for parent in parents]
         orders = [max(side, default=0) for side in sides]
         for number, other in enumerate(orders[::-1]):
             if other or call.given[1 - number].shape == call.output.shape:
@@ -311,9 +305,9 @@ class Tracer(TorchFunctionMode):
 
     def _is_early(self, above: Sequence[Cut]) -> bool:
         """Tell whether what comes from these cuts is of tables and inputs, or one product behind."""
-        sources = [each.source for each in above if isinstance(each, Product)]
-        plain = [each for each in above if not isinstance(each, Product)]
-        return all(type(each) is Cut for each in (*plain, *self.record.above(*sources)))
+        products = [each for each in above if isinstance(each, Product)]
+        behind = self.record.above(*(each.source for each in products))
+        return all(type(each) is Cut for each in (*behind, *set(above).difference(products)))
 
     def _scaled_dot_product(self, call: _Call) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -322,7 +316,8 @@ class Tracer(TorchFunctionMode):
         if mask is not None and mask.ndim >= 2:
             last = mask[..., -1]
             causal = _is_causal(~last if last.dtype == torch.bool else last < _CLOSED)
-        return self._attended(given["query"], given["key"], given["value"], call.output, causal)
+        parts = {name: given[name] for name in names[:3]}
+        return self._cut(call.output, Attention, **parts, causal=causal)
 
     def _softmax(self, call: _Call) -> Tensor:
         if call.output.grad_fn is not None and call.output.ndim >= 2:
@@ -348,8 +343,9 @@ class Tracer(TorchFunctionMode):
         if self._neutral.get(_address(right)):
             return self._product(left, right, output)
         if scores := self._attention_of(left):
-            causal = _is_causal(left[..., -1] == 0)
-            return self._attended(*scores[0], right.mT, output, causal, beside=scores[1:])
+            (query, key), *beside = scores
+            parts = {"query": query, "key": key, "value": right.mT, "beside": beside}
+            return self._cut(output, Attention, **parts, causal=_is_causal(left[..., -1] == 0))
         if output.grad_fn is not None:
             self._scores[output.grad_fn] = (left, right)
             self._kept.append(output)
@@ -387,62 +383,27 @@ class Tracer(TorchFunctionMode):
                     found[scores] = self._scores[scores]
         return list(found.values())
 
-    def _attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        causal: bool,
-        *,
-        beside: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Tensor:
-        given = {"query": query, "key": key, "value": value, "causal": causal, "beside": beside}
-        output, cut = self._leaf(
-            output, lambda leaf: Attention(order=self._order, leaf=leaf, **given)
-        )
-        self.record.attention.append(cut)
-        return output
-
     def _product(self, source: Tensor, weight: Tensor, output: Tensor) -> Tensor:
         """Note ``source weight^T``."""
         place = self._at(weight)
-        if place is None:
-            known = _address(weight) in self._neutral and _address(source) not in self._neutral
-            return self._cut(output) if known else output
-        found = _located(place, weight)
-        if found is None:
-            return self._cut(output)
-        view, rows, entries = found
-        output, cut = self._leaf(
-            output,
-            lambda leaf: Product(
-                order=self._order,
-                leaf=leaf,
-                origin=source,
-                source=source,
-                view=view,
-                rows=rows,
-                entries=entries,
-                in_features=weight.shape[-1],
-            ),
-        )
-        self.record.products.append(cut)
-        return output
+        if found := place and _located(place, weight):
+            view, rows, entries = found
+            return self._cut(output, Product, source, view=view, rows=rows, entries=entries)
+        known = _address(weight) in self._neutral and _address(source) not in self._neutral
+        return self._cut(output) if place or known else output
 
     def given(self, value: Tensor) -> Tensor:
         """Return an input of the model as a place where the way up ends."""
         self._given.add(_address(value))
         return self._cut(value) if value.is_floating_point() else value
 
-    def _cut(self, output: Tensor, origin: Tensor | None = None) -> Tensor:
-        return self._leaf(output, lambda leaf: Cut(order=self._order, leaf=leaf, origin=origin))[0]
-
-    def _leaf(self, output: Tensor, cut: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+    def _cut(
+        self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
+    ) -> Tensor:
+        """End the way up at a tensor; return what goes on from it."""
         leaf = output.detach().requires_grad_()
-        made = cut(leaf)
-        self.record.cuts[id(leaf)] = made
-        return leaf.clone(), made  # what follows may write into it
+        self.record.cuts[id(leaf)] = kind(order=self._order, leaf=leaf, source=source, **known)
+        return leaf.clone()  # what follows may write into it
 
     def _follow(
         self, name: str, args: tuple[Any, ...], given: list[Tensor], output: Tensor
@@ -509,7 +470,7 @@ _READERS: dict[str, Callable[[Tracer, _Call], Tensor]] = {
     ),
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d"),
-        lambda tracer, call: tracer._cut(call.output, call.given[0]),
+        lambda tracer, call: tracer._cut(call.output, source=call.given[0]),
     ),
     **dict.fromkeys(
         ("grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
@@ -559,19 +520,21 @@ def _is_causal(closed: Tensor) -> bool:
     return bool((closed[..., 0] & ~closed[..., -1]).all())
 
 
-def _written_out(function: Any) -> Callable[..., Any]:
+def _glu(values: Tensor, dim: int = -1) -> Tensor:
+    left, right = values.chunk(2, dim)
+    return left * right.sigmoid()
+
+
+def _shown(function: Any) -> Callable[..., Any]:
     """Return a composite function of torch that shows a mode what it consists of."""
-    if function is F.glu:
-        return _glu
     unseen = {**function.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, unseen, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-def _glu(values: Tensor, dim: int = -1) -> Tensor:
-    left, right = values.chunk(2, dim)
-    return left * right.sigmoid()
+_ATTENTION: Any = F.multi_head_attention_forward
+_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {F.glu: _glu, _ATTENTION: _shown(_ATTENTION)}
 
 
 def _address(tensor: Tensor) -> int:

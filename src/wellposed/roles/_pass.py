@@ -1,17 +1,22 @@
-"""Read from one recorded pass which rows of which weight reach the query, key and value of every
-attention call, and which products make a feed-forward network."""
+"""Run a model once, on a batch or on what its configuration says that it eats, and read from that
+pass which rows of which weight reach the query, key and value of every attention call, and which
+products make a feed-forward network."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from wellposed.roles._located_module import LocatedModule
 from wellposed.roles._roles import (
     AttentionRole,
     EmbeddingRole,
@@ -19,68 +24,152 @@ from wellposed.roles._roles import (
     Roles,
     RoleWeight,
 )
-from wellposed.roles._trace import Attention, Cut, Product, Record, ancestors
-from wellposed.roles._views import WeightView, spans_of
+from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
+from wellposed.roles._views import Spans, WeightView, spans_of
+from wellposed.roles.families import LocatedModule
 from wellposed.roles.layer_paths import shared_segments
+from wellposed.watch import call_model, observing_paused, quiet_run
 
+_TOKENS = 8
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_NO_FORWARD = nn.Module.forward
 _PROJECTIONS = ("query", "key", "value")
+Incomplete = dict[str, tuple[RoleWeight, ...]]
+"""What is said of an attention call of which not all weights were found -> those that were."""
 _Part = tuple[Product, Sequence[int] | None]
 """A product and the rows of it that are meant; None for all."""
 
 
-@dataclass(frozen=True)
-class _Projection:
-    """What a query, key or value is computed from: products, their rows, and those of each head."""
+class _Projection(NamedTuple):
+    """What a query, key or value is computed from: products, the view of each, and the rows of each
+    head in the first."""
 
-    products: tuple[Product, ...]
-    rows: tuple[tuple[int, ...], ...]
-    heads: tuple[tuple[int, ...], ...]
-
-    @property
-    def views(self) -> tuple[WeightView, ...]:
-        pairs = zip(self.products, self.rows, strict=True)
-        return tuple(product.view_of(rows) for product, rows in pairs)
+    products: list[Product]
+    views: list[WeightView]
+    heads: tuple[Spans, ...]
+    width: int
 
 
 @dataclass(frozen=True)
-class Incomplete:
-    """What was found of an attention call of which not all weights were."""
+class Trace:
+    """What one pass showed: roles, calls that it does not show whole, and what was recorded."""
 
-    found: tuple[RoleWeight, ...]
-    missing: tuple[str, ...]
+    roles: Roles
+    incomplete: Incomplete
+    record: Record
 
-    def __str__(self) -> str:
-        names = ", ".join(weight.view.label for weight in self.found)
-        return (
-            f"an attention call{f' of {names}' if names else ''}: its {', '.join(self.missing)} is no"
-            " product with one parameter"
-        )
+    def reached(self, parameter: Tensor) -> bool:
+        """Tell whether the pass read a parameter."""
+        return parameter.untyped_storage().data_ptr() in self.record.used
 
 
-def roles_of(
-    model: nn.Module, record: Record, output: Sequence[Tensor]
-) -> tuple[Roles, list[Incomplete]]:
-    """Return the attention and feed-forward roles that a pass shows, in the order of the pass, and
-    the attention calls of which it does not show all weights."""
-    reader = _Reader(model, record, output)
-    with torch.enable_grad():
-        attention = [role for call in record.attention for role in reader.attention(call)]
-        feedforward = [role for down in record.products for role in reader.feedforward(down)]
-    widths = {role.query.shape[1] for role in attention} | {
-        role.up.shape[1] for role in feedforward
-    }
-    tables = [
-        EmbeddingRole(view.owner_path, kind, view)
-        for view, kind in record.tables.values()
-        if kind == "token" or view.shape[1] in widths
-    ]
+def trace(model: nn.Module, batch: Any = None) -> Trace | None:
+    """Return what one forward pass shows, on a batch of the model's own where none is given; None
+    where nothing can be run."""
+    inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
+    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    weights = [*model.parameters(), *model.buffers()]
+    if any(type(each) not in _PLAIN or each.is_meta for each in weights):
+        return None
+    batch = own_batch(inner) if batch is None else batch
+    if batch is None:
+        return None
+    first = _pass(model, inner, batch, forced=False)
+    if not first.record.switched:
+        return first
+    second = _pass(model, inner, batch, forced=True)
+    counts = [len(each.roles.attention) + len(each.roles.feedforward) for each in (first, second)]
+    return second if counts[1] > counts[0] else first
+
+
+def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
+    tracer = Tracer(model, forced=forced)
+    record = tracer.record
+    eager = torch.compiler.set_stance("force_eager")
+    with observing_paused(), quiet_run(model), torch.enable_grad(), eager:
+        with (
+            register_module_forward_pre_hook(tracer.entered),
+            register_module_forward_hook(tracer.left),
+            tracer,
+        ):
+            output = call_model(inner, tree_map_only(Tensor, tracer.given, batch))
+        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        reader = _Reader(model, record, tensors)
+        attention = [role for call in record.of_kind(Attention) for role in reader.attention(call)]
+        networks = [role for down in record.of_kind(Product) for role in reader.feedforward(down)]
+        norms = [
+            path
+            for path, module in model.named_modules(remove_duplicate=False)
+            if module in record.alike and _ignores_scale(module, record.alike[module])
+        ]
+    norms = [path for path in norms if not any(n.startswith(f"{path}.") for n in norms)]
+    widths = {role.query.shape[1] for role in attention} | {role.up.shape[1] for role in networks}
+    tables = record.tables.values()
     roles = Roles(
         tuple(_once(attention)),
-        tuple(_once(feedforward)),
-        tuple(tables),
-        not_added=tuple(dict.fromkeys(reader.not_added)),
+        tuple(_once(networks)),
+        tuple(
+            EmbeddingRole(view.owner_path, kind, view)
+            for view, kind in tables
+            if kind == "token" or view.shape[1] in widths
+        ),
+        norms=tuple(norms),
+        inline_norms=tuple(
+            path
+            for path, module in model.named_modules()
+            if path not in norms and module in record.inline_norms
+        ),
+        not_added=tuple(reader.not_added),
     )
-    return roles, reader.incomplete
+    return Trace(roles, reader.incomplete, record)
+
+
+@torch.no_grad()
+def _ignores_scale(module: nn.Module, like: Tensor) -> bool:
+    """Tell whether a module gives the same for large numbers, beside which no eps counts, and for
+    twice these, and not for their negatives; every second is small, where activations bend."""
+    given = 30 * torch.randn_like(like)
+    given[..., ::2] *= 0.01
+    once, twice, turned = (module(scale * given) for scale in (1, 2, -1))
+    limit = 0.01 * once.abs().max()
+    return bool((once - twice).abs().max() <= limit < (once - turned).abs().max())
+
+
+def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return a small batch for a model of transformers, from its configuration; None for other
+    models."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if config is None or name is None:
+        return None
+    config = config.get_text_config() if name == "input_ids" else config
+    if name == "input_ids":
+        vocabulary = getattr(config, "vocab_size", 2)
+        positions = getattr(config, "max_position_embeddings", None) or 0
+        length = positions if 0 < positions < _TOKENS else _TOKENS
+        # Small ids are often padding, of which transformers warns at either end.
+        batch = {name: torch.arange(length).roll(length // 2)[None] % vocabulary}
+    elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
+        batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        length = _TOKENS
+        for kernel, stride in zip(config.conv_kernel[::-1], config.conv_stride[::-1], strict=True):
+            length = (length - 1) * stride + kernel
+        batch = {name: torch.linspace(-1, 1, length)[None]}
+    elif name == "input_features" and hasattr(config, "max_source_positions"):
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
+    else:
+        return None
+    if type(model).__name__.endswith("PairClassification"):
+        batch["input_ids_pair"] = batch["input_ids"]
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = torch.arange(_TOKENS)[None] % getattr(config, "vocab_size", 2)
+    dtypes = (each.dtype for each in model.parameters() if each.is_floating_point())
+    dtype = next(dtypes, torch.float32)
+    return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}
 
 
 class _Reader:
@@ -90,19 +179,28 @@ class _Reader:
         self.output = output
         self.used: set[int] = set()
         """Products that play a role in attention."""
-        self.incomplete: list[Incomplete] = []
+        self.incomplete: Incomplete = {}
         self.readers: dict[int, list[tuple[Product, list[Cut]]]] = defaultdict(list)
         """Identity of a cut -> products that read it and at most four others, and these."""
-        for product in record.products:
+        for product in record.of_kind(Product):
             above = record.above(product.source, limit=4)
             for cut in above:
                 self.readers[id(cut)].append((product, above))
-        self.not_added: list[str] = []
+        self.not_added: dict[str, None] = {}
         """Paths of parts whose result is added to nothing."""
 
-    def _note_sum(self, path: str, last: Product) -> None:
+    def _place(self, views: Mapping[str, WeightView], last: Product) -> LocatedModule:
+        """Return the innermost module that is called and holds all weights of a part; note where
+        the result of its last product is added to nothing."""
+        shared, *others = (view.owner_path.split(".") for view in views.values())
+        for owner in others:
+            shared = shared_segments(".".join(shared), ".".join(owner))
+        while shared and type(self.model.get_submodule(".".join(shared))).forward is _NO_FORWARD:
+            shared.pop()
+        path = ".".join(shared)
         if id(last) not in self.record.summed:
-            self.not_added.append(path)
+            self.not_added[path] = None
+        return LocatedModule(path, self.model.get_submodule(path), self.model)
 
     def attention(self, call: Attention) -> list[AttentionRole]:
         """Return the role of one call; none where a part of it is no product with a parameter."""
@@ -118,7 +216,7 @@ class _Reader:
         missing = [name for name, projection in found.items() if projection is None]
         missing += [] if outputs else ["output"]
         if missing:
-            self._incomplete(found, missing)
+            self._note_incomplete(found, missing)
             return []
         whole: dict[str, Any] = {name: each for name, each in found.items() if each is not None}
         views = {name: whole[name].views[0] for name in _PROJECTIONS}
@@ -129,26 +227,18 @@ class _Reader:
             for view in each.views[name in _PROJECTIONS :]
         ]
         further += [("latent", view) for view in self._latents(own)]
-        heads = {
-            name: tuple(
-                spans_of(sorted(each.products[0].rows[row] for row in rows)) for rows in each.heads
-            )
-            for name, each in whole.items()
-            if name in _PROJECTIONS
-        }
+        heads = {name: whole[name].heads for name in _PROJECTIONS}
         cross = self._is_cross(whole["query"].products[0], whole["key"].products[0])
-        path = _common_path(self.model, [view.owner_path for view in views.values()])
-        place = LocatedModule(path, self.model.get_submodule(path), self.model)
-        self._note_sum(path, outputs[0])
+        place = self._place(views, outputs[0])
         return [
             AttentionRole(
-                path=path,
+                path=place.path,
                 kind="cross" if cross else "self",
                 stack="decoder" if cross or call.causal else place.stack,
                 layer=place.layer,
                 num_heads=len(heads["query"]),
                 num_key_value_heads=len(heads["key"]),
-                head_dim=len(whole["query"].heads[0]),
+                head_dim=whole["query"].width,
                 heads=heads,
                 further=tuple(further),
                 **views,
@@ -165,7 +255,7 @@ class _Reader:
             or not ups
             or not all(isinstance(each, Product) for each in above)
             or any(id(up) in self.used or not _same(up.source, ups[0].source) for up in ups)
-            or len(down.rows) != ups[0].in_features
+            or len(down.rows) != ups[0].source.shape[-1]
         ):
             return []
         parts = self._gate_and_up(down, ups)
@@ -177,10 +267,8 @@ class _Reader:
             views = {"up": up.view_of(up_rows, entry), "down": down.view_of(None, entry)}
             if gate is not None:
                 views["gate"] = gate[0].view_of(gate[1], entry)
-            path = _common_path(self.model, [view.owner_path for view in views.values()])
-            place = LocatedModule(path, self.model.get_submodule(path), self.model)
-            self._note_sum(path, down)
-            roles.append(FeedForwardRole(path, place.stack, place.layer, **views))
+            place = self._place(views, down)
+            roles.append(FeedForwardRole(place.path, place.stack, place.layer, **views))
         return roles
 
     def _gate_and_up(
@@ -200,11 +288,11 @@ class _Reader:
                 return (up, None), (gate, None)
             # an activation may be flat at a row in all tokens, a factor that is linear never
             return (up, rows), (gate, [row for row in range(len(up.rows)) if row not in rows])
-        if len(ups) > 1 or len(ups[0].rows) != down.in_features:
+        if len(ups) > 1 or len(ups[0].rows) != down.source.shape[-1]:
             return None
         (up,) = ups
         # without a bend in between, two products of low rank are one
-        if len(up.rows) < up.in_features and not _bends(down.source, up):
+        if len(up.rows) < up.source.shape[-1] and not _bends(down.source, up):
             return None
         return (up, None), None
 
@@ -234,9 +322,9 @@ class _Reader:
             left -= set(head)
         if left or len({len(head) for head in heads}) > 1:
             return None  # a part was not seen, or heads are of several widths
-        return _Projection(
-            tuple(each for each, _ in pairs), tuple(rows for _, rows in pairs), tuple(heads)
-        )
+        spans = (spans_of(sorted(main.rows[row] for row in head)) for head in heads)
+        views = [product.view_of(own) for product, own in pairs]
+        return _Projection([each for each, _ in pairs], views, tuple(spans), len(next(iter(heads))))
 
     def _without_adapters(self, products: list[Product]) -> list[Product]:
         """Leave out products with the last factor of an adapter: its first reads what the adapted
@@ -280,7 +368,7 @@ class _Reader:
         if not inner:
             return
         mine = {id(product) for product in own}
-        others = [each.source for each in self.record.products if id(each) not in mine]
+        others = [each.source for each in self.record.of_kind(Product) if id(each) not in mine]
         elsewhere = {id(cut) for cut in self.record.above(*self.output, *others)}
         for product, rows in inner.values():
             if id(product) not in elsewhere:
@@ -294,19 +382,22 @@ class _Reader:
         sides: list[set[int]] = []
         for product in (query, key):
             above = self.record.above(product.source)
-            inner = [cut.origin for cut in above if cut.origin is not None]
+            inner = [cut.source for cut in above if cut.source is not None]
             sides.append({id(cut) for cut in (*above, *self.record.above(*inner))})
         return sides[0].isdisjoint(sides[1])
 
-    def _incomplete(self, found: Mapping[str, _Projection | None], missing: list[str]) -> None:
+    def _note_incomplete(
+        self, found: Mapping[str, _Projection | None], missing: Sequence[str]
+    ) -> None:
         weights: list[RoleWeight] = []
         for role, projection in found.items():
             for view in projection.views if projection else ():
                 place = LocatedModule(view.owner_path, view.owner, self.model)
-                weights.append(
-                    RoleWeight(role.split()[0], place.stack, place.layer, place.path, view, "self")
-                )
-        self.incomplete.append(Incomplete(tuple(weights), tuple(missing)))
+                where = place.stack, place.layer, place.path
+                weights.append(RoleWeight(role.split()[0], *where, view, "self"))
+        names = ", ".join(weight.view.label for weight in weights)
+        said = f"an attention call{f' of {names}' if names else ''}: its {', '.join(missing)} is no"
+        self.incomplete[f"{said} product with one parameter"] = tuple(weights)
 
 
 def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
@@ -343,16 +434,6 @@ def _same(first: Tensor, second: Tensor) -> bool:
 def _entries(product: Product) -> Iterable[int | None]:
     """Return all entries of a stack of matrices, reached by this batch or not."""
     return range(product.view.parameter.shape[0]) if product.entries else (None,)
-
-
-def _common_path(model: nn.Module, owners: Sequence[str]) -> str:
-    """Return the path of the innermost module that is called and holds all owners."""
-    shared = owners[0].split(".")
-    for owner in owners[1:]:
-        shared = shared_segments(".".join(shared), owner)
-    while shared and type(model.get_submodule(".".join(shared))).forward is nn.Module.forward:
-        shared.pop()
-    return ".".join(shared)
 
 
 def _once(roles: Iterable[Any]) -> list[Any]:
