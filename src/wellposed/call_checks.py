@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from wellposed.errors import ConfigError, unknown_name
@@ -26,17 +27,23 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     Traceback (most recent call last):
     wellposed.errors.ConfigError: unknown keyword of <lambda> 'were'; nearest: where
     """
-    known = [name for name in inspect.signature(call).parameters if name != "self"]
-    name = call.__qualname__.removesuffix(".__init__")
+    taken = inspect.signature(call).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    known = [name for name in taken if name != "self"]
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         for keyword in kwargs:
-            if keyword not in known:
-                raise unknown_name(f"keyword of {name}", keyword, known)
+            if keyword not in known and not takes_all:
+                raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         return call(*args, **kwargs)
 
     return checked
+
+
+def _name(call: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return the name of a function, or of the class that a constructor is called for."""
+    return type(args[0]).__name__ if call.__name__ == "__init__" else call.__qualname__
 
 
 def known_fields(
@@ -67,9 +74,13 @@ def known_fields(
     return declare
 
 
-def checked_arguments(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a call refuse misspelt keywords, and values that its hints of numbers and literals do
-    not allow.
+def checked_arguments(
+    call: Callable[Arguments, Result], *kinds: type, **sharper: Any
+) -> Callable[Arguments, Result]:
+    """Make a call refuse misspelt keywords, and values that its hints do not allow.
+
+    Read are hints of numbers and literals, those that are one of ``kinds``, and ``sharper`` ones by
+    name; a text in ``Annotated`` is advice, said with the refusal.
 
     >>> from typing import Literal
     >>> @checked_arguments
@@ -79,19 +90,28 @@ def checked_arguments(call: Callable[Arguments, Result]) -> Callable[Arguments, 
     wellposed.errors.ConfigError: draw: pairs = 2.5, expected an integer
     """
     signature = inspect.signature(call)
-    name = call.__qualname__.removesuffix(".__init__")
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        found = get_type_hints(call, include_extras=True)
-        return {each: hint for each, hint in found.items() if is_plain(hint)}
+        found = {**get_type_hints(call, include_extras=True), **sharper}
+        return {each: hint for each, hint in found.items() if hint in kinds or is_plain(hint)}
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        given = signature.bind(*args, **kwargs).arguments
-        problems = value_problems({each: given[each] for each in hints() if each in given}, hints())
-        if problems:
-            raise ConfigError(f"{name}: {'; '.join(problems)}")
+        where = _name(call, args)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            names = ", ".join(each for each in signature.parameters if each != "self")
+            raise ConfigError(f"{where}: {error}; it takes {names}") from error
+        # A number of numpy is one.
+        values = {
+            each: value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
+            for each, value in given.items()
+            if each in hints()
+        }
+        if problems := value_problems(values, hints()):
+            raise ConfigError(f"{where}: {'; '.join(problems)}")
         return call(*args, **kwargs)
 
     return known_keywords(checked)

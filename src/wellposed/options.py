@@ -137,7 +137,8 @@ def misfits(values: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[tup
     """Yield name, value and what was expected, for each value that its hint does not allow.
 
     Exact for the hints that options have: plain types, literals, ``None``, unions, and these in
-    ``Annotated`` with constraints. ``True`` is no int; an int must fit 64 bits and a float be finite.
+    ``Annotated`` with constraints, and with texts, which are advice. ``True`` is no int; an int must
+    fit 64 bits and a float be finite.
 
     >>> list(misfits({"steps": 0, "size": "m"}, {"steps": Size | None, "size": Literal["s", "l"]}))
     [('steps', 0, 'an integer >= 1 or None'), ('size', 'm', "'s' or 'l'")]
@@ -145,7 +146,11 @@ def misfits(values: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[tup
     for name, value in values.items():
         if not fits(value, hints[name]):
             *most, last = [_described(*allowed) for allowed in _alternatives(hints[name])]
-            yield name, value, f"{', '.join(most)} or {last}" if most else last
+            expected = f"{', '.join(most)} or {last}" if most else last
+            advice = [
+                said for said in getattr(hints[name], "__metadata__", ()) if type(said) is str
+            ]
+            yield name, value, "; ".join([expected, *advice])
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -135,17 +135,17 @@ def test_odd_values_are_taken_or_refused_by_name(kind):
 
 REFUSED = [
     *((kind, {"num_heads": 3}, "num_heads=3; expected a number of heads that divides") for kind in [*SELF, *CROSS]),
-    *((wn.BallAttention, {"temperature": value}, "temperature: received") for value in (0.0, -1.0, math.nan)),
+    *((wn.BallAttention, {"temperature": value}, "temperature = ") for value in (0.0, -1.0, math.nan)),
     (wn.BallCrossAttention, {"temperature": 10.0}, "max_temperature=10.0"),
-    (wn.BallAttention, {"max_temperature": math.inf}, "max_temperature: received inf"),
-    (wn.BallProjection, {"embed_dim": 0}, "BallProjection: embed_dim: received 0; expected an integer >= 1"),
-    *((wn.BallProjection, {"radius": value}, "radius: received") for value in (0.0, math.inf)),
+    (wn.BallAttention, {"max_temperature": math.inf}, "max_temperature = inf"),
+    (wn.BallProjection, {"embed_dim": 0}, "BallProjection: embed_dim = 0, expected an integer >= 1"),
+    *((wn.BallProjection, {"radius": value}, "radius = ") for value in (0.0, math.inf)),
     (wn.MaxMinFeedForward, {"hidden_dim": 7}, "hidden_dim=7"),
-    *((wn.ConvexResidual, {"share": value}, "share: received") for value in (0.0, 1.0)),
+    *((wn.ConvexResidual, {"share": value}, "share = ") for value in (0.0, 1.0)),
     *((wn.ConvexResidual, {"divisor": value}, "wellposed.certify") for value in (0.0, math.nan)),
     *((wn.BudgetResidual, {"budget": value}, "take ConvexResidual") for value in (0.0, -2.0, 1.0, math.inf)),
-    (wn.CosineSelfAttention, {"eps": 0, "tau": -1, "dropout": 1}, r"eps: [\s\S]*tau: [\s\S]*dropout: "),
-    (wn.L2SelfAttention, {"query_width": 3, "max_tokens": 0}, r"query_width: [\s\S]*max_tokens: "),
+    (wn.CosineSelfAttention, {"eps": 0, "tau": -1, "dropout": 1}, r"eps = [\s\S]*tau = [\s\S]*dropout = "),
+    (wn.L2SelfAttention, {"query_width": 3, "max_tokens": 0}, r"query_width = [\s\S]*max_tokens = "),
     (wn.L2SelfAttention, {"init_scale": -1.0}, "init_scale"),
     (wn.L2SelfAttention, {"values": "papers"}, "'paper', 'free', 'plain' or None"),
     (wn.L2SelfAttention, {"norm": "max"}, "'tok', 'inf' or 2"),
@@ -153,9 +153,9 @@ REFUSED = [
     (wn.GramSpectrum, {"normalization": "mxa"}, "'max' or 'trace'"),
     *((wn.GramSpectrum, {"eps": value}, "tokens that are zero") for value in (0.0, 1e-60, math.inf)),
     *((wn.TransJectStack, {"num_layers": value}, "TransJectStack: num_layers") for value in (0, 1.5, True, math.nan)),
-    (wn.InjectiveEmbedding, {"vocab_size": 0, "max_positions": 0}, r"vocab_size: [\s\S]*max_positions: "),
+    (wn.InjectiveEmbedding, {"vocab_size": 0, "max_positions": 0}, r"vocab_size = [\s\S]*max_positions = "),
     (wn.InjectiveEmbedding, {"padding_idx": 5}, "padding_idx is 5"),
-    (wn.OrthogonalFeedForward, {"dropout": 1.0}, "dropout: received 1.0"),
+    (wn.OrthogonalFeedForward, {"dropout": 1.0}, "dropout = 1.0"),
 ]  # fmt: skip
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from numbers import Number
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, ShapeError, listed, unknown_name
-from wellposed.options import Ge, Gt, Lt, misfits
-from wellposed.options import is_plain as is_hint
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ShapeError
+from wellposed.options import Ge, Gt, Lt
 
 LEAST_EPS = torch.finfo(torch.float32).tiny
 """Smallest normal number of float32; below it, a token of zeros divides zero by zero."""
@@ -26,7 +23,7 @@ Share: TypeAlias = Annotated[float, Gt(0), Lt(1)]
 
 class Part(nn.Module):
     """A module that refuses misspelt keywords, with the nearest, and values that the hints of its
-    ``__init__`` do not allow; a text in ``Annotated`` is advice, said with the refusal.
+    ``__init__`` do not allow.
 
     >>> from wellposed.options import Rate, Size
     >>> class Layer(Part):
@@ -35,7 +32,7 @@ class Part(nn.Module):
     >>> Layer(8, rate=2.0)
     Traceback (most recent call last):
     ...
-    wellposed.errors.ConfigError: Layer: rate: received 2.0; expected a finite number >= 0 and < 1
+    wellposed.errors.ConfigError: Layer: rate = 2.0, expected a finite number >= 0 and < 1
     """
 
     shown: tuple[str, ...] = ()
@@ -44,56 +41,12 @@ class Part(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = checked_arguments(cls.__init__)
+            cls.__init__ = checked_arguments(cls.__init__, str, nn.Module)
 
     def extra_repr(self) -> str:
         """Return the attributes named in `shown`, after what a class of torch shows."""
         named = (f"{name}={getattr(self, name)!r}" for name in self.shown)
         return ", ".join(filter(None, (super().extra_repr(), *named)))
-
-
-def checked_arguments(init: Callable[..., None], **sharper: Any) -> Callable[..., None]:
-    """Return a constructor whose arguments are checked as `Part` says, by ``sharper`` hints too."""
-    signature = inspect.signature(init)
-    names = [name for name in signature.parameters if name != "self"]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-
-    @functools.cache
-    def hints() -> dict[str, Any]:
-        found = {**get_type_hints(init, include_extras=True), **sharper}
-        read = (name for name, hint in found.items() if hint in (str, nn.Module) or is_hint(hint))
-        return {name: found[name] for name in read}
-
-    @functools.wraps(init)
-    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        where = type(self).__name__
-        for name in kwargs:
-            if name not in names and not takes_all:
-                raise unknown_name(f"keyword of {where}", name, names)
-        try:
-            given = signature.bind(self, *args, **kwargs).arguments
-        except TypeError as error:
-            raise ConfigError(f"{where}: {error}; it takes {', '.join(names)}") from error
-        # A number of numpy is one.
-        values = {
-            name: value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
-            for name, value in given.items()
-            if name in hints()
-        }
-        problems = []
-        for name, value, expected in misfits(values, hints()):
-            # What ``Annotated`` says in words beside its limits.
-            said = getattr(hints()[name], "__metadata__", ())
-            advice = (part for part in said if isinstance(part, str))
-            received = f"{name}: received {value!r}; expected {expected}"
-            problems.append("; ".join((received, *advice)))
-        if problems:
-            raise ConfigError(
-                f"{where}: {problems[0]}" if len(problems) == 1 else f"{where}:\n{listed(problems)}"
-            )
-        init(self, *args, **kwargs)
-
-    return checked
 
 
 _ORDINARY = (nn.Parameter, Tensor)

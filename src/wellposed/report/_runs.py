@@ -32,6 +32,7 @@ ENTRIES: Mapping[str, Any] = {
     "command": list | None,
 }
 """What each entry of ``result.json`` is."""
+_NUMBER = (int, float, type(None))
 INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 ORDER_FILE = "compare.json"
 
@@ -45,6 +46,8 @@ class Run:
     """Of a run without one: task, variant, seed and configuration, from ``config.toml``."""
     failure: Failure | None = None
     """Why it has no number; ``None`` where it finished."""
+    reason: str = ""
+    """The same in full."""
     certified: record.CertifiedRun | None = None
     """What its model was certified for, where that was asked."""
     words: record.CertifiedWords | None = None
@@ -136,14 +139,12 @@ def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
     """
     problems = Problems()
     folders = _run_folders([Path(path) for path in paths], problems.lines)
-    read = [problems.tried(_read_run, folder) for folder in folders]
-    for folder in folders:
-        if (folder / "result.json").exists():
-            problems.tried(verify_run_file, folder / "config.toml")
+    found = [problems.tried(_read_run, folder) for folder in folders]
     problems.refuse("runs cannot be read")
-    runs = [each[0] for each in read if each and each[0]]
-    excluded = [each[1] for each in read if each and each[1]]
-    if needed and not runs and not excluded:
+    runs = [each for each in found if isinstance(each, Run)]
+    excluded = [ExcludedRun.of(run, run.failure.status, run.reason) for run in runs if run.failure]
+    excluded += [each for each in found if isinstance(each, ExcludedRun)]
+    if needed and not found:
         places = ", ".join(str(path) for path in paths) or "nothing"
         raise DataError(
             f"no run folder (with result.json or config.toml) in {places}; give the --out of a"
@@ -167,7 +168,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
             metrics=problems.tried(read_metrics, run.folder / "metrics.jsonl") or (),
             initial=problems.tried(_read_measurement, run.folder, INITIAL),
             final=problems.tried(_read_measurement, run.folder, FINAL),
-            environment=problems.tried(_read_environment, run.folder / "env.json") or {},
+            environment=problems.tried(_read_json, run.folder / "env.json") or {},
             examples=problems.tried(_read_examples, run.folder / "examples.json") or {},
         )
         for run in runs
@@ -199,13 +200,15 @@ class Problems:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def tried(self, read: Callable[..., Found], *where: Any) -> Found | None:
-        """Return what is read, or None, and keep what is wrong with it."""
+    def tried(self, read: Callable[..., Found], place: Path, *more: Any) -> Found | None:
+        """Return what is read there, or None, and keep what is wrong with it."""
         try:
-            return read(*where)
+            return read(place, *more)
         except (CheckpointError, DataError) as error:
             self.lines.append(str(error))
-            return None
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            self.lines.append(f"{place}: {error!r}; the file is damaged, remove it")
+        return None
 
     def refuse(self, title: str, advice: str = "") -> None:
         """Raise one error with every problem so far, if there are any."""
@@ -233,31 +236,19 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _read_environment(file: Path) -> dict[str, Any]:
-    values = _read_json(file)
-    if not isinstance(starts := values.get("starts", []), list):
-        raise DataError(
-            f"{file}: starts is a {type(starts).__name__}, expected list; the file is damaged"
-        )
-    return values
-
-
 def _read_examples(file: Path) -> dict[str, list[Any]]:
     """Return names and counts of labels, (text, label, answer) and (begin, rest) of texts."""
     values = _read_json(file) if file.exists() else {}
-    try:
-        names = [str(name) for name in values.get("labels", ())]
-        counts = [[int(count) for count in row] for row in values.get("counts", ())]
-        if names and [len(row) for row in counts] != [len(names)] * len(names):
-            raise ValueError("counts of other labels")
-        texts = [
-            (str(each["text"]), names[each["label"]], names[each["answer"]])
-            for each in values.get("texts", ())
-        ]
-        samples = [(str(each["prompt"]), str(each["text"])) for each in values.get("samples", ())]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DataError(f"{file}: {error!r}; the file is damaged, remove it") from None
-    return {"labels": names, "counts": counts, "texts": texts, "samples": samples}
+    names, counts = values.get("labels", []), values.get("counts", [])
+    if names and [len(row) for row in counts] != [len(names)] * len(names):
+        raise ValueError("counts of other labels")
+    texts = values.get("texts", ())
+    return {
+        "labels": names,
+        "counts": counts,
+        "texts": [(each["text"], names[each["label"]], names[each["answer"]]) for each in texts],
+        "samples": [(each["prompt"], each["text"]) for each in values.get("samples", ())],
+    }
 
 
 def _read_measurement(folder: Path, name: str) -> Measurement | None:
@@ -308,25 +299,17 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     missing = [name for name in ENTRIES if name not in given and not fits(None, ENTRIES[name])]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
-    wrong = {name: expected for name, _, expected in misfits(given, ENTRIES)}
-    values = result["results"].get(result["task"]) if not wrong else None
+    wrong, values = [*misfits(given, ENTRIES)], {}
     if not wrong:
-        numbers = {"reference": result.get("reference"), f"results.{result['task']}": values}
-        for part, entries in numbers.items():
-            for name, value in (entries if isinstance(entries, dict) else {}).items():
-                if not isinstance(value, (int, float, type(None))):
-                    given[f"{part}.{name}"], wrong[f"{part}.{name}"] = value, "a number"
+        values = result["results"].get(result["task"]) or {}
+        numbers = [*(result.get("reference") or {}).items(), *values.items()]
+        wrong = [(*each, "a number") for each in numbers if not isinstance(each[1], _NUMBER)]
     if wrong:
-        said = [f"{k} is a {type(given[k]).__name__}, expected {v}" for k, v in wrong.items()]
+        said = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]
         return f"{'; '.join(said)}; the file is damaged"
-    if result["train_info"].get("status") != "success":
-        return None
-    if not isinstance(values, dict) or not values:
-        return f"results has no metrics of task {result['task']!r}"
-    if not _headline_values(result):
-        return (
-            f"results lacks the headline metric {result['headline']!r}; it has {', '.join(values)}"
-        )
+    if result["train_info"].get("status") == "success" and not _headline_values(result):
+        known = ", ".join(values) or "none"
+        return f"results lacks the headline metric {result['headline']!r}; it has {known}"
     return None
 
 
@@ -337,14 +320,11 @@ def variant_order(folder: Path) -> list[str]:
         file = parent / ORDER_FILE
         if file.is_file():
             try:
-                order = from_json(file.read_bytes())["variants"]
-                if not isinstance(order, list):
-                    raise TypeError
+                return [str(name) for name in from_json(file.read_bytes())["variants"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f'{file}: expected {{"variants": [...]}}; delete the file to order by date'
                 ) from error
-            return [str(name) for name in order]
     return []
 
 
@@ -379,54 +359,50 @@ def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
     return sorted(runs, key=key)
 
 
-def _read_run(folder: Path) -> tuple[Run | None, ExcludedRun | None]:
-    """Return the run, and the entry that lists it where it does not count."""
+def _read_run(folder: Path) -> Run | ExcludedRun:
+    """Return the run, or the entry that lists it where nothing is known of it."""
     file = folder / "result.json"
     if not file.exists():
         return _read_unfinished(folder)
+    verify_run_file(folder / "config.toml")
     result = _read_json(file)
     if problem := _result_problem(result):
         raise DataError(f"{file}: {problem}")
-    info, diverged = result["train_info"], result.get("failure")
+    info, date = result["train_info"], str(result["date"])
     if info.get("status") == "success":
         found = _headline_values(result).items()
-        bad = [f"{name} = {value}" for name, value in found if not is_finite(value)]
-        if not bad:
-            date = str(result["date"])
-            certified = record.read_certified(folder, run_date=date)
-            words = record.read_words(folder, run_date=date)
-            rounded = record.read_rounded(folder, run_date=date)
-            return Run(folder, result, certified=certified, words=words, rounded=rounded), None
-        reason = f"the headline metric is not a finite number: {', '.join(bad)}"
-        return _without_number(folder, result, "failed", reason)
+        if bad := [f"{name} = {value}" for name, value in found if not is_finite(value)]:
+            reason = f"the headline metric is not a finite number: {', '.join(bad)}"
+            return Run(folder, result, Failure("failed", reason), reason)
+        return Run(
+            folder,
+            result,
+            certified=record.read_certified(folder, run_date=date),
+            words=record.read_words(folder, run_date=date),
+            rounded=record.read_rounded(folder, run_date=date),
+        )
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
-    short = reason.partition("\n")[0]
+    short, diverged = reason.partition("\n")[0], result.get("failure")
     if isinstance(diverged, dict):
         what = diverged.get("what", "not finite")
         short = f"diverged at step {diverged.get('step', '?')}: {what}"
     with suppress(DataError):
         alarm = first_alarm(read_metrics(folder / "metrics.jsonl"))
         reason += f"; {alarm}" if alarm else ""
-    return _without_number(folder, result, str(info.get("status")), reason, short)
+    return Run(folder, result, Failure(str(info.get("status")), short), reason)
 
 
-def _read_unfinished(folder: Path) -> tuple[Run | None, ExcludedRun]:
-    reason = "no result.json: still running, or killed before it ended"
+def _read_unfinished(folder: Path) -> Run | ExcludedRun:
+    status, reason = "unfinished", "no result.json: still running, or killed before it ended"
     try:
         config = tomllib.loads(read_text(folder / "config.toml"))
         known = {"task": config["task"], "variant": config["variant"]}
         known["seed"] = int(config["train"]["seed"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None, ExcludedRun(folder, "?", folder.parent.name, folder.name, "unfinished", reason)
+        return ExcludedRun(folder, "?", folder.parent.name, folder.name, status, reason)
     # Without a date it comes last where only dates tell which variant is the first.
-    return _without_number(folder, {**known, "config": config, "date": "9"}, "unfinished", reason)
-
-
-def _without_number(
-    folder: Path, result: Mapping[str, Any], status: str, reason: str, short: str = ""
-) -> tuple[Run, ExcludedRun]:
-    run = Run(folder, result, Failure(status, short or reason))
-    return run, ExcludedRun.of(run, status, reason)
+    result = {**known, "config": config, "date": "9"}
+    return Run(folder, result, Failure(status, reason), reason)
 
 
 def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError
 from wellposed.model_options import BallOptions
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention.masks import AttentionMask
-from wellposed.nn.checks import Part, check_tokens, checked_arguments, read_table
+from wellposed.nn.checks import Part, check_tokens, read_table
 from wellposed.options import Positive, Size
 
 
