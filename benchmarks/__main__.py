@@ -6,6 +6,7 @@ python -m benchmarks ball penalties --rounds 3
 python -m benchmarks gpu                            those that run on a GPU, on it; tiny without one
 python -m benchmarks predict --model runs/de-en --data lines.txt
 python -m benchmarks ball --quick --out /tmp/tried  tiny sizes: does the code run
+python -m benchmarks --page                         SPEED.md anew from results/, measuring nothing
 
 Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md,
 and each row is compared with the same row of the last run on the same machine. Run it from the
@@ -58,6 +59,9 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", help="benchmarks to run; all that need nothing")
     parser.add_argument("--list", action="store_true", help="name them and end")
+    parser.add_argument(
+        "--page", action="store_true", help="write SPEED.md anew from results/ and end"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
@@ -85,13 +89,20 @@ def measure(one: Benchmark, setup: Setup, last: Json) -> tuple[list[Json], bool]
     rows: list[Json] = []
     try:
         for row in one.rows(setup):
-            rows.append(compared(replace(row, goal=None) if setup.quick else row, last))
+            goal = one.goal_of(row.name, setup.device)
+            wanted = None if setup.quick else goal.wanted if goal else row.goal
+            rows.append(compared(replace(row, goal=wanted), last))
             for line in lines_while_measuring(rows[-1]):
                 print(line, flush=True)
     except Exception:
         traceback.print_exc()
         return rows, False
     return rows, True
+
+
+def write_page(folder: Path, known: dict[str, Benchmark]) -> None:
+    """Write the page of all results, held against the goals of today."""
+    (folder / "SPEED.md").write_text(table(folder / "results", known), "utf-8")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -122,6 +133,9 @@ def main(words: list[str] | None = None) -> int:
                 f" {', '.join(one.devices)} |"
             )
         return 0
+    if given.page:
+        write_page(given.out or HERE, known)
+        return 0
     if given.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here")
         return 0
@@ -143,7 +157,7 @@ def main(words: list[str] | None = None) -> int:
         failed += [] if is_whole else [name]
         if out is not None and rows:
             record.keep(name, rows)
-            (out / "SPEED.md").write_text(table(out / "results", known), "utf-8")
+            write_page(out, known)
     if failed:
         print(f"stopped by an error: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.rows import Benchmark, Row, Setup, in_fresh_process, peak_mib, ratio_row, single
+from benchmarks.rows import (
+    Benchmark,
+    Goal,
+    Row,
+    Setup,
+    in_fresh_process,
+    peak_mib,
+    ratio_row,
+    single,
+)
 from wellposed.functional import affinity_penalty
 
 WIDTH = 64
@@ -90,9 +99,8 @@ def rows(setup: Setup) -> Iterator[Row]:
             {name: partial(gradients, cost, query, key) for name, cost in COSTS.items()}, 5
         )
         for name in list(COSTS)[1:]:
-            goal = "<= 2.2" if name == "probes" else None
             yield ratio_row(
-                f"{name} / attention, {heads} heads, N = {tokens}", times, name, "attention", goal
+                f"{name} / attention, {heads} heads, N = {tokens}", times, name, "attention"
             )
     found = in_fresh_process(peaks, setup.size([2048, 4096, 8192], [64]), setup.device)
     for (name, tokens), mib in found.items():
@@ -106,10 +114,11 @@ def rows(setup: Setup) -> Iterator[Row]:
     one = statistics.median(float(F.cosine_similarity(draw, wanted, dim=0)) for draw in drawn)
     yield single("cosine of the probes' gradient with the exact one, one draw", one)
     many = float(F.cosine_similarity(torch.stack(drawn).mean(0), wanted, dim=0))
-    yield single(f"cosine of the mean of {len(drawn)} draws", many, ">= 0.99")
+    yield single(f"cosine of the mean of {len(drawn)} draws", many)
 
 
 BENCHMARK = Benchmark(
     "affinity penalties over one attention, forward + backward; their memory; the cosine of the probes' gradient",
     "probes <= 2.2, cosine of 100 draws >= 0.99", 2, rows, ("cpu", "cuda"),
+    goals=(Goal("probes / *", "<= 2.2"), Goal("cosine of the mean*", ">= 0.99")),
 )  # fmt: skip

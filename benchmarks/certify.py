@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.rows import Benchmark, Row, Setup, row_of
+from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of
 from wellposed.certification import certify
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification, WellposedModel
 from wellposed.nn import DotProductAttention, L2SelfAttention
 
+FIXED_COST = (
+    "The check runs the module and its backward pass a few times whatever its size, some tenths of"
+    " a millisecond a layer, beside bounds that take few products where weights are small."
+)
 DEEP = (
     ("tok", "l2_tied"), ("tok", "dot_product"), ("tok", "cosine"),
     (2, "l2_tied"), (2, "l2_contractive"), (2, "dot_product"), (2, "cosine"),
@@ -60,7 +64,6 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield row_of(
             f"seconds of certify, {layers} x {width}, N = {tokens}, norm {norm}, {attention}",
             times,
-            "<= 2",
         )
     for name, module, radius in modules(setup):
         module.eval()
@@ -75,7 +78,6 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield row_of(
             f"cross-check, share of certify without it, {name}",
             added,
-            "<= 0.2",
             ours=next(medians),
             other=next(medians),
         )
@@ -84,4 +86,5 @@ def rows(setup: Setup) -> Iterator[Row]:
 BENCHMARK = Benchmark(
     "seconds of certify for 12 layers of width 512 at 512 tokens, and what its cross-check adds",
     "<= 2 s, <= 20 %", 3, rows,
+    goals=(Goal("seconds of certify*", "<= 2"), Goal("cross-check*", "<= 0.2", FIXED_COST)),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import wellposed as wp
-from benchmarks.rows import Benchmark, Call, Row, Setup, Times, ratio_row
+from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, Times, ratio_row
 from wellposed.integrations import register_attention
 from wellposed.tasks import Task, build_task
 from wellposed.training import RunConfig, TrainOptions
@@ -36,6 +36,14 @@ from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run, take_step
 from wellposed.training.loop.tracking import NOT_TRACKED, Trackers
 
+PRODUCTS = (
+    "Three products of d^3 for each held query and two for each penalised key beside a step of few"
+    " tokens: a larger batch or `every=` lowers it."
+)
+SHORT = (
+    "At 64 tokens the fused kernel takes so little time that making its input shows: a column of"
+    " norms in a copy of queries and keys, or their normalisation."
+)
 Step = Callable[[Batch], None]
 
 
@@ -184,7 +192,7 @@ def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Call]:
 
 
 def loop_row(
-    setup: Setup, first: nn.Module, config: RunConfig, task: Task, tokenizer: Any, name: str
+    setup: Setup, first: Any, config: RunConfig, task: Task, tokenizer: Any, name: str
 ) -> Row:
     """A step of `train` over one of the Trainer, in blocks of steps."""
     models, steps = (copy.deepcopy(first), copy.deepcopy(first)), 8
@@ -195,8 +203,9 @@ def loop_row(
             statistics.median(of_trainer(setup, models[0], rows, tokenizer, config.train))
         )
         times["train"].append(statistics.median(of_train(setup, models[1], config, task, steps)))
-    goal = "<= 1.05" if name == "train" else "<= 1.1"
-    return ratio_row(f"a step of {name} / one of the Trainer", times, "train", "Trainer", goal)
+    size = first.config
+    label = f"a step of {name} / one of the Trainer, {size.num_hidden_layers} x {size.hidden_size}"
+    return ratio_row(label, times, "train", "Trainer")
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -209,16 +218,20 @@ def rows(setup: Setup) -> Iterator[Row]:
     config = RunConfig("text_classification", data, train=train, start=StartOptions(setup.model))
     task = build_task(config.task, config.task_options)
     first: Any = build_run_model(config, task)
-    together = replace(
-        config,
-        train=replace(train, monitor=10),
-        penalty=PenaltyOptions(key=1e-2),
-        constrain=ConstrainOptions("query"),
-    )
+    penalty, constrain = PenaltyOptions(key=1e-2), ConstrainOptions("query")
+    watched = replace(train, monitor=10)
+    added: dict[str, dict[str, Any]] = {
+        "train": {},
+        "train with key penalty": {"penalty": penalty},
+        "train with orthogonal queries": {"constrain": constrain},
+        "train with monitor": {"train": watched},
+        "train with key penalty, orthogonal queries and monitor": {
+            "penalty": penalty, "constrain": constrain, "train": watched,
+        },
+    }  # fmt: skip
     tokenizer = hf.AutoTokenizer.from_pretrained(str(setup.model))
-    name = "train with key penalty, orthogonal queries and monitor"
-    yield loop_row(setup, first, config, task, tokenizer, "train")
-    yield loop_row(setup, first, together, task, tokenizer, name)
+    for name, options in added.items():
+        yield loop_row(setup, first, replace(config, **options), task, tokenizer, name)
 
     rounds = setup.rounds_of(12)
     batches = MicroBatches(task, train.batch_size, 0).take(rounds + 1)
@@ -240,10 +253,16 @@ def rows(setup: Setup) -> Iterator[Row]:
     alone = setup.interleave(attention_alone(first, (train.batch_size, 64)), 3 * rounds)
     for part, times in (("a whole step", of_steps), ("attention alone", alone)):
         for name in list(copies)[1:]:
-            yield ratio_row(f"{name} / sdpa, {part}", times, name, "sdpa", "<= 1.25")
+            yield ratio_row(f"{name} / sdpa, {part}", times, name, "sdpa")
 
 
 BENCHMARK = Benchmark(
     "fine-tuning a foreign encoder: train over the Trainer, penalties, constraints, attention; --model M --data TABLE",
-    "loop <= 1.05, attention <= 1.25", 15, rows, needs=("model", "data"),
+    "loop <= 1.05, everything else <= 1.10", 18, rows, needs=("model", "data"),
+    goals=(
+        Goal("a step of train / one of the Trainer*", "<= 1.05"),
+        Goal("a step of train with *", "<= 1.1", PRODUCTS),
+        Goal("wellposed_l2 / sdpa*", "<= 1.1", SHORT),
+        Goal("wellposed_cosine / sdpa*", "<= 1.1", SHORT),
+    ),
 )  # fmt: skip

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.rows import Benchmark, Row, Setup, ratio_row
+from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row
 from wellposed.functional import l2_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEAD_DIM, WIDER = 64, 72
+WIDER_HEAD = (
+    "The exact backward pass needs the column sums of P^T (dO . O), which the fused kernel gives at"
+    " a wider head alone, and that head costs dot product 1.12 to 1.16 by itself (row d + 8)."
+)
 
 
 def paper_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -87,20 +91,17 @@ def rows(setup: Setup) -> Iterator[Row]:
             heads = setup.size(8 if on_gpu or tokens < 4096 else 4, 1)
             times = setup.interleave(sides_of(setup, heads, tokens, dtype), 7)
             label = f"{str(dtype).removeprefix('torch.')}, N = {tokens}"
-            ours = "<= 1.15" if on_gpu and dtype == torch.bfloat16 else "<= 1.25"
             for name in times:
                 base = "dot product, causal" if name in CAUSAL else "dot product"
                 if name != base:
-                    yield ratio_row(
-                        f"{name} / {base}, {label}",
-                        times,
-                        name,
-                        base,
-                        ours if "l2" in name else None,
-                    )
+                    yield ratio_row(f"{name} / {base}, {label}", times, name, base)
 
 
 BENCHMARK = Benchmark(
     "L2 attention (as it is, tied, causal), the paper's formula and cdist over dot-product attention",
-    "<= 1.25; bf16 on a GPU <= 1.15", 6, rows, ("cpu", "cuda"),
+    "<= 1.10; bf16 on a GPU <= 1.15", 6, rows, ("cpu", "cuda"),
+    goals=(
+        Goal("l2*bfloat16*", "<= 1.15", WIDER_HEAD, ("cuda",)),
+        Goal("l2*", "<= 1.1", WIDER_HEAD),
+    ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from benchmarks.rows import Benchmark, Call, Row, Setup, ratio_row, single
+from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, ratio_row, single
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.training.folder.result import MetricsFile
@@ -27,6 +27,10 @@ from wellposed.training.loop.build import build_optimizer, build_run_model, set_
 from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run, take_step
 
+GUARDS = (
+    "The step also takes and collates its batch, counts, and tests the loss for finite numbers:"
+    " some tenths of a millisecond, which a step of 17 ms on ready batches shows."
+)
 CASES = {
     "char_lm, 3 layers, D = 128, 32 x 128 tokens": RunConfig(
         "char_lm",
@@ -100,7 +104,7 @@ def rows(setup: Setup) -> Iterator[Row]:
             sides = sides_of(config, task, models, rounds + 1, Path(folder))
             times = setup.interleave(sides, rounds)
         for other in list(sides)[1:]:
-            yield ratio_row(f"a step of train / {other}, {name}", times, "train", other, "<= 1.05")
+            yield ratio_row(f"a step of train / {other}, {name}", times, "train", other)
         pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
         apart = max(float((ours - bare).detach().abs().max()) for ours, bare in pairs)
         yield single(f"largest difference of the weights after {rounds + 1} steps, {name}", apart)
@@ -111,4 +115,5 @@ BENCHMARK = Benchmark(
     "<= 1.05",
     4,
     rows,
+    goals=(Goal("a step of train*", "<= 1.05", GUARDS),),
 )

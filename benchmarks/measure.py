@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 import wellposed as wp
-from benchmarks.rows import Benchmark, Row, Setup, ratio_row, row_of, single
+from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row, row_of, single
 from wellposed.linalg import largest_singular_value
+
+FLAT_TOP = (
+    "Lanczos stops at its own estimate of the error, and a top pair of nearly equal singular values"
+    " hides a little more: the value is a lower estimate and said to be empirical."
+)
+SPECTRA = "The eigenvalues of 72 Gram matrices of 768 in float64 alone take LAPACK about 2.2 s."
 
 
 def spectra() -> dict[str, Callable[[int, int], Tensor]]:
@@ -54,14 +60,14 @@ def rows(setup: Setup) -> Iterator[Row]:
         }
         times = setup.interleave(sides, 5)
         yield ratio_row(
-            f"svdvals / ours, d = {width}, {name}", times, "ours", "svdvals", ">= 10", inverse=True
+            f"svdvals / ours, d = {width}, {name}", times, "ours", "svdvals", inverse=True
         )
         exact = [float(torch.linalg.svdvals(weight.double())[0]) for weight in weights]
         error = max(
             abs(1 - float(largest_singular_value(w)) / e)
             for w, e in zip(weights, exact, strict=True)
         )
-        yield single(f"worst relative error, d = {width}, {name}", error, "<= 1e-3")
+        yield single(f"worst relative error, d = {width}, {name}", error)
     yield model_row(setup)
 
 
@@ -78,10 +84,15 @@ def model_row(setup: Setup) -> Row:
         seconds = timed.interleave({"measure": lambda: wp.measure(model)}, 3)["measure"]
     finally:
         torch.set_num_threads(setup.threads)
-    return row_of("seconds of measure, BERT-base with spectra, 2 threads", seconds, "<= 2.5")
+    return row_of("seconds of measure, BERT-base with spectra, 2 threads", seconds)
 
 
 BENCHMARK = Benchmark(
     "sigma_max of the weights of a BERT-size layer over torch's svdvals, and the error",
     ">= 10 times faster, error <= 1e-3", 2, rows,
+    goals=(
+        Goal("svdvals*", ">= 10"),
+        Goal("worst relative error*", "<= 1e-3", FLAT_TOP),
+        Goal("seconds of measure*", "<= 2.5", SPECTRA),
+    ),
 )  # fmt: skip

@@ -23,11 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rows import Benchmark, Call, Row, Setup, Side, Times, row_of, single
+from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, Side, Times, row_of, single
 from wellposed.constrain import Constraint, Set, constrain_, orthogonal
 from wellposed.linalg import isometry_error
 from wellposed.roles import find_roles
 
+SQUARINGS = (
+    "The polynomial of the cap takes at least 2.3 to 4 products of a weight before any proof, and a"
+    " step of 1,024 tokens has 12 of width 256: .17 of it, as no bound proves that steps this large"
+    " stay inside."
+)
 SIZES = (0.02, 0.05, 0.1, 0.3)
 STEPS = 8
 DEFAULT = "torch default (matrix_exp)"
@@ -36,9 +41,9 @@ PROJECTED: tuple[tuple[str, Set, float, float], ...] = (
     *((f"spectral, step {size:g}", "spectral", size, 1.0) for size in (0.005, 0.02, 0.05, 0.3)),
     ("columns, step 0.05", "columns", 0.05, 1.0),
 )
-# Widths, how many weights of each, and the goal in floors.
+# Widths, and how many weights of each.
 RATES = (1e-4, 1e-3, 1e-2)
-ADAMW = ((64, 48, "<= 4"), (256, 24, "<= 2.5"), (512, 12, "<= 2.5"), (1024, 4, "<= 2.5"))
+ADAMW = ((64, 48), (256, 24), (512, 12), (1024, 4))
 
 
 def rotation(width: int) -> Tensor:
@@ -230,20 +235,16 @@ def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
         times[name] = [a - b for a, b in zip(times[name], times[plain], strict=True)]
     label = f"d = {width}, {count} matrices"
     for name in held:
-        wide = width >= 512
-        goal = ("<= 1.9" if name == "step 0.3" else "<= 1.5") if wide else None
-        yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor", goal)
-        yield paired(
-            f"torch cayley / constrain_, {name}, {label}", times, "torch cayley", name, ">= 2"
-        )
-        yield paired(f"torch default / constrain_, {name}, {label}", times, DEFAULT, name, ">= 18")
+        yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor")
+        yield paired(f"torch cayley / constrain_, {name}, {label}", times, "torch cayley", name)
+        yield paired(f"torch default / constrain_, {name}, {label}", times, DEFAULT, name)
     for name in sets:
-        yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor", "<= 2")
+        yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor")
     for name in designs:
         yield paired(f"{name} / matmul floor, {label}", times, name, "floor")
 
 
-def adamw_rows(setup: Setup, width: int, count: int, goal: str) -> Iterator[Row]:
+def adamw_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
     """What to="spectral" adds to a step of AdamW at each rate, from orthogonal weights, with gradients
     of which a part is the same in every step."""
 
@@ -274,13 +275,13 @@ def adamw_rows(setup: Setup, width: int, count: int, goal: str) -> Iterator[Row]
         times = setup.interleave(sides, 15)
         times["held"] = [a - b for a, b in zip(times["held"], times["free"], strict=True)]
         label = f"AdamW at {rate:g}, d = {width}, {count} matrices"
-        yield paired(f"to=spectral / matmul floor, {label}", times, "held", "floor", goal)
+        yield paired(f"to=spectral / matmul floor, {label}", times, "held", "floor")
         yield paired(f"to=spectral / a step of Muon, {label}", times, "held", "muon")
 
 
-def paired(name: str, times: Times, above: str, below: str, goal: str | None = None) -> Row:
+def paired(name: str, times: Times, above: str, below: str) -> Row:
     """Return the quotient of two sides, round by round."""
-    return row_of(name, [a / b for a, b in zip(times[above], times[below], strict=True)], goal)
+    return row_of(name, [a / b for a, b in zip(times[above], times[below], strict=True)])
 
 
 def drift_rows(setup: Setup) -> Iterator[Row]:
@@ -303,7 +304,6 @@ def drift_rows(setup: Setup) -> Iterator[Row]:
         yield single(
             f"worst max |Q^T Q - I| of {steps} steps of size {size:g}, d = {width}",
             worst,
-            "<= 1e-5",
         )
 
 
@@ -347,7 +347,6 @@ def share_row(setup: Setup, blocks: int, width: int) -> Row:
     return row_of(
         f"spectral constraint, share of an AdamW step, {blocks} x {width}, {ids.numel()} tokens",
         shares,
-        "<= 0.15",
     )
 
 
@@ -396,7 +395,7 @@ def clip_rows(setup: Setup) -> Iterator[Row]:
         times = setup.interleave(sides, 15)
         shares = [h / f - 1 for f, h in zip(times["free"], times["held"], strict=True)]
         name = f"QK-clip, share of an AdamW step, 2 x {width}, {8 * tokens} tokens, {where}"
-        yield row_of(name, shares, "<= 0.02")
+        yield row_of(name, shares)
     for rate in (1e-3, 3e-3, 1e-2):
         worst = 0.0
         for seed in range(setup.size(3, 1)):
@@ -406,7 +405,7 @@ def clip_rows(setup: Setup) -> Iterator[Row]:
                 step()
                 worst = max(worst, handle.error().worst)
         name = f"QK-clip, largest logit over the bound 10 in any batch of 3 runs, rate {rate:g}"
-        yield single(name, 1 + worst, "<= 1.05")
+        yield single(name, 1 + worst)
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -415,8 +414,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     usual = [(512, 6), (256, 6)] if setup.device == "cpu" else [(1024, 24), (512, 48)]
     for width, count in setup.size(usual, [(16, 2)]):
         yield from cost_rows(setup, width, count)
-    for width, count, goal in setup.size(ADAMW, ((16, 2, "<= 4"),)):
-        yield from adamw_rows(setup, width, count, goal)
+    for width, count in setup.size(ADAMW, ((16, 2),)):
+        yield from adamw_rows(setup, width, count)
     yield from drift_rows(setup)
     for blocks, width in setup.size(((64, 32), (16, 64), (2, 256)), ((1, 32),)):
         yield share_row(setup, blocks, width)
@@ -426,4 +425,17 @@ def rows(setup: Setup) -> Iterator[Row]:
 BENCHMARK = Benchmark(
     "constrain_ and other exact orthogonality over a matmul floor and torch's parametrisations; drift; share of a step",
     "<= 1.5 (|A| <= 0.1), <= 1.9 (0.3); >= 2 of torch's Cayley", 10, rows, ("cpu", "cuda"),
+    goals=(
+        Goal("constrain_, step 0.3 / matmul floor, d = [!2]*", "<= 1.9"),
+        Goal("constrain_, step * / matmul floor, d = [!2]*", "<= 1.5"),
+        Goal("torch cayley / constrain_*", ">= 2"),
+        Goal("torch default / constrain_*", ">= 18"),
+        Goal("constrain_, [sc][po]*", "<= 2"),
+        Goal("to=spectral / matmul floor, * d = 64,*", "<= 4"),
+        Goal("to=spectral / matmul floor,*", "<= 2.5"),
+        Goal("worst max*", "<= 1e-5"),
+        Goal("spectral constraint, share*", "<= 0.15", SQUARINGS),
+        Goal("QK-clip, share*", "<= 0.02"),
+        Goal("QK-clip, largest logit*", "<= 1.05"),
+    ),
 )  # fmt: skip

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.record import Json
-from benchmarks.rows import Benchmark
+from benchmarks.rows import Benchmark, Goal, reaches
 
 HEAD = """# Speed, measured
 
 Made by `python -m benchmarks` from `benchmarks/results/*.json`; do not edit. Each value is the median over rounds in
 which all sides take turns in one process, with the spread of the middle 80 % of rounds (all of them where there are
-few). **Bold** misses its goal. Load is the machine's load average when the row was measured: on a busy machine read
-ratios, not seconds. Earlier rows, written by hand, are in [HISTORY.md](HISTORY.md)."""
+few). **Bold** misses its goal; the reason stands below its table. Load is the machine's load average when the row was
+measured: on a busy machine read ratios, not seconds. Earlier rows, written by hand, are in [HISTORY.md](HISTORY.md)."""
 
 
 def against(row: Json) -> str:
@@ -48,7 +48,14 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
                 "| row | value | goal | ours / other | load | against the last |",
                 "|---|---|---|---|---|---|",
             ]
-            lines += [line_of(row) for row in record["benchmarks"][name]["rows"]]
+            rows = record["benchmarks"][name]["rows"]
+            one = None if record["quick"] else known.get(name)
+            reasons: dict[str, int] = {}
+            for row in rows:
+                goal = one.goal_of(row["name"], record["device"]) if one else None
+                lines.append(line_of(row, goal, reasons))
+            if reasons:
+                lines += ["", *(f"- ({mark}) {why}" for why, mark in reasons.items())]
     waiting = {
         name: one
         for name, one in known.items()
@@ -99,13 +106,18 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def line_of(row: Json) -> str:
-    """Return a row of the table."""
-    bold = "**" if row["met"] is False else ""
-    raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
+def line_of(row: Json, goal: Goal | None, reasons: dict[str, int]) -> str:
+    """Return a row of the table, held against its goal of today; ``reasons`` gains why it is missed,
+    with its mark."""
+    wanted = goal.wanted if goal else row["goal"]
+    is_missed = wanted is not None and not reaches(row["value"], wanted)
+    bold = "**" if is_missed else ""
     value = f"{bold}{shown(row)}{bold}"
+    if is_missed and goal and goal.why:
+        value += f" ({reasons.setdefault(goal.why, len(reasons) + 1)})"
+    raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
     return (
-        f"| {cell(row['name'])} | {value} | {row['goal'] or ''} | {raw} | {row['load']} |"
+        f"| {cell(row['name'])} | {value} | {wanted or ''} | {raw} | {row['load']} |"
         f" {against(row)} |"
     )
 

@@ -14,10 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rows import Benchmark, Row, Setup, Side, ratio_row
+from benchmarks.rows import Benchmark, Goal, Row, Setup, Side, ratio_row
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.roles import Roles, find_roles
 
+GRAM = (
+    "Its products are the share: 24 of 512^3 a layer beside the step's 72 at 1,024 tokens; bf16"
+    " products halve it and `every=` divides it."
+)
 Cost = Callable[[], Tensor | None]
 
 
@@ -64,38 +68,33 @@ def rows(setup: Setup) -> Iterator[Row]:
         optimizer.step()
 
     ours = partial(OrthogonalityPenalty, model, attention=1e-8, feedforward=1e-8)
-    variants: dict[str, tuple[Cost, int, str | None]] = {
-        "big side, autograd": (
-            lambda: by_autograd(roles, lambda w: w.shape[0] > w.shape[1]),
-            1,
-            None,
-        ),
-        "W^T W, autograd": (lambda: by_autograd(roles, lambda _: False), 1, None),
-        "small side, autograd": (
-            lambda: by_autograd(roles, lambda w: w.shape[0] < w.shape[1]),
-            1,
-            None,
-        ),
-        "OrthogonalityPenalty": (ours(), 1, "<= 0.3"),
-        "OrthogonalityPenalty, bf16 products": (ours(gram_dtype=torch.bfloat16), 1, None),
-        "OrthogonalityPenalty, every=10": (ours(every=10), 10, "<= 0.03"),
+    variants: dict[str, Cost] = {
+        "big side, autograd": lambda: by_autograd(roles, lambda w: w.shape[0] > w.shape[1]),
+        "W^T W, autograd": lambda: by_autograd(roles, lambda _: False),
+        "small side, autograd": lambda: by_autograd(roles, lambda w: w.shape[0] < w.shape[1]),
+        "OrthogonalityPenalty": ours(),
+        "OrthogonalityPenalty, bf16 products": ours(gram_dtype=torch.bfloat16),
+        "OrthogonalityPenalty, every=10": ours(every=10),
     }
     sides = {
-        name: Side(partial(differentiate, cost), repeats=repeats)
-        for name, (cost, repeats, _) in variants.items()
+        name: Side(partial(differentiate, cost), repeats=10 if name.endswith("every=10") else 1)
+        for name, cost in variants.items()
     }
     times = setup.interleave({"step": step, **sides}, 7)
-    for name, (_, _, goal) in variants.items():
+    for name in variants:
         yield ratio_row(
             f"{name}, share of a step of {count} layers at {tokens} tokens",
             times,
             name,
             "step",
-            goal,
         )
 
 
 BENCHMARK = Benchmark(
     "weight penalties as a share of a training step (d = 512, 1,024 tokens), ours and by plain autograd",
     "<= 30 %, every=10 <= 3 %", 1, rows, ("cpu", "cuda"),
+    goals=(
+        Goal("OrthogonalityPenalty, share*", "<= 0.3", GRAM),
+        Goal("OrthogonalityPenalty, every=10*", "<= 0.03", GRAM),
+    ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import Benchmark, Row, Setup, ratio_row
+from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row
 from wellposed.cli.load import load_model, load_tokenizer
 from wellposed.cli.prediction.lines import read_source
 from wellposed.cli.prediction.translation import Translator, translate_lines
@@ -70,11 +70,10 @@ def rows(setup: Setup) -> Iterator[Row]:
             times,
             "predict",
             other,
-            "<= 1.1",
         )
 
 
 BENCHMARK = Benchmark(
     "translating lines by predict over a bare generate loop; --model RUN --data LINES.txt",
-    "<= 1.1", 10, rows, needs=("model", "data"),
+    "<= 1.1", 10, rows, needs=("model", "data"), goals=(Goal("*", "<= 1.1"),),
 )  # fmt: skip

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ class Row:
     low: float
     high: float
     goal: str | None = None
-    """``<= x``, ``>= x`` or ``x to y``."""
+    """Set here only where it depends on another row; else it is in `Benchmark.goals`."""
     ours: float | None = None
     other: float | None = None
     unit: str = "ms"
@@ -46,12 +47,15 @@ class Row:
     @property
     def met(self) -> bool | None:
         """Whether the value reaches the goal; None without a goal."""
-        if self.goal is None:
-            return None
-        first, *rest = self.goal.split()
-        if rest[0] == "to":
-            return float(first) <= self.value <= float(rest[1])
-        return self.value <= float(rest[0]) if first == "<=" else self.value >= float(rest[0])
+        return None if self.goal is None else reaches(self.value, self.goal)
+
+
+def reaches(value: float, wanted: str) -> bool:
+    """Return whether a value is ``<= x``, ``>= x`` or ``x to y``."""
+    first, *rest = wanted.split()
+    if rest[0] == "to":
+        return float(first) <= value <= float(rest[1])
+    return value <= float(rest[0]) if first == "<=" else value >= float(rest[0])
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,18 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Goal:
+    """What rows should reach, and in one sentence why those that miss it do."""
+
+    rows: str
+    """Their names, with ``*`` for anything."""
+    wanted: str
+    """``<= x``, ``>= x`` or ``x to y``."""
+    why: str = ""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """What `python -m benchmarks` knows of a module."""
 
@@ -136,6 +152,13 @@ class Benchmark:
     devices: tuple[str, ...] = ("cpu",)
     needs: tuple[str, ...] = ()
     """Of ``model`` and ``data``, those without which there is nothing to measure."""
+    goals: tuple[Goal, ...] = ()
+    """The first whose names fit a row is its goal."""
+
+    def goal_of(self, row: str, device: str) -> Goal | None:
+        """Return the goal of the row of this name."""
+        fits = (g for g in self.goals if device in g.devices and fnmatchcase(row, g.rows))
+        return next(fits, None)
 
 
 def row_of(name: str, values: list[float], goal: str | None = None, **raw: Any) -> Row:
@@ -157,7 +180,6 @@ def ratio_row(
     times: Times,
     ours: str,
     other: str,
-    goal: str | None = None,
     *,
     inverse: bool = False,
 ) -> Row:
@@ -166,12 +188,12 @@ def ratio_row(
     pairs = zip(times[ours], times[other], strict=True)
     ratios = [b / a if inverse else a / b for a, b in pairs]
     mine, theirs = (1e3 * statistics.median(times[side]) for side in (ours, other))
-    return row_of(name, ratios, goal, ours=mine, other=theirs)
+    return row_of(name, ratios, ours=mine, other=theirs)
 
 
-def single(name: str, value: float, goal: str | None = None, **raw: Any) -> Row:
+def single(name: str, value: float, **raw: Any) -> Row:
     """Return a value that has no spread, such as an error or a number of bytes."""
-    return Row(name, value, value, value, goal, **raw)
+    return Row(name, value, value, value, **raw)
 
 
 def in_fresh_process(call: Callable[..., T], *arguments: Any) -> T:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from benchmarks.rows import (
     Benchmark,
     Call,
+    Goal,
     Row,
     Setup,
     Side,
@@ -37,6 +38,10 @@ from wellposed.constrain import constrain_
 from wellposed.nn import OrthogonalLinear, TransJectStack
 
 EXPERTS = 4
+FLOOR = (
+    "Four fifths of a pass are the products that define it, at the rate of the processor's own"
+    " matmul: they alone would stand at 1.35 of the encoder at 128 tokens and 7.4 at 4,096."
+)
 
 
 def ours(width: int, layers: int) -> TransJectStack:
@@ -92,18 +97,13 @@ def forward_rows(
             times = setup.interleave(sides, 5)
         own[length] = statistics.median(times["ours"])
         for other in list(sides)[1:]:
-            goal = (
-                {128: ">= 1", 4096: ">= 6"}.get(length)
-                if dtype == torch.float32 and other == "encoder"
-                else None
-            )
             yield ratio_row(
-                f"{other} / ours, {name}, N = {length}", times, "ours", other, goal, inverse=True
+                f"{other} / ours, {name}, N = {length}", times, "ours", other, inverse=True
             )
     long = sorted(length for length in own if length >= setup.size(1024, 1))
     if len(long) > 1:
         slope = math.log(own[long[-1]] / own[long[0]]) / math.log(long[-1] / long[0])
-        yield single(f"log-log slope of ours, {name}, N = {long[0]} to {long[-1]}", slope, "<= 1.1")
+        yield single(f"log-log slope of ours, {name}, N = {long[0]} to {long[-1]}", slope)
 
 
 @torch.inference_mode()
@@ -163,7 +163,6 @@ def training_row(setup: Setup) -> Row:
     return row_of(
         f"re-orthogonalisation, share of a training step of {batch} x {length} tokens",
         shares,
-        "<= 0.05",
     )
 
 
@@ -180,5 +179,11 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 BENCHMARK = Benchmark(
     "a forward pass of TransJect over nn.TransformerEncoder's by length, its slope, memory, and constrain_ in a step",
-    ">= 1 at 128 tokens, >= 6 at 4,096, slope <= 1.1", 5, rows, ("cpu", "cuda"),
+    ">= 1.2 at 128 tokens, >= 7 at 4,096, slope <= 1.1", 5, rows, ("cpu", "cuda"),
+    goals=(
+        Goal("encoder / ours, float32, N = 128", ">= 1.2", FLOOR),
+        Goal("encoder / ours, float32, N = 4096", ">= 7", FLOOR),
+        Goal("log-log slope*", "<= 1.1"),
+        Goal("re-orthogonalisation, share*", "<= 0.05"),
+    ),
 )  # fmt: skip
