@@ -11,11 +11,11 @@ from wellposed.initialize._fixup import t_fixup_ as t_fixup_
 from wellposed.initialize._norms import RemovedNorm as RemovedNorm
 from wellposed.initialize._norms import remove_norms_ as remove_norms_
 from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorded_norms_
-from wellposed.initialize._report import DTFixupReport as DTFixupReport
-from wellposed.initialize._report import InitializationReport as InitializationReport
-from wellposed.initialize._report import InitializedWeight as InitializedWeight
+from wellposed.initialize._plan import DTFixupReport as DTFixupReport
+from wellposed.initialize._plan import InitializationReport as InitializationReport
+from wellposed.initialize._plan import InitializedWeight as InitializedWeight
 from wellposed.initialize._signal import LayerSignal as LayerSignal
 from wellposed.initialize._signal import SignalPropagation as SignalPropagation
 from wellposed.initialize._signal import signal_propagation as signal_propagation
-from wellposed.initialize._step_change import step_change as step_change
+from wellposed.initialize._signal import step_change as step_change
 from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_

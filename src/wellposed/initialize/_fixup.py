@@ -26,6 +26,9 @@ from wellposed.initialize._factors import (
 from wellposed.initialize._norms import check_norms, take_out
 from wellposed.initialize._plan import (
     SCALED_ROLES,
+    DTFixupReport,
+    InitializationReport,
+    InitializedWeight,
     LayerStack,
     Step,
     carry_out,
@@ -35,7 +38,6 @@ from wellposed.initialize._plan import (
     plan,
     reported,
 )
-from wellposed.initialize._report import DTFixupReport, InitializationReport, InitializedWeight
 from wellposed.initialize._signal import Meter, reading
 from wellposed.options import Ge, Gt, Le, Size
 from wellposed.roles import FeedForwardRole, Roles, find_roles, patterns_of
@@ -213,12 +215,8 @@ def _factors(
         "embeddings": t_fixup_decoder_factor(encoder.layers),
         "decoder's embeddings": t_fixup_decoder_factor(decoder.layers),
     }
-    by_path = {
-        part.path: factors[name]
-        for name, stack in (("encoder", encoder), ("decoder", decoder))
-        for part in stack.parts
-    }
-    return factors, by_path
+    by_path = {part.path: factors["encoder"] for part in encoder.parts}
+    return factors, by_path | {part.path: factors["decoder"] for part in decoder.parts}
 
 
 def _gated_factors(
@@ -233,13 +231,11 @@ def _gated_factors(
         for part in stack.parts:
             if isinstance(part, FeedForwardRole) and part.gate is not None:
                 slope = _slope(model, part, part.gate.tensor().detach())
-                if slope is None or not scale:
+                if slope and scale:
+                    sizes = len(stack.parts), *part.down.shape
+                    found[part.path] = t_fixup_gated_factor(*sizes, scale, slope)
+                else:
                     crooked.append(part.path)
-                    continue
-                width, hidden = part.down.shape
-                found[part.path] = t_fixup_gated_factor(
-                    len(stack.parts), width, hidden, scale, slope
-                )
     if crooked:
         raise ConfigError(
             "a gated feed-forward network has a factor where it is D (U x * phi(G x)), without"
@@ -256,11 +252,9 @@ def _slope(model: nn.Module, network: FeedForwardRole, gate: Tensor) -> float | 
     x = torch.randn(1, 64, gate.shape[1], dtype=gate.dtype, device=gate.device)
     x *= 0.05 / (x @ gate.mT).square().mean().sqrt().clamp_min(1e-30)
     plain = ((x @ up.mT) * (x @ gate.mT) @ down.mT).norm()
+    inner = model.get_submodule(network.path)
     with quiet_run(model):
-        once, twice = (
-            first_tensor(call_model(model.get_submodule(network.path), scale * x))
-            for scale in (1, 2)
-        )
+        once, twice = (first_tensor(call_model(inner, scale * x)) for scale in (1, 2))
     if once is None or twice is None or not plain > 0:
         return None
     straight = 0.95 < twice.norm() / (4 * once.norm()) < 1.05

@@ -116,13 +116,29 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
 
 
 def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Replace norms by `x -> x`; return their paths."""
+    """Replace norms by `x -> x`, which torch's fused path would read, and note in configurations
+    which are gone; return their paths."""
     for path in paths:
         own = isinstance(model.get_submodule(path), (PreNorm, PostNorm))
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, NoNorm() if own else RemovedNorm())
-    if paths:
-        _tell(model, paths)
+    told: set[int] = set()
+    for path, module in model.named_modules() if paths else ():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # its fused path reads the weights of norm1
+        config: Any = getattr(module, "config", None)
+        prefix = f"{path}." if path else ""
+        inside = [place.removeprefix(prefix) for place in paths if place.startswith(prefix)]
+        if not inside or not hasattr(config, "model_type"):
+            continue
+        if config.model_type == "wellposed":
+            per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
+            config.norm = "none" if len(inside) > len(per_head) else config.norm
+            config.qk_norm = False if per_head else config.qk_norm
+        elif id(config) not in told:
+            gone = dict.fromkeys((*recorded(config).get("removed_norms", []), *inside))
+            record(config, removed_norms=[*gone])
+        told.add(id(config))
     return tuple(paths)
 
 
@@ -150,13 +166,12 @@ def check_norms(
         norms["the model itself"] = model
         remove = False
     free = {path: norm for path, norm in norms.items() if not matches(path, patterns)}
-    goes = {path for path, norm in free.items() if is_layer_norm(norm) or path in seen}
-    goes -= {path for path in goes if isinstance(norms[path], _OTHERS)}
-    stay = [
-        f"{path} ({type(norm).__name__})"
+    goes = [
+        path
         for path, norm in free.items()
-        if not (remove and path in goes)
+        if remove and (is_layer_norm(norm) or path in seen) and not isinstance(norm, _OTHERS)
     ]
+    stay = [f"{path} ({type(norm).__name__})" for path, norm in free.items() if path not in goes]
     if stay:
         advice = (
             "only LayerNorm and RMSNorm can be taken out; replace these, or name the harmless ones"
@@ -169,7 +184,7 @@ def check_norms(
             f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these"
             f" initial weights are meant for; {advice}:\n{listed(stay)}"
         )
-    return [path for path in free if path in goes]
+    return goes
 
 
 def is_layer_norm(module: nn.Module) -> bool:
@@ -202,27 +217,3 @@ def _is_other_norm(module: nn.Module) -> bool:
         return False
     named = isinstance(module, _OTHERS) or type(module).__name__.endswith("Norm")
     return named or any(hasattr(module, number) for number in _NUMBERS_OF_NORMS)
-
-
-def _tell(model: nn.Module, removed: Sequence[str]) -> None:
-    """Switch off torch's fused path, which reads the norms, and note in configurations which are
-    gone."""
-    told: set[int] = set()
-    for path, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # its fused path reads the weights of norm1
-        config: Any = getattr(module, "config", None)
-        prefix = f"{path}." if path else ""
-        inside = [place.removeprefix(prefix) for place in removed if place.startswith(prefix)]
-        if not inside or not hasattr(config, "model_type"):
-            continue
-        if config.model_type == "wellposed":
-            per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
-            config.norm = "none" if len(inside) > len(per_head) else config.norm
-            config.qk_norm = False if per_head else config.qk_norm
-        elif id(config) not in told:
-            before = recorded(config).get("removed_norms", [])
-            record(
-                config, removed_norms=[*before, *(place for place in inside if place not in before)]
-            )
-        told.add(id(config))

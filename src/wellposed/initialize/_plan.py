@@ -1,11 +1,11 @@
-"""Decide for every matrix of a model what is done to it, then do it."""
+"""Decide for every matrix of a model what is done to it, then do it, and report what was done."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -15,9 +15,150 @@ from torch import Tensor, nn
 from wellposed.call_checks import say_moves
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
 from wellposed.initialize._norms import matches, norms_of
-from wellposed.initialize._report import InitializationReport, InitializedWeight
 from wellposed.roles import AttentionRole, FeedForwardRole, Roles, WeightView, is_transposed
 from wellposed.roles.layer_paths import split_path
+from wellposed.text_table import aligned, format_number
+
+
+@dataclass(frozen=True)
+class InitializedWeight:
+    """One weight: what it is, the factor on it, and its size on the way."""
+
+    name: str
+    """Full dotted name of the parameter."""
+    role: str
+    """Role as in `find_roles`; ``embedding``, ``output_embedding`` and ``other`` for what has
+    none."""
+    stack: str | None
+    """encoder, decoder, or None outside the layers."""
+    layer: int | None
+    shape: tuple[int, int]
+    factor: float
+    """What the drawn weight was multiplied by; 1 where it was left alone or only drawn."""
+    drawn: bool
+    """Whether new numbers were drawn; a weight that ``leave`` names is left alone, bit for bit."""
+    std_found: float
+    """Standard deviation in the model as it came."""
+    std_before: float
+    """Standard deviation of the draw, before the factor."""
+    std_after: float
+    """Standard deviation now."""
+    input_norm: float | None = None
+    """Mean Euclidean norm of the tokens that enter the weight (embeddings: that leave it), where a
+    batch was given."""
+    moved: float | None = None
+    """`|W' - W|_F / |W|_F` of a weight that was loaded from a checkpoint; None of all others."""
+
+
+@dataclass(frozen=True)
+class InitializationReport:
+    """Every matrix of the model; ``print`` it for a table."""
+
+    title: str
+    rows: tuple[InitializedWeight, ...]
+    norms_removed: tuple[str, ...] = ()
+    """Dotted paths of the norms that were taken out."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Factor by what it scales: encoder, decoder, embeddings, ..."""
+    largest_bias: float = 0.0
+    """Largest magnitude of the biases of output and feed-forward layers; 0 in the paper's code."""
+    entering: Mapping[str, float] = field(default_factory=dict)
+    """Mean token norm that enters the first layer of each stack, where a batch was given."""
+    assumed: Mapping[str, float] = field(default_factory=dict)
+    """The same norm in the derivation; see the note on sqrt(d) in `t_fixup_`."""
+    layers: int = 0
+    """Of the deepest stack, where T-Fixup's rule was followed; else 0."""
+    dry_run: bool = False
+
+    @property
+    def adam_rate_factor(self) -> float:
+        """What to multiply the learning rate of Adam by that suits 6 layers; 1 for up to 6.
+
+        Empirical: `(6 / N)^(3/4)`. The rule is derived for steps of SGD; a step of Adam does not
+        shrink with the weights, and its first one moves the output as `N^.72` (6 to 1,000 layers).
+        After 30 steps the best rate falls as `N^-.6` and the largest that never overshoots as
+        `N^-.9` (6 to 300 layers of width 32, `benchmarks/t_fixup_rates.csv`).
+
+        >>> round(InitializationReport("T-Fixup", (), layers=96).adam_rate_factor, 3)
+        0.125
+        """
+        return (6 / max(6, self.layers)) ** 0.75
+
+    def table(self) -> str:
+        """Return the report as aligned text, one weight to a line.
+
+        >>> row = InitializedWeight("v.weight", "value", "encoder", 0, (4, 4), 0.5, True, 0.02, 0.5, 0.25)
+        >>> InitializationReport("T-Fixup", (row,)).table().splitlines()[-1].split()
+        ['v.weight', 'value', '4x4', '0.5', '0.02', '0.5', '0.25', '-']
+        """
+        stds = ("std found", "std before", "std after")
+        head = ("weight", "role", "shape", "factor", *stds, "input norm")
+        body = []
+        for row in self.rows:
+            factor = f"{row.factor:.6g}" if row.drawn else "kept"
+            sizes = row.std_found, row.std_before, row.std_after, row.input_norm
+            shape = "x".join(map(str, row.shape))
+            body.append((row.name, row.role, shape, factor, *map(format_number, sizes)))
+        return "\n".join([*self._lines(), aligned([head, *body], "llr")])
+
+    def _lines(self) -> list[str]:
+        lines = [self.title + (" (dry run: the model is as it was)" if self.dry_run else "")]
+        if self.factors:
+            named = (f"{name} {value:.6g}" for name, value in self.factors.items())
+            lines.append(f"factors: {', '.join(named)}")
+        kept = [row.role for row in self.rows if not row.drawn]
+        which = f" ({', '.join(dict.fromkeys(kept))})" if kept else ""
+        drawn = len(self.rows) - len(kept)
+        lines.append(f"drawn: {drawn} weights; left as they were: {len(kept)}{which}")
+        lines.append(f"norms removed: {len(self.norms_removed)}")
+        if self.adam_rate_factor < 1:
+            told = f"{self.adam_rate_factor:.2g} times the rate that suits 6 layers"
+            lines.append(f"Adam at {self.layers} layers: about {told}, as measured")
+        if self.largest_bias:
+            biases = "largest bias of output and feed-forward layers"
+            lines.append(f"{biases}: {self.largest_bias:.4g} (zero_biases: 0)")
+        for stack, norm in self.entering.items():
+            line = f"token norm that enters the {stack}: {norm:.4g}"
+            if stack in self.assumed:
+                line += f", in the derivation {self.assumed[stack]:.4g}"
+            lines.append(line)
+        return lines
+
+    def __str__(self) -> str:
+        return self.table()
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """How far each weight that was loaded from a checkpoint moved."""
+        return {row.name: row.moved for row in self.rows if row.moved is not None}
+
+    def line(self) -> str:
+        """Return what was done in one line."""
+        drawn = sum(row.drawn for row in self.rows)
+        return (
+            f"{self.title}: {drawn} of {len(self.rows)} weights drawn,"
+            f" {len(self.norms_removed)} norms removed"
+        )
+
+
+@dataclass(frozen=True)
+class DTFixupReport(InitializationReport):
+    """The report of `dt_fixup_`: also the token norms that were measured."""
+
+    mu: float = math.nan
+    """Largest token norm that entered the new layers, or its quantile where that was asked for; the
+    factor's mu."""
+    largest: float = math.nan
+    """Largest token norm."""
+    quantile: float = math.nan
+    """The ``level`` quantile of the token norms."""
+    level: float = math.nan
+    tokens: int = 0
+    """Tokens measured."""
+
+    def _lines(self) -> list[str]:
+        told = f"token norms of {self.tokens} tokens: largest {self.largest:.4g}, {self.level:g}"
+        return [*super()._lines(), f"{told} quantile {self.quantile:.4g}; mu = {self.mu:.4g}"]
 
 
 @dataclass
@@ -71,11 +212,9 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
     Raises:
         ConfigError: experts, parts that are added to nothing, norms that cannot be taken out.
     """
-    inner = Counter(
-        place.rpartition(".")[0]
-        for place in (part.path for part in roles.feedforward)
-        if place.rpartition(".")[2].isdigit() and place != split_path(place)[1]
-    )
+    paths = (part.path for part in roles.feedforward)
+    numbered = (path for path in paths if path.rpartition(".")[2].isdigit())
+    inner = Counter(path.rpartition(".")[0] for path in numbered if path != split_path(path)[1])
     problems = {
         "only some tokens go through an expert, so that no size of a step follows; use a model"
         " without experts": [
@@ -93,11 +232,6 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
     for problem, found in problems.items():
         if found:
             raise ConfigError(f"{type(model).__name__}: {problem}:\n{listed(found)}")
-
-
-def layer_paths(roles: Roles) -> list[str]:
-    """Return the dotted paths of all layers."""
-    return [path for layer_stack in find_layer_stacks(roles) for path in layer_stack.layer_paths]
 
 
 logger = logging.getLogger("wellposed.initialize")
@@ -152,12 +286,19 @@ def plan(
     steps += _head_steps(model, steps, roles, draw)
     steps = _left_alone(model, roles, steps, leave)
     _check_writable(steps)
+    # All must have a role but norms, biases, single numbers, and numbers of each head, which lie on
+    # the attention itself.
     known = {id(step.view.parameter) for step in steps}
-    unmatched = [
-        f"{name} {tuple(parameter.shape)}"
-        for name, parameter in _weights(model, roles)
-        if id(parameter) not in known and not matches(name, leave)
-    ]
+    norms = tuple(f"{path}." for path in norms_of(model, roles.norms))
+    attention = {role.path for role in roles.attention}
+    unmatched: list[str] = []
+    for name, parameter in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        vector = parameter.ndim == 1 and parameter.numel() > 1
+        gain = vector and "bias" not in last and owner not in attention
+        left = id(parameter) in known or name.startswith(norms) or matches(name, leave)
+        if (gain or parameter.ndim >= 2) and not left:
+            unmatched.append(f"{name} {tuple(parameter.shape)}")
     if unmatched:
         raise RoleNotFoundError(
             f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
@@ -215,7 +356,8 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
     """Return the steps of linear layers outside the stacks; T-Fixup draws an untied output layer
     N(0, 1 / d)."""
     known = {id(step.view.parameter) for step in done}
-    inside = tuple(f"{path}." if path else "" for path in layer_paths(roles))
+    paths = (path for stack in find_layer_stacks(roles) for path in stack.layer_paths)
+    inside = tuple(f"{path}." if path else "" for path in paths)
     getter: Any = getattr(model, "get_output_embeddings", None)
     output = getter() if callable(getter) else None
     steps: list[Step] = []
@@ -225,13 +367,10 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
         if not linear or id(module.weight) in known or f"{path}.".startswith(inside):
             continue
         known.add(id(module.weight))
-        step = Step(
-            "other", None, None, WeightView(path, module, "weight", transposed=transposed), draw
-        )
-        if module is output:
-            own: Draw = "embedding" if draw == "xavier_uniform" else draw
-            step = replace(step, role="output_embedding", draw=own)
-        steps.append(step)
+        view = WeightView(path, module, "weight", transposed=transposed)
+        own: Draw = "embedding" if module is output and draw == "xavier_uniform" else draw
+        role = "output_embedding" if module is output else "other"
+        steps.append(Step(role, None, None, view, own))
     return steps
 
 
@@ -265,35 +404,19 @@ def _left_alone(
 
 def _check_writable(steps: Sequence[Step]) -> None:
     views = [step.view for step in steps if step.draw != "kept"]
-    problems = {
-        "parametrized weights cannot be drawn; initialise before the parametrization is registered": [
-            step.view for step in steps if ".parametrizations." in f".{step.view.parameter_name}"
-        ],
+    problems: dict[str, Callable[[WeightView], bool]] = {
+        "parametrized weights cannot be drawn; initialise before the parametrization is registered": (
+            lambda view: ".parametrizations." in f".{view.parameter_name}"
+        ),
         "frozen weights (requires_grad=False) would keep these random numbers for good; unfreeze"
-        " them, or give the new layers to dt_fixup_": [
-            view for view in views if not view.parameter.requires_grad
-        ],
-        "weights on the meta device hold no numbers; materialise the model first": [
-            view for view in views if view.parameter.is_meta
-        ],
+        " them, or give the new layers to dt_fixup_": lambda view: not view.parameter.requires_grad,
+        "weights on the meta device hold no numbers; materialise the model first": (
+            lambda view: view.parameter.is_meta
+        ),
     }
-    for problem, found in problems.items():
-        if found:
-            names = [view.parameter_name for view in found]
+    for problem, is_so in problems.items():
+        if names := [view.parameter_name for view in views if is_so(view)]:
             raise ConfigError(f"{problem}:\n{listed(names)}")
-
-
-def _weights(model: nn.Module, roles: Roles) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the weights that must have a role: all but norms, biases, single numbers, and numbers of
-    each head, which lie on the attention itself."""
-    norms = tuple(f"{path}." for path in norms_of(model, roles.norms))
-    attention = {role.path for role in roles.attention}
-    for name, parameter in model.named_parameters():
-        owner, _, last = name.rpartition(".")
-        vector = parameter.ndim == 1 and parameter.numel() > 1
-        gain = vector and "bias" not in last and owner not in attention
-        if (gain or parameter.ndim >= 2) and not name.startswith(norms):
-            yield name, parameter
 
 
 @torch.no_grad()
@@ -310,8 +433,8 @@ def carry_out(
     for step in steps:
         weight, padding = step.view.tensor(), step.padding_index
         found = before = after = _std(weight, padding)
-        moved = None
-        if step.draw != "kept":
+        moved, is_drawn = None, step.draw != "kept"
+        if is_drawn:
             values = _drawn(step, weight, generator)
             before = _std(values, padding)
             values = values.mul_(step.factor).to(weight)
@@ -319,20 +442,9 @@ def carry_out(
             if is_loaded(step.view.parameter):
                 moved = distance(values, weight)
             weight.copy_(values)
-        row = InitializedWeight(
-            name=step.view.parameter_name,
-            role=step.role,
-            stack=step.stack,
-            layer=step.layer,
-            shape=step.view.shape,
-            factor=step.factor,
-            drawn=step.draw != "kept",
-            std_found=found,
-            std_before=before,
-            std_after=after,
-            moved=moved,
-        )
-        rows.append(row)
+        place = step.view.parameter_name, step.role, step.stack, step.layer, step.view.shape
+        stds = found, before, after
+        rows.append(InitializedWeight(*place, step.factor, is_drawn, *stds, moved=moved))
     return rows
 
 
@@ -384,10 +496,8 @@ def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Ten
     values = torch.empty(step.view.shape, dtype=dtype, device=device)
     if step.draw == "embedding":
         nn.init.normal_(values, std=1.0 / math.sqrt(values.shape[1]), generator=generator)
-    elif step.draw == "xavier_uniform":
-        nn.init.xavier_uniform_(values, generator=generator)
     else:
-        nn.init.xavier_normal_(values, generator=generator)
+        getattr(nn.init, f"{step.draw}_")(values, generator=generator)
     if step.padding_index is not None:
         values[step.padding_index] = 0.0
     return values.to(weight.device)
