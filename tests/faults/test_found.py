@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from tests.support import stub_task
+from tests.support.refusal import refuses
 
 from wellposed.cli import main
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
@@ -58,12 +59,10 @@ def folder(run, tmp_path):
 
 def test_nesting_without_end_is_an_error_of_ours(tmp_path, folder):
     (folder / "certified.json").write_text(DEEP)
-    with pytest.raises(DataError, match=r"certified\.json: nested too deeply"):
-        read_certified(folder, run_date="d")
+    refuses(DataError, r"certified\.json: nested too deeply", read_certified, folder, run_date="d")
     (folder / "certified.json").unlink()
     (folder.parent / "compare.json").write_text(DEEP)
-    with pytest.raises(DataError, match=r"compare\.json: expected"):
-        aggregate([folder])
+    refuses(DataError, r"compare\.json: expected", aggregate, [folder])
     (tmp_path / "deep.toml").write_text("a = " + DEEP)
     with pytest.raises(ConfigError, match=r"deep\.toml: cannot be read: nested too deeply"):
         read_toml(tmp_path / "deep.toml")
@@ -73,8 +72,7 @@ def test_nesting_without_end_is_an_error_of_ours(tmp_path, folder):
         load_labelled(DataOptions(str(rows)))
     for content in (DEEP, '{"train_info": '):
         (folder / "result.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
-            read_result(folder)
+        refuses(CheckpointError, r"result\.json: not a result of wellposed", read_result, folder)
 
 
 def changed(path, **values):
@@ -92,8 +90,7 @@ def changed(path, **values):
 )  # fmt: skip
 def test_a_result_of_other_types_is_refused(folder, change):
     changed(folder / "result.json", **change)
-    with pytest.raises(CheckpointError, match=r"result\.json: not a result of wellposed"):
-        read_result(folder)
+    refuses(CheckpointError, r"result\.json: not a result of wellposed", read_result, folder)
 
 
 def test_a_wrong_name_is_not_repeated_at_length():
@@ -120,8 +117,7 @@ def test_packed_data_that_grows_is_refused(tmp_path, monkeypatch):
     bomb = tmp_path / "a.txt.gz"
     bomb.write_bytes(gzip.compress(b"a" * (1 << 22)))
     expected = r"a\.txt\.gz: its .* bytes unpack to more than 100 times as many"
-    with pytest.raises(DataError, match=expected):
-        files.read_text(bomb)
+    refuses(DataError, expected, files.read_text, bomb)
     honest = tmp_path / "b.txt.gz"
     words = " ".join(map(str, range(40_000)))
     honest.write_bytes(gzip.compress(words.encode()))
@@ -140,8 +136,7 @@ def test_an_archive_of_another_kind_is_refused(tmp_path):
     for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         data[data.index(mark) + place] |= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"a\.npz: cannot be read as npz"):
-        read_npz(path)
+    refuses(DataError, r"a\.npz: cannot be read as npz", read_npz, path)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +146,7 @@ def test_a_forged_state_is_refused(run, tmp_path, values):
     checkpoint = Path(shutil.copytree(run / "checkpoint-12", tmp_path / "checkpoint-12"))
     changed(checkpoint / "trainer_state.json", **values)
     model = stub_task.make_model(stub_task.make_config(), None)
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
-        checkpoints.load_checkpoint(checkpoint, model)
+    refuses(CheckpointError, r"trainer_state\.json", checkpoints.load_checkpoint, checkpoint, model)
     for content in (b"", b"\xff" * 20, encode({"x": torch.zeros(2)})[:-3]):
         (checkpoint / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError):
@@ -184,19 +178,16 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(folder, tmp_path, name):
     out = tmp_path / "page.html"
     if name == "config.toml":
         (folder / "result.json").unlink()
-        with pytest.raises(ConfigError, match="pipe or a device"):
-            read_toml(folder / name)
+        refuses(ConfigError, "pipe or a device", read_toml, folder / name)
         assert "unfinished" in aggregate([folder]).table()
     else:
-        with pytest.raises(DataError, match=rf"{name}: .*pipe or a device"):
-            build_report([folder], out)
+        refuses(DataError, rf"{name}: .*pipe or a device", build_report, [folder], out)
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device here")
 def test_endless_files_are_refused(tmp_path, capsys):
     (tmp_path / "m.json").symlink_to("/dev/zero")
-    with pytest.raises(DataError, match="pipe or a device"):
-        Measurement.from_json(tmp_path / "m.json")
+    refuses(DataError, "pipe or a device", Measurement.from_json, tmp_path / "m.json")
     with pytest.raises(DataError, match="/dev/zero: cannot be read: is a pipe or a device"):
         files.read_text(Path("/dev/zero"))
     assert main(["train", "char_lm", "--config", "/dev/zero", "--out", str(tmp_path / "x")]) != 0
@@ -239,18 +230,15 @@ def test_a_configuration_of_endless_layers_is_not_built(tmp_path):
     load_saved_model(tmp_path)
     changed(tmp_path / "config.json", num_hidden_layers=10**9)
     expected = r"num_hidden_layers = 1000000000, and the weights are \d+ tensors"
-    with pytest.raises(CheckpointError, match=expected):
-        load_saved_model(tmp_path)
+    refuses(CheckpointError, expected, load_saved_model, tmp_path)
 
 
 def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path):
     path = tmp_path / "vectors.txt"
     path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
-    with pytest.raises(DataError, match=r"vectors\.txt:1: "):
-        read_word_vectors(path)
+    refuses(DataError, r"vectors\.txt:1: ", read_word_vectors, path)
     path.write_text("the 1 1e300\n")
-    with pytest.raises(DataError, match=r"vectors\.txt:1: a number is not finite"):
-        read_word_vectors(path)
+    refuses(DataError, r"vectors\.txt:1: a number is not finite", read_word_vectors, path)
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
@@ -259,8 +247,7 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "lines.gz"
     beyond = r"lines\.gz:2: over 1,000 bytes in a line"
     path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
-    with pytest.raises(DataError, match=beyond):
-        read_word_vectors(path)
+    refuses(DataError, beyond, read_word_vectors, path)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +275,7 @@ def test_an_impossible_number_leaves_the_one_before(run, tmp_path, size):
 @pytest.mark.parametrize("line", ["{", '{"step": 1e999}', "3", DEEP])
 def test_a_damaged_row_of_metrics_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: .*; restore the file"):
-        read_metrics(tmp_path)
+    refuses(CheckpointError, r"metrics\.jsonl:2: .*; restore the file", read_metrics, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+from tests.support.refusal import refuses
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
@@ -122,8 +123,7 @@ def test_divergence_is_named_and_not_left_out(metric, pairs):
 def test_distances_that_overflow():
     x = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]], dtype=torch.float64)
     for metric in ("euclidean", "dot"):
-        with pytest.raises(ConvergenceError, match="overflow"):
-            activation_factor([x, 1e300 * x], metric=metric)
+        refuses(ConvergenceError, "overflow", activation_factor, [x, 1e300 * x], metric=metric)
 
 
 def test_a_state_of_zeros_has_no_angles():
@@ -132,8 +132,7 @@ def test_a_state_of_zeros_has_no_angles():
     y[0, 0] = 0
     found = activation_factor([x, y], metric="cosine")
     assert (found.mean, found.pairs, found.left_out) == (pytest.approx([1.0]), 1, 2)
-    with pytest.raises(ConfigError, match="no zero vector"):
-        activation_factor([x, 0 * x], metric="cosine")
+    refuses(ConfigError, "no zero vector", activation_factor, [x, 0 * x], metric="cosine")
 
 
 def test_token_distances_keep_near_tokens_apart():
@@ -164,19 +163,12 @@ def test_states_of_a_model_are_read_in_evaluation_mode():
 
 def test_bad_input():
     x = torch.randn(1, 3, 2)
-    with pytest.raises(ConfigError, match="metric"):
-        activation_factor([x, x], metric="manhattan")
-    with pytest.raises(ConfigError, match="pairs = 0"):
-        activation_factor([x, x], pairs=0)
+    refuses(ConfigError, "metric", activation_factor, [x, x], metric="manhattan")
+    refuses(ConfigError, "pairs = 0", activation_factor, [x, x], pairs=0)
     with pytest.raises(ConfigError, match="two real tokens"):
         activation_factor([x, x], attention_mask=torch.tensor([[1, 0, 0]]))
-    with pytest.raises(ConfigError, match="output_hidden_states"):
-        activation_factor({"logits": x})
-    with pytest.raises(ShapeError, match="state 1"):
-        activation_factor([x, x[:, :2]])
-    with pytest.raises(ShapeError, match="attention_mask"):
-        token_distances([x, x], attention_mask=torch.ones(1, 2))
-    with pytest.raises(ShapeError, match="received 1 hidden states"):
-        token_distances([x])
-    with pytest.raises(ConfigError, match="cannot be asked"):
-        hidden_states(nn.Linear(2, 2), {"input": x})
+    refuses(ConfigError, "output_hidden_states", activation_factor, {"logits": x})
+    refuses(ShapeError, "state 1", activation_factor, [x, x[:, :2]])
+    refuses(ShapeError, "attention_mask", token_distances, [x, x], attention_mask=torch.ones(1, 2))
+    refuses(ShapeError, r"state 0: torch.float32 \(1, 3, 2\)", token_distances, [x])
+    refuses(ConfigError, "cannot be asked", hidden_states, nn.Linear(2, 2), {"input": x})

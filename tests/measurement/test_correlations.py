@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tests.support.refusal import refuses
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.measurement import correlate, correlations, isomap
@@ -49,25 +50,19 @@ def test_every_two_quantities_across_models():
         ("factor", "entropy"), ("factor", "accuracy"), ("entropy", "accuracy")
     ]  # fmt: skip
     assert found[1].pearson == pytest.approx(statistics.correlation([4, 2, 1], [0.81, 0.83, 0.88]))
-    with pytest.raises(ConfigError, match="rezero"):
-        correlations({**models, "rezero": {"factor": 2.0}})
-    with pytest.raises(ConfigError, match="at least two"):
-        correlations({"a": {"factor": 1.0}})
+    refuses(ConfigError, "rezero", correlations, {**models, "rezero": {"factor": 2.0}})
+    refuses(ConfigError, "at least two", correlations, {"a": {"factor": 1.0}})
 
 
 def test_bad_input():
-    with pytest.raises(ShapeError, match="2 values of x and 2 of y"):
-        correlate([1, 2], [1, 2])
-    with pytest.raises(ConfigError, match="not all equal"):
-        correlate([1, 1, 1], [1, 2, 3])
-    with pytest.raises(ConfigError, match="finite"):
-        correlate([1, 2, math.nan], [1, 2, 3])
+    refuses(ShapeError, "2 values of x and 2 of y", correlate, [1, 2], [1, 2])
+    refuses(ConfigError, "not all equal", correlate, [1, 1, 1], [1, 2, 3])
+    refuses(ConfigError, "finite", correlate, [1, 2, math.nan], [1, 2, 3])
 
 
 def test_what_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(ConfigError, match=r"p-values need .* 'wellposed\[train\]'"):
-        correlate([1, 2, 3], [1, 3, 2])
+    refuses(ConfigError, r"p-values need .* 'wellposed\[train\]'", correlate, [1, 2, 3], [1, 3, 2])
     with pytest.raises(ConfigError, match=r"Isomap plots need .* 'wellposed\[train\]'"):
         isomap([torch.ones(1, 3, 2)] * 2, ["a", "b", "c"])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.support.refusal import refuses
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.measurement import differential_entropy, layer_entropy
@@ -85,19 +86,12 @@ def test_layers_and_heads():
 
 def test_bad_input():
     x = torch.randn(1, 2, 8)
-    with pytest.raises(ConfigError, match="estimator = 'kernel'"):
-        differential_entropy(x, "kernel")
-    with pytest.raises(ConfigError, match="neighbors = 0"):
-        differential_entropy(x, neighbors=0)
-    with pytest.raises(ConfigError, match="bins = 0"):
-        differential_entropy(x, "histogram", bins=0)
-    with pytest.raises(ShapeError, match="at least 4 values"):
-        differential_entropy(torch.randn(3))
-    with pytest.raises(ShapeError, match=r"torch\.int64"):
-        differential_entropy(torch.arange(9))
+    refuses(ConfigError, "estimator = 'kernel'", differential_entropy, x, "kernel")
+    refuses(ConfigError, "neighbors = 0", differential_entropy, x, neighbors=0)
+    refuses(ConfigError, "bins = 0", differential_entropy, x, "histogram", bins=0)
+    refuses(ShapeError, "at least 4 values", differential_entropy, torch.randn(3))
+    refuses(ShapeError, r"torch\.int64", differential_entropy, torch.arange(9))
     with pytest.raises(ConvergenceError, match="1 of 2 values"):
         differential_entropy(torch.tensor([1.0, math.nan]), "histogram")
-    with pytest.raises(ShapeError, match="heads = 3"):
-        layer_entropy([x, x], heads=3)
-    with pytest.raises(ConfigError, match="no real token"):
-        layer_entropy([x, x], attention_mask=torch.zeros(1, 2))
+    refuses(ShapeError, "heads = 3", layer_entropy, [x, x], heads=3)
+    refuses(ConfigError, "no real token", layer_entropy, [x, x], attention_mask=torch.zeros(1, 2))

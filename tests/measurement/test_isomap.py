@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.support.refusal import refuses
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.measurement import isomap
@@ -59,20 +60,16 @@ def test_rows(tmp_path):
 
 def test_bad_input():
     states = [torch.randn(1, 20, 4)] * 2
-    with pytest.raises(ShapeError, match="3 names"):
-        isomap(states, TOKENS[:3])
-    with pytest.raises(ConfigError, match="neighbors = 20"):
-        isomap(states, TOKENS, neighbors=20)
-    with pytest.raises(ConfigError, match="zebra"):
-        isomap(states, TOKENS, chosen=["zebra"])
+    refuses(ShapeError, "3 names", isomap, states, TOKENS[:3])
+    refuses(ConfigError, "neighbors = 20", isomap, states, TOKENS, neighbors=20)
+    refuses(ConfigError, "zebra", isomap, states, TOKENS, chosen=["zebra"])
     for neighbors in (True, 2.0):
         with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected an integer"):
             isomap(states, TOKENS, neighbors=neighbors)
     with pytest.raises(ShapeError, match="at least three"):
         isomap([torch.randn(1, 2, 4)] * 2, TOKENS[:2], neighbors=1)
     flat = torch.ones(1, 20, 4)
-    with pytest.raises(ConfigError, match=r"equal in states \[1, 2\]"):
-        isomap([states[0], flat, 0 * flat], TOKENS)
+    refuses(ConfigError, r"equal in states \[1, 2\]", isomap, [states[0], flat, 0 * flat], TOKENS)
     flat[0, 3, :2] = math.nan
     flat[0, 4, 1] = -math.inf
     with pytest.raises(

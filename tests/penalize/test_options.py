@@ -4,7 +4,7 @@ it refuses."""
 import pytest
 import torch
 from tests.support.penalized import Hidden, after_forward, batch, bert
-from tests.support.refusal import each_refused
+from tests.support.refusal import each_refused, refuses
 from tests.support.zoo import ZOO
 from torch import nn
 
@@ -57,8 +57,7 @@ def test_schedules_see_the_step():
     assert values[0] == pytest.approx(keys, rel=1e-6)
     assert values[2] - keys == pytest.approx(2 * (values[1] - keys), rel=1e-4)
     falling = OrthogonalityPenalty(model, key=lambda step: -1.0, form="paper")
-    with pytest.raises(ConfigError, match=r"schedule of key.*step 0"):
-        falling()
+    refuses(ConfigError, r"schedule of key.*step 0", falling)
 
 
 @pytest.mark.parametrize("method", ["householder", "gram_schmidt"])
@@ -172,7 +171,7 @@ def test_bad_input_is_refused_before_training():
         words[option] = attach(key=1.0, form="paper", **{option: value})
     each_refused(ConfigError, words)
     for strength in ("1e-2", None, [1.0]):
-        with pytest.raises(ConfigError, match="strengths of OrthogonalityPenalty"):
+        with pytest.raises(ConfigError, match="OrthogonalityPenalty: strengths"):
             OrthogonalityPenalty(model, key=strength)
     linear, layer = nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2, 12)
     nothing = {"query": "*.nothing_like_it.weight"}
@@ -200,6 +199,5 @@ def test_joint_needs_one_input_width():
             self.o_proj = nn.Linear(8, 8)
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 8) for _ in range(3))
 
-    with pytest.raises(ShapeError, match="separate"):
-        OrthogonalityPenalty(Uneven(), attention=1.0)
+    refuses(ShapeError, "separate", OrthogonalityPenalty, Uneven(), attention=1.0)
     assert OrthogonalityPenalty(Uneven(), attention=1.0, attention_mode="separate")().item() > 0

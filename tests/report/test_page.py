@@ -185,8 +185,8 @@ def test_the_same_runs_give_the_same_page(report, tmp_path):
     [
         ("metrics.jsonl", None, "metrics.jsonl: cannot be read (No such file or directory)"),
         ("metrics.jsonl", '{"step": 1, "split": "train"}\n{"step": 2, "spl', "metrics.jsonl:2: expected a JSON object"),
-        ("measure-final.json", None, "measure-final.json: cannot be read"),
-        ("measure-initial.json", '{"schema', "measure-initial.json: not valid JSON"),
+        ("measure-final.json", None, "measure-final.json: no measurement that can be read"),
+        ("measure-initial.json", '{"schema', "measure-initial.json: no measurement that can be read"),
         ("env.json", None, "env.json: cannot be read"),
         ("env.json", "[1]", "env.json: expected a JSON object, received list"),
     ],

@@ -17,6 +17,12 @@ def refused(*parts, kind=DataError):
         assert str(part) in str(caught.value)
 
 
+def refuses(kind, says, call, *arguments, **keywords):
+    """Expect that the call raises ``kind`` with a message that the pattern ``says`` is found in."""
+    with pytest.raises(kind, match=says):
+        call(*arguments, **keywords)
+
+
 def each_refused(kind, calls):
     """Expect ``kind`` of every call, each listed under a pattern that its message holds."""
     for message, call in calls.items():

@@ -23,12 +23,18 @@ from wellposed.watch import (
 )
 
 
-class AttentionStatistics:
-    """Entropy and sensitivity of every query, err_orth of every example, by head of one module."""
+@dataclass
+class _Place:
+    """A module whose output is measured, and what was seen of it: the norms of its tokens, and where
+    it attends, entropy and sensitivity of every query and err_orth of every example, by head."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, list[Tensor]] = {name: [] for name in PER_HEAD}
-        self.masked = 0
+    stack: str
+    layer: int
+    kind: str
+    path: str
+    norms: list[Tensor] = field(default_factory=list)
+    by_head: list[tuple[Tensor, ...]] = field(default_factory=list)
+    masked: int = 0
 
     def add(self, probabilities: Tensor, real: Tensor | None) -> None:
         """Add weights ``(batch, heads, queries, keys)``; ``real`` (batch, queries) leaves out
@@ -38,45 +44,19 @@ class AttentionStatistics:
         self.masked += int((keep & ~attends).sum())
         keep = keep & attends
         if keep.any():
-            entropy, sensitivity = (
-                attention_entropy(probabilities),
-                softmax_sensitivity(probabilities),
-            )
-            by_query = [each.transpose(1, 2)[keep] for each in (entropy, sensitivity)]
-            errors = _orthogonality_errors(probabilities, keep)
-            for name, values in zip(PER_HEAD, (*by_query, errors), strict=True):
-                self.found[name].append(values.double().cpu())
-
-    def per_head(self) -> dict[str, list[float]] | None:
-        """Return the means per head by the names of a row, or None where no attention was seen."""
-        if not all(self.found.values()):
-            return None
-        return {name: torch.cat(values).mean(0).tolist() for name, values in self.found.items()}
-
-
-@dataclass
-class _Place:
-    """A module whose output is measured, and what was seen of it."""
-
-    path: str
-    stack: str
-    layer: int
-    kind: str
-    norms: list[Tensor] = field(default_factory=list)
-    statistics: AttentionStatistics = field(default_factory=AttentionStatistics)
+            measures = (attention_entropy, softmax_sensitivity)
+            by_query = [measure(probabilities).transpose(1, 2)[keep] for measure in measures]
+            found = (*by_query, _orthogonality_errors(probabilities, keep))
+            self.by_head.append(tuple(values.double().cpu() for values in found))
 
     def row(self) -> dict[str, Any]:
-        values = (
-            torch.cat([item.flatten() for item in self.norms]) if self.norms else torch.empty(0)
-        )
+        norms = torch.cat(self.norms) if self.norms else torch.empty(0)
+        means = [torch.cat(values).mean(0).tolist() for values in zip(*self.by_head, strict=True)]
         return {
-            "stack": self.stack,
-            "layer": self.layer,
-            "kind": self.kind,
-            "path": self.path,
-            "mean_norm": values.mean().item() if len(values) else None,
-            "max_norm": values.max().item() if len(values) else None,
-            **(self.statistics.per_head() or dict.fromkeys(PER_HEAD)),
+            **{name: getattr(self, name) for name in ("stack", "layer", "kind", "path")},
+            "mean_norm": norms.mean().item() if len(norms) else None,
+            "max_norm": norms.max().item() if len(norms) else None,
+            **dict(zip(PER_HEAD, means or [None] * len(PER_HEAD), strict=True)),
         }
 
 
@@ -90,7 +70,7 @@ def measure_activations(
 
     def found(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
-            places[role.path].statistics.add(call.weights(), real[role.stack])
+            places[role.path].add(call.weights(), real[role.stack])
 
     handles = [_note_norms(model, place, real[place.stack]) for place in places.values()]
     watcher = AttentionWatcher(model, roles.attention, found)
@@ -106,14 +86,10 @@ def measure_activations(
 
 def _notes(rows: Sequence[Mapping[str, Any]], places: Mapping[str, _Place]) -> list[str]:
     silent = [row["path"] for row in rows if row["mean_norm"] is None]
-    unseen = [
-        row["path"]
-        for row in rows
-        if row["kind"].endswith("attention")
-        and row["attention_entropy"] is None
-        and row["path"] not in silent
-    ]
-    masked = sum(place.statistics.masked for place in places.values())
+    attends = [row for row in rows if row["kind"].endswith("attention")]
+    without = [row["path"] for row in attends if row["attention_entropy"] is None]
+    unseen = [path for path in without if path not in silent]
+    masked = sum(place.masked for place in places.values())
     notes = []
     if silent:
         notes.append(f"these modules gave no token vectors on this batch: {', '.join(silent)}")
@@ -133,29 +109,27 @@ def _places(roles: Roles) -> dict[str, _Place]:
     A layer is what attention and feed-forward network of one number have in common in their paths.
     """
     found: dict[str, _Place] = {}
+    kinds = {"self": "attention", "cross": "cross_attention"}
 
-    def note(path: str, role: AttentionRole | FeedForwardRole, kind: str) -> None:
-        found.setdefault(path, _Place(path, role.stack, role.layer, kind))
-
-    def note_attention(role: AttentionRole) -> None:
-        note(role.path, role, "attention" if role.kind == "self" else "cross_attention")
+    def note(role: AttentionRole | FeedForwardRole) -> None:
+        kind = kinds[role.kind] if isinstance(role, AttentionRole) else "feedforward"
+        found.setdefault(role.path, _Place(role.stack, role.layer, kind, role.path))
 
     for network in roles.feedforward:
         beside: dict[str, list[AttentionRole]] = {}
         for role in roles.attention:
             if (role.stack, role.layer) == (network.stack, network.layer):
-                beside.setdefault(".".join(shared_segments(role.path, network.path)), []).append(
-                    role
-                )
+                shared = ".".join(shared_segments(role.path, network.path))
+                beside.setdefault(shared, []).append(role)
         layer = max(beside, key=len, default=None)
         for role in beside.get(layer or "", []):
-            note_attention(role)
+            note(role)
         if network.path != layer:
-            note(network.path, network, "feedforward")
+            note(network)
         if layer is not None:
-            found[layer] = _Place(layer, network.stack, network.layer, "layer")
+            found[layer] = _Place(network.stack, network.layer, "layer", layer)
     for role in roles.attention:
-        note_attention(role)
+        note(role)
     return found
 
 
@@ -173,7 +147,7 @@ def _note_norms(model: nn.Module, place: _Place, real: Tensor | None) -> Any:
         keep = real.T if real is not None and sequence_first else real
         if keep is not None and keep.shape == lengths.shape:
             lengths = lengths[keep]
-        place.norms.append(lengths.cpu())
+        place.norms.append(lengths.flatten().cpu())
 
     return module.register_forward_hook(hook)
 

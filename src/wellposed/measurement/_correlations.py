@@ -58,20 +58,16 @@ def correlate(
         raise missing_extra("scipy", "train", "p-values") from error
     x, y = [float(value) for value in first], [float(value) for value in second]
     if len(x) != len(y) or len(x) < 3:
-        raise ShapeError(
-            f"correlate: {len(x)} values of {names[0]} and {len(y)} of {names[1]}; expected at"
-            " least three pairs"
-        )
+        received = f"{len(x)} values of {names[0]} and {len(y)} of {names[1]}"
+        raise ShapeError(f"correlate: {received}; expected at least three pairs")
     for name, values in zip(names, (x, y), strict=True):
         if not all(map(math.isfinite, values)) or min(values) == max(values):
-            raise ConfigError(
-                f"correlate: {name} = {values}; expected finite values that are not all equal"
-            )
+            expected = "expected finite values that are not all equal"
+            raise ConfigError(f"correlate: {name} = {values}; {expected}")
     found: Any = stats.pearsonr(x, y)
     ranked: Any = stats.spearmanr(x, y)
-    return Correlation(
-        *names, float(found.statistic), float(found.pvalue), float(ranked.statistic), len(x)
-    )
+    r, p_value, rank = map(float, (found.statistic, found.pvalue, ranked.statistic))
+    return Correlation(*names, r, p_value, rank, len(x))
 
 
 def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]:
@@ -97,21 +93,11 @@ def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]
     >>> [round(c.pearson, 9) for c in correlations({**rows, "c": {"factor": 3.0, "accuracy": 0.7}})]
     [-1.0]
     """
-    quantities = list(next(iter(models.values()), {}))
-    if len(quantities) < 2:
-        raise ConfigError(
-            f"correlations: quantities {quantities}; expected at least two, measured on every model"
-        )
-    uneven = [
-        f"{name}: {sorted(row)}" for name, row in models.items() if set(row) != set(quantities)
-    ]
-    if uneven:
-        raise ConfigError(
-            f"correlations: these models do not hold {sorted(quantities)}:\n{listed(uneven)}"
-        )
-    return [
-        correlate(
-            [row[a] for row in models.values()], [row[b] for row in models.values()], names=(a, b)
-        )
-        for a, b in itertools.combinations(quantities, 2)
-    ]
+    rows = models.values()
+    quantities = list(next(iter(rows), {}))
+    if len(quantities) < 2 or any(set(row) != set(quantities) for row in rows):
+        received = listed([f"{name}: {sorted(row)}" for name, row in models.items()])
+        expected = "expected the same quantities of every model, at least two"
+        raise ConfigError(f"correlations: {expected}; received:\n{received}")
+    pairs = itertools.combinations(quantities, 2)
+    return [correlate(*([row[n] for row in rows] for n in pair), names=pair) for pair in pairs]

@@ -120,12 +120,7 @@ def activation_factor(
     left_out = 0
     for sequence in sequences(found, real):
         tally = _Tally(len(found) - 1, cosine=metric == "cosine")
-        drawn = (
-            _all_pairs(sequence, metric)
-            if pairs is None
-            else _drawn_pairs(sequence, metric, pairs, generator)
-        )
-        for distances in drawn:
+        for distances in _distances_of_pairs(sequence, metric, pairs, generator):
             left_out += tally.add(distances)
         tallies.append(tally)
     seen = [tally for tally in tallies if tally.count]
@@ -186,12 +181,8 @@ def token_distances(
     real = checked_mask(attention_mask, found[0])
     both = real.unsqueeze(1) & real.unsqueeze(2)
     wide = torch.float32 if real.device.type == "mps" else torch.float64
-    return tuple(
-        torch.stack([_between(item, item, metric) for item in state.to(wide)]).masked_fill(
-            ~both, torch.nan
-        )
-        for state in found
-    )
+    between = (_between(state.to(wide), state.to(wide), metric) for state in found)
+    return tuple(distances.masked_fill(~both, torch.nan) for distances in between)
 
 
 class _Tally:
@@ -204,10 +195,10 @@ class _Tally:
         self.least = torch.full((layers,), math.inf, dtype=torch.float64)
         self.most = torch.full((layers,), -math.inf, dtype=torch.float64)
 
-    def add(self, distances: Sequence[Tensor]) -> int:
+    def add(self, distances: list[Tensor]) -> int:
         """Take in the distances of the same pairs in every state; return how many pairs have no
         ratio."""
-        stack = torch.stack(list(distances))
+        stack = torch.stack(distances)
         usable = stack[0] != 0
         if self.cosine:
             usable &= ~stack.isnan().any(0)  # a zero vector has no angle
@@ -225,52 +216,34 @@ class _Tally:
         return int(usable.numel()) - ratios.shape[1]
 
 
-def _all_pairs(sequence: Sequence[Tensor], metric: DistanceMetric) -> Iterator[list[Tensor]]:
-    """Yield the distances of all pairs i < j, a block of i at a time; they are symmetric."""
-    tokens = sequence[0].shape[0]
-    for start in range(0, tokens - 1, _BLOCK):
-        stop = min(start + _BLOCK, tokens)
-        above = torch.ones(
-            stop - start, tokens - start, dtype=torch.bool, device=sequence[0].device
-        ).triu(1)
-        yield [_between(state[start:stop], state[start:], metric)[above] for state in sequence]
-
-
-def _drawn_pairs(
-    sequence: Sequence[Tensor], metric: DistanceMetric, pairs: int, generator: torch.Generator
+def _distances_of_pairs(
+    sequence: Sequence[Tensor],
+    metric: DistanceMetric,
+    drawn: int | None,
+    generator: torch.Generator,
 ) -> Iterator[list[Tensor]]:
-    tokens = sequence[0].shape[0]
-    if tokens < 2:
-        return
-    first = torch.randint(tokens, (pairs,), generator=generator)
-    second = (first + torch.randint(1, tokens, (pairs,), generator=generator)) % tokens
-    first, second = first.to(sequence[0].device), second.to(sequence[0].device)
-    yield [_paired(state[first], state[second], metric) for state in sequence]
+    """Yield the distances of all pairs i < j, a block of i at a time; or of ``drawn`` of them."""
+    tokens, device = sequence[0].shape[0], sequence[0].device
+    if drawn is None:
+        for start in range(0, tokens - 1, _BLOCK):
+            parts = [(state[start : start + _BLOCK], state[start:]) for state in sequence]
+            rows, columns = torch.triu_indices(*map(len, parts[0]), offset=1, device=device)
+            yield [_between(*part, metric)[rows, columns] for part in parts]
+    elif tokens >= 2:
+        first = torch.randint(tokens, (drawn,), generator=generator)
+        second = (first + torch.randint(1, tokens, (drawn,), generator=generator)) % tokens
+        pairs = [
+            (state[first.to(device), None], state[second.to(device), None]) for state in sequence
+        ]
+        yield [_between(*pair, metric).flatten() for pair in pairs]
 
 
 def _between(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
-    """Return the (n, m) distances of the rows of two matrices."""
+    """Return the (..., n, m) distances of the rows of two matrices."""
     if metric == "dot":
         return first @ second.mT
+    if metric == "cosine":  # NaN for a zero vector, which has no angle
+        first, second = (each / each.norm(dim=-1, keepdim=True) for each in (first, second))
     # Differences, not products of norms: near tokens keep their digits, equal ones are exactly 0.
-    exact = "donot_use_mm_for_euclid_dist"
-    if metric == "euclidean":
-        return torch.cdist(first, second, compute_mode=exact)
-    return (
-        torch.cdist(_unit(first), _unit(second), compute_mode=exact).square() / 2
-    )  # 1 - u.v = |u - v|^2 / 2
-
-
-def _paired(first: Tensor, second: Tensor, metric: DistanceMetric) -> Tensor:
-    """Return the distance of each row of one matrix to the same row of another."""
-    if metric == "dot":
-        return (first * second).sum(-1)
-    if metric == "euclidean":
-        return torch.linalg.vector_norm(first - second, dim=-1)
-    return (_unit(first) - _unit(second)).square().sum(-1) / 2
-
-
-def _unit(rows: Tensor) -> Tensor:
-    return rows / torch.linalg.vector_norm(
-        rows, dim=-1, keepdim=True
-    )  # NaN for a zero vector, which has no angle
+    apart = torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")
+    return apart if metric == "euclidean" else apart.square() / 2  # 1 - u.v = |u - v|^2 / 2

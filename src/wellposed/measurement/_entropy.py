@@ -64,11 +64,10 @@ def differential_entropy(
     """
     values = _checked(x, neighbors, estimator)
     if standardize:
-        values = values - values.mean(-1, keepdim=True)
+        deviation = values.std(-1, keepdim=True)
         # Constant values are 0 / 0 otherwise; 0 / 1 is constant still.
-        values = values / torch.where(
-            (deviation := values.std(-1, keepdim=True)) > 0, deviation, 1.0
-        )
+        deviation = torch.where(deviation > 0, deviation, 1.0)
+        values = (values - values.mean(-1, keepdim=True)) / deviation
     if estimator == "knn":
         return _nearest(values, neighbors)
     return _histogram(values, round(math.sqrt(values.shape[-1])) if bins is None else bins)
@@ -126,17 +125,10 @@ def layer_entropy(
         raise ShapeError(
             f"layer_entropy: widths {uneven} cannot be cut into heads = {heads} equal parts"
         )
-    layers = [
-        differential_entropy(
-            state[real].unflatten(-1, (heads, -1)),
-            estimator,
-            standardize=standardize,
-            neighbors=neighbors,
-            bins=bins,
-        ).mean(0)
-        for state in found
-    ]
-    return torch.stack([layer.cpu() for layer in layers])
+    how = {"standardize": standardize, "neighbors": neighbors, "bins": bins}
+    parts = (state[real].unflatten(-1, (heads, -1)) for state in found)
+    entropies = (differential_entropy(part, estimator, **how) for part in parts)
+    return torch.stack([each.mean(0).cpu() for each in entropies])
 
 
 def _nearest(values: Tensor, neighbors: int) -> Tensor:
@@ -146,10 +138,10 @@ def _nearest(values: Tensor, neighbors: int) -> Tensor:
     padded = torch.nn.functional.pad(padded, (0, neighbors), value=math.inf)
     # The k nearest lie in one of the k + 1 runs of k + 1 neighbours in order that hold the value.
     radius = torch.full_like(ordered, math.inf)
-    for below in range(neighbors + 1):
-        left = ordered - padded[..., neighbors - below : neighbors - below + count]
-        above = 2 * neighbors - below
-        right = padded[..., above : above + count] - ordered
+    for first in range(neighbors + 1):
+        last = first + neighbors
+        left = ordered - padded[..., first : first + count]
+        right = padded[..., last : last + count] - ordered
         radius = torch.minimum(radius, torch.maximum(left, right))
     psi = torch.digamma(torch.tensor([float(count), float(neighbors)], dtype=torch.float64))
     return float(psi[0] - psi[1]) + math.log(2.0) + radius.log().mean(-1)
@@ -159,30 +151,22 @@ def _histogram(values: Tensor, bins: int) -> Tensor:
     low, high = values.aminmax(dim=-1, keepdim=True)
     width = (high - low) / bins
     spread = torch.where(width > 0, width, 1.0)
-    index = (
-        ((values - low) / spread).floor().clamp_(0, bins - 1).to(torch.int64)
-    )  # the largest closes the last bin
-    counts = torch.zeros((*values.shape[:-1], bins), dtype=values.dtype, device=values.device)
+    # The largest value closes the last bin.
+    index = ((values - low) / spread).floor().clamp_(0, bins - 1).to(torch.int64)
+    counts = values.new_zeros((*values.shape[:-1], bins))
     counts.scatter_add_(-1, index, torch.ones_like(values))
     share = counts / values.shape[-1]
     return torch.special.entr(share).sum(-1) + width.squeeze(-1).log()
 
 
 def _checked(x: Tensor, neighbors: int, estimator: str) -> Tensor:
-    if x.ndim < 1 or not x.is_floating_point():
-        raise ShapeError(
-            f"differential_entropy: expected a floating tensor (..., n), received {x.dtype}"
-            f" {tuple(x.shape)}"
-        )
     least = neighbors + 1 if estimator == "knn" else 2
-    if x.shape[-1] < least or x.numel() == 0:
+    if x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < least or x.numel() == 0:
         raise ShapeError(
-            f"differential_entropy: shape {tuple(x.shape)}; estimator {estimator!r} needs at least"
-            f" {least} values along the last axis"
+            f"differential_entropy: {x.dtype} {tuple(x.shape)}; estimator {estimator!r} needs a"
+            f" floating tensor with at least {least} values along the last axis"
         )
-    if not bool(torch.isfinite(x).all()):
-        raise ConvergenceError(
-            f"differential_entropy: {int((~torch.isfinite(x)).sum())} of {x.numel()} values are not"
-            " finite"
-        )
+    if bad := int((~torch.isfinite(x)).sum()):
+        problem = f"{bad} of {x.numel()} values are not finite"
+        raise ConvergenceError(f"differential_entropy: {problem}")
     return x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)

@@ -75,35 +75,35 @@ def isomap(
     except ImportError as error:
         raise missing_extra("scikit-learn", "train", "Isomap plots") from error
     found = read_states(states)
-    if found[0].shape[:2] != (1, len(tokens)):
+    if found[0].shape[:2] != (1, len(tokens)) or len(tokens) < 3:
         raise ShapeError(
             f"isomap: the states hold {found[0].shape[0]} sequences of {found[0].shape[1]} tokens"
-            f" and {len(tokens)} names were given; expected one sequence and a name for each token"
-            " (cut the padding off first)"
-        )
-    if len(tokens) < 3:
-        raise ShapeError(
-            f"isomap: received {len(tokens)} tokens; expected at least three, for a plane to show"
-            " anything"
-        )
-    if neighbors >= len(tokens):
-        raise ConfigError(
-            f"isomap: neighbors = {neighbors}, expected at most {len(tokens) - 1} with"
-            f" {len(tokens)} tokens"
+            f" and {len(tokens)} names were given; expected one sequence of at least three tokens,"
+            " without padding, and a name for each"
         )
     absent = [token for token in chosen if token not in tokens]
-    if absent:
+    if absent or neighbors >= len(tokens):
         raise ConfigError(
-            f"isomap: chosen tokens {absent} do not occur; the tokens are {list(tokens)}"
+            f"isomap: neighbors = {neighbors}, chosen tokens that do not occur: {absent}; expected"
+            f" less than {len(tokens)} neighbors and chosen ones of the tokens {list(tokens)}"
         )
-    _check_values(found)
+    refuse_non_finite(found, checked_mask(None, found[0]), "isomap")
+    collapsed = [index for index, state in enumerate(found) if bool((state == state[:, :1]).all())]
+    if collapsed:
+        raise ConfigError(
+            f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw;"
+            " leave these states out"
+        )
     rows: list[dict[str, Any]] = []
     residual: list[float] = []
     before: Tensor | None = None
     for layer, state in enumerate(found):
         fitted = Isomap(n_neighbors=neighbors, n_components=2)
         plane = torch.as_tensor(fitted.fit_transform(state[0].double().cpu().numpy()))
-        plane = _turned(plane - plane.mean(0), before)
+        plane = plane - plane.mean(0)
+        if before is not None:  # Procrustes: the orthogonal map that brings it nearest to the last
+            left, _, right = torch.linalg.svd(plane.mT @ before)
+            plane = plane @ left @ right
         residual.append(_residual(torch.as_tensor(fitted.dist_matrix_), plane))
         rows += [
             dict(zip(COLUMNS, (layer, index, token, token in chosen, x, y), strict=True))
@@ -111,25 +111,6 @@ def isomap(
         ]
         before = plane
     return IsomapPoints(rows, residual)
-
-
-def _check_values(states: Sequence[Tensor]) -> None:
-    refuse_non_finite(states, checked_mask(None, states[0]), "isomap")
-    collapsed = [index for index, state in enumerate(states) if bool((state == state[:, :1]).all())]
-    if collapsed:
-        raise ConfigError(
-            f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw;"
-            " leave these states out"
-        )
-
-
-def _turned(plane: Tensor, before: Tensor | None) -> Tensor:
-    """Return the plane under the orthogonal map that brings it nearest to the one before
-    (Procrustes)."""
-    if before is None:
-        return plane
-    left, _, right = torch.linalg.svd(plane.mT @ before)
-    return plane @ left @ right
 
 
 def _residual(geodesic: Tensor, plane: Tensor) -> float:

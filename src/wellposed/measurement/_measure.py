@@ -101,23 +101,15 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
 
 def check_measurable(weights: Sequence[RoleWeight]) -> None:
     """Raise for weights that are quantised or not finite, all of them in one message."""
-    quantised = [
-        f"{w.view.parameter_name}: {w.view.parameter.dtype}"
-        for w in weights
-        if not w.view.parameter.is_floating_point()
-    ]
+    parameters = {weight.view.parameter_name: weight.view.parameter for weight in weights}
+    floats = {name: each for name, each in parameters.items() if each.is_floating_point()}
+    quantised = [f"{n}: {each.dtype}" for n, each in parameters.items() if n not in floats]
     if quantised:
-        raise ConfigError(
-            "these weights are quantised; measure the model before"
-            f" quantisation:\n{listed(quantised)}"
-        )
-    broken = dict.fromkeys(
-        w.view.parameter_name for w in weights if not _is_finite(w.view.parameter)
-    )
-    if broken:
-        raise ConvergenceError(
-            f"these weights hold NaN or infinity and cannot be measured:\n{listed(list(broken))}"
-        )
+        problem = "these weights are quantised; measure the model before quantisation"
+        raise ConfigError(f"{problem}:\n{listed(quantised)}")
+    if broken := [name for name, each in floats.items() if not _is_finite(each)]:
+        problem = "these weights hold NaN or infinity and cannot be measured"
+        raise ConvergenceError(f"{problem}:\n{listed(broken)}")
 
 
 def _is_finite(parameter: Tensor) -> bool:
@@ -132,16 +124,13 @@ def weight_rows(weights: Sequence[RoleWeight], *, spectra: bool) -> list[dict[st
     A matrix of some hundred columns gains little from several threads.
     """
     row = partial(_row, spectra=spectra)
-    together = spectra and all(
-        weight.view.parameter.device.type == "cpu" and not is_sharded(weight.view.parameter)
-        for weight in weights
-    )
-    if not together:
+    parameters = [weight.view.parameter for weight in weights]
+    if not spectra or any(each.device.type != "cpu" or is_sharded(each) for each in parameters):
         return [row(weight) for weight in weights]
     threads = torch.get_num_threads()
     # Each with one thread of torch's own, the largest first, so that none is waited for at the end.
     one = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-    order = sorted(range(len(weights)), key=lambda i: -weights[i].view.parameter.numel())
+    order = sorted(range(len(weights)), key=lambda i: -parameters[i].numel())
     try:
         with one as pool:
             found = dict(zip(order, pool.map(row, [weights[i] for i in order]), strict=True))
@@ -155,19 +144,13 @@ def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
     matrix = read(weight.view.tensor())
     rows, cols = matrix.shape
     errors, values = _exact(matrix) if spectra else _quick(matrix)
-    name, entry = weight.view.parameter_name, weight.view.entry
+    name, entry, free = weight.view.parameter_name, weight.view.entry, errors.scale_free.item()
     return {
-        "stack": weight.stack,
-        "layer": weight.layer,
-        "role": weight.role,
-        "kind": weight.kind,
-        "path": weight.path,
+        **{each: getattr(weight, each) for each in ("stack", "layer", "role", "kind", "path")},
         "parameter": name if entry is None else f"{name}[{entry}]",
         "rows": rows,
         "cols": cols,
-        "scale_free_orthogonality_error": (
-            None if errors.scale_free.isnan() else errors.scale_free.item()
-        ),
+        "scale_free_orthogonality_error": None if math.isnan(free) else free,
         "orthogonality_error": errors.raw.item(),
         "gram": "rows" if rows <= cols else "columns",
         **values,
@@ -210,9 +193,8 @@ def _numbers(tops: Tensor, bottoms: Tensor) -> list[float | None]:
 
 def _quick(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
     largest = largest_singular_value(matrix)
-    frobenius = torch.linalg.vector_norm(
-        matrix, dtype=torch.promote_types(matrix.dtype, torch.float32)
-    ).item()
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    frobenius = torch.linalg.vector_norm(matrix, dtype=wide).item()
     return orthogonality_errors(matrix if len(matrix) <= matrix.shape[1] else matrix.mT), {
         "sigma_max": largest,
         "sigma_min": None,

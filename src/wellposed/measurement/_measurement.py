@@ -7,14 +7,15 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
 from wellposed.measurement.figures import role_name, save_measurement_figure
+from wellposed.options import fits
 from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
 
@@ -55,6 +56,11 @@ _SHOWN_OF_MODULES = {
     "affinity err_orth*": "affinity_orthogonality_error",
 }
 ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm", *PER_HEAD)
+_RATIO = "orthogonality_error_ratio"
+_TEXTS = ("stack", "role", "path", "kind", "parameter", "gram", "sigma_max_status")
+_KINDS: dict[str, Any] = dict.fromkeys(_TEXTS, str | None)
+_KINDS |= {"layer": int | None, "singular_values": list | None}
+"""What the columns hold that hold no number."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,7 @@ class Measurement:
     def find(self, **values: Any) -> list[dict[str, Any]]:
         """Return the rows whose named entries have the given values, as in ``find(role="query",
         layer=0)``."""
-        return [
-            row for row in self.rows if all(row.get(key) == value for key, value in values.items())
-        ]
+        return [row for row in self.rows if values.items() <= row.items()]
 
     def normalised_by(self, initial: Measurement) -> Measurement:
         """Return the same measurement with ``orthogonality_error_ratio = err_orth /
@@ -104,47 +108,39 @@ class Measurement:
             ConfigError: ``initial`` lacks a row of this measurement; every missing row is named.
         """
         before = {_identity(row): row["orthogonality_error"] for row in initial.rows}
-        names = zip(row_names(self.rows), self.rows, strict=True)
-        missing = [name for name, row in names if _identity(row) not in before]
+        named = dict(zip(map(_identity, self.rows), row_names(self.rows), strict=True))
+        missing = [name for identity, name in named.items() if identity not in before]
         if missing:
             raise ConfigError(
                 "the initial measurement lacks these weights, so it was not taken of the same"
                 " model:\n" + listed(missing)
             )
-        rows = []
-        for row in self.rows:
+
+        def ratio(row: dict[str, Any]) -> float | None:
             base = before[_identity(row)]
-            ratio = row["orthogonality_error"] / base if base > 0 else None
-            rows.append({**row, "orthogonality_error_ratio": ratio})
-        return Measurement(rows=rows, activations=self.activations, notes=self.notes)
+            return row["orthogonality_error"] / base if base > 0 else None
+
+        return replace(self, rows=[{**row, _RATIO: ratio(row)} for row in self.rows])
 
     def table(self) -> str:
         """Return the weights, then the activations, as text for a terminal."""
-        shown = dict(_SHOWN)
-        if any("orthogonality_error_ratio" in row for row in self.rows):
-            shown["err_orth / initial"] = "orthogonality_error_ratio"
+        ratio = {"err_orth / initial": _RATIO} if any(_RATIO in row for row in self.rows) else {}
+        shown = {**_SHOWN, **ratio}
+
+        def numbers(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+            return [format_number(_mean(row.get(key))) for key in keys]
+
         body = [
-            [
-                name,
-                f"{row.get('rows')} x {row.get('cols')}",
-                *(format_number(row.get(key)) for key in shown.values()),
-            ]
+            [name, f"{row.get('rows')} x {row.get('cols')}", *numbers(row, shown.values())]
             for name, row in zip(row_names(self.rows), self.rows, strict=True)
         ]
         parts = [text_table("Weights", ["weight", "shape", *shown], body)]
         if self.activations:
-            body = [
-                [
-                    str(row["path"]),
-                    str(row["kind"]),
-                    *(format_number(_mean(row.get(key))) for key in _SHOWN_OF_MODULES.values()),
-                ]
-                for row in self.activations
-            ]
+            keys = _SHOWN_OF_MODULES.values()
+            body = [[row["path"], row["kind"], *numbers(row, keys)] for row in self.activations]
             columns = ["module", "kind", *_SHOWN_OF_MODULES]
             parts.append(text_table("Activations (* mean of heads)", columns, body, left=2))
-        parts.extend(f"note: {note}" for note in self.notes)
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     def to_csv(self, path: str | Path) -> Path:
         """Write one line per weight to ``path`` and, with a batch, one per module to
@@ -154,7 +150,7 @@ class Measurement:
         to `to_json`.
         """
         path = Path(path)
-        extra = [c for c in ("orthogonality_error_ratio",) if any(c in row for row in self.rows)]
+        extra = [_RATIO] if any(_RATIO in row for row in self.rows) else []
         write_csv(path, [*WEIGHT_COLUMNS, *extra], self.rows)
         if self.activations:
             beside = path.with_name(f"{path.stem}-activations{path.suffix}")
@@ -165,14 +161,8 @@ class Measurement:
         """Write everything, singular values included, to ``path``; an infinite condition number is
         written as null."""
         path = Path(path)
-        record = {
-            "schema_version": SCHEMA_VERSION,
-            "rows": self.rows,
-            "activations": self.activations,
-            "notes": self.notes,
-        }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(to_json(record))
+        path.write_bytes(to_json({"schema_version": SCHEMA_VERSION, **vars(self)}))
         return path
 
     @classmethod
@@ -185,24 +175,17 @@ class Measurement:
         path = Path(path)
         try:
             record = from_json(read_bytes(path))
-        except OSError as error:
+            if record["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema_version is {record['schema_version']!r}, not 1")
+            lists = [record.get(name, []) for name in ("activations", "notes")]
+            if not all(isinstance(each, list) for each in lists):
+                raise ValueError("activations and notes are not lists")
+            return cls([_read_row(row) for row in record["rows"]], *lists)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}); expected a measurement"
+                f"{path}: no measurement that can be read ({why}); restore the file, or measure again"
             ) from error
-        except ValueError as error:
-            raise DataError(
-                f"{path}: not valid JSON ({error}); the file is cut off or damaged, measure again"
-            ) from error
-        problem = _schema_problem(record)
-        if problem:
-            raise DataError(f"{path}: {problem}; expected a file written by Measurement.to_json")
-        rows = [dict(row) for row in record["rows"]]
-        for row in rows:
-            if row.get("sigma_min") == 0 and row.get("condition_number") is None:
-                row["condition_number"] = math.inf
-        return cls(
-            rows=rows, activations=record.get("activations", []), notes=record.get("notes", [])
-        )
 
     def plot(self, path: str | Path) -> Path:
         """Draw ``err_orth`` as a layers x roles heat map and, where measured, the spectra; SVG or
@@ -276,34 +259,12 @@ def _plain_name(row: Mapping[str, Any]) -> str:
     return ".".join(str(part) for part in parts if part is not None)
 
 
-def _schema_problem(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        return f"holds a {type(record).__name__}, not an object"
-    if record.get("schema_version") != SCHEMA_VERSION:
-        return (
-            f"schema_version is {record.get('schema_version')!r}, this version reads"
-            f" {SCHEMA_VERSION}"
-        )
-    if not isinstance(record.get("rows"), list) or not all(
-        isinstance(row, dict) for row in record["rows"]
-    ):
-        return "has no list of rows"
-    for row in record["rows"]:
-        bad = [name for name, value in row.items() if not _fits(name, value)]
-        lacking = [name for name in ("stack", "layer", "role", "path") if name not in row]
-        if bad or lacking:
-            return f"a row has no usable {', '.join(bad or lacking)}"
-    if not all(isinstance(record.get(name, []), list) for name in ("activations", "notes")):
-        return "activations and notes are not lists"
-    return None
-
-
-def _fits(name: str, value: Any) -> bool:
-    """Return whether ``value`` is of the kind that column ``name`` holds."""
-    if name in (*IDENTITY, "kind", "parameter", "gram", "sigma_max_status"):
-        return value is None or isinstance(value, int if name == "layer" else str)
-    if name == "singular_values":
-        return value is None or (
-            isinstance(value, list) and all(isinstance(item, (int, float)) for item in value)
-        )
-    return value is None or isinstance(value, (int, float))
+def _read_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the infinite condition number that JSON lacks, if its values are of the
+    kinds that a row holds."""
+    bad = [name for name in IDENTITY if name not in row]
+    bad += [name for name, value in row.items() if not fits(value, _KINDS.get(name, float | None))]
+    if bad or not all(fits(value, float) for value in row.get("singular_values") or []):
+        raise ValueError(f"a row has no usable {', '.join(bad or ['singular_values'])}")
+    is_singular = row.get("sigma_min") == 0 and row.get("condition_number") is None
+    return {**row, "condition_number": math.inf} if is_singular else dict(row)

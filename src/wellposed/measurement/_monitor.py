@@ -151,10 +151,10 @@ class Monitor:
         self.steps = 0
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
-        optimizer = _hooked(optimizer) if vitals else None
-        self._vitals = VitalSigns(model, roles, optimizer, self.is_due) if vitals else None
-        if self._vitals is not None:
+        self._vitals = None
+        if vitals:
             _check_whole(model)
+            self._vitals = VitalSigns(model, roles, _hooked(optimizer), self.is_due)
             self._vitals.attach()
 
     def step(self) -> dict[str, float]:
@@ -175,11 +175,9 @@ class Monitor:
             if not found.keys() <= self._beyond:
                 worst = min if number == "entropy" else max
                 name = worst(found, key=found.__getitem__)
-                limit = self.limits.get(number, 0.0)
-                others = len(found) - 1
-                alarm = Alarm(self.steps, name, found[name], limit, others, _REASONS[number])
-                self.alarms.append(alarm)
-                logger.warning("%s", alarm)
+                what = (found[name], self.limits.get(number, 0.0), len(found) - 1, _REASONS[number])
+                self.alarms.append(Alarm(self.steps, name, *what))
+                logger.warning("%s", self.alarms[-1])
         self._beyond = {name for found in new.values() for name in found}
         if not self.weights:
             return vitals

@@ -63,29 +63,24 @@ def read_states(states: States) -> tuple[Tensor, ...]:
         if value is not None:
             found = value
             break
-    if not isinstance(found, (tuple, list)) or not all(
-        isinstance(state, Tensor) for state in found
-    ):
+    is_sequence = isinstance(found, (tuple, list))
+    if not is_sequence or not all(isinstance(state, Tensor) for state in found):
         raise ConfigError(
             f"received {type(states).__name__} without hidden_states; expected a sequence of"
             " tensors (batch, tokens, width), or a model output made with"
             " output_hidden_states=True"
         )
     found = tuple(state.detach() for state in found)
-    if len(found) < 2:
+    shape = found[0].shape[:2] if found else ()
+    if len(found) < 2 or not all(
+        state.ndim == 3 and state.is_floating_point() and state.shape[:2] == shape
+        for state in found
+    ):
+        sizes = (f"{state.dtype} {tuple(state.shape)}" for state in found)
+        received = listed([f"state {index}: {size}" for index, size in enumerate(sizes)])
         raise ShapeError(
-            f"received {len(found)} hidden states; expected the input of the first layer and its"
-            " output"
-        )
-    wrong = [
-        f"state {index}: {state.dtype} {tuple(state.shape)}"
-        for index, state in enumerate(found)
-        if state.ndim != 3 or not state.is_floating_point() or state.shape[:2] != found[0].shape[:2]
-    ]
-    if wrong:
-        raise ShapeError(
-            "hidden states are floating tensors (batch, tokens, width) with the"
-            f" {tuple(found[0].shape[:2])} tokens of state 0:\n{listed(wrong)}"
+            "hidden states are at least two floating tensors (batch, tokens, width) of the same"
+            f" tokens, the input of the first layer and every output; received:\n{received}"
         )
     return found
 

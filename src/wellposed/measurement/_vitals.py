@@ -47,16 +47,10 @@ class VitalSigns:
         rows = [{**vars(each), "parameter": each.view.label, "path": each.path} for each in weights]
         self._weights = dict(zip(row_names(rows), (each.view for each in weights), strict=True))
         parts = (*roles.attention, *roles.feedforward)
-        self._layers = _distinct(
-            {split_path(part.path)[1]: f"{part.stack}.{part.layer}" for part in parts}
-        )
+        layers = {split_path(part.path)[1]: f"{part.stack}.{part.layer}" for part in parts}
         crosses = {"self": "", "cross": ".cross"}
-        self._attention = _distinct(
-            {
-                each.path: f"{each.stack}.{each.layer}{crosses[each.kind]}"
-                for each in roles.attention
-            }
-        )
+        heads = {a.path: f"{a.stack}.{a.layer}{crosses[a.kind]}" for a in roles.attention}
+        self._layers, self._attention = _distinct(layers), _distinct(heads)
         self._model, self._roles, self._optimizer = model, roles, optimizer
         self._handles: list[Any] = []
 
@@ -66,21 +60,14 @@ class VitalSigns:
         if self._handles:
             return
         eager: Any = torch.compiler.set_stance("force_eager")
-        watcher = AttentionWatcher(
-            self._model, self._roles.attention, self._attended, wanted=lambda _: self._counts()
-        )
-        self._handles = [
-            watcher,
-            *(
-                module.register_forward_hook(ObservingHook(self._returned, path))
-                for path, module in self._model.named_modules()
-            ),
-        ]
+        given = (self._model, self._roles.attention, self._attended)
+        self._handles = [AttentionWatcher(*given, wanted=lambda _: self._counts())]
+        for path, module in self._model.named_modules():
+            hook = ObservingHook(self._returned, path)
+            self._handles.append(module.register_forward_hook(hook))
         if self._optimizer is not None:
-            self._handles += [
-                self._optimizer.register_step_pre_hook(partial(_quietly, self._before_step)),
-                self._optimizer.register_step_post_hook(partial(_quietly, self._after_step)),
-            ]
+            self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
         self._undo = partial(eager.__exit__, None, None, None)
 
     def take(self) -> tuple[dict[str, float], str | None]:
@@ -107,10 +94,9 @@ class VitalSigns:
         """Note the largest logit, the entropy as a share of the logarithm of the keys that are
         open, and the longest query and key, by head."""
         for call, _ in calls:
-            if isinstance(call, MultiheadCall):
-                if not call.readable:
-                    continue
-                call = call.scaled()
+            if isinstance(call, MultiheadCall) and not call.readable:
+                continue
+            call = call.scaled() if isinstance(call, MultiheadCall) else call
             logits = call.logits(QUERIES)
             is_open = logits > torch.finfo(torch.float32).min / 4
             weights = logits.softmax(-1)
@@ -130,11 +116,8 @@ class VitalSigns:
 
     def _returned(self, path: str, _module: nn.Module, _given: Any, output: Any) -> None:
         tokens = first_tensor(output) if self._counts() else None
-        if tokens is not None:
-            self._note(path, tokens)
-
-    @torch.no_grad()
-    def _note(self, path: str, tokens: Tensor) -> None:
+        if tokens is None:
+            return
         values = tokens.detach().float()
         largest = values.abs().max()
         fine = values.isfinite().all()
@@ -142,15 +125,13 @@ class VitalSigns:
         name = self._layers.get(path)
         if name is not None:
             scale = largest.clamp_min(1e-30)  # so that no square overflows
-            for number, value in (
-                ("activation_max", largest),
-                ("activation_rms", largest * (values / scale).square().mean().sqrt()),
-                ("kurtosis", kurtosis(values)),
-            ):
-                self._numbers[f"vital/{name}/{number}"] = value
+            rms = largest * (values / scale).square().mean().sqrt()
+            self._numbers[f"vital/{name}/activation_max"] = largest
+            self._numbers[f"vital/{name}/activation_rms"] = rms
+            self._numbers[f"vital/{name}/kurtosis"] = kurtosis(values)
 
     @torch.no_grad()
-    def _before_step(self) -> None:
+    def _before_step(self, *_: Any) -> None:
         if self._due():
             self._before = [view.tensor().detach().clone() for view in self._weights.values()]
             for name, view in self._weights.items():
@@ -159,7 +140,7 @@ class VitalSigns:
                     self._numbers[f"vital/{name}/grad_norm"] = gradient.norm()
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def _after_step(self, *_: Any) -> None:
         for (name, view), before in zip(self._weights.items(), self._before, strict=False):
             size = before.float().norm()
             moved = (view.tensor().detach() - before).float().norm()
@@ -172,8 +153,3 @@ def _distinct(names: Mapping[str, str]) -> dict[str, str]:
     """Return names by path; the path follows those that several have."""
     count = Counter(names.values())
     return {path: name if count[name] == 1 else f"{name}@{path}" for path, name in names.items()}
-
-
-def _quietly(call: Callable[[], None], *_: Any) -> None:
-    """Call what needs nothing of an optimizer's hook."""
-    call()

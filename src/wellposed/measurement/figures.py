@@ -49,13 +49,10 @@ def heat_map(rows: Sequence[Mapping[str, Any]], value: str) -> HeatMap:
     Two weights of one layer and role (cross-attention, experts) get a column each.
     """
     layered = [row for row in rows if row.get("layer") is not None]
-    columns = _columns(layered)
-    layers = sorted({(str(row["stack"]), int(row["layer"])) for row in layered}, key=_layer_key)
+    columns, layers = _columns(layered), _layers(layered)
     names = sorted(set(columns), key=_role_key)
-    cells = {
-        ((str(row["stack"]), int(row["layer"])), name): row.get(value)
-        for row, name in zip(layered, columns, strict=True)
-    }
+    places = zip(map(_layer, layered), columns, strict=True)
+    cells = {place: row.get(value) for place, row in zip(places, layered, strict=True)}
     grid = [[cells.get((layer, name)) for name in names] for layer in layers]
     return HeatMap([f"{stack} {layer}" for stack, layer in layers], names, grid)
 
@@ -70,10 +67,11 @@ class ErrorShown(NamedTuple):
 def error_shown(rows: Iterable[Mapping[str, Any]]) -> ErrorShown:
     """Return the scale-free error where every row has it, else (rows of version 0.1, zero weights)
     the raw one."""
-    if all(row.get("scale_free_orthogonality_error") is not None for row in rows):
-        return ErrorShown(
-            "scale_free_orthogonality_error", "|W Wᵀ / s - I| / |I| at the best scale s"
-        )
+    scale_free = ErrorShown(
+        "scale_free_orthogonality_error", "|W Wᵀ / s - I| / |I| at the best scale s"
+    )
+    if all(row.get(scale_free.name) is not None for row in rows):
+        return scale_free
     return ErrorShown("orthogonality_error", "max off-diagonal of |W Wᵀ|")
 
 
@@ -88,9 +86,8 @@ def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Pa
     """Draw err_orth as a heat map and one panel of spectra per role; what was not measured is left
     out."""
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(
-            f"{path}: a figure is written as .svg or .png, received suffix {path.suffix!r}"
-        )
+        expected = "a figure is written as .svg or .png"
+        raise ConfigError(f"{path}: {expected}, received suffix {path.suffix!r}")
     with figure_style():
         error = error_shown(rows)
         heat = heat_map(rows, error.name)
@@ -168,20 +165,15 @@ def _draw_spectra(axes: Axes, curves: Sequence[Spectrum], title: str) -> None:
     add_grid(axes)
 
 
-def spectra_by_role(
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[str, list[Spectrum]]:
+def spectra_by_role(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Spectrum]]:
     """Return, per role, the spectra of its weights."""
     measured = [row for row in rows if row.get("singular_values")]
-    layers = sorted(
-        {(str(row["stack"]), row["layer"]) for row in measured if row["layer"] is not None},
-        key=_layer_key,
-    )
+    layers = _layers([row for row in measured if row["layer"] is not None])
     depth = {layer: index / max(len(layers) - 1, 1) for index, layer in enumerate(layers)}
     curves: dict[str, list[Spectrum]] = {}
     for row in measured:
-        shade = depth.get((str(row["stack"]), row["layer"]), 0.0)
-        curves.setdefault(role_name(row), []).append(Spectrum(row["singular_values"], shade))
+        shown = Spectrum(row["singular_values"], depth.get(_layer(row), 0.0))
+        curves.setdefault(role_name(row), []).append(shown)
     return dict(sorted(curves.items(), key=lambda item: _role_key(item[0])))
 
 
@@ -203,20 +195,17 @@ def short_number(value: float) -> str:
     if abs(value) < 0.005 or abs(value) >= 1e4:
         mantissa, _, exponent = f"{value:.0e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
-    return (
-        f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
-    )
+    return f"{value:.{2 if abs(value) < 1 else int(abs(value) < 10)}f}"
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Role of every row, ``cross_`` before that of cross-attention; twins (experts) carry their
     module's name."""
-    names = [role_name(row) for row in rows]
-    places = [(row["stack"], row["layer"], name) for row, name in zip(rows, names, strict=True)]
+    places = [(row["stack"], row["layer"], role_name(row)) for row in rows]
     seen = Counter(places)
     return [
-        name if seen[place] == 1 else f"{name} ({_own_name(row)})"
-        for row, name, place in zip(rows, names, places, strict=True)
+        place[2] if seen[place] == 1 else f"{place[2]} ({_own_name(row)})"
+        for row, place in zip(rows, places, strict=True)
     ]
 
 
@@ -231,9 +220,13 @@ def short_role(name: str) -> str:
     return name.replace("feedforward_", "ff ").replace("_embedding", " emb.").replace("_", " ")
 
 
-def _layer_key(layer: tuple[str, Any]) -> tuple[bool, str, Any]:
-    """Encoder before decoder, as data flows."""
-    return (layer[0] != "encoder", layer[0], layer[1])
+def _layer(row: Mapping[str, Any]) -> tuple[str, Any]:
+    return str(row["stack"]), row["layer"]
+
+
+def _layers(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the layers of rows, encoder before decoder, as data flows."""
+    return sorted(set(map(_layer, rows)), key=lambda layer: (layer[0] != "encoder", *layer))
 
 
 def _role_key(name: str) -> tuple[bool, int, list[str | int]]:
@@ -241,9 +234,5 @@ def _role_key(name: str) -> tuple[bool, int, list[str | int]]:
     10."""
     role = name.partition(" ")[0].removeprefix("cross_")
     order = ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER)
-    parts = re.split(r"(\d+)", name)
-    return (
-        name.startswith("cross_"),
-        order,
-        [int(part) if part.isdecimal() else part for part in parts],
-    )
+    parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return name.startswith("cross_"), order, parts

@@ -185,7 +185,9 @@ class OrthogonalityPenalty:
         self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
         self._capture = None
         if "affinity" in self._strengths:
-            self._capture = _attach(model, self.roles, layers_per_step, self._next_step)
+            given = (model, self.roles, layers_per_step)
+            asked = {"step": lambda: None if self.step % self.every else self.step}
+            self._capture = _attach(*given, **asked)
 
     def __call__(self) -> Tensor:
         """Return the penalty as a scalar that carries gradient, and count one step.
@@ -286,17 +288,13 @@ class OrthogonalityPenalty:
                 stacklevel=3,
             )
 
-    def _next_step(self) -> int | None:
-        return None if self.step % self.every else self.step
-
     def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
         for term in self._terms:
             yield f"{term.strength}.{term.label}", strengths[term.strength] * term.value()
         if self._capture is None:
             return
-        shown = [
-            (role, penalty_of_call(call, self._estimate)) for role, call in self._capture.take()
-        ]
+        calls = self._capture.take()
+        shown = [(role, penalty_of_call(call, self._estimate)) for role, call in calls]
         if torch.is_grad_enabled():
             _check_gradients(shown)
         scale = strengths["affinity"] * self._capture.scale
@@ -347,17 +345,13 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
-    bad = {k: v for k, v in given.items() if not callable(v) and not _is_strength(v)}
-    if bad:
-        raise ConfigError(
-            "strengths of OrthogonalityPenalty are finite numbers >= 0, or functions of the step:\n"
-            + listed([f"{name} = {strength!r}" for name, strength in bad.items()])
-        )
+    numbers = {name: strength for name, strength in given.items() if not callable(strength)}
+    bad = [f"{name} = {each!r}" for name, each in numbers.items() if not _is_strength(each)]
     active = {name: strength for name, strength in given.items() if strength}
-    if not active:
-        raise ConfigError(
-            "OrthogonalityPenalty was given no strength above zero; set one of " + ", ".join(given)
-        )
+    if bad or not active:
+        none = f"no strength above zero; set one of {', '.join(given)}"
+        kinds = "finite numbers >= 0, or functions of the step"
+        raise ConfigError(f"OrthogonalityPenalty: strengths are {kinds}:\n{listed(bad or [none])}")
     return active
 
 
@@ -385,14 +379,10 @@ def _attach(
     if layers_per_step is not None and layers_per_step > len(attention):
         problem = f"layers_per_step = {layers_per_step}"
         raise ConfigError(f"{problem}, but the model has {len(attention)} self-attentions")
-    kernels = {
-        path or type(module).__name__: getattr(module.config, "_attn_implementation", None)
-        for path, module in model.named_modules()
-        if hasattr(module, "config")
-    }
-    named = [(path, str(kernel)) for path, kernel in kernels.items()]
-    unseen = [f"{path}: {name}" for path, name in named if any(word in name for word in _UNSEEN)]
-    if unseen:
+    named = [(path or type(module).__name__, module) for path, module in model.named_modules()]
+    configs = [(path, module.config) for path, module in named if hasattr(module, "config")]
+    kernels = [f"{path}: {getattr(c, '_attn_implementation', None)}" for path, c in configs]
+    if unseen := [k for k in kernels if any(word in k.rpartition(": ")[2] for word in _UNSEEN)]:
         raise ConfigError(
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)

@@ -151,10 +151,8 @@ def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:
             f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A, lora_B"
             " beside base_layer); make the penalty after the adapters, or leave adapters out"
         )
-    return [
-        replace(term, views=tuple(adapted_view(model, view) for view in term.views))
-        for term in terms
-    ]
+    adapted = (tuple(adapted_view(model, view) for view in term.views) for term in terms)
+    return [replace(term, views=views) for term, views in zip(terms, adapted, strict=True)]
 
 
 def frozen_weights(terms: Sequence[Term]) -> list[str]:
@@ -265,10 +263,8 @@ def _check(terms: Sequence[Term]) -> None:
             "attention_mode='joint' stacks query, key, value and output along outputs, which needs"
             " one input width; use attention_mode='separate':\n" + listed(uneven)
         )
-    if offenders:
-        raise ConfigError(
-            "these weights cannot be penalised:\n" + listed(list(dict.fromkeys(offenders)))
-        )
+    if unique := list(dict.fromkeys(offenders)):
+        raise ConfigError(f"these weights cannot be penalised:\n{listed(unique)}")
 
 
 def _lines(term: Term) -> list[str]:
@@ -321,7 +317,8 @@ class AffinityCapture:
             model.register_forward_pre_hook(ObservingHook(self._begin)),
             model.register_forward_hook(ObservingHook(self._end), always_call=True),
         ]
-        self._watcher = AttentionWatcher(model, attention, self._found, wanted=self._is_wanted)
+        given = (model, attention, self._found)
+        self._watcher = AttentionWatcher(*given, wanted=lambda role: role.path in self._chosen)
 
     @property
     def scale(self) -> float:
@@ -341,10 +338,7 @@ class AffinityCapture:
                 " none was seen: run model(...) first, on the module given to OrthogonalityPenalty"
                 " (a wrapper around it is fine, a part of it is not)"
             )
-        seen = {
-            path: [note for ref in refs if (note := ref()) is not None]
-            for path, refs in self._seen.items()
-        }
+        seen = {path: [ref() for ref in refs] for path, refs in self._seen.items()}
         hidden = sorted(self._entered - seen.keys() - self._skipped)
         self._entered, self._seen, self._ran = set(), {}, False
         if hidden:
@@ -354,8 +348,9 @@ class AffinityCapture:
                 f" and add_zero_attn:\n{listed(hidden)}\nFor Hugging Face models run"
                 " model.set_attn_implementation('sdpa'); otherwise set affinity=0"
             )
-        freed = sorted(path for path, notes in seen.items() if not notes)
-        if freed:
+        pairs = ((self.attention[path], note) for path, notes in seen.items() for note in notes)
+        found = [(role, note) for role, note in pairs if note is not None]
+        if len({role.path for role, _ in found}) < len(seen):
             raise ConfigError(
                 "the outputs of the last forward pass were freed before the affinity penalty was"
                 " called; call it before backward() and while the outputs or the loss are alive"
@@ -366,7 +361,7 @@ class AffinityCapture:
                 " (torch.nn.TransformerEncoder in evaluation may use nested tensors; build it with"
                 " enable_nested_tensor=False)"
             )
-        return [(self.attention[path], note) for path, notes in seen.items() for note in notes]
+        return found
 
     def remove(self) -> None:
         """Take every hook off the model and forget what was seen."""
@@ -380,27 +375,20 @@ class AffinityCapture:
     def _begin(self, *_: Any) -> None:
         self._watcher.forget()
         self._seen, self._entered, self._skipped = {}, set(), set()
-        step = self._step()
-        self._chosen, self._ran = () if step is None else self._draw(step), step is not None
-
-    def _draw(self, step: int) -> Sequence[str]:
-        paths = list(self.attention)
-        if self.layers_per_step == len(paths):
-            return paths
-        generator = torch.Generator().manual_seed((self._seed + step) % 2**63)
-        order = torch.randperm(len(paths), generator=generator).tolist()
-        return [paths[index] for index in order[: self.layers_per_step]]
+        step, paths = self._step(), list(self.attention)
+        self._chosen, self._ran = paths if step is not None else (), step is not None
+        if step is not None and self.layers_per_step < len(paths):
+            generator = torch.Generator().manual_seed((self._seed + step) % 2**63)
+            order = torch.randperm(len(paths), generator=generator).tolist()
+            self._chosen = [paths[index] for index in order[: self.layers_per_step]]
 
     def _end(self, *_: Any) -> None:
         self._chosen = ()
 
-    def _is_wanted(self, role: AttentionRole) -> bool:
-        return role.path in self._chosen
-
     def _found(self, role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
         self._entered.add(role.path)
         for call, output in calls:
-            if call.attends_to_itself and _can_be_penalised(call):
+            if call.attends_to_itself and getattr(call, "readable", True):
                 self._note(role.path, call, output)
             elif not (call.attends_to_itself or isinstance(call, SoftmaxCall)):
                 self._skipped.add(role.path)  # a cache, or another sequence
@@ -428,8 +416,3 @@ def penalty_of_call(call: AttentionCall, estimate: Callable[..., Tensor]) -> Ten
     assert isinstance(call, MultiheadCall)
     query, key, mask, padding = call.projected()
     return estimate(query, key, attn_mask=mask, key_padding_mask=padding)
-
-
-def _can_be_penalised(call: AttentionCall) -> bool:
-    """Tell whether query and key of a call that attends to itself can be read."""
-    return not isinstance(call, MultiheadCall) or call.readable

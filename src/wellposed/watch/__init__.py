@@ -1,14 +1,14 @@
 """Hooks that several verbs share: they see what happens inside a model while it runs, without
 editing it."""
 
+from wellposed.watch._attention import AttentionCall as AttentionCall
 from wellposed.watch._attention import AttentionWatcher as AttentionWatcher
+from wellposed.watch._attention import MultiheadCall as MultiheadCall
 from wellposed.watch._attention import ObservingHook as ObservingHook
+from wellposed.watch._attention import ScaledDotProductCall as ScaledDotProductCall
+from wellposed.watch._attention import SoftmaxCall as SoftmaxCall
+from wellposed.watch._attention import largest_logits as largest_logits
 from wellposed.watch._attention import observing_paused as observing_paused
-from wellposed.watch._calls import AttentionCall as AttentionCall
-from wellposed.watch._calls import MultiheadCall as MultiheadCall
-from wellposed.watch._calls import ScaledDotProductCall as ScaledDotProductCall
-from wellposed.watch._calls import SoftmaxCall as SoftmaxCall
-from wellposed.watch._calls import largest_logits as largest_logits
 from wellposed.watch._run import call_model as call_model
 from wellposed.watch._run import first_tensor as first_tensor
 from wellposed.watch._run import kurtosis as kurtosis

@@ -1,24 +1,368 @@
-"""See the calls by which attention modules attend, in any model, without editing it."""
+"""The three calls by which attention modules attend, seen in any model without editing it, and the attention
+weights that follow from each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wellposed.watch._calls import (
-    Attends,
-    AttentionCall,
-    MultiheadCall,
-    ScaledDotProductCall,
-    SoftmaxCall,
-)
+
+class Attends(Protocol):
+    """What is known of an attention module that is watched."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def num_heads(self) -> int: ...
+
+
+class AttentionCall(Protocol):
+    """One call of attention: (batch, heads, queries, keys) weights, one row for each query."""
+
+    @property
+    def attends_to_itself(self) -> bool:
+        """Whether there are as many keys as queries, as where a sequence attends to its own
+        tokens."""
+        ...
+
+    def weights(self) -> Tensor:
+        """Return the weights without dropout, in float32 at least; rows without a key are NaN."""
+        ...
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        """Return what the softmax reads, of all queries or of so many that are spread evenly; keys
+        that are masked have -inf or a number near the least of the dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScaledDotProductCall:
+    """Query and key (batch, heads, tokens, width) as `scaled_dot_product_attention` received
+    them."""
+
+    query: Tensor
+    key: Tensor
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+    @classmethod
+    def read(  # noqa: PLR0917 (torch's own order)
+        cls,
+        role: Attends,
+        query: Tensor,
+        key: Tensor,
+        value: Any,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> ScaledDotProductCall | None:
+        """Read the arguments of a call; None where they cannot be divided into the heads of
+        ``role``."""
+        del value, dropout_p
+        if query.ndim != 4:
+            if any(math.prod(item.shape[:-2]) % role.num_heads for item in (query, key)):
+                return None
+            if attn_mask is not None:
+                by_query = attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:])
+                attn_mask = _by_head(by_query, role.num_heads)
+            query, key = (_by_head(item, role.num_heads) for item in (query, key))
+        return cls(query, key, attn_mask, is_causal, scale)
+
+    @property
+    def factor(self) -> float:
+        """What products of query and key are multiplied by."""
+        return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
+
+    @property
+    def attends_to_itself(self) -> bool:
+        return self.query.shape[-2] == self.key.shape[-2]
+
+    def weights(self) -> Tensor:
+        return self.logits().softmax(-1)
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        query, key = _widened(self.query.detach()), _widened(self.key.detach())
+        count = query.shape[-2]
+        rows = _spread(query, at_most)
+        query = query[..., rows, :]
+        if key.shape[-3] != query.shape[-3]:
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        logits = (query * self.factor) @ key.mT
+        if self.is_causal:
+            ahead = torch.arange(key.shape[-2], device=rows.device) > rows[:, None]
+            logits = logits.masked_fill(ahead, -math.inf)
+        if self.attn_mask is not None:
+            mask = self.attn_mask.expand(*self.attn_mask.shape[:-2], count, -1)[..., rows, :]
+            if mask.dtype == torch.bool:
+                logits = logits.masked_fill(~mask, -math.inf)
+            else:
+                logits = logits + mask
+        return logits
+
+
+@dataclass(frozen=True)
+class SoftmaxCall:
+    """Logits (batch, heads, queries, keys) on their way into a softmax: attention written out by
+    hand, or eager."""
+
+    given: Tensor
+
+    @classmethod
+    def read(
+        cls, role: Attends, logits: Tensor, dim: int | None = None, *_: Any, **named: Any
+    ) -> SoftmaxCall | None:
+        """Read the arguments of a softmax; None where it cannot be one over keys."""
+        if logits.ndim not in (3, 4) or named.get("dim", dim) not in (-1, logits.ndim - 1):
+            return None
+        square = logits.shape[-1] == logits.shape[-2]
+        divisible = math.prod(logits.shape[:-2]) % role.num_heads == 0
+        if not divisible or (logits.ndim == 3 and role.kind == "self" and not square):
+            return None
+        return cls(_by_head(logits, role.num_heads))
+
+    @property
+    def attends_to_itself(self) -> bool:
+        return self.given.shape[-1] == self.given.shape[-2]
+
+    def weights(self) -> Tensor:
+        return self.logits().softmax(-1)
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        given = self.given.detach()
+        return _widened(given[..., _spread(given, at_most), :])
+
+
+@dataclass(frozen=True)
+class MultiheadCall:
+    """The arguments of `multi_head_attention_forward`.
+
+    Nothing is computed during the model's own forward pass, so gradient checkpointing sees the same
+    graph twice.
+    """
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    autocast_dtype: torch.dtype | None
+
+    @classmethod
+    def read(cls, module: nn.Module, *arguments: Any, **named: Any) -> MultiheadCall:
+        """Read the arguments of a call that ``module`` makes."""
+        kind = arguments[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(module, arguments, named, dtype)
+
+    @property
+    def attends_to_itself(self) -> bool:
+        return self.arguments[0] is self.arguments[1]
+
+    def weights(self) -> Tensor:
+        asked = {"training": False, "need_weights": True, "average_attn_weights": False}
+        with torch.no_grad():
+            weights = F.multi_head_attention_forward(*self.arguments, **{**self.named, **asked})[1]
+        assert weights is not None
+        return _widened(weights if weights.ndim == 4 else weights[None])
+
+    @property
+    def readable(self) -> bool:
+        """Whether query and key are what the module's projections make of its inputs."""
+        module = self.module
+        return (
+            isinstance(module, nn.MultiheadAttention)
+            and module.bias_k is None
+            and not module.add_zero_attn
+        )
+
+    def projected(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return query and key (batch, heads, tokens, width), the mask, in which True means "may
+        attend", and which keys are padding; they carry gradients."""
+        module = self.module
+        assert isinstance(module, nn.MultiheadAttention)
+        given = [each if each.ndim == 3 else each[:, None] for each in self.arguments[:2]]
+        weights = [module.q_proj_weight, module.k_proj_weight]
+        if module.in_proj_weight is not None:
+            weights = module.in_proj_weight.chunk(3)[:2]
+        biases = [None] * 2 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+        lowered = self.autocast_dtype
+        kind = given[0].device.type
+        with nullcontext() if lowered is None else torch.autocast(kind, dtype=lowered):
+            query, key = map(F.linear, given, weights, biases)
+        heads = (module.num_heads, -1)
+        query, key = (each.unflatten(-1, heads).permute(1, 2, 0, 3) for each in (query, key))
+        mask = self.named.get("attn_mask")
+        if mask is not None:
+            # here True means "may attend", there it means "may not"
+            mask = ~mask if mask.dtype == torch.bool else mask
+            mask = mask if mask.ndim == 2 else mask.view(*query.shape[:3], key.shape[-2])
+        padding = self.named.get("key_padding_mask")
+        if padding is not None and padding.dtype != torch.bool:
+            padding = padding < torch.finfo(padding.dtype).min / 2
+        return query, key, mask, padding
+
+    def logits(self, at_most: int | None = None) -> Tensor:
+        return self.scaled().logits(at_most)
+
+    @torch.no_grad()
+    def scaled(self) -> ScaledDotProductCall:
+        """Return the call of the projected query and key, with padded keys in its mask."""
+        query, key, mask, padding = self.projected()
+        if padding is not None:
+            padding = padding[:, None, None]
+            if mask is None or mask.dtype == torch.bool:
+                mask = ~padding if mask is None else mask & ~padding
+            else:
+                mask = mask.masked_fill(padding, -math.inf)
+        return ScaledDotProductCall(query, key, mask, False, None)
+
+
+# Entries of logits that are held at once, steps in a graph from an output to the kernel before, and
+# the queries of a head that are looked at first.
+_ENTRIES, _HOPS, _FIRST = 2**24, 6, 3
+
+
+@torch.no_grad()
+def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf) -> Tensor:
+    """Return the largest logit of each head over all open pairs of tokens, shape (heads,).
+
+    Exact, but for heads in which no logit can be above ``above``: a bound on theirs is returned. It
+    is the logarithm of the sum of exponentials of a query's logits, which a fused kernel keeps for
+    its backward pass, or ``s max |q_i| max |k_j|``. Keys that are masked do not count; without an
+    open key it is -inf.
+
+    Args:
+        call, output: as `AttentionWatcher` found them.
+        above: what is of interest.
+
+    Cost: a pass over one number a query, and for heads that may be above one product of the queries
+    whose sums are largest with the keys; a pass over queries and keys and one product of all, some
+    sequences at a time, where these do not decide or no kernel keeps the sums. Of
+    `torch.nn.MultiheadAttention` that returns its weights, two projections more.
+    """
+    kept = _kept_in_graph(output)
+    if kept is not None:
+        call, sums = kept
+        with torch.autocast(call.query.device.type, enabled=False):
+            return _by_sums(call, sums.detach(), above)
+    if not isinstance(call, ScaledDotProductCall):
+        return _largest(call.logits())
+    with torch.autocast(call.query.device.type, enabled=False):
+        lengths = [
+            torch.linalg.vector_norm(_widened(each.detach()), dim=-1).amax(-1)
+            for each in (call.query, call.key)
+        ]
+        group = call.query.shape[-3] // call.key.shape[-3]
+        largest = (lengths[0] * lengths[1].repeat_interleave(group, -1)).amax(0) * abs(call.factor)
+        if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
+            largest = largest + call.attn_mask.amax().clamp_min(0)
+        return _with_products(call, largest, ~(largest <= above))
+
+
+def _by_sums(call: ScaledDotProductCall, sums: Tensor, above: float) -> Tensor:
+    """Return the largest logits, or bounds not above ``above``: those of the queries of largest sums
+    decide where they are above all other sums."""
+    largest = _widened(sums).amax((0, 2))
+    heads = (~(largest <= above)).nonzero()
+    if not len(heads):
+        return largest
+    count, keys = call.query.shape[-2], call.key.shape[-2]
+    by_head = sums[:, heads[:, 0]].transpose(0, 1).flatten(1)
+    first = min(_FIRST, by_head.shape[1] - 1)
+    bounds, places = by_head.topk(first + 1)
+    sequences, rows = places // count, places % count
+    group = call.query.shape[-3] // call.key.shape[-3]
+    query, key = call.query.detach(), call.key.detach()
+    chosen, against = query[sequences, heads, rows], key[sequences, heads // group]
+    logits = (_widened(against) @ _widened(chosen)[..., None]).squeeze(-1) * call.factor
+    if call.is_causal:
+        logits.masked_fill_(torch.arange(keys, device=rows.device) > rows[..., None], -math.inf)
+    if call.attn_mask is not None:
+        mask = call.attn_mask.expand(*query.shape[:-1], keys)[sequences, heads, rows]
+        is_bool = mask.dtype == torch.bool
+        logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask
+    found = logits.flatten(1).amax(1)
+    largest[heads[:, 0]] = found
+    undecided = torch.zeros_like(largest, dtype=torch.bool)
+    undecided[heads[:, 0]] = ~(found >= bounds[:, first])
+    return _with_products(call, largest, undecided)
+
+
+def _with_products(call: ScaledDotProductCall, largest: Tensor, wanted: Tensor) -> Tensor:
+    """Put the largest logits of the heads that are ``wanted`` in, from all products."""
+    heads = wanted.nonzero().flatten()
+    if not len(heads):
+        return largest
+    query, key, mask = call.query.detach(), call.key.detach(), call.attn_mask
+    group = query.shape[-3] // key.shape[-3]
+    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        mask = mask[:, heads]
+    if len(heads) < len(largest) or group > 1:
+        query, key = query[:, heads], key[:, heads // group]
+    size = max(1, _ENTRIES // (len(heads) * query.shape[-2] * key.shape[-2]))
+    found = []
+    for start in range(0, len(query), size):
+        part = slice(start, start + size)
+        own = mask if mask is None or mask.ndim < 4 or len(mask) == 1 else mask[part]
+        some = replace(call, query=query[part], key=key[part], attn_mask=own)
+        found.append(_largest(some.logits()))
+    largest[heads] = torch.stack(found).amax(0)
+    return largest
+
+
+def _largest(logits: Tensor) -> Tensor:
+    largest = logits.flatten(2).amax(-1).amax(0)
+    return largest.where(~(largest < torch.finfo(torch.float32).min / 4), -math.inf)
+
+
+def _kept_in_graph(output: Tensor) -> tuple[ScaledDotProductCall, Tensor] | None:
+    """Return query and key as a fused kernel keeps them for the backward pass, and the logarithms of
+    its sums; None without one, and where a hook (recomputation, offloading) keeps something else."""
+    node: Any = output.grad_fn
+    for _ in range(_HOPS):
+        if node is None or hasattr(node, "_raw_saved_query"):
+            break
+        above = (each for each, _ in node.next_functions)
+        node = next((each for each in above if each and not hasattr(each, "variable")), None)
+    kept, sums = (getattr(node, f"_raw_saved_{name}", None) for name in ("query", "logsumexp"))
+    hook = getattr(kept, "unpack_hook", kept)
+    if node is None or kept is None or sums is None or hook is not None:
+        return None
+    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
+    given = (node._saved_query, node._saved_key, mask, node._saved_is_causal)
+    call = ScaledDotProductCall(*given, node._saved_scale)
+    sums = node._saved_logsumexp
+    return (call, sums) if sums.shape == call.query.shape[:-1] else None
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _spread(tokens: Tensor, at_most: int | None) -> Tensor:
+    """Return the places of some tokens, the first and the last among them; of all where no number
+    is given."""
+    count = tokens.shape[-2]
+    some = count if at_most is None else min(count, at_most)
+    return torch.linspace(0, count - 1, some, device=tokens.device, dtype=torch.float64).long()
+
+
+def _by_head(matrices: Tensor, num_heads: int) -> Tensor:
+    """Return (..., rows, columns) as (batch, heads, rows, columns)."""
+    return matrices.reshape(-1, num_heads, *matrices.shape[-2:])
+
 
 _SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax})
 
@@ -50,10 +394,9 @@ class AttentionWatcher:
         self._handles: list[Any] = []
         for role in attention:
             module = model.get_submodule(role.path)
-            self._handles += [
-                module.register_forward_pre_hook(ObservingHook(self._enter, role)),
-                module.register_forward_hook(ObservingHook(self._leave, role), always_call=True),
-            ]
+            enter, leave = ObservingHook(self._enter, role), ObservingHook(self._leave, role)
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -68,9 +411,8 @@ class AttentionWatcher:
         self._running.clear()
 
     def _enter(self, role: Attends, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        nested = any(
-            isinstance(item, Tensor) and item.is_nested for item in inputs
-        )  # torch's evaluation fast path
+        # torch's fast path of evaluation nests
+        nested = any(isinstance(item, Tensor) and item.is_nested for item in inputs)
         if not nested and self._wanted(role):
             mode = _CallsOfModule(role, module)
             self._running.append(mode)
@@ -94,30 +436,22 @@ class _CallsOfModule(TorchFunctionMode):
         self.calls: list[tuple[AttentionCall, Tensor]] = []
         self.active = True
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        call: AttentionCall | None = None
         output = func(*args, **kwargs)
-        if self.active:
-            call = self._read(func, args, kwargs)
-            if call is not None:
-                self.calls.append((call, output[0] if isinstance(output, tuple) else output))
-        return output
-
-    def _read(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AttentionCall | None:
+        if not self.active:
+            return output
         if func is F.scaled_dot_product_attention:
-            return ScaledDotProductCall.read(self.role, *args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return MultiheadCall.read(self.module, *args, **kwargs)
-        return SoftmaxCall.read(self.role, *args, **kwargs) if func in _SOFTMAX else None
+            call = ScaledDotProductCall.read(self.role, *args, **kwargs)
+        elif func is F.multi_head_attention_forward:
+            call = MultiheadCall.read(self.module, *args, **kwargs)
+        elif func in _SOFTMAX:
+            call = SoftmaxCall.read(self.role, *args, **kwargs)
+        if call is not None:
+            self.calls.append((call, output[0] if isinstance(output, tuple) else output))
+        return output
 
 
 _PAUSED: ContextVar[bool] = ContextVar("observing paused", default=False)

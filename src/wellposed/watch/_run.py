@@ -12,13 +12,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wellposed.errors import ConfigError, WellposedError, listed, nearest_names
-from wellposed.watch._calls import Attends
+from wellposed.watch._attention import Attends
 
 _PADDING = {
     "key_padding_mask": "attention_mask",
     "src_key_padding_mask": "attention_mask",
     "tgt_key_padding_mask": "decoder_attention_mask",
 }
+_FAILURES = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors that models raise for batches they do not take."""
 
 
 @contextmanager
@@ -29,11 +39,8 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
     ``evaluate=False`` runs each module in the mode it is in.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = [
-        (buffer, buffer.clone())
-        for buffer in model.buffers()
-        if not (buffer.is_meta or is_lazy(buffer))
-    ]
+    made = [buffer for buffer in model.buffers() if not (buffer.is_meta or is_lazy(buffer))]
+    buffers = [(buffer, buffer.clone()) for buffer in made]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -60,43 +67,38 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         ConfigError: the batch is none of the three, or the model fails on it; what it was called
             with is listed, with the nearest names of misspelt keywords.
     """
-    if isinstance(batch, Mapping):
-        names, values = [str(name) for name in batch], list(batch.values())
-    elif isinstance(batch, (Tensor, Sequence)) and not isinstance(batch, str):
-        names, values = [], [batch] if isinstance(batch, Tensor) else list(batch)
-    else:
+    if isinstance(batch, str) or not isinstance(batch, (Mapping, Tensor, Sequence)):
         raise ConfigError(
             f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword"
             " arguments or a sequence of positional ones"
         )
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    values = [value.to(device) if isinstance(value, Tensor) else value for value in values]
-    arguments, keywords = ((), dict(zip(names, values, strict=True))) if names else (values, {})
+    keywords = (
+        {str(n): _moved(v, device) for n, v in batch.items()} if isinstance(batch, Mapping) else {}
+    )
+    sequence = [batch] if isinstance(batch, Tensor) else [] if keywords else batch
+    arguments = [_moved(value, device) for value in sequence]
     try:
         return model(*arguments, **keywords)
     except (WellposedError, torch.OutOfMemoryError):
         raise
-    except (
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _FAILURES as error:
         taken = inspect.signature(model.forward).parameters
-        received = [_described(name, value) for name, value in keywords.items()]
-        received += [_described("argument", value) for value in arguments]
-        misspelt = [
+        given = [*keywords.items(), *(("argument", value) for value in arguments)]
+        received = [_described(name, value) for name, value in given]
+        received += [
             f"{name} is no argument of forward; nearest: {', '.join(nearest_names(name, taken))}"
             for name in keywords
             if name not in taken
         ]
         raise ConfigError(
             f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}; it was"
-            f" called with\n{listed(received + misspelt)}"
+            f" called with\n{listed(received)}"
         ) from error
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _described(name: str, value: Any) -> str:
@@ -134,9 +136,5 @@ def real_tokens(batch: Any, stack: str | None, attention: Sequence[Attends]) -> 
     mask = batch.get(wanted)
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.bool()
-    padding = [
-        batch[name]
-        for name, of in _PADDING.items()
-        if of == wanted and isinstance(batch.get(name), Tensor)
-    ]
-    return ~padding[0].bool() if padding else None
+    padding = (batch.get(name) for name, of in _PADDING.items() if of == wanted)
+    return next((~each.bool() for each in padding if isinstance(each, Tensor)), None)

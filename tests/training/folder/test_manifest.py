@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
+from tests.support.refusal import refuses
 from tests.support.runs import final, flip, rows, same
 
 from wellposed import training
@@ -37,10 +38,8 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
         training.verify_run_file(out / name)
         flip(out / name)
         expected = rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"
-        with pytest.raises(CheckpointError, match=expected):
-            training.verify_run_file(out / name)
-    with pytest.raises(CheckpointError, match=r"result\.json: SHA-256"):
-        training.read_result(out)
+        refuses(CheckpointError, expected, training.verify_run_file, out / name)
+    refuses(CheckpointError, r"result\.json: SHA-256", training.read_result, out)
     flip(out / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256 is \w+, expected \w+"):
         training.verify_final(out / "final")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import stub_task as stub
+from tests.support.refusal import refuses
 from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
@@ -39,16 +40,14 @@ def test_a_configuration_survives_the_file(tmp_path_factory, train, data):
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     config = stub.make_config()
-    with pytest.raises(ConfigError, match="already holds files"):
-        stub.run(config, tmp_path)
+    refuses(ConfigError, "already holds files", stub.run, config, tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.toml, so it is not a run"):
         stub.run(config, tmp_path, resume="auto")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
         stub.run(config, tmp_path / "thesis.txt")
     expected = r"--resume yes: expected never, auto .* or the folder of a checkpoint"
-    with pytest.raises(ConfigError, match=expected):
-        stub.run(config, tmp_path / "new", resume="yes")
+    refuses(ConfigError, expected, stub.run, config, tmp_path / "new", resume="yes")
 
 
 def test_every_changed_field_is_listed(tmp_path):
@@ -109,8 +108,7 @@ def test_the_environment_names_versions_and_every_start(tmp_path):
 def test_bad_configuration_files(tmp_path, content, says):
     if content is not None:
         (tmp_path / "config.toml").write_text(content)
-    with pytest.raises(ConfigError, match=says):
-        read_config(tmp_path)
+    refuses(ConfigError, says, read_config, tmp_path)
 
 
 def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
@@ -126,8 +124,7 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
     kept = [{"step": step, "loss": None} for step in range(3)]
     assert read_metrics(tmp_path) == [*kept, {"step": 9}]
     expected = "4 complete rows, but the checkpoint was written after 7"
-    with pytest.raises(CheckpointError, match=expected):
-        MetricsFile(tmp_path, rows=7)
+    refuses(CheckpointError, expected, MetricsFile, tmp_path, rows=7)
 
 
 def test_the_configuration_is_on_disk_before_the_first_step(tmp_path):

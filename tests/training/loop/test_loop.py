@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
+from tests.support.refusal import refuses
 from tests.support.runs import TIMING, final, rows, same, stop_at
 from tests.support.words import words as typed
 
@@ -127,8 +128,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, out, monkey
     damaged = newest / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     expected = r"model\.safetensors: \d+ bytes, expected \d+ \(cut short\)"
-    with pytest.raises(CheckpointError, match=expected):
-        stub.run(config, out, resume=newest)
+    refuses(CheckpointError, expected, stub.run, config, out, resume=newest)
     assert stub.run(config, out, resume="auto", progress=True).status == "success"
     said = capsys.readouterr().err
     assert f"skipped a damaged checkpoint: {damaged}" in said
@@ -142,8 +142,7 @@ def test_no_usable_checkpoint_is_an_error(out, monkeypatch):
         stub.run(stub.make_config(), out)
     (out / "checkpoint-1" / "optimizer.safetensors").unlink()
     expected = r"no checkpoint can be used:\n.*optimizer\.safetensors: missing"
-    with pytest.raises(CheckpointError, match=expected):
-        stub.run(stub.make_config(), out, resume="auto")
+    refuses(CheckpointError, expected, stub.run, stub.make_config(), out, resume="auto")
 
 
 def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
@@ -161,8 +160,7 @@ def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
     expected = r"checkpoint-8: .*No space left.*checkpoint-4 is intact; free space"
     with monkeypatch.context() as patch:
         patch.setattr(durable_files, "write_synced", full)
-        with pytest.raises(CheckpointError, match=expected):
-            stub.run(config, out)
+        refuses(CheckpointError, expected, stub.run, config, out)
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-4"]
     assert stub.run(config, out, resume="auto").status == "success"
     assert_same_run(out, tmp_path / "straight")
@@ -179,8 +177,7 @@ def test_a_disk_that_fills_up_at_the_very_end(out, monkeypatch):
     expected = r"result\.json: cannot be written: No space left on device"
     with monkeypatch.context() as patch:
         patch.setattr(durable_files, "open_replacing", full)
-        with pytest.raises(CheckpointError, match=expected):
-            stub.run(stub.make_config(), out)
+        refuses(CheckpointError, expected, stub.run, stub.make_config(), out)
     assert stub.run(stub.make_config(), out, resume="auto").status == "success"
     assert len(rows(out, "test")) == 1
 
@@ -281,8 +278,7 @@ def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path):
     history.add(3, linear(0.0))
     assert list(history.files()) == [2, 3]
     (history.folder / "step-3.safetensors").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match="weights to average cannot be read"):
-        history.mean()
+    refuses(CheckpointError, "weights to average cannot be read", history.mean)
 
 
 @pytest.mark.parametrize(("rate", "used"), [(0.3, "best"), (1.0, "average")])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 import torch
+from tests.support.refusal import refuses
 from tests.support.runs import stop_at
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
@@ -132,8 +133,7 @@ def test_the_final_model_loads_and_gives_the_same_logits(finished):
 
 def test_a_cancelled_run_loads(text, tmp_path, monkeypatch):
     config = language_model(text)
-    with pytest.raises(ConfigError, match="not a run folder"):
-        load_run_model(tmp_path / "run")
+    refuses(ConfigError, "not a run folder", load_run_model, tmp_path / "run")
     with monkeypatch.context() as patch:
         stop_at(patch, 4)
         assert train(config, tmp_path / "run", progress=False).status == "cancelled"
@@ -155,6 +155,5 @@ def test_bf16_trains_fp32_weights(text, tmp_path):
 
 def test_missing_data_leaves_no_folder(tmp_path):
     config = RunConfig("char_lm", {"data": str(tmp_path / "nowhere.txt")})
-    with pytest.raises(DataError, match=r"nowhere\.txt"):
-        train(config, tmp_path / "run", progress=False)
+    refuses(DataError, r"nowhere\.txt", train, config, tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
