@@ -1,9 +1,6 @@
 """Pathfinder: labels read off the picture by another route, balance, determinism, the release's
 folders, bad input."""
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 from tests.support.refusal import bad_config, bad_data, refused
@@ -26,17 +23,18 @@ def connected_on_paper(drawing, size):
     pen = (pathfinder.GAP + pathfinder.SEPARATION) / 4
     paper = np.ones((size * fine,) * 2, bool)
     marked = np.ones_like(paper)
-    for x0, y0, x1, y1 in itertools.chain(*drawing.curves):
-        for share in np.linspace(0, 1, 40):
-            x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
-            paper[int(y * fine), int(x * fine)] = False
-    for x, y in drawing.dots:
-        marked[int(y * fine), int(x * fine)] = False
+    start, end = np.concatenate(drawing.curves).T[..., None]
+    inked, dots = (
+        fine * (start + np.linspace(0, 1, 40) * (end - start)),
+        fine * np.array(drawing.dots),
+    )
+    paper[inked.imag.astype(int), inked.real.astype(int)] = False
+    rows, columns = dots.imag.astype(int), dots.real.astype(int)
+    marked[rows, columns] = False
     ink = ndimage.distance_transform_edt(paper) <= pen * fine
     ink |= ndimage.distance_transform_edt(marked) <= (pathfinder.RADIUS + pen / 2) * fine
     parts, _ = ndimage.label(ink)
-    ends = [parts[int(dot[1] * fine), int(dot[0] * fine)] for dot in drawing.dots]
-    return bool(ends[0] == ends[1])
+    return len(set(parts[rows, columns].tolist())) == 1
 
 
 @pytest.mark.parametrize(("setting", "count"), [("easy", 6), ("medium", 2), ("hard", 2)])
@@ -53,21 +51,22 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside():
     rules = pathfinder.RULES["medium"]
     drawing = pathfinder.draw_image(rules, 1, "geometry")
     for curve in drawing.curves:
-        for (x0, y0, x1, y1), following in itertools.pairwise(curve):
-            assert math.dist((x0, y0), (x1, y1)) == pytest.approx(pathfinder.DASH)
-            assert math.dist((x1, y1), following[:2]) == pytest.approx(pathfinder.GAP)
-            u0, v0, u1, v1 = following
-            turn = math.atan2(v1 - v0, u1 - u0) - math.atan2(y1 - y0, x1 - x0)
-            assert abs(math.remainder(turn, 2 * math.pi)) <= rules.max_turn + 1e-9
-        assert all(1.9 < value < rules.size - 1.9 for dash in curve for value in dash)
+        steps, gaps = curve[:, 1] - curve[:, 0], curve[1:, 0] - curve[:-1, 1]
+        assert abs(steps) == pytest.approx(pathfinder.DASH)
+        assert abs(gaps) == pytest.approx(pathfinder.GAP)
+        assert abs(np.angle(steps[1:] / steps[:-1])).max() <= rules.max_turn + 1e-9
+        sides = curve.view(float)
+        assert sides.min() > 1.9
+        assert sides.max() < rules.size - 1.9
 
 
 def facing(drawing):
-    """Return the dots and, at each, the dash that starts there: all that can be seen at the dots
-    themselves."""
-    curves = drawing.curves[:2]
-    dashes = [curve[0] for curve in curves] + [curve[-1][2:] + curve[-1][:2] for curve in curves]
-    return tuple(next(dash for dash in dashes if dash[:2] == dot) for dot in drawing.dots)
+    """Return the dots and the far ends of the dashes that start there: all that can be seen at the
+    dots themselves."""
+    ends = {
+        dash[0]: dash[1] for curve in drawing.curves[:2] for dash in (curve[0], curve[-1, ::-1])
+    }
+    return drawing.dots, [ends[dot] for dot in drawing.dots]
 
 
 @pytest.mark.parametrize(("setting", "count"), [("easy", 4), ("hard", 1)])
@@ -78,7 +77,7 @@ def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting, count):
             for label in (0, 1)
         )
         assert facing(apart) == facing(connected)
-        assert apart.curves[0] != connected.curves[0]
+        assert not np.array_equal(apart.curves[0], connected.curves[0])
 
 
 def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label():
@@ -94,7 +93,8 @@ def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label():
 
 
 def test_pixels_show_the_dots_the_dashes_and_nothing_else():
-    drawing = pathfinder.Drawing((((4.5, 8.5, 10.5, 8.5),),), ((4.5, 8.5), (24.5, 20.5)), 0)
+    curve = np.array([[4.5 + 8.5j, 10.5 + 8.5j]])
+    drawing = pathfinder.Drawing([curve], (4.5 + 8.5j, 24.5 + 20.5j), 0)
     image = pathfinder.render(drawing, 32)
     assert image[8, 4] == image[20, 24] == image[8, 5] == 255
     assert image[8, 8] == round(255 * 0.75)

@@ -18,10 +18,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +47,8 @@ _MARGIN = 2.0
 _TURNS, _BUDGET = 6, 4
 _CURVE_TRIES, _IMAGE_TRIES = 20, 100
 
-Dash: TypeAlias = tuple[float, float, float, float]
-Curve: TypeAlias = tuple[Dash, ...]
-Curves: TypeAlias = tuple[Curve, ...]
+Array: TypeAlias = NDArray[Any]
+Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True)
@@ -72,189 +72,171 @@ RULES: Mapping[str, PathfinderRules] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """The geometry of an image: dashes as (x, y, x, y), curve by curve, and the two dots."""
+    """The geometry of an image; a point is the complex number x + i y."""
 
-    curves: Curves
-    dots: tuple[tuple[float, float], tuple[float, float]]
+    curves: Sequence[Array]
+    """Start and end of each dash, (dashes, 2), curve by curve."""
+    dots: tuple[complex, complex]
     label: int
     """1 where both dots are on the ends of one curve."""
+
+
+class _NoRoomError(Exception):
+    """A curve found no place; it is tried again."""
+
+
+def _tried(times: int, draw: Callable[[], Drawn]) -> Drawn:
+    for _ in range(times):
+        with suppress(_NoRoomError):
+            return draw()
+    raise _NoRoomError
 
 
 def draw_image(rules: PathfinderRules, label: int, seed: str) -> Drawing:
     """Return the drawing that the arguments determine; `ConfigError` where it does not fit in 100
     tries."""
     generator = random.Random(f"pathfinder/{GENERATOR_VERSION}/{seed}")
-    for _ in range(_IMAGE_TRIES):
-        wirings = _wirings(rules, generator)
-        short = None if wirings is None else _distractors(rules, wirings[label], generator)
-        if wirings is not None and short is not None:
-            first, second = wirings[label]
-            return Drawing(
-                (first, second, *short),
-                (first[0][:2], (first[-1] if label else second[-1])[2:]),
-                label,
-            )
-    raise ConfigError(
-        f"pathfinder: {rules.distractors} distractors of {rules.distractor_length} dashes and two"
-        f" curves of {rules.contour_length} do not fit into {rules.size} x {rules.size} pixels;"
-        " lower contour_length or distractors, or raise size or max_turn"
-    )
+
+    def draw() -> Drawing:
+        first, second = long = _wirings(rules, generator)[label]
+        # Tried again by themselves, so that long ones are not chosen by the room they leave.
+        short = _tried(_CURVE_TRIES, lambda: _distractors(rules, long, generator))
+        return Drawing([*long, *short], (first[0, 0], (first if label else second)[-1, 1]), label)
+
+    try:
+        return _tried(_IMAGE_TRIES, draw)
+    except _NoRoomError:
+        raise ConfigError(
+            f"pathfinder: {rules.distractors} distractors of {rules.distractor_length} dashes and"
+            f" two curves of {rules.contour_length} do not fit into {rules.size} x {rules.size}"
+            " pixels; lower contour_length or distractors, or raise size or max_turn"
+        ) from None
 
 
 def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
     """Return the gray image (size, size), 0 to 255: a pixel's value falls from 1 to 0 within a
     pixel of an edge."""
     centres = np.arange(size) + 0.5
-    x, y = centres[None, :, None], centres[:, None, None]
-    dashes = np.array([dash for curve in drawing.curves for dash in curve]).T
-    distance = _to_segment(x, y, dashes).min(-1)
-    dots = np.array(drawing.dots).T
-    to_dots = np.hypot(x - dots[0], y - dots[1]).min(-1)
+    pixels = (centres + 1j * centres[:, None])[..., None]
+    distance = _distance(pixels, np.concatenate(drawing.curves)).min(-1)
+    to_dots = abs(pixels - np.array(drawing.dots)).min(-1)
     shade = np.maximum(THICKNESS / 2 + 0.5 - distance, RADIUS + 0.5 - to_dots)
     return np.rint(255 * np.clip(shade, 0.0, 1.0)).astype(np.uint8)
 
 
-def _to_segment(x: NDArray[Any], y: NDArray[Any], dashes: NDArray[Any]) -> NDArray[Any]:
-    """Return the distance from points to segments (4, ...), broadcast."""
-    x0, y0, x1, y1 = dashes
-    dx, dy = x1 - x0, y1 - y0
-    along = ((x - x0) * dx + (y - y0) * dy) / np.maximum(dx * dx + dy * dy, 1e-12)
+def _distance(points: Array, dashes: Array) -> Array:
+    """Return the distance from points to dashes (..., 2), broadcast."""
+    start, step = dashes[..., 0], dashes[..., 1] - dashes[..., 0]
+    along = ((points - start) * step.conj()).real / np.maximum(abs(step) ** 2, 1e-12)
     along = np.minimum(np.maximum(along, 0.0), 1.0)  # half the time of clip on arrays this small
-    return np.hypot(x - x0 - along * dx, y - y0 - along * dy)
+    return abs(points - start - along * step)
 
 
-def _wirings(rules: PathfinderRules, generator: random.Random) -> tuple[Curves, Curves] | None:
-    """Return two long curves that part the dots, and two of which the first joins them; None where
-    they do not fit."""
+def _wirings(rules: PathfinderRules, generator: random.Random) -> Sequence[tuple[Array, Array]]:
+    """Return two long curves that part the dots, and two of which the first joins them."""
     pen = _Pen(rules, generator, rules.contour_length)
-    joining = pen.draw(_rows(()))
-    if joining is None:
-        return None
-    ends = joining[0], joining[-1]
+    joining = pen.draw(_rows())
     if pen.length < MATCHED_LENGTH:
-        other = pen.draw(_rows([joining]))
-        return None if other is None else ((joining, other), (joining, other))
-    last = _rows([ends[1:]])[[0, -1]]  # the dash, and its far end, which bears a dot
-    for _ in range(_CURVE_TRIES):
-        leaving = pen.grow(last, first=ends[0])
-        other = leaving and pen.grow(_rows([joining]), first=_reverse(leaving[-1]))
-        arriving = leaving and other and pen.grow(_rows([leaving]), first=_reverse(ends[1]))
-        if leaving and other and arriving:
-            return (leaving, tuple(map(_reverse, reversed(arriving)))), (joining, other)
-    return None
+        return [(joining, pen.draw(_rows(joining)))] * 2
+    last = _rows(joining[-1:, [1, 1]])[:2]  # the far end of the dash, which bears a dot
+    last[0, :2] = joining[-1]
+
+    def part() -> Sequence[tuple[Array, Array]]:
+        leaving = pen.grow(last, first=joining[0])
+        other = pen.grow(_rows(joining), first=leaving[-1, ::-1])
+        arriving = pen.grow(_rows(leaving), first=joining[-1, ::-1])
+        return (leaving, arriving[::-1, ::-1]), (joining, other)
+
+    return _tried(_CURVE_TRIES, part)
 
 
-def _distractors(rules: PathfinderRules, long: Curves, generator: random.Random) -> Curves | None:
-    """Return the short curves; tried again by themselves, so that long ones are not chosen by the
-    room they leave."""
-    pen = _Pen(rules, generator, rules.distractor_length, dotted=False)
-    for _ in range(_CURVE_TRIES):
-        drawn, short = _rows(long), []
-        for _ in range(rules.distractors):
-            curve = pen.draw(drawn)
-            if curve is None:
-                break
-            short.append(curve)
-            drawn = np.concatenate((drawn, _rows([curve], dotted=False)))
-        else:
-            return tuple(short)
-    return None
+def _distractors(
+    rules: PathfinderRules, long: tuple[Array, Array], generator: random.Random
+) -> Sequence[Array]:
+    pen = _Pen(rules, generator, rules.distractor_length, radius=0.0)
+    drawn, short = _rows(*long), list[Array]()
+    for _ in range(rules.distractors):
+        short.append(pen.draw(drawn))
+        drawn = np.concatenate((drawn, _rows(short[-1])[: pen.length]))
+    return short
 
 
-def _rows(curves: Sequence[Curve], *, dotted: bool = True) -> NDArray[Any]:
-    """Return what others keep away from, as rows (x, y, x, y, distance); ends that may bear a dot,
-    a radius more."""
-    rows = [(*dash, SEPARATION) for curve in curves for dash in curve]
-    if dotted:
-        ends = [end for curve in curves for end in (curve[0][:2], curve[-1][2:])]
-        rows += [(*end, *end, SEPARATION + RADIUS) for end in ends]
-    return np.array(rows).reshape(-1, 5)
-
-
-def _reverse(dash: Dash) -> Dash:
-    return (*dash[2:], *dash[:2])
+def _rows(*curves: Array) -> Array:
+    """Return rows (start, end, distance) of what others keep away from: dashes, and then ends of
+    curves, a radius more, as they may bear a dot."""
+    ends = [[end, end] for curve in curves for end in (curve[0, 0], curve[-1, 1])]
+    rows = np.concatenate((np.empty((0, 2), complex), *curves, np.reshape(ends, (-1, 2))))
+    distances = np.full(len(rows), SEPARATION)
+    distances[len(rows) - len(ends) :] += RADIUS
+    return np.column_stack((rows, distances))
 
 
 @dataclass(frozen=True)
 class _Pen:
-    """Draws curves of ``length`` dashes, whose ends keep a radius more away where they may bear
-    dots."""
+    """Draws curves of ``length`` dashes, whose ends keep ``radius`` more away, for the dots that
+    they may bear."""
 
     rules: PathfinderRules
     generator: random.Random
     length: int
-    dotted: bool = True
+    radius: float = RADIUS
 
-    def draw(self, drawn: NDArray[Any]) -> Curve | None:
+    def draw(self, drawn: Array) -> Array:
         """Return a curve that `grow` finds in a few tries."""
-        tries = (self.grow(drawn) for _ in range(_CURVE_TRIES))
-        return next((curve for curve in tries if curve is not None), None)
+        return _tried(_CURVE_TRIES, lambda: self.grow(drawn))
 
-    def grow(self, drawn: NDArray[Any], *, first: Dash | None = None) -> Curve | None:
+    def grow(self, drawn: Array, *, first: Array | None = None) -> Array:
         """Return a curve that keeps its distance from ``drawn`` and itself, found depth first
-        within a budget, or None."""
-        rows = np.concatenate((drawn, np.empty((self.length, 5))))
+        within a budget."""
+        rows = np.concatenate((drawn, np.full((self.length, 3), SEPARATION, complex)))
+        curve = rows[len(drawn) :]
+        curve[[0, -1], 2] += self.radius
         if first is None:
             low, high = _MARGIN, self.rules.size - _MARGIN
             x, y = self.generator.uniform(low, high), self.generator.uniform(low, high)
-            start = (x, y, self.generator.uniform(-math.pi, math.pi))
-            choices = [self._candidates(rows[: len(drawn)], start, 0)]
+            heading = self.generator.uniform(-math.pi, math.pi)
+            choices = [self._candidates(drawn, x + 1j * y, heading, 0)]
         else:
-            more = RADIUS * np.array([self.dotted, self.dotted and self.length == 1])
-            clear = _clear(np.array([first]), drawn, more).all()
-            heading = math.atan2(first[3] - first[1], first[2] - first[0])
-            choices = [[(first, heading)] if clear else []]
+            choices = [[(first, float(np.angle(first[1] - first[0])))]]
+            if not self._clear(first[None], drawn, 0).all():
+                raise _NoRoomError
         for _ in range(_BUDGET * self.length):
             while choices and not choices[-1]:
                 choices.pop()
             if not choices:
-                return None
+                break
             dash, heading = choices[-1].pop()
             place = len(choices)
-            at_end = self.dotted and place in (1, self.length)
-            rows[len(drawn) + place - 1] = (*dash, SEPARATION + (RADIUS if at_end else 0.0))
+            curve[place - 1, :2] = dash
             if place == self.length:
-                return tuple(_as_dash(row) for row in rows[len(drawn) :])
+                return curve[:, :2]
             # the dash just drawn is a gap away, which is less than what others keep
-            before = rows[: len(drawn) + place - 1]
-            choices.append(self._candidates(before, (dash[2], dash[3], heading), place))
-        return None
+            others = rows[: len(drawn) + place - 1]
+            choices.append(self._candidates(others, dash[1], heading, place))
+        raise _NoRoomError
 
     def _candidates(
-        self, others: NDArray[Any], state: tuple[float, float, float], place: int
-    ) -> list[tuple[Dash, float]]:
-        """Return dashes and their headings that can stand at ``place`` of a curve whose end and
-        heading are ``state``."""
-        x, y, heading = state
+        self, others: Array, end: complex, heading: float, place: int
+    ) -> list[tuple[Array, float]]:
+        """Return dashes and their headings that can stand at ``place`` of a curve that ends so."""
         turn = self.rules.max_turn if place else 0.0
         turns = [self.generator.uniform(-turn, turn) for _ in range(_TURNS if place else 1)]
         headings = heading + np.array(turns)
-        step = np.stack((np.cos(headings), np.sin(headings)), -1)
-        start = np.array((x, y)) + (GAP if place else 0.0) * step
-        dashes = np.concatenate((start, start + DASH * step), -1)
-        ok = ((dashes >= _MARGIN) & (dashes <= self.rules.size - _MARGIN)).all(-1)
-        dashes, headings = dashes[ok], headings[ok]
-        if not len(dashes):
-            return []
-        more = RADIUS * np.array([self.dotted and place == end for end in (0, self.length - 1)])
-        ok = _clear(dashes, others, more)
-        found = zip(dashes[ok], headings[ok], strict=True)
-        return [(_as_dash(dash), float(angle)) for dash, angle in found]
+        step = np.cos(headings) + 1j * np.sin(headings)
+        start = end + (GAP if place else 0.0) * step
+        dashes = np.stack((start, start + DASH * step), -1)
+        sides = dashes.view(float)
+        ok = ((sides >= _MARGIN) & (sides <= self.rules.size - _MARGIN)).all(-1)
+        ok[ok] = self._clear(dashes[ok], others, place)
+        return list(zip(dashes[ok], headings[ok].tolist(), strict=True))
 
-
-def _as_dash(row: NDArray[Any]) -> Dash:
-    return float(row[0]), float(row[1]), float(row[2]), float(row[3])
-
-
-def _clear(dashes: NDArray[Any], others: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
-    """Return which dashes keep their distance from rows (x, y, x, y, distance), their ends ``more``
-    of it."""
-    ends, tips = dashes.reshape(-1, 2, 1, 2), others[:, :4].reshape(1, 1, -1, 2, 2)
-    to_others = _to_segment(ends[..., 0], ends[..., 1], others.T[:4])
-    near = to_others >= others[:, 4] + more[None, :, None]
-    to_dashes = _to_segment(tips[..., 0], tips[..., 1], dashes.T[:, :, None, None, None])
-    back = to_dashes >= others[:, 4, None]
-    return (near.all((-1, -2)) & back.all((-1, -2, -3))).reshape(-1)
+    def _clear(self, dashes: Array, others: Array, place: int) -> Array:
+        """Return which dashes can stand at ``place``: far enough from others, free ends more."""
+        more = self.radius * np.array([[place == 0], [place == self.length - 1]])
+        distances = others[:, 2].real
+        near = _distance(dashes[..., None], others) >= distances + more
+        back = _distance(others[:, :2], dashes[:, None, None]) >= distances[:, None]
+        return near.all((-1, -2)) & back.all((-1, -2))
 
 
 @dataclass(frozen=True)
