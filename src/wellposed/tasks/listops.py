@@ -7,20 +7,23 @@ long lengths).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.options import CheckedOptions, Ge, Size
+from wellposed.options import CheckedOptions, Ge
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed.tasks.data.splits import SPLITS, Described, DrawnOptions, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
@@ -105,89 +108,61 @@ class _TooLongError(Exception):
     """The tree being drawn has reached the length at which it will be rejected."""
 
 
-class ListOpsGenerator:
-    """Draws distinct expressions: trees by the Long Range Arena's law, given that the length is
-    within bounds.
+def draw_expressions(rules: ListOpsRules, *, seed: int) -> Iterator[tuple[bytes, int]]:
+    """Yield expressions and their values: trees by the Long Range Arena's law, given that the
+    length is within bounds.
 
     A node above max_depth is an operator with probability 1/4, else a digit; operator, digit and
     number of arguments are uniform. A tree whose length is out of bounds is drawn again (and
     abandoned as soon as it is too long, which leaves the law as it is). An expression is a
-    ``bytes`` of token numbers, indices into ``VOCABULARY``. Labels are computed while the tree is
+    ``bytes`` of token numbers, indices into ``VOCABULARY``. Values are computed while the tree is
     drawn.
 
-    >>> expression, label = ListOpsGenerator(ListOpsRules(4, 4, 5, 12), seed=1).draw()
+    >>> expression, value = next(draw_expressions(ListOpsRules(4, 4, 5, 12), seed=1))
     >>> tokens = [VOCABULARY[token] for token in expression]
-    >>> 5 < len(tokens) < 12, evaluate(tokens) == label
+    >>> 5 < len(tokens) < 12, evaluate(tokens) == value
     (True, True)
     """
+    draw = random.Random(f"listops/{GENERATOR_VERSION}/{seed}").random
+    operators = [(VOCABULARY.index(name), OPERATORS[name]) for name in GENERATED_OPERATORS]
+    close, most = VOCABULARY.index(CLOSE), rules.max_length - 1
+    tokens: list[int] = []
 
-    def __init__(self, rules: ListOpsRules, *, seed: int) -> None:
-        self.rules = rules
-        self._random = random.Random(f"listops/{GENERATOR_VERSION}/{seed}").random
-        self._operators = [(VOCABULARY.index(n), OPERATORS[n]) for n in GENERATED_OPERATORS]
-        self._close = VOCABULARY.index(CLOSE)
-        self._tokens: list[int] = []
-
-    def draw(self) -> tuple[bytes, int]:
-        """Draw one expression and its value."""
-        for _ in range(MAX_FRUITLESS_TRIES):
-            self._tokens = []
-            try:
-                value = self._digit_or_operator()
-            except _TooLongError:
-                continue
-            if len(self._tokens) > self.rules.min_length:
-                return bytes(self._tokens), value
-        raise ConfigError(
-            f"listops: no expression within the bounds in {MAX_FRUITLESS_TRIES} draws of"
-            f" {self.rules}; lower min_length, or raise max_length, max_depth or max_args"
-        )
-
-    def draw_distinct(self, count: int) -> dict[bytes, int]:
-        """Draw ``count`` different expressions, in order, with their values."""
-        drawn: dict[bytes, int] = {}
-        fruitless = 0
-        while len(drawn) < count:
-            expression, value = self.draw()
-            fruitless = fruitless + 1 if expression in drawn else 0
-            drawn[expression] = value
-            if fruitless > MAX_FRUITLESS_TRIES:
-                raise ConfigError(
-                    f"listops: {self.rules} allow too few different expressions: {len(drawn)}"
-                    f" found, {count} wanted; lower num_train, num_valid and num_test, or raise"
-                    " max_length, max_depth or max_args"
-                )
-        return drawn
-
-    def _digit_or_operator(self) -> int:
-        """Draw a whole tree: its root is a node like any other."""
-        slot = int(self._random() * _SLOTS)
-        if slot < _OPERATOR_SLOTS:
-            return self._operator(1)
-        self._tokens.append(_SLOT_DIGITS[slot])
-        return _SLOT_DIGITS[slot]
-
-    def _operator(self, depth: int) -> int:
-        """Draw an operator and its arguments; one random number decides between operator and digit,
+    def nodes(count: int, depth: int) -> list[int]:
+        """Draw trees and return their values; one random number decides between operator and digit,
         and which digit."""
-        draw, tokens, limit = self._random, self._tokens, self.rules.max_length - 1
-        token, function = self._operators[int(draw() * len(self._operators))]
-        tokens.append(token)
-        lowest_slot = _OPERATOR_SLOTS if depth + 1 >= self.rules.max_depth else 0
         values = []
-        for _ in range(2 + int(draw() * (self.rules.max_args - 1))):
-            if len(tokens) >= limit:
+        lowest = _OPERATOR_SLOTS if depth >= rules.max_depth else 0
+        for _ in range(count):
+            if len(tokens) >= most:
                 raise _TooLongError
-            slot = lowest_slot + int(draw() * (_SLOTS - lowest_slot))
-            if slot < _OPERATOR_SLOTS:
-                values.append(self._operator(depth + 1))
-            else:
+            slot = lowest + int(draw() * (_SLOTS - lowest))
+            if slot >= _OPERATOR_SLOTS:
                 values.append(_SLOT_DIGITS[slot])
                 tokens.append(_SLOT_DIGITS[slot])
-        tokens.append(self._close)
-        if len(tokens) >= self.rules.max_length:
-            raise _TooLongError
-        return function(values)
+                continue
+            token, function = operators[int(draw() * len(operators))]
+            tokens.append(token)
+            arguments = 2 + int(draw() * (rules.max_args - 1))
+            values.append(function(nodes(arguments, depth + 1)))
+            tokens.append(close)
+            if len(tokens) > most:
+                raise _TooLongError
+        return values
+
+    fruitless = 0
+    while fruitless < MAX_FRUITLESS_TRIES:
+        tokens.clear()
+        fruitless += 1
+        with suppress(_TooLongError):
+            (value,) = nodes(1, 1)
+            if len(tokens) > rules.min_length:
+                fruitless = 0
+                yield bytes(tokens), value
+    raise ConfigError(
+        f"listops: no expression within the bounds in {MAX_FRUITLESS_TRIES} draws of {rules};"
+        " lower min_length, or raise max_length, max_depth or max_args"
+    )
 
 
 RULES: Mapping[str, ListOpsRules] = {
@@ -201,13 +176,14 @@ SIZES: Mapping[str, Mapping[Split, int]] = {
 
 
 @dataclass(frozen=True)
-class ListOpsOptions(DataOptions):
+class ListOpsOptions(DrawnOptions):
     """Options of the task `listops`."""
 
     data: str = "builtin"
     """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or hf:name[:config]."""
     setting: Literal["short", "lra"] = "short"
-    """Bounds and sizes of what is generated: short has 6 to 49 tokens, lra is Long Range Arena's 501 to 1999."""
+    """Bounds and sizes of what is generated: short has 6 to 49 tokens and 20000, 1000 and 1000 expressions;
+    lra, that of the Long Range Arena, 501 to 1999 tokens and 96000, 2000 and 2000."""
     max_depth: int | None = None
     """Digits stand at this depth at most; 4 (short) or 10 (lra)."""
     max_args: int | None = None
@@ -216,15 +192,7 @@ class ListOpsOptions(DataOptions):
     """Generated expressions have more tokens than this; 5 (short) or 500 (lra)."""
     max_length: int | None = None
     """Generated expressions have fewer tokens than this; 50 (short) or 2000 (lra). In a file: most tokens of one."""
-    num_train: Size | None = None
-    """Generated train expressions; 20000 (short) or 96000 (lra)."""
-    num_valid: Size | None = None
-    """Generated valid expressions; 1000 (short) or 2000 (lra)."""
-    num_test: Size | None = None
-    """Generated test expressions; 1000 (short) or 2000 (lra)."""
-    data_seed: int | None = None
-    """Seed of the generator, apart from the seed of training; 0 where not given."""
-    drawn: ClassVar[str] = "max_depth max_args min_length data_seed num_train num_valid num_test"
+    drawn: ClassVar[str] = f"max_depth max_args min_length {DrawnOptions.drawn}"
 
 
 @register_task(
@@ -256,25 +224,28 @@ class ListOpsTask(ClassificationTask):
         super().__init__(encoder=encoder, examples=examples, labels=DIGITS, described=described)
 
 
-Examples: TypeAlias = "dict[Split, LabelledExamples]"
+Examples: TypeAlias = dict[Split, LabelledExamples]
 
 
 def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
     bounds = ("max_depth", "max_args", "min_length", "max_length")
     rules = replace(RULES[options.setting], **splits.given_options(options, bounds))
-    sizes = SIZES[options.setting]
-    counts = {split: getattr(options, f"num_{split}") or sizes[split] for split in SPLITS}
-    seed = options.data_seed or 0
-    drawn = ListOpsGenerator(rules, seed=seed).draw_distinct(sum(counts.values()))
-    expressions, values = list(drawn), list(drawn.values())
-    written = b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn.items())
-    examples: Examples = {}
-    start = 0
-    for split in SPLITS:
-        chosen = slice(start, start := start + counts[split])
-        flat = np.frombuffer(b"".join(expressions[chosen]), dtype=np.uint8) + np.uint8(NUM_SPECIAL)
-        ids = Ragged(flat, list(map(len, expressions[chosen])))
-        examples[split] = LabelledExamples(ids, np.array(values[chosen], dtype=np.int64))
+    counts, seed = options.counts(SIZES[options.setting]), options.data_seed or 0
+    draw = partial(next, draw_expressions(rules, seed=seed))
+    found = splits.draw_distinct(
+        draw,
+        sum(counts.values()),
+        MAX_FRUITLESS_TRIES,
+        f"listops: {rules} allow too few different expressions",
+        "raise max_length, max_depth or max_args",
+    )
+    written = b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in found)
+    left, examples = iter(found), Examples()
+    for split, count in counts.items():
+        texts, values = zip(*itertools.islice(left, count), strict=True)
+        flat = np.frombuffer(b"".join(texts), dtype=np.uint8) + np.uint8(NUM_SPECIAL)
+        labels = np.array(values, dtype=np.int64)
+        examples[split] = LabelledExamples(Ragged(flat, list(map(len, texts))), labels)
     return examples, {
         "source": f"builtin: generated by the Long Range Arena rules, setting {options.setting}",
         "generator_version": GENERATOR_VERSION,

@@ -7,12 +7,13 @@ import hashlib
 import itertools
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
-from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Ge, Size
+from wellposed.tasks.data import splits
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import register_task
@@ -105,18 +106,9 @@ def bag_accuracy(rows: list[Drawn]) -> float:
 
 def draw_distinct(options: MarkedOptions, count: int, seed: int) -> list[Drawn]:
     """Draw ``count`` different rows, by (options, seed) alone."""
-    generator = random.Random(f"marked/{GENERATOR_VERSION}/{seed}")
-    drawn: dict[tuple[str, ...], None] = {}
-    fruitless = 0
-    while len(drawn) < count:
-        before = len(drawn)
-        drawn.setdefault(_draw(options, generator))
-        fruitless = fruitless + 1 if len(drawn) == before else 0
-        if fruitless > MAX_FRUITLESS_TRIES:
-            raise ConfigError(
-                f"marked: {options} allow too few different rows: {len(drawn)} found, {count} wanted;"
-                " lower num_train, num_valid and num_test, or raise slots or words"
-            )
+    draw = partial(_draw, options, random.Random(f"marked/{GENERATOR_VERSION}/{seed}"))
+    few, remedy = f"marked: {options} allow too few different rows", "raise slots or words"
+    drawn = splits.draw_distinct(draw, count, MAX_FRUITLESS_TRIES, few, remedy)
     return [Drawn(tokens, answer_of(tokens)) for tokens in drawn]
 
 

@@ -31,7 +31,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed.tasks.data import files, images, splits
 from wellposed.tasks.data.images import Images
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Split
+from wellposed.tasks.data.splits import DrawnOptions, Split
 from wellposed.tasks.image_classification import PixelTask, prepare_images
 from wellposed.tasks.task import register_task
 
@@ -62,6 +62,7 @@ class PathfinderRules(CheckedOptions):
     max_turn: Positive
 
 
+RULED = ("contour_length", "distractors", "distractor_length", "max_turn")
 RULES: Mapping[str, PathfinderRules] = {
     "easy": PathfinderRules(32, 6, 5, 2, 0.6),
     "medium": PathfinderRules(32, 9, 5, 3, 0.7),
@@ -240,13 +241,14 @@ class _Pen:
 
 
 @dataclass(frozen=True)
-class PathfinderOptions(DataOptions):
+class PathfinderOptions(DrawnOptions):
     """Options of the task `pathfinder`."""
 
     data: str = "builtin"
     """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or folder."""
     setting: Literal["easy", "medium", "hard"] = "easy"
-    """Length of the drawn curves: 6, 9 or 14 dashes, as the three levels of the public release."""
+    """Length of the drawn curves: 6, 9 or 14 dashes, as the three levels of the public release; 1000, 200 and 200 of
+    them are drawn (the release has 200000)."""
     size: Size | None = None
     """Side of the image: 32 where drawn; images of a file are shrunk to it by block means."""
     contour_length: Size | None = None
@@ -257,19 +259,9 @@ class PathfinderOptions(DataOptions):
     """Dashes of a short curve; a third of the setting's long ones where not given."""
     max_turn: float | None = None
     """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
-    num_train: Size | None = None
-    """Drawn train images; 1000 where not given (the release has 160000)."""
-    num_valid: Size | None = None
-    """Drawn valid images; 200 where not given."""
-    num_test: Size | None = None
-    """Drawn test images; 200 where not given."""
-    data_seed: int | None = None
-    """Seed of the drawing, apart from the seed of training; 0 where not given."""
     unreadable: Literal["error", "skip"] = "error"
     """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
-    drawn: ClassVar[str] = (
-        "contour_length distractors distractor_length max_turn data_seed num_train num_valid num_test"
-    )
+    drawn: ClassVar[str] = f"{' '.join(RULED)} {DrawnOptions.drawn}"
 
 
 @register_task(
@@ -342,8 +334,7 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
     seed = options.data_seed or 0
     found: dict[Split, Images] = {}
     digest = hashlib.sha256()
-    for split in SPLITS:
-        count = getattr(options, f"num_{split}") or SIZES[split]
+    for split, count in options.counts(SIZES).items():
         labels = np.arange(count, dtype=np.int64) % 2
         drawn = [
             render(draw_image(rules, int(label), f"{seed}/{split}/{index}"), rules.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, DrawnOptions, Split
 from wellposed.tasks.data.texts import gather_prose
 from wellposed.tasks.kinds import classification
 from wellposed.tasks.task import Kind, register_task
@@ -28,23 +27,16 @@ BUILTIN_SIZES: dict[Split, int] = {"train": 2000, "valid": 200, "test": 200}
 _PASSAGE = 600
 _PROBE_LINES = 20
 _SPLIT_OF_TENTH: dict[int, Split] = {8: "valid", 9: "test"}
-_MAX_DRAWS = 50
 
 
 @dataclass(frozen=True)
-class RetrievalOptions(DataOptions):
+class RetrievalOptions(DrawnOptions):
     """Options of the task `retrieval`."""
 
     data: str = "builtin"
     """builtin, a tsv file or folder of pairs (label, id, id, text, text), or a labelled file or folder."""
     format: Literal["auto", "pairs", "labelled"] = "auto"
     """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts; auto counts the columns."""
-    num_train: Size | None = None
-    """Train pairs made of labelled texts; as many as texts (2000 for builtin) where not given."""
-    num_valid: Size | None = None
-    """Valid pairs made of labelled texts; as many as texts (200 for builtin) where not given."""
-    num_test: Size | None = None
-    """Test pairs made of labelled texts; as many as texts (200 for builtin) where not given."""
     tokenizer: str = "byte"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
@@ -53,8 +45,7 @@ class RetrievalOptions(DataOptions):
     """Most tokens of one document; the Long Range Arena takes 4000 bytes."""
     overflow: Literal["truncate", "error"] = "truncate"
     """A longer document keeps its first max_length tokens (counted in the report), or is an error."""
-    data_seed: int | None = None
-    """Seed of the pairs made of labelled texts, apart from the seed of training; 0 where not given."""
+    drawn: ClassVar[str] = ""
 
     def problems(self) -> list[str]:
         """Return one line for each option that does not fit the data."""
@@ -101,13 +92,12 @@ class RetrievalTask(classification.ClassificationTask):
 
 
 def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
-    sizes: dict[Split, int | None] = {split: getattr(options, f"num_{split}") for split in SPLITS}
+    usual: Mapping[Split, int | None] = dict.fromkeys(SPLITS)
     if options.data == "builtin":
         tables, described = builtin_passages()
-        sizes = {split: sizes[split] or BUILTIN_SIZES[split] for split in SPLITS}
+        usual = BUILTIN_SIZES
     elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options)):
-        drawn = ("num_train", "num_valid", "num_test", "data_seed")
-        if given := splits.given_options(options, drawn):
+        if given := splits.given_options(options, DrawnOptions.drawn.split()):
             names = " and ".join(given)
             raise ConfigError(f"option {names}: says what is drawn; {options.data} brings pairs")
         return read_pairs(options)
@@ -115,75 +105,43 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         tables, described = load_labelled(options)
     seed = options.data_seed or 0
     pairs: dict[Split, PairTable] = {
-        split: make_pairs(tables[split], sizes[split], f"{split}/{seed}") for split in SPLITS
+        split: make_pairs(tables[split], count, f"{split}/{seed}")
+        for split, count in options.counts(usual).items()
     }
     how = "half the pairs share a label, half do not; no pair twice"
     return pairs, {**described, "pairs": how, "data_seed": seed}
 
 
 def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
-    """Draw ``count`` distinct pairs of texts, every second one with a common label; as many as
-    texts for None."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, label in enumerate(table.labels):
-        groups[label].append(index)
-    total = len(table.texts)
-    count = total if count is None else count
+    """Draw ``count`` distinct pairs of texts, every second one with a common label, each such pair
+    as likely as any other; as many as texts for None."""
+    count = len(table) if count is None else count
+    labels = np.unique(table.labels, return_inverse=True)[1]
+    order = np.argsort(labels, kind="stable")
+    # In this order a text has those of its own label, and before them all of other labels, before it.
+    starts = np.searchsorted(labels[order], labels[order])
+    before = {1: np.arange(len(order)) - starts, 0: starts}
     wanted = {1: (count + 1) // 2, 0: count // 2}
-    within = sum(len(group) * (len(group) - 1) // 2 for group in groups.values())
-    available = {1: within, 0: total * (total - 1) // 2 - within}
     problems = [
-        f"{table.path}: {available[label]} pairs of {'one label' if label else 'two labels'},"
+        f"{table.path}: {before[label].sum()} pairs of {'one label' if label else 'two labels'},"
         f" {wanted[label]} wanted"
         for label in (1, 0)
-        if wanted[label] > available[label]
+        if wanted[label] > before[label].sum()
     ]
     files.refuse(
         "the labelled texts give too few pairs; lower num_train, num_valid, num_test, or add texts",
         problems,
     )
-    drawn = _draw(groups, table.labels, wanted, random.Random(f"pairs/{seed}"))
-    return PairTable(table, [one for one, _ in drawn], [two for _, two in drawn], [*drawn.values()])
-
-
-def _draw(
-    groups: Mapping[str, Sequence[int]],
-    labels: Sequence[str],
-    wanted: Mapping[int, int],
-    generator: random.Random,
-) -> dict[tuple[int, int], int]:
-    """Return pairs with their label, related and different in turn."""
-    everything = range(len(labels))
-    related = [index for index in everything if len(groups[labels[index]]) > 1]
-    drawn: dict[tuple[int, int], int] = {}
-    left = dict(wanted)
-    limit = _MAX_DRAWS * sum(wanted.values())
-    for tries in range(limit + 1):
-        label = 1 if left[1] >= left[0] and left[1] else 0
-        one = generator.choice(related if label else everything)
-        other = generator.choice(groups[labels[one]] if label else everything)
-        refused = tries == limit or one == other or (one, other) in drawn or (other, one) in drawn
-        if not refused and (labels[one] == labels[other]) == bool(label):
-            drawn[one, other] = label
-            left[label] -= 1
-            if not any(left.values()):
-                return drawn
-    return _enumerate(labels, wanted, generator)
-
-
-def _enumerate(
-    labels: Sequence[str], wanted: Mapping[int, int], generator: random.Random
-) -> dict[tuple[int, int], int]:
-    """Draw from the list of all pairs, where drawing one by one meets the same pairs again and
-    again."""
-    pairs: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
-    for one in range(len(labels)):
-        for other in range(one):
-            pairs[int(labels[one] == labels[other])].append((one, other))
-    draws = {label: generator.sample(pairs[label], wanted[label]) for label in (1, 0)}
-    chosen = [(pair, label) for label, drawn in draws.items() for pair in drawn]
-    generator.shuffle(chosen)
-    return dict(chosen)
+    generator, pairs = random.Random(f"pairs/{seed}"), np.empty((count, 2), np.int64)
+    for label in (1, 0):
+        ends = np.cumsum(before[label])
+        drawn = np.array(generator.sample(range(int(ends[-1])), wanted[label]), np.int64)
+        later = np.searchsorted(ends, drawn, side="right")
+        earlier = drawn - (ends - before[label])[later] + label * starts[later]
+        pairs[1 - label :: 2] = np.stack((order[later], order[earlier]), -1)
+    turned = generator.sample(range(count), count // 2)
+    pairs[turned] = pairs[turned, ::-1]
+    return PairTable(table, *pairs.T.tolist(), labels=[1, 0] * (count // 2) + [1] * (count % 2))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, import_extra, listed
 from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
-from wellposed.options import CheckedOptions
+from wellposed.options import CheckedOptions, Size
 from wellposed.tasks.data.files import missing_file, refuse
 
 Split: TypeAlias = Literal["train", "valid", "test"]
@@ -26,6 +26,7 @@ MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
 
 Rows = TypeVar("Rows", bound="Selectable")
 Read = TypeVar("Read")
+Hashed = TypeVar("Hashed", bound=Hashable)
 Described: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = tuple[dict[Split, Read], Described]
 """What the splits hold, and where it came from."""
@@ -55,6 +56,47 @@ class DataOptions(CheckedOptions):
             drawn, why = self.drawn.split(), f"says what is drawn, no effect on {self.data}"
             unread |= dict.fromkeys(drawn, why)
         return [f"option {name}: {unread[name]}" for name in given_options(self, unread)]
+
+
+@dataclass(frozen=True)
+class DrawnOptions(DataOptions):
+    """Where the data of a task is, and how much is drawn."""
+
+    data: str = "builtin"
+    """builtin, a file, a folder, or hf:name[:config]."""
+    num_train: Size | None = None
+    """Train examples that are drawn; the usual number where not given."""
+    num_valid: Size | None = None
+    """Valid examples that are drawn; the usual number where not given."""
+    num_test: Size | None = None
+    """Test examples that are drawn; the usual number where not given."""
+    data_seed: int | None = None
+    """Seed of the drawing, apart from the seed of training; 0 where not given."""
+
+    drawn: ClassVar[str] = "num_train num_valid num_test data_seed"
+
+    def counts(self, usual: Mapping[Split, int | None]) -> dict[Split, Any]:
+        """Return how many examples of each split are drawn."""
+        return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
+
+
+def draw_distinct(
+    draw: Callable[[], Hashed], count: int, tries: int, few: str, remedy: str
+) -> list[Hashed]:
+    """Return ``count`` different results of ``draw``; after ``tries`` known ones in a row, a
+    `ConfigError` that says what gives too ``few`` and ends with ``remedy``."""
+    drawn: dict[Hashed, None] = {}
+    fruitless = 0
+    while len(drawn) < count:
+        before = len(drawn)
+        drawn.setdefault(draw())
+        fruitless = fruitless + 1 if len(drawn) == before else 0
+        if fruitless > tries:
+            raise ConfigError(
+                f"{few}: {before} found, {count} wanted; lower num_train, num_valid and num_test,"
+                f" or {remedy}"
+            )
+    return list(drawn)
 
 
 class Selectable(Protocol):
