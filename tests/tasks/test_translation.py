@@ -124,7 +124,7 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
         lines[4] = " ".join(lines[:9])
 
     changed(corpus, tmp_path, "train", lengthen)
-    says = r"train: sentences with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
+    says = r"train: texts with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
     with bad_data(match=says):
         build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
@@ -132,7 +132,7 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
     changed(corpus, tmp_path, "test", lengthen)
-    with bad_data(match=r"test: sentences with more .*or give overflow='drop'"):
+    with bad_data(match=r"test: texts with more .*or give overflow='drop'"):
         build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     assert task.description()["pairs_cut_as_too_long"] == {"valid": 0, "test": 1}
@@ -140,7 +140,7 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
     assert max(map(len, row.values())) == 25
     assert {row["labels"][-1]} == {task.dataset("test")[0]["labels"][-1]}, "the end token stays"
     whole = (tmp_path / "test.en").read_text().splitlines()[4]
-    assert task._references["test"][4] == whole, "what BLEU compares with"
+    assert task._pairs["test"].target[4] == whole, "what BLEU compares with"
 
 
 def test_what_the_data_lacks_or_repeats_is_described(corpus, tmp_path):

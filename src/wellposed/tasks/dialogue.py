@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from wellposed.errors import DataError, listed
+from wellposed.errors import DataError
 from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import TextFile
+from wellposed.tasks.data.parallel import ParallelTexts
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqOptions, Seq2SeqTask
 from wellposed.tasks.metrics import embedding, overlap
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
-from wellposed.tasks.text.tokenizers import describe_unknown
 
 Format = Literal["auto", "dailydialog", "personachat"]
 END_OF_UTTERANCE = "__eou__"
@@ -122,15 +120,12 @@ def parse_dailydialog(file: TextFile) -> list[Dialogue]:
     dialogues, problems = [], []
     for number, line in file.lines():
         *turns, rest = (turn.strip() for turn in line.split(END_OF_UTTERANCE))
-        where = f"{file.path}:{number}"
-        if not turns:
-            problems.append(f"{where}: no {END_OF_UTTERANCE}: {line[:60]!r}")
-        elif rest:
-            problems.append(f"{where}: text after the last {END_OF_UTTERANCE}: {rest[:60]!r}")
-        elif not all(turns):
-            problems.append(f"{where}: utterance {turns.index('') + 1} is empty")
         dialogues.append(Dialogue(number, tuple(turns)))
-    files.refuse(f"lines without utterances, each followed by {END_OF_UTTERANCE}", problems)
+        if rest or not turns or not all(turns):
+            problems.append(f"{file.path}:{number}: {line[:60]!r}")
+    files.refuse(
+        f"lines that are not utterances, each followed by {END_OF_UTTERANCE}, none empty", problems
+    )
     return dialogues
 
 
@@ -144,13 +139,10 @@ def parse_personachat(file: TextFile) -> list[Dialogue]:
         count = int(match[1]) if match else expected
         if match and (count == 1 or not dialogues):
             dialogues.append(Dialogue(number, second_speaker_only=True))
-        problem = None
-        if match is None:
-            problem = f"expected a number and a space first, received {line[:60]!r}"
-        elif count not in (1, expected):
-            problem = f"numbered {count}, expected {expected}, or 1 where a dialogue starts"
-        wrong = match and _add_line(line[match.end() :], dialogues[-1])
-        problems += [f"{file.path}:{number}: {each}" for each in (problem or wrong,) if each]
+        problem = _add_line(line[match.end() :], dialogues[-1]) if match else None
+        if match is None or count not in (1, expected):
+            problem = f"expected {expected} and a space first, or 1 where a dialogue starts"
+        problems += [f"{file.path}:{number}: {problem}: {line[:60]!r}"] if problem else []
         expected = count + 1
     problems += [
         f"{file.path}:{dialogue.line}: the dialogue that starts here has no exchange"
@@ -167,26 +159,15 @@ def _add_line(text: str, dialogue: Dialogue) -> str | None:
         if text.startswith(mark):
             persona = text.removeprefix(mark).strip()
             setattr(dialogue, owner, (*getattr(dialogue, owner), persona))
-            if dialogue.turns:
-                return "a persona after an exchange; personas come first in a dialogue"
-            return None if persona else "the persona is empty"
+            return None if persona and not dialogue.turns else "expected personas before exchanges"
     fields = [part.strip() for part in text.split("\t")]
-    said, reply = fields[0], fields[1] if len(fields) > 1 else ""
     # An exchange is kept even where it is malformed, so that its dialogue is not reported a second
     # time.
-    dialogue.turns += (said, reply)
+    dialogue.turns += (fields[0], "".join(fields[1:2]))
     candidates = [each.strip() for each in fields[3].split("|")] if fields[3:4] > [""] else []
     dialogue.candidates += len(candidates)
-    wrong = {
-        f"expected an utterance, a tab and a reply, received no tab: {text[:60]!r}": not fields[1:],
-        f"{len(fields)} columns, expected utterance, reply, reward and candidates": fields[4:],
-        "the utterance is empty": not said,
-        "the reply is empty": not reply,
-        f"the reply is not among its {len(candidates)} candidates": (
-            candidates and reply not in candidates
-        ),
-    }
-    return next((what for what, holds in wrong.items() if holds), None)
+    right = len(fields) in (2, 3, 4) and all(fields[:2]) and fields[1] in (candidates or fields)
+    return None if right else "expected an utterance, a tab and a reply, which candidates hold"
 
 
 PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
@@ -232,22 +213,21 @@ def _draw_groups(
 def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
     """Return the positions of the dialogues in groups of which no two share a persona line or a
     whole dialogue."""
-    parents: dict[str, str] = {}
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def root(name: str) -> str:
-        parents.setdefault(name, name)
-        while parents[name] != name:
-            parents[name] = parents[parents[name]]
-            name = parents[name]
-        return name
-
-    for dialogue in dialogues:
-        names = [*dialogue.persona, " ".join(fingerprint(dialogue))]
-        for name in names[1:]:
-            parents[root(name)] = root(names[0])
-    groups: dict[str, list[int]] = {}
-    for position, dialogue in enumerate(dialogues):
-        groups.setdefault(root(" ".join(fingerprint(dialogue))), []).append(position)
+    numbers: dict[str, int] = {}
+    links = [
+        (position, len(dialogues) + numbers.setdefault(name, len(numbers)))
+        for position, dialogue in enumerate(dialogues)
+        for name in (*dialogue.persona, " ".join(fingerprint(dialogue)))
+    ]
+    size = len(dialogues) + len(numbers)
+    graph = coo_array((np.ones(len(links)), np.transpose(links)), shape=(size, size))
+    groups: dict[int, list[int]] = {}
+    _, group_of = connected_components(graph, directed=False)
+    for position, group in enumerate(group_of[: len(dialogues)].tolist()):
+        groups.setdefault(group, []).append(position)
     return list(groups.values())
 
 
@@ -267,8 +247,7 @@ def read_synonyms(path: Path) -> dict[str, str]:
     return names
 
 
-LATER: tuple[Split, Split] = ("valid", "test")
-DESCRIBED = ("context", "speaker_marks", "persona", "lowercase", "max_tokens")
+DESCRIBED = ("context", "speaker_marks", "persona")
 NEEDED = {
     overlap.SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
     **dict.fromkeys(overlap.VECTOR_METRICS, ("vectors", "FILE")),
@@ -331,6 +310,7 @@ class DialogueTask(Seq2SeqTask):
     """
 
     report_headline: ClassVar[str | None] = "bleu_4"
+    shortened: ClassVar[str] = "cut"
 
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
@@ -344,21 +324,10 @@ class DialogueTask(Seq2SeqTask):
         repetitions = _count_repetitions(dialogues)
         if options.drop_repeated_test:
             dialogues["test"] = _without_repeated(dialogues, options.data)
-        pairs = {split: _pairs(dialogues[split], options, split) for split in SPLITS}
-        texts = _vocabulary_texts(train, options)
-        encoder = build_pair_encoder(options.tokenizer, texts, vocab_size=options.vocab_size)
         self._cut: dict[Split, dict[str, int]] = {}
-        unknown: dict[Split, Any] = {}
-        encoded: dict[Split, tuple[Ragged, Ragged]] = {}
-        for split in SPLITS:
-            contexts = encoder.encode([pair.context for pair in pairs[split]])
-            replies = encoder.encode_targets([pair.reply for pair in pairs[split]])
-            unknown[split] = describe_unknown(Counter(contexts.unknown) + Counter(replies.unknown))
-            encoded[split] = self._within_positions(contexts.ids, replies.ids, pairs[split], split)
         super().__init__(
-            encoder=encoder,
-            encoded=encoded,
-            references={split: [pair.reply for pair in pairs[split]] for split in LATER},
+            pairs={split: _pairs(dialogues[split], options, split) for split in SPLITS},
+            vocabulary=_vocabulary_texts(train, options),
             described={
                 **source,
                 **_count_dialogues(dialogues),
@@ -367,7 +336,6 @@ class DialogueTask(Seq2SeqTask):
                 "train_dialogues_left_out_by_limit_dialogues": len(loaded["train"]) - len(train),
                 **{name: getattr(options, name) for name in DESCRIBED},
                 "cut_to_max_tokens": self._cut,
-                "unknown_characters": {split: unknown[split] for split in LATER},
                 "metrics_not_computed": {
                     name: f"give {option}={form}"
                     for name, (option, form) in NEEDED.items()
@@ -377,26 +345,15 @@ class DialogueTask(Seq2SeqTask):
         )
 
     def _within_positions(
-        self, contexts: Ragged, replies: Ragged, pairs: Sequence[_Pair], split: Split
-    ) -> tuple[Ragged, Ragged]:
+        self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
+    ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
         """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a
         reply its beginning."""
         limit = self.options.max_tokens
-        long = {"contexts": contexts.lengths > limit, "replies": replies.lengths > limit}
+        long = {"contexts": source.lengths > limit, "replies": target.lengths > limit}
         self._cut[split] = {name: int(mask.sum()) for name, mask in long.items()}
-        if self.options.overflow == "error" and any(self._cut[split].values()):
-            longest = np.maximum(contexts.lengths, replies.lengths).tolist()
-            problems = [
-                f"{split}, dialogue at line {pair.line}: {size} tokens"
-                for pair, size in zip(pairs, longest, strict=True)
-                if size > limit
-            ]
-            raise DataError(
-                f"contexts or replies with more than max_tokens = {limit} tokens; raise it, lower"
-                " context, or give overflow='cut':\n" + listed(problems)
-            )
-        kept = Ragged.from_lists([row[-limit:].tolist() for row in contexts])
-        return kept, replies.truncated(limit)
+        kept = Ragged.from_lists([row[-limit:].tolist() for row in source])
+        return texts, (kept, target.truncated(limit))
 
     @functools.cached_property
     def _sentence_encoder(self) -> embedding.Encode | None:
@@ -415,21 +372,18 @@ class DialogueTask(Seq2SeqTask):
         return overlap.TextScores(dict(found.scores), details)
 
 
-class _Pair(NamedTuple):
-    context: str
-    reply: str
-    line: int
-
-
-def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> list[_Pair]:
+def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> ParallelTexts:
+    """Return the context and the text of every reply."""
+    where = f"{options.data} ({split})"
     pairs = [
-        _Pair(_context(each, place, options), _cased(each.turns[place], options), each.line)
+        (_context(each, place, options), each.turns[place], each.line)
         for each in dialogues
         for place in each.replies()
     ]
     if not pairs:
-        raise DataError(f"{options.data} ({split}): no dialogue has a reply: a second utterance")
-    return pairs
+        raise DataError(f"{where}: no dialogue has a reply: a second utterance")
+    contexts, replies, lines = zip(*pairs, strict=True)
+    return ParallelTexts(contexts, replies, (where, where), lines)
 
 
 def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str:
@@ -439,7 +393,7 @@ def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str
     for earlier in range(max(0, position - options.context), position):
         mark = f"{SPEAKERS[(position - earlier + 1) % 2]} " if options.speaker_marks else ""
         parts.append(mark + dialogue.turns[earlier])
-    return _cased(" ".join(parts), options)
+    return " ".join(parts)
 
 
 def _persona(dialogue: Dialogue, options: DialogueOptions) -> Sequence[str]:
@@ -447,16 +401,11 @@ def _persona(dialogue: Dialogue, options: DialogueOptions) -> Sequence[str]:
     return {"none": (), "own": dialogue.persona, "both": both}[options.persona]
 
 
-def _cased(text: str, options: DialogueOptions) -> str:
-    return text.lower() if options.lowercase else text
-
-
 def _vocabulary_texts(train: Sequence[Dialogue], options: DialogueOptions) -> list[str]:
     """Return each train utterance and persona line once, with the marks they are read with."""
     marks = SPEAKERS if options.speaker_marks else ("", "")
     texts = [f"{marks[i % 2]} {turn}" for each in train for i, turn in enumerate(each.turns)]
-    texts += [f"{PERSONA_MARK} {line}" for each in train for line in _persona(each, options)]
-    return [_cased(text, options) for text in texts]
+    return texts + [f"{PERSONA_MARK} {line}" for each in train for line in _persona(each, options)]
 
 
 def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, dict[Split, int]]:
@@ -480,12 +429,12 @@ def _count_repetitions(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[st
     personas = {line for dialogue in train for line in dialogue.persona}
     return {
         "dialogues_also_in_train": {
-            split: len(repeated(dialogues[split], train)) for split in LATER
+            split: len(repeated(dialogues[split], train)) for split in SPLITS[1:]
         },
         "test_dialogues_also_in_valid": len(repeated(test, valid)),
         "dialogues_with_a_persona_line_of_train": {
             split: sum(not personas.isdisjoint(dialogue.persona) for dialogue in dialogues[split])
-            for split in LATER
+            for split in SPLITS[1:]
         },
     }
 

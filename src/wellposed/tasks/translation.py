@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from wellposed.errors import DataError, listed
+from wellposed.errors import DataError
 from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
@@ -16,9 +16,6 @@ from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.seq2seq import Seq2SeqOptions, Seq2SeqTask
 from wellposed.tasks.metrics.overlap import TextScores, score_texts
 from wellposed.tasks.task import register_task
-from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
-
-REPEATED: tuple[Split, Split] = ("valid", "test")
 
 
 @dataclass(frozen=True)
@@ -55,76 +52,51 @@ class TranslationTask(Seq2SeqTask):
     'translate sentences between two languages (BLEU, chrF, perplexity)'
     """
 
+    shortened: ClassVar[str] = "drop"
+
     def __init__(self, options: TranslationOptions) -> None:
         self.options = options
         pairs, source = load_parallel(options)
         full = len(pairs["train"])
         pairs["train"] = pairs["train"].select(range(min(options.limit_pairs or full, full)))
-        left_out = full - len(pairs["train"])
-        if options.lowercase:
-            pairs = {split: texts.lowercased() for split, texts in pairs.items()}
-        train = [*pairs["train"].source, *pairs["train"].target]
-        encoder = build_pair_encoder(options.tokenizer, train, vocab_size=options.vocab_size)
-        unknown: dict[Split, Any] = {}
-        encoded: dict[Split, tuple[Ragged, Ragged]] = {}
+        left_out = {"train_pairs_left_out_by_limit_pairs": full - len(pairs["train"])}
         self._dropped = {"pairs": 0, "longest": 0}
-        self._cut = dict.fromkeys(REPEATED, 0)
-        for split in SPLITS:
-            texts = pairs[split]
-            sides = encoder.encode(texts.source), encoder.encode_targets(texts.target)
-            found = (side.unknown_description() for side in sides)
-            unknown[split] = dict(zip(("source", "target"), found, strict=True))
-            ids = sides[0].ids, sides[1].ids
-            pairs[split], encoded[split] = self._within_positions(split, texts, ids)
+        self._cut = dict.fromkeys(SPLITS[1:], 0)
+        super().__init__(pairs=pairs, described={**source, **left_out})
+
+    def _describe_examples(self) -> dict[str, Any]:
         rows = {
             split: list(zip(texts.source, texts.target, strict=True))
-            for split, texts in pairs.items()
+            for split, texts in self._pairs.items()
         }
         seen = set(rows["train"])
-        super().__init__(
-            encoder=encoder,
-            encoded=encoded,
-            references={split: pairs[split].target for split in REPEATED},
-            described={
-                **source,
-                "max_tokens": options.max_tokens,
-                "train_pairs_dropped_as_too_long": self._dropped,
-                "pairs_cut_as_too_long": self._cut,
-                "train_pairs_left_out_by_limit_pairs": left_out,
-                "lowercase": options.lowercase,
-                "unknown_characters": unknown,
-                "pairs_also_in_train": {
-                    split: sum(pair in seen for pair in rows[split]) for split in REPEATED
-                },
+        return {
+            **super()._describe_examples(),
+            "train_pairs_dropped_as_too_long": self._dropped,
+            "pairs_cut_as_too_long": self._cut,
+            "pairs_also_in_train": {
+                split: sum(pair in seen for pair in rows[split]) for split in SPLITS[1:]
             },
-        )
+        }
 
     def _within_positions(
-        self, split: Split, texts: ParallelTexts, encoded: tuple[Ragged, Ragged]
+        self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return the pairs of at most ``max_tokens`` tokens; longer ones are refused, or dropped from
-        train and cut elsewhere, before their end token."""
-        limit, sizes = self.options.max_tokens, [side.lengths for side in encoded]
-        longer = np.flatnonzero(np.maximum(*sizes) > limit).tolist()
-        if not longer:
-            return texts, encoded
-        longest = int(np.maximum(*sizes).max())
-        if self.options.overflow == "error":
-            both = [(i, side) for i in longer for side in (0, 1) if sizes[side][i] > limit]
-            raise DataError(
-                f"{split}: sentences with more tokens than the positions of the model, max_tokens ="
-                f" {limit}; raise max_tokens (the longest has {longest}) or give overflow='drop':\n"
-                + listed([f"{texts.where(i, side)}: {sizes[side][i]} tokens" for i, side in both])
-            )
-        rows = [[ids.tolist() for ids in side] for side in encoded]
+        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, and
+        cut elsewhere before their end token."""
+        limit, sizes = self.options.max_tokens, np.maximum(source.lengths, target.lengths)
+        longer = sizes > limit
+        if not longer.any():
+            return texts, (source, target)
+        rows = [[ids.tolist() for ids in side] for side in (source, target)]
         if split == "train":
-            self._dropped = {"pairs": len(longer), "longest": longest}
-            kept = sorted({*range(len(texts))} - {*longer})
+            self._dropped = {"pairs": int(longer.sum()), "longest": int(sizes.max())}
+            kept = np.flatnonzero(~longer).tolist()
             if not kept:
                 raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
             texts, rows = texts.select(kept), [[side[i] for i in kept] for side in rows]
         else:
-            self._cut[split] = len(longer)
+            self._cut[split] = int(longer.sum())
             rows = [[ids[: limit - 1] + ids[limit - 1 :][-1:] for ids in side] for side in rows]
         source, target = map(Ragged.from_lists, rows)
         return texts, (source, target)

@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wellposed.options import CheckedOptions, Size
 from wellposed.tasks import batches, task
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data.splits import Split
+from wellposed.tasks.data.files import refuse
+from wellposed.tasks.data.parallel import ParallelTexts
+from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.metrics.overlap import TextScores
 from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
-from wellposed.tasks.text.tokenizers import TextEncoder
+from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,31 +74,77 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     """
 
     options: Any
-    """Of a subclass of `Seq2SeqOptions`."""
+    """Of a subclass of `Seq2SeqOptions` with an option ``overflow``."""
 
     kind: ClassVar[Kind] = "seq2seq_lm"
     headline: ClassVar[str] = "perplexity"
     higher_is_better: ClassVar[bool] = False
     report_headline: ClassVar[str | None] = "bleu"
+    shortened: ClassVar[str]
+    """The value of ``overflow`` that is no error."""
 
     def __init__(
         self,
         *,
-        encoder: TextEncoder,
-        encoded: Mapping[Split, tuple[Ragged, Ragged]],
-        references: Mapping[Split, Sequence[str]],
-        **parts: Any,
+        pairs: Mapping[Split, ParallelTexts],
+        described: Mapping[str, Any],
+        vocabulary: Sequence[str] | None = None,
     ) -> None:
-        pairs: dict[Split, PairExamples] = {s: PairExamples(*sides) for s, sides in encoded.items()}
-        longest = self.options.max_tokens
-        super().__init__(encoder=encoder, examples=pairs, max_length=longest, **parts)
+        options = self.options
+        cased = {
+            s: texts.lowercased() if options.lowercase else texts for s, texts in pairs.items()
+        }
+        texts = vocabulary or [*pairs["train"].source, *pairs["train"].target]
+        if options.lowercase:
+            texts = [text.lower() for text in texts]
+        encoder = build_pair_encoder(options.tokenizer, texts, vocab_size=options.vocab_size)
+        self._pairs: dict[Split, ParallelTexts] = {}
+        examples: dict[Split, PairExamples] = {}
+        unknown: dict[Split, Any] = {}
+        for split in SPLITS:
+            held = cased[split]
+            sides = encoder.encode(held.source), encoder.encode_targets(held.target)
+            named = zip(("source", "target"), sides, strict=True)
+            unknown[split] = {name: side.unknown_description() for name, side in named}
+            self._refuse_longer(split, held, [side.ids.lengths for side in sides])
+            self._pairs[split], ids = self._within_positions(split, held, *(s.ids for s in sides))
+            examples[split] = PairExamples(*ids)
+        super().__init__(
+            encoder=encoder,
+            examples=examples,
+            max_length=options.max_tokens,
+            described={**described, "unknown_characters": unknown},
+        )
         self._start_id = encoder.start_id
-        self._references = dict(references)
         self._signatures: dict[str, str] = {}
         self._sides = {
-            split: (examples.source.lengths.tolist(), examples.target.lengths.tolist())
-            for split, examples in pairs.items()
+            split: (held.source.lengths.tolist(), held.target.lengths.tolist())
+            for split, held in examples.items()
         }
+
+    def _refuse_longer(
+        self, split: Split, texts: ParallelTexts, sizes: Sequence[NDArray[np.int64]]
+    ) -> None:
+        limit = self.options.max_tokens
+        longest = int(np.maximum(*sizes).max())
+        if longest <= limit or self.options.overflow != "error":
+            return
+        refuse(
+            f"{split}: texts with more tokens than the positions of the model, max_tokens = {limit};"
+            f" raise max_tokens (the longest has {longest}) or give overflow={self.shortened!r}",
+            [
+                f"{texts.where(index, side)}: {sizes[side][index]} tokens"
+                for index in np.flatnonzero(np.maximum(*sizes) > limit).tolist()
+                for side in (0, 1)
+                if sizes[side][index] > limit
+            ],
+        )
+
+    @abstractmethod
+    def _within_positions(
+        self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
+    ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
+        """Return the pairs that are kept and their ids, at most ``max_tokens`` on either side."""
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**super().model_kwargs(), "decoder_start_token_id": self._start_id}
@@ -163,7 +214,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
                 texts[index] = hypotheses[0].text
         finally:
             model.train(was_training)
-        scored = self._score(texts, self._references[split][: len(rows)])
+        scored = self._score(texts, self._pairs[split].target[: len(rows)])
         self._signatures = dict(scored.signatures)
         return dict(scored.scores)
 
@@ -190,12 +241,13 @@ class Seq2SeqTask(TokenTask[PairExamples]):
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...
 
     def _describe_examples(self) -> dict[str, Any]:
+        options = {name: getattr(self.options, name) for name in ("max_tokens", "lowercase")}
         per_split: dict[str, Any] = {"pairs": {}, "tokens": {}, "longest": {}}
         for split, (sources, targets) in self._sides.items():
             per_split["pairs"][split] = len(sources)
             per_split["tokens"][split] = {"source": sum(sources), "target": sum(targets)}
             per_split["longest"][split] = {"source": max(sources), "target": max(targets)}
-        return per_split
+        return {**options, **per_split}
 
 
 LENGTH_FACTOR, LENGTH_MARGIN = 2, 10

@@ -51,7 +51,9 @@ class Encoded:
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
-        return describe_unknown(self.unknown)
+        frequent = sorted(self.unknown.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
+        count, distinct = sum(self.unknown.values()), len(self.unknown)
+        return {"count": count, "distinct": distinct, "most_frequent": dict(frequent)}
 
 
 class TextEncoder(ABC):
@@ -254,12 +256,6 @@ def wrap_tokenizer(
         model_max_length=max_length,
         **options,
     )
-
-
-def describe_unknown(counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return how many unknown pieces there are, and the most frequent ones."""
-    frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
-    return {"count": sum(counts.values()), "distinct": len(counts), "most_frequent": dict(frequent)}
 
 
 def has_tokenizer(folder: Path) -> bool:
