@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
@@ -65,12 +65,24 @@ def build_processor(name: str, train: Images, where: str) -> Any:
     if form == "hf" and source:
         return load_processor(source)
     if form == "config" and source:
-        size, channels = _size_of_model(source)
+        size, count = _size_of_model(source)
     elif name == "data":
-        size, channels = _common_size(train, where), 3
+        size, count = _common_size(train, where), 3
     else:
         raise ConfigError(f"processor = {name!r}, expected {FORMS}")
-    return _measured_processor(size, channels, train, where)
+    if count not in (1, 3):
+        raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
+    resized = _processor(size, [0.0] * count, [1.0] * count)
+    rows = shuffled(range(len(train)))[:MEASURED]
+    first, second = np.zeros(count), np.zeros(count)
+    for row in rows:
+        values = pixel_values(resized, train.image(row)).double().numpy()
+        first += values.mean((1, 2)) / len(rows)
+        second += np.square(values).mean((1, 2)) / len(rows)
+    std = np.sqrt(np.maximum(second - first**2, 0.0))
+    if not std.min() > 0:
+        raise DataError(f"{where}: every train image has the same pixels; give images that differ")
+    return _processor(size, first.tolist(), std.tolist())
 
 
 def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
@@ -145,23 +157,6 @@ def _common_size(train: Images, where: str) -> tuple[int, int]:
         )
     height, width = sizes.pop()
     return height, width
-
-
-def _measured_processor(size: tuple[int, int], count: int, train: Images, where: str) -> Any:
-    if count not in (1, 3):
-        raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
-    resized = _processor(size, [0.0] * count, [1.0] * count)
-    rows = shuffled(range(len(train)))[:MEASURED]
-    first, second = np.zeros(count), np.zeros(count)
-    for row in rows:
-        values = pixel_values(resized, train.image(row)).double().numpy()
-        first += values.mean((1, 2))
-        second += np.square(values).mean((1, 2))
-    mean = first / len(rows)
-    std = np.sqrt(np.maximum(second / len(rows) - mean**2, 0.0))
-    if not std.min() > 0:
-        raise DataError(f"{where}: every train image has the same pixels; give images that differ")
-    return _processor(size, mean.tolist(), std.tolist())
 
 
 def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> Any:
@@ -239,8 +234,8 @@ class ImageClassificationTask(LabelTask):
 
     def __init__(self, options: ImageClassificationOptions) -> None:
         self.options = options
-        images, names, self._source = reading.load_images(options, prefer="rgb")
-        self.labels = tuple(reading.label_names(images, names, options.data))
+        images, self._source = reading.load_images(options, prefer="rgb")
+        self.labels = tuple(reading.label_names(images, options.data))
         self._images = images
         train, where = images["train"], options.data
         self._processor = build_processor(options.processor, train, where)
@@ -250,7 +245,6 @@ class ImageClassificationTask(LabelTask):
             self._first[split] = len(self._rows)
             self._rows += [(images[split], row) for row in range(len(images[split]))]
         self._kept: dict[int, Tensor] = {}
-        self._kept_bytes = 0
 
     @property
     def processor(self) -> Any:
@@ -299,10 +293,8 @@ class ImageClassificationTask(LabelTask):
         if found is None:
             images, row = self._rows[number]
             found = pixel_values(self._processor, images.image(row))
-            size = found.numel() * found.element_size()
-            if self._kept_bytes + size <= KEPT_BYTES:
+            if found.nbytes * len(self._kept) < KEPT_BYTES:
                 self._kept[number] = found
-                self._kept_bytes += size
         return found.flip(-1) if turned else found
 
 
@@ -344,7 +336,8 @@ class PixelTask(ClassificationTask):
 def prepare_images(images: Images, where: str, *, size: int | None, gray: bool = True) -> Images:
     """Return images in gray, where wanted, and shrunk to ``size``, where given."""
     pixels = reading.to_gray(images.items) if gray else images.items
-    return Images(pixels if size is None else reading.shrink(pixels, size, where), images.labels)
+    pixels = pixels if size is None else reading.shrink(pixels, size, where)
+    return replace(images, items=pixels)
 
 
 @register_task("image", ImageOptions, "the class of an image read pixel by pixel (accuracy)")
@@ -367,7 +360,7 @@ class ImageTask(PixelTask):
     def __init__(self, options: ImageOptions) -> None:
         self.options = options
         gray = options.color == "gray"
-        images, names, source = reading.load_images(options, prefer=options.color, stacked=True)
+        images, source = reading.load_images(options, prefer=options.color, stacked=True)
         shapes = {split: images[split].items.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:
             raise DataError(f"{options.data}: splits of shapes {shapes}; give one shape")
@@ -378,6 +371,6 @@ class ImageTask(PixelTask):
             images[split] = prepare_images(images[split], where, size=options.size, gray=gray)
         super().__init__(
             images=images,
-            labels=reading.label_names(images, names, options.data),
+            labels=reading.label_names(images, options.data),
             described={**source, "color": options.color, "shrunk_to": options.size},
         )

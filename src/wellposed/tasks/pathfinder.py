@@ -128,7 +128,7 @@ def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
 def _distance(points: Array, dashes: Array) -> Array:
     """Return the distance from points to dashes (..., 2), broadcast."""
     start, step = dashes[..., 0], dashes[..., 1] - dashes[..., 0]
-    along = ((points - start) * step.conj()).real / np.maximum(abs(step) ** 2, 1e-12)
+    along = np.real((points - start) * step.conj()) / np.maximum(abs(step) ** 2, 1e-12)
     along = np.minimum(np.maximum(along, 0.0), 1.0)  # half the time of clip on arrays this small
     return abs(points - start - along * step)
 
@@ -227,14 +227,14 @@ class _Pen:
         start = end + (GAP if place else 0.0) * step
         dashes = np.stack((start, start + DASH * step), -1)
         sides = dashes.view(float)
-        ok = ((sides >= _MARGIN) & (sides <= self.rules.size - _MARGIN)).all(-1)
+        ok: Array = ((sides >= _MARGIN) & (sides <= self.rules.size - _MARGIN)).all(-1)
         ok[ok] = self._clear(dashes[ok], others, place)
         return list(zip(dashes[ok], headings[ok].tolist(), strict=True))
 
     def _clear(self, dashes: Array, others: Array, place: int) -> Array:
         """Return which dashes can stand at ``place``: far enough from others, free ends more."""
         more = self.radius * np.array([[place == 0], [place == self.length - 1]])
-        distances = others[:, 2].real
+        distances = np.real(others[:, 2])
         near = _distance(dashes[..., None], others) >= distances + more
         back = _distance(others[:, :2], dashes[:, None, None]) >= distances[:, None]
         return near.all((-1, -2)) & back.all((-1, -2))
@@ -304,7 +304,7 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
         splits.refuse_split_files(options, "a folder of the release")
         found, described = read_release(root, skip=options.unreadable == "skip")
     else:
-        found, _, described = images.read_npz_splits(options)
+        found, described = images.read_npz_splits(options)
         found, described = splits.cut_missing(found, options.data, described)
     for split, held in found.items():
         where = f"{options.data} ({split})"

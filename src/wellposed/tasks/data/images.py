@@ -57,6 +57,8 @@ class Images:
     ``read`` decodes."""
     labels: NDArray[np.int64]
     read: Callable[[Any], NDArray[np.uint8]] = np.asarray
+    names: Sequence[str] = ()
+    """Names of the labels, where they have names."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -86,8 +88,7 @@ class Images:
         return digest.hexdigest()
 
 
-Loaded: TypeAlias = "tuple[dict[Split, Images], list[str] | None, Described]"
-"""The images of the splits, the names of the labels where they have names, and a description."""
+Loaded: TypeAlias = "splits.Loaded[Images]"
 
 
 def load_images(options: ImageDataOptions, prefer: str | None, *, stacked: bool = False) -> Loaded:
@@ -98,17 +99,17 @@ def load_images(options: ImageDataOptions, prefer: str | None, *, stacked: bool 
     says whether images have one size and become one array.
     """
     if options.data == "builtin":
-        images, names, described = _draw(options.data_seed or 0)
+        images, described = _draw(options.data_seed or 0)
     else:
-        images, names, described = _read(options, prefer, stacked=stacked)
+        images, described = _read(options, prefer, stacked=stacked)
     full, limit = len(images["train"]), options.limit_train
     if limit is not None:
         images["train"] = images["train"].select(range(min(full, limit)))
     left_out = {"train_images_left_out_by_limit_train": full - len(images["train"])}
-    return images, names, described | left_out
+    return images, described | left_out
 
 
-def label_names(images: dict[Split, Images], names: Sequence[str] | None, where: str) -> list[str]:
+def label_names(images: dict[Split, Images], where: str) -> list[str]:
     """Return the names of the labels of train; other splits have no others."""
     known = set(images["train"].labels.tolist())
     foreign = {split: sorted(set(images[split].labels.tolist()) - known) for split in SPLITS[1:]}
@@ -116,12 +117,12 @@ def label_names(images: dict[Split, Images], names: Sequence[str] | None, where:
         raise DataError(f"{where}: labels that train lacks: {foreign}; give another train file")
     if len(known) < 2:
         raise DataError(f"{where}: every image has label {known.pop()}, expected two or more")
-    return list(names or map(str, range(max(known) + 1)))
+    return list(images["train"].names or map(str, range(max(known) + 1)))
 
 
 def _draw(seed: int) -> Loaded:
     images: dict[Split, Images] = {
-        split: Images(*draw_shapes(count, BUILTIN_SIDE, f"{seed}/{split}"))
+        split: Images(*draw_shapes(count, BUILTIN_SIDE, f"{seed}/{split}"), names=SHAPES)
         for split, count in BUILTIN_SIZES.items()
     }
     described: Described = {
@@ -130,7 +131,7 @@ def _draw(seed: int) -> Loaded:
         "data_seed": seed,
         "sha256": {split: images[split].sha256() for split in SPLITS},
     }
-    return images, list(SHAPES), described
+    return images, described
 
 
 def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Loaded:
@@ -147,14 +148,11 @@ def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Lo
     else:
         _refuse_loose_images(root)
         found = read_npz_splits(options, prefer=prefer)
-    images, names, described = found
-    images, described = splits.cut_missing(images, options.data, described)
-    return images, names, described
+    loaded, described = found
+    return splits.cut_missing(loaded, options.data, described)
 
 
 def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
-    names: list[str] = []
-
     def read_hub(rows: Any, where: str) -> Images:
         image, label = (
             next((name for name in usual if name in rows.column_names), None)
@@ -168,7 +166,7 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
         labels = rows[label][:]
         if any(type(each) is not int or each < 0 for each in labels):
             raise DataError(f"{where}: {label!r} holds values that are no whole number from 0")
-        names[:] = names or getattr(rows.features[label], "names", None) or []
+        names = getattr(rows.features[label], "names", None) or ()
 
         def read(row: int) -> NDArray[np.uint8]:
             try:
@@ -176,12 +174,11 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
             except Exception as error:  # a damaged image raises whatever its decoder does
                 raise DataError(f"{where}:{row + 1}: cannot be decoded: {error}") from None
 
-        return ready(Images(list(range(len(labels))), np.array(labels, np.int64), read))
+        return ready(Images(range(len(labels)), np.array(labels, np.int64), read, names))
 
     require_pillow()
     how = {"suffixes": (), "read_file": read_npz}
-    images, described = splits.load_splits(options, read_hub=read_hub, **how)
-    return images, names or None, described
+    return splits.load_splits(options, read_hub=read_hub, **how)
 
 
 def _refuse_loose_images(root: Path) -> None:
@@ -206,16 +203,15 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
         raise DataError(f"{root}: has a folder {others} and no folder train; add it")
     images: dict[Split, Images] = {}
     described: dict[str, Described] = {}
-    names: list[str] = []
     for split, folder in (folders or {SPLITS[0]: root}).items():
         classes, paths, labels, about = splits.find_class_files(folder, IMAGE_SUFFIXES)
-        images[split] = ready(Images(paths, np.array(labels, np.int64), read_image_file))
+        numbers = np.array(labels, np.int64)
+        images[split] = ready(Images(paths, numbers, read_image_file, classes))
         described[split] = about | {"sha256": images[split].sha256()}
-        names = names or classes
-        if classes != names:
+        if classes != (names := images["train"].names):
             raise DataError(f"{folder}: classes {classes}, expected those of train: {names}")
     how = "folders" if folders else "one folder"
-    return images, names, {"source": str(root), "files": described, "splits": how}
+    return images, {"source": str(root), "files": described, "splits": how}
 
 
 def _decode(images: Images, problems: list[str]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
@@ -264,7 +260,8 @@ def stack_images(images: Images, *, skipped: list[str] | None = None) -> Images:
     pixels = list(decoded.values())
     if len({image.ndim for image in pixels}) > 1:
         pixels = [np.repeat(each[..., None], 3, -1) if each.ndim == 2 else each for each in pixels]
-    return Images(np.stack(pixels), images.labels[list(decoded)])
+    labels = images.labels[list(decoded)]
+    return Images(np.stack(pixels), labels, names=images.names)
 
 
 def read_image_file(path: Path) -> NDArray[np.uint8]:
@@ -310,7 +307,7 @@ def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loade
     images, described = splits.load_splits(
         replace(options, data=train), suffixes=(".npz",), read_file=read_npz
     )
-    return images, None, {**described, "source": options.data}
+    return images, {**described, "source": options.data}
 
 
 def read_npz(path: Path) -> tuple[Images, Described]:
@@ -363,12 +360,12 @@ def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     if test.exists() and Path(options.data).is_dir():
         held["test"] = [test]
     images: dict[Split, Images] = {}
+    classes = names.read_text(encoding="utf-8").split() if names.exists() else ()
     for split, paths in held.items():
         pixels, labels = zip(*map(_read_cifar_batch, paths), strict=True)
-        images[split] = Images(np.concatenate(pixels), np.concatenate(labels))
-    classes = names.read_text(encoding="utf-8").split() if names.exists() else None
+        images[split] = Images(np.concatenate(pixels), np.concatenate(labels), names=classes)
     described = [files.describe_file(path) for paths in held.values() for path in paths]
-    return images, classes, {"source": str(folder), "files": described, "splits": "published"}
+    return images, {"source": str(folder), "files": described, "splits": "published"}
 
 
 def _read_cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -7,6 +7,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,14 @@ def read_word_vectors(path: Path) -> WordVectors:
                 break
             if header:
                 continue
-        try:
-            word, vector = _parse(line, width)
-            if word in rows:
-                raise ValueError(f"the word {word!r} has a vector already")
+        fields = line.split(" ")
+        word, vector = " ".join(fields[:-width]), _vector(fields[-width:])
+        more = [part for part in fields[1:-width] if _vector([part]) is not None]
+        if word and vector is not None and not more and word not in rows:
             rows[word] = vector
-        except ValueError as error:
-            problems.append(f"{path}:{number}: {error}")
+        else:
+            expected = f"expected a word of its own and {width} numbers"
+            problems.append(f"{path}:{number}: {expected}, received {line[:60]!r}")
     if not width:
         problems.append(f"{path}:1: expected a word and its numbers separated by spaces")
     elif count not in (None, len(rows)) and not problems:
@@ -151,29 +153,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             raise errors.DataError(f"{path}: gzip damaged or cut short ({error})") from None
 
 
-def _parse(line: str, width: int) -> tuple[str, Vectors]:
-    fields = line.split(" ")
-    word, numbers = fields[:-width], fields[-width:]
-    expected = f"expected a word and {width} numbers, received"
-    if not word or word == [""] or any(map(_is_number, word[1:])):
-        raise ValueError(f"{expected} {sum(map(_is_number, fields[1:]))} numbers: {line[:60]!r}")
-    try:
-        with np.errstate(over="ignore"):  # what is beyond float32 is named below
-            vector = np.array(numbers, dtype=np.float32)
-    except ValueError:
-        wrong = next(text for text in numbers if not _is_number(text))
-        raise ValueError(f"{expected} {wrong!r} among them") from None
-    if not np.isfinite(vector).all():
-        raise ValueError("a number is not finite")
-    return " ".join(word), vector
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _vector(numbers: Sequence[str]) -> Vectors | None:
+    """Return numbers within float32; None where they are none."""
+    with suppress(ValueError), np.errstate(over="ignore"):
+        vector = np.array(numbers, dtype=np.float32)
+        return vector if np.isfinite(vector).all() else None
+    return None
 
 
 Encode = Callable[[Sequence[str]], Any]
