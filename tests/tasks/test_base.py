@@ -9,30 +9,41 @@ import sys
 from itertools import chain
 
 import pytest
+from tests.support.refusal import bad_config, bad_data
 
 from wellposed.tasks import SPLITS, TASKS, build_task
 
-SMALL_LISTOPS = {"num_train": 90, "num_valid": 30, "num_test": 30}
+FEW = {"num_train": 90, "num_valid": 30, "num_test": 30}
+DRAWN = {
+    "listops": FEW,
+    "marked": FEW,
+    "retrieval": {**FEW, "max_length": 40},
+    "pathfinder": {"num_train": 6, "num_valid": 2, "num_test": 2},
+    "image": {"size": 4},
+}
 
 
-@pytest.fixture(scope="module", params=["listops", "char_lm", "text_classification"])
+def options_of(name, folder):
+    """Return options of a small task, whose data is drawn or written to ``folder``."""
+    if name in DRAWN:
+        return DRAWN[name]
+    rows = "".join(f"{i % 2}\tword{i % 7} " + "and more " * (i % 5) + "\n" for i in range(100))
+    (folder / "text.txt").write_text("To be, or not to be: that is the question.\n" * 40)
+    (folder / "rows.tsv").write_text(rows)
+    texts = {"data": str(folder / "text.txt"), "seq_len": 32}
+    return {"data": str(folder / "rows.tsv")} if name == "text_classification" else texts
+
+
+@pytest.fixture(scope="module", params=["listops", "char_lm", "word_lm", "text_classification"])
 def task(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    options = dict(SMALL_LISTOPS)
-    if request.param == "char_lm":
-        (folder / "text.txt").write_text("To be, or not to be: that is the question.\n" * 40)
-        options = {"data": str(folder / "text.txt"), "seq_len": 32}
-    if request.param == "text_classification":
-        rows = "".join(f"{i % 2}\tword{i % 7} " + "and more " * (i % 5) + "\n" for i in range(100))
-        (folder / "reviews.tsv").write_text(rows)
-        options = {"data": str(folder / "reviews.tsv")}
-    return build_task(request.param, options)
+    return build_task(request.param, options_of(request.param, folder))
 
 
 def test_importing_and_building_tasks_is_light():
     heavy = ["torch", "transformers", "tokenizers", "datasets"]
     code = f"import sys, wellposed.tasks; print([name for name in {heavy} if name in sys.modules])"
-    build = f"wellposed.tasks.build_task('listops', {SMALL_LISTOPS})"
+    build = f"wellposed.tasks.build_task('listops', {FEW})"
     code = f"{code}; {build}; print('torch' in sys.modules)"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said.splitlines() == ["[]", "False"]
@@ -48,20 +59,59 @@ def test_every_option_field_has_a_help_text():
         assert "data" not in names[1:], "--data comes first"
 
 
-def test_batches_partition_each_split(task):
+def test_valid_and_test_are_cut_into_the_same_batches_in_every_epoch(task):
     for split in SPLITS[1:]:
-        assert sorted(chain(*task.batches(split, 7, seed=3, epoch=2))) == list(
-            range(len(task.dataset(split)))
-        )
+        batches = task.batches(split, 7, seed=3, epoch=2)
+        assert sorted(chain(*batches)) == list(range(len(task.dataset(split))))
+        assert batches == task.batches(split, 7, seed=9, epoch=8)
 
 
-def test_batches_are_a_function_of_seed_and_epoch_alone(task):
-    first = task.batches("train", 4, seed=1, epoch=1)
-    assert first == task.batches("train", 4, seed=1, epoch=1)
-    assert first != task.batches("train", 4, seed=1, epoch=2)
-    assert first != task.batches("train", 4, seed=2, epoch=1)
-    for split in SPLITS[1:]:
-        assert task.batches(split, 4, seed=1, epoch=1) == task.batches(split, 4, seed=9, epoch=8)
+def test_train_batches_are_a_function_of_seed_and_epoch_alone(task):
+    first, again, epoch, seed = (
+        task.batches("train", 4, seed=seed, epoch=epoch)
+        for seed, epoch in ((1, 1), (1, 1), (1, 2), (2, 1))
+    )
+    assert first == again
+    assert first not in (epoch, seed)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_data_is_a_function_of_the_data_seed_alone(name):
+    first, again, other = (
+        list(build_task(name, {**DRAWN[name], "data_seed": seed}).dataset("train"))
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    "name", ["char_lm", "text_classification", "retrieval", "pathfinder", "image", "dialogue"]
+)
+def test_data_that_is_not_there_is_named(name, tmp_path):
+    with bad_data(match="nothing: no such file or folder; "):
+        build_task(name, {"data": str(tmp_path / "nothing")})
+
+
+DRAWN_HERE = ": says what is drawn, no effect on"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("char_lm", {"test": "a.txt"}, "option test: only with data=FILE; builtin data brings"),
+        ("text_classification", {"data": "hf:n", "valid": "x"}, "valid: only with data=FILE; hf: "),
+        ("listops", {"data": "a.tsv", "max_args": 4}, f"max_args{DRAWN_HERE}"),
+        ("listops", {"data": "a.tsv", "num_train": 9}, f"num_train{DRAWN_HERE}"),
+        ("pathfinder", {"data": "a.npz", "max_turn": 1.0}, f"max_turn{DRAWN_HERE}"),
+        ("image", {"data": "a.npz", "data_seed": 3}, f"data_seed{DRAWN_HERE}"),
+        ("image", {"color": "rgb"}, "needs data=FILE; the builtin shapes are gray"),
+        ("dialogue", {"data": "builtin"}, "this task has no such data"),
+        ("retrieval", {"max_length": -1, "num_train": 0}, "(?s)max_length = -1, .*num_train = 0"),
+    ],
+)
+def test_options_without_an_effect_are_refused(name, options, says):
+    with bad_config(match=says):
+        build_task(name, options)
 
 
 def test_lengths_are_those_of_the_examples(task):

@@ -15,7 +15,6 @@ from wellposed.tasks.task import (
     accuracy_sums,
     causal_cross_entropy_sum,
     cross_entropy_sum,
-    perplexity,
 )
 
 
@@ -75,9 +74,6 @@ def test_padding_never_changes_a_classification_loss():
     torch.testing.assert_close(found, expected, rtol=60 * torch.finfo(torch.float32).eps, atol=0)
 
 
-# Losses ---------------------------------------------------------------------------------------------------------------
-
-
 def by_formula(rows, labels, smoothing):
     """Sum over labelled rows of (1 - s)(-log p[y]) + s mean(-log p), in Python floats."""
     total, count = 0.0, 0
@@ -113,7 +109,3 @@ def test_causal_loss_shifts_by_one_and_ignores_padding(smoothing):
     expected, _ = by_formula(rows, [2, 3, 4, 0], smoothing)
     assert float(total) == pytest.approx(expected, rel=20 * torch.finfo(torch.float32).eps)
     assert int(count) == 4
-
-
-def test_perplexity_beyond_all_floats_is_infinite():
-    assert (perplexity(1e6), perplexity(0.0)) == (math.inf, 1.0)

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import bad_data
 
 from wellposed.tasks import build_task
 from wellposed.tasks.data.files import TextFile
@@ -188,12 +188,8 @@ def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path):
 
 
 def test_places_without_dialogues_are_errors(tmp_path):
-    with bad_config(match="this task has no such data"):
-        _task("builtin")
     with bad_data(match="no train file; looked for names like"):
         _task(tmp_path)
-    with bad_data(match="no such file"):
-        _task(tmp_path / "none.txt")
     (_fill(tmp_path, DAILY) / "train.txt").write_text("alone __eou__\n")
     with bad_data(match=r"\(train\): no dialogue has a reply"):
         _task(tmp_path)

@@ -162,21 +162,6 @@ def test_every_epoch_predicts_each_train_token_once_at_a_new_offset(text_file):
     assert len(firsts) > 1
 
 
-def test_totals_over_a_split_count_every_character_but_the_first(text_file):
-    task = build_chars(text_file)
-    totals = (0.0, 0.0)
-    for indices in task.batches("valid", 3, seed=0, epoch=0):
-        batch = task.collate([task.dataset("valid")[i] for i in indices])
-        logits = torch.zeros(*batch["input_ids"].shape, 7)
-        few = {**batch, "labels": batch["labels"].clamp(max=6)}
-        sums = task.metric_sums(logits, few)["nats_per_char"]
-        totals = (totals[0] + sums[0], totals[1] + sums[1])
-    assert totals[1] == len(decoded(task, "valid")) - 1
-    metrics = task.summarize({"nats_per_char": totals})
-    assert metrics["nats_per_char"] == pytest.approx(math.log(7), rel=1e-5)
-    assert metrics["bits_per_char"] == pytest.approx(math.log2(7), rel=1e-5)
-
-
 def test_limit_chars_cuts_train_alone_and_is_described(text_file):
     full, task = build_chars(text_file), build_chars(text_file, limit_chars=1000)
     assert decoded(task, "train") == decoded(full, "train")[:1000]
@@ -236,8 +221,6 @@ def test_builtin_prose_is_english_deterministic_and_described():
     described = build_chars("builtin", limit_chars=5000).description()
     assert described.items() >= identity.items()
     assert described["missing_modules"] == []
-    with bad_config(match="option test: only with data=FILE"):
-        build_chars("builtin", test="a.txt")
 
 
 def test_hub_texts_are_joined_by_line_feeds(monkeypatch):

@@ -146,11 +146,10 @@ def test_the_law_is_that_of_the_long_range_arena():
         assert abs(statistics.mean(a) - statistics.mean(b)) < 4.5 * error, name
 
 
-def test_generation_depends_on_the_data_seed_alone():
-    described, again, other = (build(**SMALL, data_seed=i).description() for i in (0, 0, 1))
-    assert described["sha256"] == again["sha256"] != other["sha256"]
+def test_expressions_are_those_of_the_version():
     # A change of this digest is a change of every published ListOps number: raise GENERATOR_VERSION
     # with it.
+    described = build(**SMALL).description()
     assert described["generator_version"] == 1
     assert described["sha256"].startswith("81d50fca2943c48d")
 
@@ -160,8 +159,6 @@ def test_impossible_bounds_are_refused(monkeypatch):
         build(max_depth=1, max_args=1)
     with bad_config(match="leave no length strictly between"):
         build(min_length=20, max_length=21)
-    with bad_config(match="num_valid = 0, expected an integer >= 1"):
-        build(num_valid=0)
     monkeypatch.setattr("wellposed.tasks.listops.MAX_FRUITLESS_TRIES", 3000)
     with bad_config(match="too few different expressions: 400 found, 500 wanted"):
         build(**SMALL, max_depth=2, max_args=2, min_length=3, max_length=6)
@@ -221,9 +218,7 @@ def test_malformed_rows_are_named(tmp_path, row, problem):
         build(data)
 
 
-def test_options_that_do_not_fit_a_file_are_refused(tmp_path):
+def test_longer_expressions_of_a_file_are_named(tmp_path):
     data = write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
-    with bad_config(match="option max_args: says what is drawn, no effect on"):
-        build(data, max_args=4, num_train=9)
     with refused("more than max_length = 4 tokens", f"{data}:25: 5 tokens"):
         build(data, max_length=4)

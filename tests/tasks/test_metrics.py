@@ -51,7 +51,7 @@ def test_meteor_by_hand():
     ],
 )
 def test_rouge_l_by_hand(said, beta, expected):
-    wanted = "police killed the gunman".split()
+    wanted = ["police", "killed", "the", "gunman"]
     assert overlap.rouge_l(said.split(), wanted, beta=beta) == pytest.approx(expected)
 
 

@@ -210,9 +210,6 @@ def test_labels_of_thousands_of_digits_are_names(tmp_path):
     assert set(build(tmp_path / "a.tsv").labels) == {"0", "1", long}
     with refused("no label column '8888"):
         build(tmp_path / "a.tsv", label_column="8" * 5000)
-    (tmp_path / "train.txt").write_text(f"{long} your persona: x\n")
-    with refused("train.txt:1: "):
-        build_task("dialogue", {"data": str(tmp_path / "train.txt"), "format": "personachat"})
 
 
 COMMON_LAYOUTS = {
@@ -304,13 +301,6 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with refused(tmp_path / name, message):
         build(tmp_path / name)
-
-
-def test_options_that_cannot_be_used(tmp_path):
-    with refused("max_length = 0, expected", "max_words = -1, expected", kind=ConfigError):
-        build(tmp_path, max_length=0, max_words=-1)
-    with refused("option valid: only with data=FILE; hf: data brings", kind=ConfigError):
-        build("hf:name", valid="x.tsv")
 
 
 def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path):
@@ -467,8 +457,6 @@ def test_the_task_cuts_splits_and_takes_no_files_beside():
     task = build_task("text_classification", {"data": "builtin"})
     train, valid, test = (len(task.dataset(split)) for split in ("train", "valid", "test"))
     assert valid == test == round(0.15 * (train + valid + test))
-    with pytest.raises(ConfigError, match=r"valid: only with data=FILE; builtin data"):
-        build_task("text_classification", {"data": "builtin", "valid": "x.csv"})
 
 
 def test_a_library_without_source_is_said(monkeypatch, tmp_path):
