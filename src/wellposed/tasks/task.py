@@ -340,5 +340,9 @@ def frequency_entropy(ids: NDArray[np.integer]) -> float:
 
 
 def perplexity(nats: float) -> float:
-    """Return e^nats, infinite where that is too large for a float."""
+    """Return e^nats, infinite where that is too large for a float.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
     return math.exp(nats) if nats < 709 else math.inf

@@ -84,7 +84,13 @@ def _lines(table: files.Table) -> str:
 
 def looks_spaced(text: str) -> bool:
     """Return whether the first 50 lines are single characters separated by spaces, at least four to
-    a line."""
+    a line.
+
+    >>> [looks_spaced(text) for text in ("a b c d\\n\\n e f g h \\n", "n o _ w a s n ' t \\n")]
+    [True, True]
+    >>> [looks_spaced(text) for text in ("plain\\n", "a b c d\\nplain\\n", "a\\nb\\n", "1 2\\n", "")]
+    [False, False, False, False, False]
+    """
     lines = text.split("\n", PROBED_LINES)[:PROBED_LINES]
     tokens = [line.split() for line in lines if line.strip()]
     count = sum(map(len, tokens))
