@@ -27,13 +27,9 @@ def test_every_variant_gives_a_different_configuration():
     configs = {name: replace(apply_variant(name, BASE), variant="") for name in names}
     pairs = [(a, b) for a in configs for b in configs if a < b and configs[a] == configs[b]]
     assert pairs == []
-
-
-def test_a_variant_keeps_the_sizes_of_the_base():
     base = replace(BASE, model=ModelOptions(hidden_size=48, num_hidden_layers=5))
-    for name in VARIANTS:
-        model = apply_variant(name, base).model
-        assert (model.hidden_size, model.num_hidden_layers) == (48, 5)
+    models = [apply_variant(name, base).model for name in VARIANTS]
+    assert {(model.hidden_size, model.num_hidden_layers) for model in models} == {(48, 5)}
 
 
 def test_mcgrath_penalizes_one_role_by_the_norm_itself():
@@ -101,23 +97,19 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path):
 
 
 def test_orthogonality_levels_are_nested():
-    one, two, three = (apply_variant(f"oc{level}:0.01", BASE).penalty for level in (1, 2, 3))
-    assert (one.affinity, one.attention, one.feedforward) == (0.01, 0.0, 0.0)
-    assert (two.affinity, two.attention, two.feedforward) == (0.01, 0.01, 0.0)
-    assert (three.affinity, three.attention, three.feedforward) == (0.01, 0.01, 0.01)
+    for level, (attention, feedforward) in enumerate(((0, 0), (0.01, 0), (0.01, 0.01)), start=1):
+        penalty = apply_variant(f"oc{level}:0.01", BASE).penalty
+        found = (penalty.affinity, penalty.attention, penalty.feedforward)
+        assert found == (0.01, attention, feedforward)
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
         ("oc3:inf", "variant 'oc3:inf': .* must be a finite number"),
-        ("post_ln_warmup:nan", "must be a finite number"),
-        ("lipschitz:nan", "must be a finite number"),
         ("post_ln_warmup:2.5", "expected a whole number of steps"),
         ("post_ln_warmup:-3", "expected a whole number of steps"),
         ("lipschitz:0", "budget = 0.0, expected a finite number, 1"),
-        ("lipschitz:-1", "budget = -1.0, expected a finite number, 1"),
-        ("lipschitz:0.5", "budget = 0.5, expected a finite number, 1"),
     ],
 )
 def test_bad_variants_are_refused(spec, says):
@@ -154,6 +146,12 @@ def test_warmup(spec, base, steps, schedule):
     train = apply_variant(spec, replace(TEXTS, train=replace(TEXTS.train, **base))).train
     assert (train.warmup_steps, train.schedule) == (steps, schedule)
     assert apply_variant("post_ln", TEXTS).train.warmup_steps == 0
+
+
+def test_the_value_of_transject_scales_the_learning_rate():
+    base = RunConfig("listops", train=TrainOptions(learning_rate=0.002))
+    assert apply_variant("transject", base).train.learning_rate == pytest.approx(0.1)
+    assert apply_variant("transject_random:1", base).train == base.train
 
 
 def test_t_fixup_with_constraints_is_both():
@@ -214,12 +212,6 @@ def test_a_model_is_built_from_any_base(model, variant):
     built = build_run_model(config, task)
     for name in typed("hidden_size num_hidden_layers num_experts spectrum_norm position"):
         assert getattr(built.config, name) == getattr(model, name)
-
-
-def test_the_value_of_the_variant_scales_the_learning_rate():
-    base = RunConfig("listops", train=TrainOptions(learning_rate=0.002))
-    assert apply_variant("transject", base).train.learning_rate == pytest.approx(0.1)
-    assert apply_variant("transject_random:1", base).train == base.train
 
 
 def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path):
