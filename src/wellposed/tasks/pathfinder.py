@@ -227,7 +227,8 @@ class _Pen:
         start = end + (GAP if place else 0.0) * step
         dashes = np.stack((start, start + DASH * step), -1)
         sides = dashes.view(float)
-        ok: Array = ((sides >= _MARGIN) & (sides <= self.rules.size - _MARGIN)).all(-1)
+        within = (sides >= _MARGIN) & (sides <= self.rules.size - _MARGIN)
+        ok = np.logical_and.reduce(within, -1)
         ok[ok] = self._clear(dashes[ok], others, place)
         return list(zip(dashes[ok], headings[ok].tolist(), strict=True))
 
@@ -237,7 +238,7 @@ class _Pen:
         distances = np.real(others[:, 2])
         near = _distance(dashes[..., None], others) >= distances + more
         back = _distance(others[:, :2], dashes[:, None, None]) >= distances[:, None]
-        return near.all((-1, -2)) & back.all((-1, -2))
+        return np.logical_and.reduce(near, (-1, -2)) & np.logical_and.reduce(back, (-1, -2))
 
 
 @dataclass(frozen=True)
