@@ -11,28 +11,30 @@ from wellposed.attack import steepest_direction as steepest_direction
 
 # Every file with rules is named, since a rule exists only once its file is imported.
 from wellposed.certification import (  # noqa: F401
-    _ball,
     _blocks,
-    _cosine,
+    _bounded,
     _hf,
-    _l2,
     _transject,
 )
 from wellposed.certification._attention import AttentionWeights as AttentionWeights
 from wellposed.certification._attention import dot_product_ball_bound as dot_product_ball_bound
-from wellposed.certification._ball import ball_cross_attention_bounds as ball_cross_attention_bounds
 from wellposed.certification._blocks import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification._blocks import layer_norm_bound as layer_norm_bound
 from wellposed.certification._blocks import mean_pooling as mean_pooling
 from wellposed.certification._blocks import of_one_vector as of_one_vector
 from wellposed.certification._blocks import one_token as one_token
+from wellposed.certification._bounded import (
+    ball_cross_attention_bounds as ball_cross_attention_bounds,
+)
+from wellposed.certification._bounded import (
+    cosine_attention_bound as cosine_attention_bound,
+)
+from wellposed.certification._bounded import (
+    cosine_cross_attention_bounds as cosine_cross_attention_bounds,
+)
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
-from wellposed.certification._cosine import cosine_attention_bound as cosine_attention_bound
-from wellposed.certification._cosine import (
-    cosine_cross_attention_bounds as cosine_cross_attention_bounds,
-)
 from wellposed.certification._rules import LayerBound as LayerBound
 from wellposed.certification._rules import Site as Site
 from wellposed.certification._rules import certifiable_classes as certifiable_classes

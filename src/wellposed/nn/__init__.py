@@ -30,8 +30,8 @@ from wellposed.nn.attention.ball import BallEmbedding as BallEmbedding
 from wellposed.nn.attention.ball import BallProjection as BallProjection
 from wellposed.nn.attention.ball import UnitEmbedding as UnitEmbedding
 from wellposed.nn.attention.ball import project_to_ball as project_to_ball
-from wellposed.nn.attention.cosine import CosineCrossAttention as CosineCrossAttention
-from wellposed.nn.attention.cosine import CosineSelfAttention as CosineSelfAttention
+from wellposed.nn.attention.dot_product import CosineCrossAttention as CosineCrossAttention
+from wellposed.nn.attention.dot_product import CosineSelfAttention as CosineSelfAttention
 from wellposed.nn.attention.dot_product import CrossAttention as CrossAttention
 from wellposed.nn.attention.dot_product import DotProductAttention as DotProductAttention
 from wellposed.nn.attention.dot_product import InverseDAttention as InverseDAttention
