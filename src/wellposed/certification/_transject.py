@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -71,63 +70,28 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
     lower = upper = 1.0
     bounds: list[tuple[float, float]] = []
     for layer in stack.layers:
-        parts = _constants(cast(TransJectBlock, layer), certified_spectral_norm, _largest(stack))
-        for change in (
-            parts.scale * parts.attention * parts.sigma,
-            parts.scale * parts.feedforward,
-        ):
+        attention, feedforward = _slopes(cast(TransJectBlock, layer), certified_spectral_norm)
+        for change in (attention * _largest_sigma(stack), feedforward):
             lower, upper = lower * max(0.0, 1 - change), upper * (1 + change)
         bounds.append((lower, upper))
     return bounds
 
 
-@dataclass(frozen=True)
-class _Constants:
-    scale: float
-    """`|alpha|/L`."""
-    attention: float
-    """`max_e |U_e||V_e|`."""
-    feedforward: float
-    sigma: float
-    """Bound of `|sigma|`."""
-    gate: float
-    """`|w|` of gates that follow the input; 0 where they do not."""
+def _slopes(layer: TransJectBlock, size: Callable[[Tensor], Tensor | float]) -> tuple[float, float]:
+    """Return `|r| max_e |U_e||V_e|` and `|r| |W1||W2|`, `r = alpha/L`."""
+    experts = [cast(GramAttention, expert) for expert in layer.attention.experts]
+    maps = [(expert.left, expert.right) for expert in experts]
+    maps.append((layer.feedforward.up_proj, layer.feedforward.down_proj))
+    scale = abs(layer.residual.coefficients()[1])
+    *mixed, fed = (scale * float(size(one.weight) * size(two.weight)) for one, two in maps)
+    return max(mixed), fed
 
 
-@dataclass(frozen=True)
-class _State:
-    """`|X^l|_F <= growth |X^0|_F`; `|dX^l| <= frobenius |dX^0|_F` and, in norm tok,
-    `<= tok |dX^0|_tok`."""
-
-    growth: float = 1.0
-    frobenius: float = 1.0
-    tok: float = 1.0
-
-
-def _constants(
-    layer: TransJectBlock, size: Callable[[Tensor], Tensor | float], sigma: float
-) -> _Constants:
-    mixture, forward = layer.attention, layer.feedforward
-    experts = [cast(GramAttention, expert) for expert in mixture.experts]
-    follows = mixture.num_experts > 1 and mixture.gating != "fixed"
-    return _Constants(
-        scale=abs(layer.residual.coefficients()[1]),
-        attention=max(
-            float(size(expert.left.weight) * size(expert.right.weight)) for expert in experts
-        ),
-        feedforward=float(size(forward.up_proj.weight) * size(forward.down_proj.weight)),
-        sigma=sigma,
-        gate=float(mixture.gate.weight.double().norm()) * (1 + 1e-12) if follows else 0.0,
-    )
-
-
-def _largest(stack: Stack) -> float:
+def _largest_sigma(stack: Stack) -> float:
     spectrum = stack.spectrum
-    return (
-        float(spectrum.weight.double().tanh().abs().max())
-        if isinstance(spectrum, LearnedSpectrum)
-        else 1.0
-    )
+    if isinstance(spectrum, LearnedSpectrum):
+        return float(spectrum.weight.double().tanh().abs().max())
+    return 1.0
 
 
 @register_rule(OrthogonalFeedForward)
@@ -139,49 +103,72 @@ def _feedforward(module: OrthogonalFeedForward, site: Site) -> LayerBound:
 
 @register_rule(Stack)
 def _stack(module: Stack, site: Site) -> LayerBound:
-    """The recursion of statement B, and of C where sigma and gates both follow the input; see
-    `_after_attention`."""
+    """The recursion of statement B, and of C where sigma and gates both follow the input.
+
+    `|X^l|_F <= growth |X^0|_F`, `|dX^l|_F <= frobenius |dX^0|_F`, and `value` is that factor in the
+    norm asked for. Attention makes `x + r sum_e lambda_e F_e(x, sigma)` of x: with `b = |U||V|`,
+    `s >= |sigma|`, `|dF_e| <= b (s |dX| + |X||d sigma|)` and `|X||d sigma| <= k A`.
+    Logits `w . pool(X_e) / sqrt(eps + |X|^2)` move by
+    `|w| (2 (1 + r b s)|dX| + r b |X||d sigma|) / |X|` and softmax gates by no more, summed (L5);
+    that times `|F_e| <= b s |X|`. In norm tok the terms that all tokens share pay sqrt N.
+    """
     reason = _refusal(module, site)
     if reason is not None:
         return site.refuse(reason)
     for part in module.modules():
         site.reads(part, *_PARTS)
-    spread = _spectrum_spread(module)
+    spread, sigma = _spectrum_spread(module), _largest_sigma(module)
     tokens = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
-    state = _State()
-    for index, layer in enumerate(module.layers):
-        parts = _constants(cast(TransJectBlock, layer), site.spectral_norm, _largest(module))
-        before = _value(state, site)
-        state = _after_feedforward(_after_attention(state, parts, spread, tokens), parts)
-        ratio = _value(state, site) / before
-        site.record(
-            layer, f"layers.{index}", LayerBound(ratio, "layer's factor in the recursion of B8")
-        )
+    growth = frobenius = value = 1.0
+    for index, each in enumerate(module.layers):
+        layer = cast(TransJectBlock, each)
+        attention, feedforward = _slopes(layer, site.spectral_norm)
+        step, moved = attention * sigma, attention * spread * growth
+        gates = step * _gate_norm(layer.attention) * (2 * (1 + step) * frobenius + moved)
+        before, fed = value, 1 + feedforward
+        value = (value * (1 + step) + tokens * (moved + gates)) * fed
+        frobenius = (frobenius * (1 + step) + moved + gates) * fed
+        growth *= (1 + step) * fed
+        found = LayerBound(value / before, "layer's factor in the recursion of B8")
+        site.record(layer, f"layers.{index}", found)
     # Sigma and gates do not see a padded token, which may be any size.
     if _follows_input(module) and _PADDING not in site.walk.notes:
         site.walk.notes.append(_PADDING)
-    form = _form(module, spread)
-    return LayerBound(_value(state, site) * (1 + 1e-9), form, out_radius=state.growth * site.radius)
+    form = "fixed sigma (B8)"
+    if isinstance(module.spectrum, GramSpectrum):
+        kind = module.spectrum.normalization
+        grows = ", which grows like sqrt d" if kind == "max" else ""
+        form = f"sigma by the {kind} (B8){grows}"
+    return LayerBound(value * (1 + 1e-9), form, out_radius=growth * site.radius)
+
+
+def _gate_norm(mixture: ExpertMixture) -> float:
+    """`|w|` of gates that follow the input; 0 where they do not."""
+    if mixture.num_experts == 1 or mixture.gating == "fixed":
+        return 0.0
+    return float(mixture.gate.weight.double().norm()) * (1 + 1e-12)
+
+
+def _gatings(module: Stack) -> set[str]:
+    """Return the ways in which layers of several experts mix them."""
+    mixtures = (cast(TransJectBlock, layer).attention for layer in module.layers)
+    return {mixture.gating for mixture in mixtures if mixture.num_experts > 1}
 
 
 def _follows_input(module: Stack) -> bool:
     """Whether sigma, or the gates of some layer, are computed from the tokens."""
-    mixtures = [cast(TransJectBlock, layer).attention for layer in module.layers]
-    return not isinstance(module.spectrum, LearnedSpectrum) or any(
-        mixture.num_experts > 1 and mixture.gating != "fixed" for mixture in mixtures
-    )
+    return not isinstance(module.spectrum, LearnedSpectrum) or bool(_gatings(module) - {"fixed"})
 
 
 def _refusal(module: Stack, site: Site) -> str | None:
-    layers = [cast(TransJectBlock, layer) for layer in module.layers]
-    mixtures = [layer.attention for layer in layers]
-    if any(mixture.num_experts > 1 and mixture.gating == "pooled" for mixture in mixtures):
+    if "pooled" in _gatings(module):
         return (
             "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any"
             " size; build the stack with gating='normalized' or 'fixed', or one expert (distances"
             " within a sequence are bounded all the same, see"
             " wellposed.certification.token_distance_bounds)"
         )
+    layers = [cast(TransJectBlock, layer) for layer in module.layers]
     if module.training and any(layer.feedforward.dropout > 0 for layer in layers):
         return "dropout is active; call eval()"
     if site.norm == "inf":
@@ -217,37 +204,3 @@ def _spectrum_spread(module: Stack) -> float:
     return condition * (
         1.0 if spectrum.normalization == "trace" else 2 * math.sqrt(2 * module.embed_dim)
     )
-
-
-def _after_attention(state: _State, parts: _Constants, spread: float, tokens: float) -> _State:
-    """`x + r sum_e lambda_e F_e(x, sigma)`.
-
-    With `b = |U||V|`, `s >= |sigma|`: `|dF_e| <= b (s |dX| + |X||d sigma|)`, `|X||d sigma| <= k A`.
-    Logits `w . pool(X_e) / sqrt(eps + |X|^2)` move by
-    `|w| (2 (1 + r b s)|dX| + r b |X||d sigma|) / |X|` and softmax gates by no more, summed (L5);
-    that times `|F_e| <= b s |X|`. In norm tok the terms that all tokens share pay sqrt N.
-    """
-    step = parts.scale * parts.attention * parts.sigma
-    moved = parts.scale * parts.attention * spread * state.growth
-    gates = step * parts.gate * (2 * (1 + step) * state.frobenius + moved)
-    return _State(
-        growth=state.growth * (1 + step),
-        frobenius=state.frobenius * (1 + step) + moved + gates,
-        tok=state.tok * (1 + step) + tokens * (moved + gates),
-    )
-
-
-def _after_feedforward(state: _State, parts: _Constants) -> _State:
-    factor = 1 + parts.scale * parts.feedforward
-    return _State(state.growth * factor, state.frobenius * factor, state.tok * factor)
-
-
-def _value(state: _State, site: Site) -> float:
-    return state.tok if site.norm == "tok" else state.frobenius
-
-
-def _form(module: Stack, spread: float) -> str:
-    if not spread:
-        return "fixed sigma (B8)"
-    kind = cast(GramSpectrum, module.spectrum).normalization
-    return f"sigma by the {kind} (B8)" + (", which grows like sqrt d" if kind == "max" else "")
