@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.layers import built, draw
+from tests.support.layers import allowed_by_loop, built, draw
 from tests.support.tiny import options
 from tests.support.words import words
 
@@ -107,22 +107,6 @@ def reference(layer, x, memory, allowed):
     return joined + state.get("o_proj.bias", 0)
 
 
-def allowed_pairs(padding, is_causal):
-    """Real tokens see real tokens (earlier ones where causal), padding sees itself."""
-    return torch.tensor(
-        [
-            [
-                [
-                    i == j or not (out or hidden or (is_causal and j > i))
-                    for j, hidden in enumerate(row)
-                ]
-                for i, out in enumerate(row)
-            ]
-            for row in padding.tolist()
-        ]
-    )
-
-
 SELF = [
     (wn.InverseDAttention, ""),
     *((wn.DotProductAttention, given) for given in ("", "qk_norm=True", "bias=False")),
@@ -150,7 +134,8 @@ def test_self_attentions_are_their_formulas(kind, given, heads, size):
     within(layer(x, key_padding_mask=by_hand), reference(layer, x, x, kept[0]), tolerance)
     for is_causal in (False, True):
         for padding in (nobody, PADDING):
-            expected = reference(layer, x, x, allowed_pairs(padding, is_causal))
+            allowed = [allowed_by_loop(row, is_causal, N, N) for row in padding.tolist()]
+            expected = reference(layer, x, x, torch.stack(allowed))
             mask = None if padding is nobody else padding
             found = layer(x, key_padding_mask=mask, is_causal=is_causal)
             within(found, expected, tolerance)

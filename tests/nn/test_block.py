@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.support.layers import stack_config
+from tests.support.layers import allowed_by_loop, stack_config
 from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 from torch.testing import assert_close
@@ -55,25 +55,6 @@ def test_rezero_is_the_identity_at_the_start_and_learns_its_scale_first():
 
 
 PADDING = torch.tensor([[False] * 5, [True, True, False, False, False]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("is_causal", "padding", "norm"), [(True, None, "pre"), (False, PADDING, "none")]
-)
-def test_a_compiled_stack_has_no_graph_break_and_the_same_result(is_causal, padding, norm):
-    model = stack(is_causal, norm=norm, residual="rezero", qk_norm=True, num_hidden_layers=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1)
-    x = torch.randn(2, 5, 8)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_close(
-        compiled(x, key_padding_mask=padding),
-        model(x, key_padding_mask=padding),
-        rtol=1e-5,
-        atol=1e-6,
-    )
 
 
 def test_recomputation_gives_the_same_gradients_with_dropout():
@@ -129,20 +110,6 @@ def test_the_residual_stream_stays_in_float32_under_autocast(norm):
 
 CPU = torch.device("cpu")
 PADDINGS = [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1]]
-
-
-def allowed_by_loop(padding, is_causal, num_queries, num_keys):
-    """The contract, pair by pair: both real and, if causal, not later; or the token itself."""
-    offset = num_keys - num_queries
-    rows = [
-        [
-            (not padding[i + offset] and not padding[j] and (not is_causal or j <= i + offset))
-            or j == i + offset
-            for j in range(num_keys)
-        ]
-        for i in range(num_queries)
-    ]
-    return torch.tensor(rows)
 
 
 def effective(made, num_queries, num_keys):

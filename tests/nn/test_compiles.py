@@ -3,6 +3,7 @@ call."""
 
 import pytest
 import torch
+from tests.support.layers import stack_config
 
 import wellposed.nn as wn
 
@@ -37,6 +38,7 @@ TOKENWISE = {
     "dynamic tanh": lambda: wn.DynamicTanh(D),
     "orthogonal linear": lambda: wn.OrthogonalLinear(D),
     "orthogonal feedforward": lambda: wn.OrthogonalFeedForward(D),
+    "stack": lambda: wn.TransformerStack(stack_config(norm="pre", residual="rezero", qk_norm=True)),
     "transject": lambda: wn.TransJectStack(D, 2, num_experts=2),
     "coupling": lambda: wn.AdditiveCoupling(wn.MLP(D // 2, 4), wn.MLP(D // 2, 4)),
     "invertible": lambda: wn.InvertibleResidual(l2(contractive=0.9, max_tokens=N)()),
@@ -91,7 +93,7 @@ def test_cross_attention(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_maps_of_tokens(name):
-    how = {"key_padding_mask": PADDING} if name == "transject" else {}
+    how = {"key_padding_mask": PADDING} if name in ("transject", "stack") else {}
     check(TOKENWISE[name](), torch.randn(2, N, D), **how)
 
 

@@ -160,9 +160,3 @@ def test_a_memory_of_padding_alone_gives_the_bias(kind):
     within(out, layer.o_proj.bias.expand_as(out), 1e-12)
     (gradient,) = torch.autograd.grad(out.square().sum(), x)
     assert gradient.isfinite().all()
-
-
-@across
-def test_gradcheck_across(kind):
-    layer, x, memory = built(kind, D, H, memory_dim=5), tokens(1, 3), draw(1, 4, 5, seed=2)
-    assert gradients_are_right(layer, x.requires_grad_(), memory.requires_grad_())

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.support.jacobians import OPERATOR_NORMS
 from tests.support.refusal import bad_config, bad_shape
 from torch.autograd.functional import jacobian
 from torch.testing import assert_close
@@ -16,28 +17,6 @@ from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
 from wellposed.nn.attention.heads import split_heads
 
 NORMS = ("tok", "inf", 2)
-
-
-def operator_norm(matrix, norm):
-    """Norm of a Jacobian (N, D, N, D); for tok a lower bound, by alternating between output and
-    input directions."""
-    n, d = matrix.shape[:2]
-    flat = matrix.reshape(n * d, n * d)
-    if norm == 2:
-        return torch.linalg.matrix_norm(flat, 2)
-    if norm == "inf":
-        return flat.abs().sum(1).max()
-    direction = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
-    for _ in range(20):
-        pulled = torch.einsum("ia,iajb->ijb", direction, matrix)
-        change = torch.nn.functional.normalize(pulled, dim=-1)
-        pushed = torch.einsum("iajb,ijb->ia", matrix, change)
-        direction = torch.nn.functional.normalize(pushed, dim=-1)
-    return pushed.norm(dim=-1).max()
-
-
-def layer_jacobian(layer, x, **options):
-    return jacobian(lambda x: layer(x[None], **options)[0], x)
 
 
 def random_layer(seed, width=4, heads=2, **options):
@@ -88,9 +67,9 @@ def test_no_random_jacobian_exceeds_the_bound(options, heads):
         # Random masks that keep the diagonal are drawn too, so norm 2 needs the bound for any mask.
         bounds = {norm: layer.lipschitz_bound(n, norm=norm, mask="any") for norm in NORMS}
         for mask in masks(n, generator):
-            matrix = layer_jacobian(layer, x, **mask)
+            matrix = jacobian(lambda x: layer(x[None], **mask), x)  # noqa: B023
             for norm in NORMS:
-                assert operator_norm(matrix, norm) <= bounds[norm] * (1 + 1e-9)
+                assert OPERATOR_NORMS[norm](matrix) <= bounds[norm] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -101,7 +80,8 @@ def test_contractive_layers_contract(norm, max_tokens):
         layer, generator = random_layer(seed, contractive=0.8, norm=norm, max_tokens=max_tokens)
         x = attacked_input(layer, 5, generator)
         for mask in masks(5, generator):
-            largest = max(largest, float(operator_norm(layer_jacobian(layer, x, **mask), norm)))
+            matrix = jacobian(lambda x: layer(x[None], **mask), x)  # noqa: B023
+            largest = max(largest, float(OPERATOR_NORMS[norm](matrix)))
         assert layer.lipschitz_bound(5) <= 0.8
     assert 0.1 < largest <= 0.8
 

@@ -63,6 +63,9 @@ def norm_tok(jacobian, rounds=10):
     return torch.einsum("btij,btfij->btf", delta, jacobian).norm(dim=-1).amax(1)
 
 
+OPERATOR_NORMS = {2: norm_two, "inf": norm_inf, "tok": norm_tok}
+
+
 def mask_bias(kind, n, generator=None):
     """0 where a query may attend, -inf elsewhere; the diagonal is always kept."""
     if kind == "full":
@@ -81,6 +84,6 @@ def reference():
         dot_product_attention=dot_product_attention,
         cosine_attention=cosine_attention,
         jacobians=jacobians,
-        norms={2: norm_two, "inf": norm_inf, "tok": norm_tok},
+        norms=OPERATOR_NORMS,
         mask_bias=mask_bias,
     )

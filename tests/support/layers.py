@@ -54,16 +54,6 @@ def built(kind, *sizes, **options):
     return layer
 
 
-def heads_of(layer, x, memory):
-    """Return queries, keys and values of each head, in float64, from the stored weights alone."""
-    state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
-    found = []
-    for name, tokens in (("q_proj", x), ("k_proj", memory), ("v_proj", memory)):
-        all_heads = tokens.double() @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
-        found.append(all_heads.chunk(layer.num_heads, -1))
-    return found
-
-
 def gradients_are_right(layer, *inputs, **options):
     """Compare the gradients of inputs and weights with finite differences."""
     names = [name for name, _ in layer.named_parameters()]
@@ -74,3 +64,17 @@ def gradients_are_right(layer, *inputs, **options):
         return torch.func.functional_call(layer, state, tensors[: len(inputs)], options)
 
     return torch.autograd.gradcheck(call, (*inputs, *weights), fast_mode=True)
+
+
+def allowed_by_loop(padding, is_causal, num_queries, num_keys):
+    """The contract, pair by pair: both real and, if causal, not later; or the token itself."""
+    offset = num_keys - num_queries
+    rows = [
+        [
+            (not padding[i + offset] and not padding[j] and (not is_causal or j <= i + offset))
+            or j == i + offset
+            for j in range(num_keys)
+        ]
+        for i in range(num_queries)
+    ]
+    return torch.tensor(rows)
