@@ -100,14 +100,12 @@ class TaskComparison:
             return []
         asked = least or abs(first.metrics[self.metric].mean) / 100
         rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
-        return [
-            f"worth it? {rule}; not, where the interval of the gain ends below that",
-            *(
-                f"{each.variant}: {statistics.worth_it(each.comparison, asked, tests=len(others))}"
-                for each in others
-                if each.comparison is not None
-            ),
-        ]
+        said = [f"worth it? {rule}; not, where the interval of the gain ends below that"]
+        for each in others:
+            if each.comparison is not None:
+                worth = statistics.worth_it(each.comparison, asked, tests=len(others))
+                said.append(f"{each.variant}: {worth}")
+        return said
 
 
 @dataclass(frozen=True)
@@ -130,10 +128,8 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Return one sentence for each task without a finished run."""
-        return [
-            f"{task}: which variant is better cannot be said: no run of it finished"
-            for task in self.unjudged
-        ]
+        said = "which variant is better cannot be said: no run of it finished"
+        return [f"{task}: {said}" for task in self.unjudged]
 
     def records(self) -> list[dict[str, Any]]:
         """Return one flat dictionary per task, variant and metric; a variant that failed on all
@@ -145,12 +141,17 @@ class Comparison:
                 "metric": name,
                 "seeds": len(result.seeds),
                 "failed": len(result.failed),
-                "mean": summary.mean if summary else None,
-                "standard_error": summary.standard_error if summary else None,
-                "values": list(summary.values) if summary else [],
+                "mean": getattr(summary, "mean", None),
+                "standard_error": getattr(summary, "standard_error", None),
+                "values": list(getattr(summary, "values", [])),
                 "reference": task.reference_value if name == task.reference_metric else None,
                 "learned": result.learned if name == task.reference_metric else None,
-                **_test_columns(result.comparison if name == task.metric else None),
+                **{
+                    column: getattr(result.comparison, column, None)
+                    if name == task.metric
+                    else None
+                    for column in ("mean_difference", "p_value", "p_holm", "verdict")
+                },
             }
             for task in self.tasks
             for result in task.variants
@@ -225,12 +226,12 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     higher = bool(directions.get(headline, True))
     given = runs[0].result.get("reference") or {}
     reference = {name: float(value) for name, value in given.items() if value is not None}
+    only = next(iter(reference.values())) if len(reference) == 1 else None
     # A score of generated text has no reference; whether such a task is learnt is read off the
     # loss.
-    judged = headline
-    if reference_value(headline, reference) is None and "loss" in reference:
-        judged = "loss"
-    expected = reference_value(judged, reference)
+    several = only is None and "loss" in reference and headline not in reference
+    judged = "loss" if several else headline
+    expected = reference.get(judged, only)
     known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
     groups = _by_label(found, lambda run: run.variant, _variant_settings)
     finished = [
@@ -242,8 +243,9 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         kind = each.partition(",")[0].partition("@")[0]
         better = bool(directions.get(kind, kind not in ("kurtosis", "lost")))
         tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
-    results, notes, labels = [], [], list(groups)
-    for place, (mine, group) in enumerate(zip(finished, groups.values(), strict=True)):
+    results, notes = [], []
+    for place, (label, group) in enumerate(groups.items()):
+        mine = finished[place]
         names = [m for m in mine[0].values if all(m in run.values for run in mine)] if mine else []
         values = {m: tuple(float(run.values[m]) for run in mine) for m in names}
         metrics = {m: Summary(*statistics.mean_and_standard_error(v), v) for m, v in values.items()}
@@ -257,21 +259,10 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         test = compared.get(metric)
         if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
             said = f"is tested on the {test.pairs} seeds it shares with the first variant"
-            notes.append(f"{labels[place]} {said}")
-        results.append(
-            VariantResult(labels[place], seeds, metrics, learned, test, failed, compared)
-        )
-    return TaskComparison(
-        task=name,
-        metric=metric,
-        higher_is_better=higher,
-        reference=reference,
-        reference_metric=known,
-        reference_value=expected,
-        variants=tuple(results),
-        runs=tuple(finished),
-        notes=tuple(notes),
-    )
+            notes.append(f"{label} {said}")
+        results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
+    columns = tuple(results), tuple(finished), tuple(notes)
+    return TaskComparison(name, metric, higher, reference, known, expected, *columns)
 
 
 def _comparisons(
@@ -292,13 +283,6 @@ def _comparisons(
         sides.append(statistics.SeedResults(variant, values, failures))
     found = [statistics.compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
     return [None, *statistics.holm_correction(found)]
-
-
-def reference_value(headline: str, reference: Mapping[str, float]) -> float | None:
-    """Return the reference for the headline metric: the entry of that name, else the only entry,
-    else ``None``."""
-    only = next(iter(reference.values())) if len(reference) == 1 else None
-    return reference.get(headline, only)
 
 
 def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
@@ -329,11 +313,6 @@ def _variant_settings(run: Run) -> dict[str, Any]:
     return settings
 
 
-def _test_columns(c: statistics.PairedComparison | None) -> dict[str, Any]:
-    names = ("mean_difference", "p_value", "p_holm", "verdict")
-    return {name: getattr(c, name, None) for name in names}
-
-
 def _task_table(task: TaskComparison) -> str:
     """Return the table of one task, and what it says in words."""
     reference = "higher is better" if task.higher_is_better else "lower is better"
@@ -345,17 +324,18 @@ def _task_table(task: TaskComparison) -> str:
     columns = ["variant", "seeds", *shown, "learned", "difference", "p", "p (Holm)"]
     rows = []
     for result in task.variants:
-        seeds, test = str(len(result.seeds)), result.comparison
-        if result.failed:
-            seeds += f" of {len(result.seeds) + len(result.failed)}"
+        test, of = result.comparison, len(result.seeds) + len(result.failed)
         difference = getattr(test, "mean_difference", None)
-        row = [result.variant, seeds, *(str(result.metrics.get(m, MISSING)) for m in shown)]
-        row += [
-            {True: "yes", False: "NO", None: MISSING}[result.learned],
-            MISSING if difference is None else f"{difference:+.4g}",
-            *(format_number(getattr(test, name, None), 3) for name in ("p_value", "p_holm")),
-        ]
-        rows.append(row)
+        rows.append(
+            [
+                result.variant,
+                f"{len(result.seeds)} of {of}" if result.failed else str(of),
+                *(str(result.metrics.get(m, MISSING)) for m in shown),
+                {True: "yes", False: "NO", None: MISSING}[result.learned],
+                MISSING if difference is None else f"{difference:+.4g}",
+                *(format_number(getattr(test, name, None), 3) for name in ("p_value", "p_holm")),
+            ]
+        )
     title = f"{task.task}: {task.metric}, mean ± standard error ({reference})"
     first, *others = task.variants
     said = [
@@ -386,14 +366,12 @@ def verdict(task: TaskComparison) -> str:
             gains = (test.mean_difference > 0) is task.higher_is_better
             side = f"{'better' if gains else 'worse'} than {first.variant}"
         sides.setdefault(side, []).append(result.variant)
-    said = [f"{_some(names, len(others))}: {side}" for side, names in sorted(sides.items())]
+    said = []
+    for side, names in sorted(sides.items()):
+        every = "all " * (len(names) == len(others))
+        some = ", ".join(names) if len(names) <= FEW else f"{every}{len(names)} variants"
+        said.append(f"{some}: {side}")
     return f"By {words}, {'; '.join(said)}"
-
-
-def _some(names: Sequence[str], count: int) -> str:
-    if len(names) <= FEW:
-        return ", ".join(names)
-    return f"{'all ' * (len(names) == count)}{len(names)} variants"
 
 
 def distinct_metrics(task: TaskComparison) -> list[str]:

@@ -66,23 +66,30 @@ def curve_figures(
     seeds.
     """
     headline = task.metric.partition(",")[0]
-    curves = {("train", "loss"): [], ("valid", "loss"): [], ("valid", headline): []}
-    parts = {"curves": curves, "vitals": {("monitor", vital): [] for vital in VITALS}}
-    for place, rows in ((place, rows) for part in parts.values() for place, rows in part.items()):
-        rows += [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
-    if headline != "loss" and _same_means(curves["valid", "loss"], curves["valid", headline]):
-        del curves["valid", "loss"]  # nats per character are the loss: one panel is enough
+    places = [("train", "loss"), ("valid", "loss"), ("valid", headline)]
+    parts = {"curves": places, "vitals": [("monitor", vital) for vital in VITALS]}
     caption = "One seed."
     if any(len(runs) > 1 for runs in groups.values()):
         caption = "Mean over seeds; the band reaches from the lowest seed to the highest."
     figures = []
-    for part, found in parts.items():
-        every = [row for rows in found.values() for row in rows]
+    for part, wanted in parts.items():
+        drawn = {
+            place: [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
+            for place in dict.fromkeys(wanted)
+        }
+        means = [
+            [(row["variant"], row["step"], f"{row['mean']:.9g}") for row in drawn.get(place, ())]
+            for place in places[1:]
+        ]
+        if means[0] == means[1] and headline != "loss":
+            drawn.pop(places[1], None)  # nats per character are the loss: one panel is enough
+        panels = [
+            _curve_panel(*place, rows, task.reference, numbers)
+            for place, rows in drawn.items()
+            if rows
+        ]
+        every = [row for rows in drawn.values() for row in rows]
         if every:
-            drawn = {place: rows for place, rows in found.items() if rows}
-            panels = [
-                _curve_panel(*place, rows, task.reference, numbers) for place, rows in drawn.items()
-            ]
             said = caption, csv_link(f"{name}-{part}", list(every[0]), every)
             figures.append(_figure(CURVES[part], {"": panels}, said, {}))
     return figures
@@ -117,14 +124,11 @@ def _certified_caption(measured: Sequence[Any], part: str) -> str:
             " none can turn (0 where there is no certificate) and what a greedy attack left right. Mean"
             " over seeds."
         )
-    names = ("examples", "split", "norm", "attack")
     examples, splits, norms, attacks = (
-        ", ".join(
-            dict.fromkeys(
-                SPLITS.get(each, each) for each in (str(getattr(run, name)) for run in measured)
-            )
+        ", ".join(dict.fromkeys(SPLITS.get(each, each) for each in values))
+        for values in zip(
+            *((str(r.examples), r.split, r.norm, r.attack) for r in measured), strict=True
         )
-        for name in names
     )
     return (
         f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
@@ -239,7 +243,7 @@ def _lines(rows: Rows, x: str, y: str, numbers: Numbers) -> list[Series]:
     return [replace(line, colour=numbers[line.label]) for line in lines(rows, x, y, by="variant")]
 
 
-def _shared(columns: Sequence[Mapping[Any, float]]) -> dict[Any, list[float]]:
+def _shared(columns: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Return the values of all columns where all have one, in order."""
     places = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
     return {place: [column[place] for column in columns] for place in places}
@@ -249,23 +253,18 @@ def _curve_rows(
     variant: str, split: str, metric: str, group: Sequence[Run]
 ) -> list[dict[str, Any]]:
     fixed = {"variant": variant, "split": split, "metric": metric, "seeds": len(group)}
-    columns = []
-    for run in group:
-        logged = [row for row in run.metrics if row["split"] == split]
-        known = [row for row in logged if is_finite(row.get(metric))]
-        columns.append({int(row["step"]): float(row[metric]) for row in known})
+    columns = [
+        {
+            int(row["step"]): float(row[metric])
+            for row in where(run.metrics, split=split)
+            if is_finite(row.get(metric))
+        }
+        for run in group
+    ]
     return [
         {**fixed, "step": step, "mean": _mean(values), "low": min(values), "high": max(values)}
         for step, values in _shared(columns).items()
     ]
-
-
-def _same_means(first: Rows, second: Rows) -> bool:
-    return len(first) == len(second) > 0 and all(
-        (a["variant"], a["step"]) == (b["variant"], b["step"])
-        and math.isclose(a["mean"], b["mean"], rel_tol=1e-9)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def _curve_panel(
@@ -282,14 +281,16 @@ def _curve_panel(
 
 
 def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[dict[str, Any]]:
-    certified, attacked = (
-        _shared(
-            [dict(zip(getattr(run, axis), getattr(run, name), strict=True)) for run in measured]
-        )
-        for name in ("certified", "attacked")
-    )
+    pairs = [
+        dict(zip(getattr(run, axis), zip(run.certified, run.attacked, strict=True), strict=True))
+        for run in measured
+    ]
     fixed = {"variant": variant, "seeds": len(measured)}
     return [
-        {**fixed, "radius": at, "certified": _mean(values), "attacked": _mean(attacked[at])}
-        for at, values in certified.items()
+        {
+            **fixed,
+            "radius": at,
+            **dict(zip(LEFT, map(_mean, zip(*values, strict=True)), strict=True)),
+        }
+        for at, values in _shared(pairs).items()
     ]
