@@ -89,30 +89,33 @@ def encoder_folder(folder, family):
     return folder
 
 
+PAIRED = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate"}
+
+
+def train_pairs(source, table, run):
+    words = typed("train text_classification --epochs 1 --quiet --max-length 12 --from", [source])
+    for name, value in PAIRED.items():
+        words += [f"--{name.replace('_', '-')}", value]
+    succeed(words, "--data", [table], "--out", [run])
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
     tmp_path, family, cli, monkeypatch
 ):
     source, run = encoder_folder(tmp_path / family, family), tmp_path / "run"
     table = pair_table(tmp_path / "pairs.tsv")
-    kind = {
-        "bert": transformers.BertForSequenceClassification,
-        "roberta": transformers.RobertaForSequenceClassification,
-    }
-    seen = []
-    forward = kind[family].forward
+    name = {"bert": "Bert", "roberta": "Roberta"}[family]
+    kind, seen = getattr(transformers, f"{name}ForSequenceClassification"), []
+    forward = kind.forward
 
     @functools.wraps(forward)
     def watched(self, *args, **inputs):
         seen.append({name for name, value in inputs.items() if value is not None})
         return forward(self, *args, **inputs)
 
-    monkeypatch.setattr(kind[family], "forward", watched)
-    words = typed(
-        "train text_classification --from", [source], "--data", [table], "--max-length 12"
-    )
-    columns = "--text-column sentence1,sentence2 --label-column is_duplicate --epochs 1 --quiet"
-    succeed(words, columns, "--out", [run])
+    monkeypatch.setattr(kind, "forward", watched)
+    train_pairs(source, table, run)
     described = json.loads((run / "result.json").read_text())
     assert "text 'sentence1' + 'sentence2' as a pair" in json.dumps(described)
     wanted = {"input_ids", "attention_mask"} | ({"token_type_ids"} if family == "bert" else set())
@@ -130,19 +133,12 @@ def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
     assert "line 1: 1 texts, expected two with a tab between" in said
 
 
-def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(
-    tmp_path, capsys, cli
-):
+def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(tmp_path, cli):
     source, run = encoder_folder(tmp_path / "bert", "bert"), tmp_path / "run"
     table = pair_table(tmp_path / "pairs.tsv")
-    options = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate"}
-    words = typed(
-        "train text_classification --from", [source], "--data", [table], "--max-length 12"
-    )
-    columns = "--text-column sentence1,sentence2 --label-column is_duplicate --epochs 1 --quiet"
-    succeed(words, columns, "--out", [run])
-    options |= {"data": str(table), "tokenizer": f"hf:{source}"}
-    task = build_task("text_classification", {**options, "max_length": 12})
+    train_pairs(source, table, run)
+    options = {"data": str(table), "tokenizer": f"hf:{source}", "max_length": 12, **PAIRED}
+    task = build_task("text_classification", options)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     rows = [line.split("\t") for line in table.read_text().splitlines()[1:]]
     encoded = [task.tokenizer(first, second)["input_ids"] for first, second, _ in rows]
@@ -150,7 +146,6 @@ def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task
     batch = task.collate(examples)
     with torch.no_grad():
         logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    capsys.readouterr()
     for example, probabilities in zip(examples, logits.softmax(-1), strict=True):
         first, second, _ = rows[encoded.index(example["input_ids"])]
         label, probability = cli(["predict", str(run), "--text", f"{first}\t{second}"]).out.split()

@@ -1,7 +1,6 @@
 """Failed runs are part of the verdict: the baseline stays the baseline, and survivors are never
 called better."""
 
-import csv
 import json
 
 import pytest
@@ -51,14 +50,11 @@ def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(compare, tmp_pa
         assert {test.mean_difference, test.p_value, test.p_holm} == {None}
         assert f"{variant} against post_ln: {said}" in found.table()
     assert "0 of 3" in found.table()
-    rows = list(csv.DictReader(found.to_csv(tmp_path / "c.csv").read_text().splitlines()))
-    (base_row,) = (row for row in rows if row["variant"] == "post_ln")
-    assert (base_row["metric"], base_row["mean"]) == (task.metric, "")
-    assert (base_row["seeds"], base_row["failed"]) == ("0", "3")
-    headline = [row for row in rows if row["metric"] == task.metric and row is not base_row]
-    assert {row["verdict"] for row in headline} == {said}
     records = json.loads(found.to_json(tmp_path / "c.json").read_text())["results"]
-    assert [r["verdict"] for r in records if r["variant"] == "rezero" and r["verdict"]] == [said]
+    headline = [record for record in records if record["metric"] == task.metric]
+    kept = [[record[n] for n in ("seeds", "failed", "mean", "verdict")] for record in headline]
+    assert kept[0] == [0, 3, None, None]
+    assert [verdict for *_, verdict in kept[1:]] == [said] * 2
     page = build_report([folder], tmp_path / "report.html").read_text()
     assert page.count(f'<td class="words">{said}</td>') == 2
     assert "By test accuracy, rezero, pre_ln: it cannot be said." in page
@@ -98,18 +94,6 @@ def test_a_failed_seed_of_the_baseline_leaves_no_verdict_on_anyone(compare):
     assert comparison_of(found, "pre_ln").verdict == f"cannot be said: {base}"
     one = "1 of 3 seeds failed (diverged at step 40: loss is nan)"
     assert comparison_of(found, "rezero").verdict == f"cannot be said: {one}; {base}"
-
-
-def test_a_variant_that_failed_on_every_seed_is_in_every_table(compare, tmp_path):
-    folder = compare(BETTER)
-    for seed in range(3):
-        fail(folder, "pre_ln", seed)
-    found = aggregate([folder])
-    assert comparison_of(found, "pre_ln").verdict.startswith(
-        "cannot be said: 3 of 3 seeds failed (diverged at"
-    )
-    assert comparison_of(found, "rezero").verdict.startswith("better by ")
-    assert build_report([folder], tmp_path / "report.html").read_text().count("no result") == 3
 
 
 @pytest.mark.parametrize(
@@ -197,8 +181,4 @@ def test_the_reason_has_the_name_that_the_schema_gives_it(compare):
     assert "error" not in properties
     folder = compare(BETTER)
     fail(folder, "rezero", 2, reason="out of memory")
-    file = folder / "rezero" / "seed-2" / "result.json"
     assert aggregate([folder]).excluded[0].reason == "out of memory"
-    with edited(file) as record:
-        record["train_info"]["error"] = record["train_info"].pop("reason")
-    assert aggregate([folder]).excluded[0].reason == "ended after step 100"
