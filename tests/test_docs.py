@@ -180,36 +180,17 @@ def test_the_page_prints_what_it_shows(typist, tmp_path):
     assert any((tmp_path / "measured").iterdir())
 
 
-def quoted(rows, mark, ends="\n"):
-    file = io.StringIO(newline="")
-    csv.writer(file, delimiter=mark, lineterminator=ends).writerows(rows)
-    return file.getvalue().encode("utf-8-sig" if ends == "\r\n" else "utf-8")
-
-
-TEXTS = [
-    (f"the {a}, it sends; a {b} and\nwaits", b) for a in "abcdefghij" for b in ("mail", "code")
-]
-LAYOUTS = {
-    "semicolons, a mark, carriage returns, four columns": quoted(
-        [
-            ("id", "topic", "headline", "body"),
-            *((str(i), b, b, a) for i, (a, b) in enumerate(6 * TEXTS)),
-        ],
-        ";",
-        "\r\n",
-    ),
-    "no header, labels as words": quoted([(b, f'he said "{a}"') for a, b in 6 * TEXTS], ","),
-    "text first, bars, gzipped": gzip.compress(
-        quoted([("review", "sentiment"), *((a, b) for a, b in 6 * TEXTS)], "|"), mtime=0
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_unusual_files_go_through_the_commands_unchanged(layout, typist, tmp_path):
+def test_an_unusual_file_goes_through_the_commands_unchanged(typist, tmp_path):
+    """Semicolons, a byte-order mark, carriage returns, line feeds in quotes, four columns, gzip."""
     typist(0, 1)
-    (tmp_path / "mine.csv").write_bytes(LAYOUTS[layout])
+    rows = [("id", "topic", "headline", "body")]
+    for number in range(120):
+        topic = ("mail", "code")[number % 2]
+        rows.append((number, topic, topic, f"the {number % 20}, it; a {topic} and\nwaits"))
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=";", lineterminator="\r\n").writerows(rows)
+    (tmp_path / "mine.csv").write_bytes(gzip.compress(file.getvalue().encode("utf-8-sig")))
     said = typist(1, 4)
     assert re.search("^orthogonal: (not worth it|worth it|cannot be told)", said, re.MULTILINE)
     assert re.search(r"^(mail|code)\t0\.\d+\t\d+$", said, re.MULTILINE)

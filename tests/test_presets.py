@@ -28,9 +28,12 @@ def test_mcgrath2024_chooses_key_and_query():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: zhang2021("IIII"), "nearest: III, II"),
-        (lambda: zhang2021("I", 0.0), "positive"),
-        (lambda: mcgrath2024(strength=float("nan")), "positive"),
+        (lambda: zhang2021("IIII"), "expected 'I', 'II' or 'III'"),
+        (lambda: zhang2021("I", 0.0), "strength = 0.0, expected a finite number > 0"),
+        (
+            lambda: mcgrath2024(strength=float("nan")),
+            "strength = nan, expected a finite number > 0",
+        ),
         (lambda: mcgrath2024(key=False), "both False"),
     ],
 )

@@ -129,24 +129,14 @@ def require_module(call: str, model: object) -> None:
     )
 
 
-def moved_line(did: str, moved: Mapping[str, float]) -> str:
-    """Return ``did`` and how far weights moved, ``|W' - W|_F / |W|_F`` by name, as one line.
-
-    >>> moved_line("constrain_: 2 weights orthogonal", {"a": 0.25, "b": 0.0})
-    'constrain_: 2 weights orthogonal; moved by 0.12 of their norm on average, 0.25 at most (a)'
-    """
-    if not any(moved.values()):
-        return f"{did}; none moved"
-    worst = max(moved, key=lambda name: moved[name])
-    mean = sum(moved.values()) / len(moved)
-    return (
-        f"{did}; moved by {mean:.2g} of their norm on average, {moved[worst]:.2g} at most ({worst})"
-    )
-
-
 def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
-    """Log what a verb did to weights as one line, a warning where one moved by more than `FAR` of its norm."""
-    line, far = moved_line(did, moved), sum(part > FAR for part in moved.values())
+    """Log what a verb did to weights, ``|W' - W|_F / |W|_F`` by name, as one line: a warning where
+    one moved by more than `FAR` of its norm."""
+    line, far = f"{did}; none moved", sum(part > FAR for part in moved.values())
+    if any(moved.values()):
+        worst, mean = max(moved, key=lambda name: moved[name]), sum(moved.values()) / len(moved)
+        most = f"{moved[worst]:.2g} at most ({worst})"
+        line = f"{did}; moved by {mean:.2g} of their norm on average, {most}"
     if far:
         line += (
             f"; {far} of {len(moved)} by more than a tenth: if they were trained before, the model"

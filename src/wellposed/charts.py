@@ -181,8 +181,12 @@ def _add_legends(figure: Any, pairs: Sequence[tuple[Any, Panel]]) -> None:
     shown = [(*each, _handles(*each)) for each in legends]
     looks: dict[str, set[object]] = {}
     for _, panel in pairs:
-        for label, look in _looks(panel).items():
-            looks.setdefault(label, set()).add(look)
+        own: dict[str, list[object]] = {}
+        for number, series in enumerate(panel.series):
+            look = series.style, number if series.colour is None else series.colour
+            own.setdefault(series.label, []).append(look)
+        for label, look in own.items():
+            looks.setdefault(label, set()).add(tuple(look))
     style: dict[str, Any] = {"fontsize": 7.5, "handlelength": 2.4}
     if not shown:
         return
@@ -208,14 +212,6 @@ def _handles(axes: Any, panel: Panel) -> dict[str, Any]:
     found = dict(zip(reversed(labels), reversed(handles), strict=True))
     # matplotlib leaves labels that start with "_" out of legends.
     return {series.label: found[series.label] for series in panel.series if series.label in found}
-
-
-def _looks(panel: Panel) -> dict[str, tuple[object, ...]]:
-    looks: dict[str, tuple[object, ...]] = {}
-    for number, series in enumerate(panel.series):
-        colour = number if series.colour is None else series.colour
-        looks[series.label] = (*looks.get(series.label, ()), (series.style, colour))
-    return looks
 
 
 def _draw_series(axes: Any, panel: Panel) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConfigError
+from wellposed.options import Positive
 
 _ZHANG2021: dict[str, tuple[str, ...]] = {
     "I": ("affinity",),
@@ -14,8 +16,9 @@ _ZHANG2021: dict[str, tuple[str, ...]] = {
 }
 
 
+@checked_arguments
 def zhang2021(
-    variant: Literal["I", "II", "III"], strength: float = 1e-8, *, as_printed: bool = False
+    variant: Literal["I", "II", "III"], strength: Positive = 1e-8, *, as_printed: bool = False
 ) -> dict[str, Any]:
     """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3): where orthogonality
     is asked for.
@@ -39,14 +42,14 @@ def zhang2021(
     >>> zhang2021("II", 1e-6)
     {'affinity': 1e-06, 'attention': 1e-06, 'attention_mode': 'joint', 'form': 'gram_squared'}
     """
-    if variant not in _ZHANG2021:
-        raise unknown_name("zhang2021 variant", variant, _ZHANG2021)
-    _check_strength("zhang2021", strength)
     form: str | dict[str, str] = {"feedforward": "gram"} if as_printed else "gram_squared"
     return {**dict.fromkeys(_ZHANG2021[variant], strength), "attention_mode": "joint", "form": form}
 
 
-def mcgrath2024(*, key: bool = True, query: bool = False, strength: float = 1e-4) -> dict[str, Any]:
+@checked_arguments
+def mcgrath2024(
+    *, key: bool = True, query: bool = False, strength: Positive = 1e-4
+) -> dict[str, Any]:
     """Return the keywords of McGrath (2024, eq. 2 and Table 1): ``|A A^T - I|_F`` on key and query
     weights.
 
@@ -64,15 +67,9 @@ def mcgrath2024(*, key: bool = True, query: bool = False, strength: float = 1e-4
     >>> mcgrath2024(key=True, query=True, strength=1e-2)
     {'key': 0.01, 'query': 0.01, 'form': 'gram'}
     """
-    _check_strength("mcgrath2024", strength)
     chosen = [name for name, wanted in (("key", key), ("query", query)) if wanted]
     if not chosen:
         raise ConfigError(
             "mcgrath2024: key and query are both False, so nothing is penalised; set at least one"
         )
     return {**dict.fromkeys(chosen, strength), "form": "gram"}
-
-
-def _check_strength(preset: str, strength: float) -> None:
-    if not strength > 0:
-        raise ConfigError(f"{preset}: strength = {strength!r}, expected a positive number")

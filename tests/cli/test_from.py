@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tests.support.bert import make_checkpoint, make_table
+from tests.support.edited import edited
 from tests.support.tokenizer_folders import byte_level_bpe
 from tests.support.words import TINY, python, succeed
 from tests.support.words import words as typed
@@ -30,8 +31,8 @@ def files(tmp_path_factory):
     make_table(folder / "t.tsv")
     for name, changes in (("wide", {"hidden_size": 32}), ("deep", {"num_hidden_layers": 3})):
         shutil.copytree(folder / "bert", folder / name)
-        config = folder / name / "config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+        with edited(folder / name / "config.json") as config:
+            config.update(changes)
     shutil.copytree(folder / "bert", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -46,14 +47,8 @@ def files(tmp_path_factory):
     special = {"bos_token_id": 0, "eos_token_id": 0}
     gpt2 = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, **special)
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
-    vit = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    transformers.ViTForImageClassification(vit).save_pretrained(folder / "vit")
-    t5 = transformers.T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
-    )
-    transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
+    for name in ("vit", "t5"):  # their configuration is all that is read
+        transformers.AutoConfig.for_model(name).save_pretrained(folder / name)
     (folder / "my.py").write_text("import nothing_of_this_name\n")
     return folder
 
@@ -239,10 +234,15 @@ def test_what_was_drawn_stands_in_the_result_and_is_said_once(files, tmp_path, c
     assert line.endswith("bert; drawn at random: classifier.bias, classifier.weight")
 
 
-def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path):
-    words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", TINY)
-    succeed([*words, "--out", str(tmp_path / "run")])
-    final = tmp_path / "run" / "final"
+@pytest.fixture(scope="module")
+def final(tmp_path_factory):
+    """Return the saved model of a finished run of ours."""
+    run = tmp_path_factory.mktemp("ours") / "run"
+    succeed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", TINY, "--out", [run])
+    return run / "final"
+
+
+def test_a_model_of_ours_loads_where_wellposed_is_only_installed(final, tmp_path):
     with torch.no_grad():
         expected = load_saved_model(final)(input_ids=torch.tensor(IDS)).logits
     trusted = (
@@ -257,10 +257,7 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(tmp_path):
         assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
 
 
-def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(tmp_path):
-    words = typed("train char_lm --limit-chars 20000 --seq-len 64 --steps 2", TINY)
-    succeed([*words, "--out", str(tmp_path / "run")])
-    final = tmp_path / "run" / "final"
+def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(final, tmp_path):
     card = (final / "README.md").read_text()
     line = card.partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
     code = (

@@ -3,7 +3,6 @@ input."""
 
 import gzip
 import json
-import shutil
 
 import pytest
 from tests.support.words import TINY, succeed
@@ -65,30 +64,6 @@ def test_measure_prints_and_writes(workspace, tmp_path, cli):
     assert "query" in out
     assert "feedforward_in" in out
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}
-
-
-def _train(folder, data):
-    return typed("train char_lm --seq-len 24 --data", [data], SHORT, "--out", [folder])
-
-
-def test_resume_into_a_changed_config_lists_the_fields(workspace, tmp_path, cli):
-    words = _train(tmp_path / "run", workspace / "prose.txt.gz")
-    succeed(words)
-    message = cli(words, "--resume auto --learning-rate 0.5 --seed 3", status=2).err
-    assert "train.learning_rate" in message
-    assert "train.seed" in message
-
-
-def test_a_checkpoint_cut_in_half_is_named(workspace, tmp_path, cli):
-    run = tmp_path / "run"
-    words = _train(run, workspace / "prose.txt.gz")
-    succeed(words)
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "final")
-    for weights in run.glob("checkpoint-*/model.safetensors"):
-        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    newest = max(run.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    assert "model.safetensors" in cli(words, "--resume", [newest], status=None).err
 
 
 def test_doctor(cli):

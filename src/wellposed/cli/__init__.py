@@ -19,7 +19,7 @@ from typing import Any
 from wellposed import errors
 from wellposed.cli.first_look import first_look
 from wellposed.plugins import import_file
-from wellposed.text_table import printable
+from wellposed.text_table import aligned, printable
 from wellposed.training.loop.processes import is_first, is_one_of_several
 from wellposed.version import __version__
 
@@ -135,9 +135,7 @@ def _describe(error: Exception, words: Sequence[str]) -> str | None:
         extra = next((extra for extra, names in errors.EXTRAS.items() if package in names), None)
         return extra and str(errors.missing_extra(package, extra, f"parts of wellposed {words[0]}"))
     if isinstance(error, FileExistsError):
-        return (
-            f"{error.filename}: there is a file of that name, expected a folder; name another one"
-        )
+        return f"{error.filename}: is a file, expected a folder; name another one"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'system'}: {error.strerror}"
     if isinstance(error, (errors.WellposedError, OSError)):
@@ -172,8 +170,7 @@ def _as_typed(message: str, command: str) -> str:
 
 def usage() -> str:
     """Return the text of ``wellposed --help``."""
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    rows = aligned([(f"  {name}", summary) for name, summary in COMMANDS.items()], "l")
     return (
         "usage: wellposed COMMAND [OPTIONS]\n\nwellposed trains Transformers that hold and proves"
         f" it, and measures your own beside them.\n\n{rows}\n\n`wellposed COMMAND --help`"

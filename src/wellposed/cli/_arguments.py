@@ -23,6 +23,7 @@ from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
 from wellposed.tasks.image_classification import PROCESSOR_FILES, has_processor
 from wellposed.tasks.text.tokenizers import has_tokenizer
+from wellposed.text_table import aligned
 from wellposed.training import config as configs
 
 if TYPE_CHECKING:
@@ -79,9 +80,12 @@ class FileArguments:
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Take the task name, the first word that is not an option, from the words of ``train`` or
-    ``compare``."""
+    ``compare``; where none is named print which there are."""
     if not words or words[0] in {*parser.HELP, parser.HELP_ALL}:
-        return None, list(words)
+        rows = aligned([(f"  {name}", TASKS.get(name).summary) for name in TASKS], "l")
+        more = f"`wellposed {command} TASK --help` lists the options."
+        print(f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n{more}")
+        return None, []
     if words[0].startswith("-"):
         raise ConfigError(
             f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
@@ -90,14 +94,6 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
     if words[0] not in TASKS:
         raise unknown_name("task", words[0], TASKS.names())
     return words[0], list(words[1:])
-
-
-def task_usage(command: str) -> str:
-    """Return the help of a command whose task has not been named yet."""
-    width = max(map(len, TASKS.names()))
-    rows = "\n".join(f"  {name:<{width}}  {TASKS.get(name).summary}" for name in TASKS)
-    more = f"`wellposed {command} TASK --help` lists the options."
-    return f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n{more}"
 
 
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:

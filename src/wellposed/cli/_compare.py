@@ -56,7 +56,6 @@ def run(words: Sequence[str]) -> int:
     """Train all variants, print the table, write the report and return the exit status."""
     task, rest = _arguments.split_task("compare", words)
     if task is None:
-        print(_arguments.task_usage("compare"))
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
     base = _arguments.base_config(task, rest)
@@ -69,10 +68,8 @@ def run(words: Sequence[str]) -> int:
     reported = _arguments.tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
-    names, formats = (
-        [name.strip() for name in each.split(",") if name.strip()]
-        for each in (given, options.round or "")
-    )
+    split = [[name.strip() for name in of.split(",")] for of in (given, options.round or "")]
+    names, formats = (list(filter(None, found)) for found in split)
     try:
         runs = compare(
             config,

@@ -65,8 +65,8 @@ def _check_penalty() -> tuple[bool, str]:
 
     weight = torch.randn(48, 16)
     exact = weight.double()
-    expected = (exact.T @ exact - torch.eye(16, dtype=torch.float64)).square().sum()
-    error = float((gram_penalty(weight).double() - expected).abs() / expected)
+    expected = float((exact.T @ exact - torch.eye(16)).square().sum())
+    error = abs(float(gram_penalty(weight)) / expected - 1)
     return error <= 1e-5, f"relative error {error:.1e}, at most 1e-5 expected"
 
 
@@ -81,13 +81,12 @@ def _check_training() -> tuple[bool, str]:
     import torch
 
     torch.manual_seed(0)
-    model = _small_model()
+    model, losses = _small_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(44).reshape(2, 22) % 11
-    losses: list[float] = []
     for _ in range(30):
-        loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -102,12 +101,10 @@ def _check_measurement() -> tuple[bool, str]:
 
     rows = measure(model := _small_model()).rows
     found = next(row for row in rows if row["role"] == "query")["sigma_max"]
-    weight = model.get_submodule("model.layers.0.attention.q_proj").weight
-    expected = float(torch.linalg.matrix_norm(weight.detach().double(), 2))
-    said = (
-        f"{len(rows)} weights, largest singular value of the query {found:.6f}, SVD {expected:.6f}"
-    )
-    return abs(found - expected) <= 1e-3 * expected, said
+    weight = model.get_submodule("model.layers.0.attention.q_proj").weight.detach()
+    expected = float(torch.linalg.matrix_norm(weight.double(), 2))
+    said = f"largest singular value of the query {found:.6f}, SVD {expected:.6f}"
+    return abs(found - expected) <= 1e-3 * expected, f"{len(rows)} weights, {said}"
 
 
 CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {

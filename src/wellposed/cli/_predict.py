@@ -108,14 +108,18 @@ def run(words: Sequence[str]) -> int:
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
     if model.can_generate():
         text = read_source(options.text, path).text
-        lines: Iterable[str] = [_continued(model, tokenizer, text, options)]
-    else:
-        from wellposed.cli.prediction.labels import label_lines
+        return _write([_continued(model, tokenizer, text, options)], options)
 
-        given = _lines(options, tokenizer)
-        how = {"certified": options.certified}
-        lines = label_lines(model, tokenizer, given, options.batch_size, **how)
-    return _write(lines, options)
+    from wellposed.cli.prediction.labels import label_lines
+    from wellposed.tasks.text.tokenizers import PAIRS
+
+    found = None
+    if path is not None and path.is_file():
+        pairs = bool(tokenizer.init_kwargs.get(PAIRS))
+        found = column_lines(path, options.model, options.text_column, pairs=pairs)
+    given = lines_of(read_source(options.text, path)) if found is None else found
+    how = {"certified": options.certified}
+    return _write(label_lines(model, tokenizer, given, options.batch_size, **how), options)
 
 
 def _write(lines: Iterable[str], options: PredictArguments) -> int:
@@ -207,15 +211,3 @@ def _continued(
         if added.shape[1] < count:  # an end-of-text token
             break
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
-
-
-def _lines(options: PredictArguments, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    from wellposed.tasks.text.tokenizers import PAIRS
-
-    path = options.input
-    if path is not None and path.is_file():
-        pairs = bool(tokenizer.init_kwargs.get(PAIRS))
-        found = column_lines(path, options.model, options.text_column, pairs=pairs)
-        if found is not None:
-            return found
-    return lines_of(read_source(options.text, path))

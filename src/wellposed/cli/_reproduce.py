@@ -18,6 +18,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Given, check_installed, recipe_names
 from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
 from wellposed.recipes.reproduction_page import finished, reproduction_page
+from wellposed.text_table import aligned
 from wellposed.training.folder.durable_files import replace_file
 
 
@@ -82,8 +83,9 @@ def run(words: Sequence[str]) -> int:
         print("\n".join(_plan(recipe, options) for recipe in recipes))
         return 0
     if "all" in options.names:
-        return _run_all(options)
-    held = [_make(name, options, given) for name, given in _requested(options)]
+        held = [_run_all(options)]
+    else:
+        held = [_make(name, options, given) for name, given in _requested(options)]
     return 0 if all(held) or not options.strict else 1
 
 
@@ -112,7 +114,7 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
     return requested
 
 
-def _run_all(options: ReproduceArguments) -> int:
+def _run_all(options: ReproduceArguments) -> bool:
     """Make every recipe that is not finished in the folder, then the page."""
     if set(_given(options)) - {"data"}:
         raise ConfigError(
@@ -133,7 +135,7 @@ def _run_all(options: ReproduceArguments) -> int:
     options.page.parent.mkdir(parents=True, exist_ok=True)
     replace_file(options.page, reproduction_page(options.out).encode())
     print(f"page: {options.page}")
-    return 0 if held or not options.strict else 1
+    return held
 
 
 def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> bool:
@@ -168,21 +170,16 @@ def _plan(name: str, options: ReproduceArguments) -> str:
 
 
 def _expand(name: str) -> list[str]:
-    if name == "all":
-        return recipe_names()
-    inside = [recipe for recipe in recipe_names() if recipe.startswith(f"{name}/")]
-    return inside or [name]
+    return [of for of in recipe_names() if name == "all" or of.startswith(f"{name}/")] or [name]
 
 
 def _listing() -> str:
-    width = max(map(len, RECIPES))
-    lines = [f"{'recipe':<{width}}  {'mini':>8}  {'medium':>8}  {'paper':>10}  what"]
+    lines = [("recipe", "mini", "medium", "paper", "what")]
     for name in recipe_names():
         recipe = RECIPES.get(name)
-        mini, medium, paper = (recipe.time(scale) for scale in ("mini", "medium", "paper"))
-        lines.append(f"{name:<{width}}  {mini:>8}  {medium:>8}  {paper:>10}  {recipe.summary}")
-    lines.append(
-        "measured, or ~ estimated; mini, medium: two CPU cores; paper: one large GPU, - more than a"
-        " day, see docs/paper_scale.md; --plan says what each could see"
+        times = [recipe.time(scale) for scale in ("mini", "medium", "paper")]
+        lines.append((name, *times, recipe.summary))
+    return (
+        f"{aligned(lines, 'lrrrl')}\nmeasured, or ~ estimated; mini, medium: two CPU cores; paper:"
+        " one large GPU, - more than a day, see docs/paper_scale.md; --plan says what each could see"
     )
-    return "\n".join(lines)

@@ -35,7 +35,6 @@ def run(words: Sequence[str]) -> int:
     """Train, print the result and return the exit status."""
     task, rest = _arguments.split_task("train", words)
     if task is None:
-        print(_arguments.task_usage("train"))
         return 0
     base = _arguments.base_config(task, rest)
     seen = first_look(rest, ["variant", "margin-loss"])[0]

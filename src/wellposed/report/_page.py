@@ -1,4 +1,5 @@
-"""One HTML page about runs and reproductions that needs nothing beside it: what it says of each task, its tables and figures."""
+"""One HTML page about runs and reproductions that needs nothing beside it: for each task its tables
+and figures, and the sentences before them."""
 
 from __future__ import annotations
 

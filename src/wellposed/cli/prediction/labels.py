@@ -79,15 +79,18 @@ def label_lines(
     bounds = read_texts(model, tokenizer, limit).bounds if certified else None
 
     def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
-        given = [list(side) for side in sides]
-        if hasattr(model, "votes"):
-            return read_windows(start, given[0])
-        lengths = [len(ids) for ids in tokenizer(*given, verbose=False)["input_ids"]]
+        given, of_windows = [list(side) for side in sides], hasattr(model, "votes")
+        read = [split_words(text) for text in given[0]] if of_windows else []
+        read = read or tokenizer(*given, verbose=False)["input_ids"]
+        lengths, unit = [len(each) for each in read], "word" if of_windows else "token"
         cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
         if 0 in lengths:
-            raise ShapeError(
-                f"line {start + lengths.index(0) + 1}: no token, expected a text of 1 token or more"
-            )
+            place = start + lengths.index(0) + 1
+            raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
+        if of_windows:
+            config: Any = model.config
+            rows = encode_words(tokenizer, [each[:limit] for each in read], config.word_tokens)
+            return pad_examples([{"input_ids": row} for row in rows], pad_id=tokenizer.pad_token_id)
         if tokenizer.pad_token is None:
             raise CheckpointError(
                 f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of"
@@ -96,22 +99,19 @@ def label_lines(
             )
         how = {"truncation": True, "max_length": limit, "padding": True, "return_tensors": "pt"}
         found = tokenizer(*given, **how)
-        read = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
-        return model_inputs(model, {name: found[name] for name in read if name in found})
-
-    def read_windows(start: int, texts: list[str]) -> dict[str, Tensor]:
-        words = [split_words(text) for text in texts]
-        cut.update(start + place for place, each in enumerate(words, 1) if len(each) > limit)
-        if [] in words:
-            raise ShapeError(f"line {start + words.index([]) + 1}: no word, expected 1 or more")
-        config: Any = model.config
-        rows = encode_words(tokenizer, [each[:limit] for each in words], config.word_tokens)
-        return pad_examples([{"input_ids": row} for row in rows], pad_id=tokenizer.pad_token_id)
+        names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
+        return model_inputs(model, {name: found[name] for name in names if name in found})
 
     for start in range(0, len(lines), batch_size):
         sides: list[Sequence[str]] = [lines[start : start + batch_size]]
         if two_inputs or tokenizer.init_kwargs.get(PAIRS):
-            pairs = [_both_texts(line, start + place) for place, line in enumerate(sides[0], 1)]
+            pairs = [line.split("\t") for line in sides[0]]
+            for place, texts in enumerate(pairs, start + 1):
+                if len(texts) != 2:
+                    raise DataError(
+                        f"line {place}: {len(texts)} texts, expected two with a tab between: the"
+                        " model compares a pair"
+                    )
             sides = list(zip(*pairs, strict=True))
         if two_inputs:
             first, second = (encoded(start, side) for side in sides)
@@ -126,17 +126,6 @@ def label_lines(
             for line, text in zip(found, texts, strict=True):
                 yield f"{line}\t{min(text.held['words'], text.words)}"
     say_long(sorted(cut), limit)
-
-
-def _both_texts(line: str, number: int) -> list[str]:
-    """Return the two texts of a line, which a tab separates."""
-    texts = line.split("\t")
-    if len(texts) != 2:
-        raise DataError(
-            f"line {number}: {len(texts)} texts, expected two with a tab between: the model"
-            " compares a pair"
-        )
-    return texts
 
 
 def find_images(path: Path) -> list[Path]:
