@@ -182,14 +182,14 @@ SHARED = identity()
 @pytest.mark.parametrize(
     ("model", "pairs", "modules", "share"),
     [
-        # The whole is tried along noise and along an ascended direction, each part along the latter
-        # alone.
+        # The whole and each call of a part are tried along noise and along an ascended direction,
+        # where there is one.
         (identity(), 2, 1, 1),
-        (nn.Sequential(identity(), identity()), 4, 3, 1),
-        (nn.Sequential(identity(scale=2.0), identity(scale=0.25)), 4, 3, 1),
-        (nn.Sequential(SHARED, SHARED), 4, 2, 1),
-        (nn.Sequential(identity(), nn.Sequential(SHARED, SHARED)), 6, 4, 1),
-        (nn.Sequential(identity(scale=0.0)), 3, 2, 0),
+        (nn.Sequential(identity(), identity()), 6, 3, 1),
+        (nn.Sequential(identity(scale=2.0), identity(scale=0.25)), 6, 3, 1),
+        (nn.Sequential(SHARED, SHARED), 6, 2, 1),
+        (nn.Sequential(identity(), nn.Sequential(SHARED, SHARED)), 10, 4, 1),
+        (nn.Sequential(identity(scale=0.0)), 4, 2, 0),
         (Claimed(0.5, 2.0), 2, 1, 0.25),
     ],
     ids=range(7),
@@ -252,7 +252,7 @@ def test_a_part_that_turns_tokens_into_one_vector_is_tried_as_a_vector():
 
     register_rule(Mean)(lambda module, site: LayerBound(1.0, "mean", out_radius=site.radius))
     said = certify(nn.Sequential(identity(), Mean(), identity()), seq_len=4).cross_check
-    assert said.startswith("5 pairs through 4 modules")
+    assert said.startswith("8 pairs through 4 modules")
 
 
 def test_training_draws_the_same_random_numbers_for_every_input():
@@ -260,7 +260,7 @@ def test_training_draws_the_same_random_numbers_for_every_input():
     certificate = certify(model, seq_len=3)
     assert certificate.total == pytest.approx(2.0, rel=1e-5)
     said, share = certificate.cross_check.rsplit(" ", 1)
-    assert said == "5 pairs through 4 modules, largest slope / bound"
+    assert said == "8 pairs through 4 modules, largest slope / bound"
     assert 0 < float(share) <= 1
 
 

@@ -53,14 +53,8 @@ class Claim:
     """What contractive layers divide by, by their ids."""
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Two inputs of a module, and its two outputs."""
-
-    x: Tensor
-    aside: Tensor
-    y: Tensor
-    other: Tensor
+Seen = dict[int, list[tuple[Tensor, Tensor]]]
+"""What a module read and what it gave at each call, (inputs, examples, ...), by its id."""
 
 
 def try_out(claim: Claim) -> str:
@@ -88,9 +82,9 @@ def try_out(claim: Claim) -> str:
     return f"not run: {reason}"
 
 
-def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
-    """Return the pairs that each part saw, by its id; those of the module itself are found without
-    any hook on it."""
+def _run(claim: Claim, width: int) -> Seen:
+    """Return what the module and each of its parts made of an input, of one aside of it, and of one
+    along the direction that moves the output most."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     shape = (3, len(_SCALES), claim.tokens, width)
@@ -103,11 +97,7 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
         ascended = _ascended(call, x, noise[2], claim.norm)
         if ascended is not None:
             inputs.append(x + _placed(ascended, claim))
-        first, *others = _outputs(call, inputs, claim.module)
-        seen = _seen_by_parts(claim, call, [x, inputs[-1]])
-    pairs = zip(inputs[1:], others, strict=True)
-    seen[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
-    return seen
+        return _watched(claim, call, inputs)
 
 
 def _placed(direction: Tensor, claim: Claim) -> Tensor:
@@ -144,8 +134,8 @@ def _outputs(call: Map, inputs: Sequence[Tensor], module: nn.Module) -> Sequence
     return call(torch.cat(list(inputs))).chunk(len(inputs))
 
 
-def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[int, list[_Pair]]:
-    """Run both inputs again with every part watched."""
+def _watched(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> Seen:
+    """Run all inputs with every part watched; the module itself has no hook."""
     watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -160,35 +150,39 @@ def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[in
     with ExitStack() as stack:
         for part in watched.values():
             stack.callback(part.register_forward_hook(note).remove)
-        if watched:
-            _outputs(call, inputs, claim.module)
-    return {key: _paired(noted, len(inputs[0])) for key, noted in calls.items()}
+        outputs = _outputs(call, inputs, claim.module)
+    seen = {key: _by_input(noted, len(inputs), len(inputs[0])) for key, noted in calls.items()}
+    return {**seen, id(claim.module): [(torch.stack(list(inputs)), torch.stack(list(outputs)))]}
 
 
-def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
-    """Match what a part saw of the first input with what it saw of the second: in one batch, or in
-    two calls."""
-    half = len(noted) // 2
-    if all(len(x) == len(y) == 2 * batch for x, y in noted):
-        pairs = [_Pair(*x.chunk(2), *y.chunk(2)) for x, y in noted]
-    elif len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
-        return []  # a part that is called once for several examples, or with something else
-    else:
-        both = zip(noted[:half], noted[half:], strict=True)
-        pairs = [_Pair(x, aside, y, other) for (x, y), (aside, other) in both]
-    return [pair for pair in pairs if pair.x.ndim > 1 and pair.y.ndim > 1]
+def _by_input(
+    noted: list[tuple[Tensor, Tensor]], count: int, batch: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Tell apart what a part saw of each input: in one batch, or in a call for each."""
+    if not all(len(x) == len(y) == count * batch for x, y in noted):
+        if len(noted) % count or any(len(x) != batch or len(y) != batch for x, y in noted):
+            return []  # a part that is called once for several examples, or with something else
+        each = len(noted) // count
+        calls = [noted[call::each] for call in range(each)]
+        noted = [(torch.cat([x for x, _ in one]), torch.cat([y for _, y in one])) for one in calls]
+    return [
+        (x.unflatten(0, (count, batch)), y.unflatten(0, (count, batch)))
+        for x, y in noted
+        if x.ndim > 1 and y.ndim > 1
+    ]
 
 
-def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
+def _judge(claim: Claim, by_part: Seen) -> str:
     bounds: dict[int, tuple[str, nn.Module, float]] = {}
     for path, part, bound in claim.parts:
         if bound >= bounds.get(id(part), ("", part, 0.0))[2]:
             bounds[id(part)] = (path, part, bound)
     bounds[id(claim.module)] = ("", claim.module, claim.total)
     shares = [
-        _share(pair, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
+        share
         for path, part, bound in bounds.values()
-        for pair in by_part.get(id(part), ())
+        for x, y in by_part.get(id(part), ())
+        for share in _shares(x, y, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
     ]
     return (
         f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
@@ -196,34 +190,47 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
     )
 
 
-def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
-    """Return slope / bound, both of the slope's parts evaluated in float64."""
-    moved = _size(pair.aside.double() - pair.x.double(), claim.norm)
-    change = _size(pair.other.double() - pair.y.double(), claim.norm)
-    slope = torch.where(moved > 0, change / moved, 0.0)
-    if not bool(slope.isfinite().all()):
-        size = float(pair.x.norm(dim=-1).max())
-        raise NotLipschitzError(
-            f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g},"
-            " so a bound for exact arithmetic says nothing of it; scale the weights down or use a"
-            " wider dtype"
-        )
-    # What rounding may add to the slope of a map with this bound.
-    inputs, outputs = (
-        sum(_size(value, claim.norm) for value in values)
-        for values in ((pair.x, pair.aside), (pair.y, pair.other))
-    )
-    noise = _ULPS * torch.finfo(claim.dtype).eps * (outputs + bound * inputs)
-    excess = slope - bound * (1 + 1e-6)
-    allowed = torch.where(moved > 0, noise / moved, 0.0).clamp_min(0)
-    if bool((excess > allowed).any()):
-        raise UnsoundBoundError(
-            f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above"
-            f" its bound {bound:.6g}: its rule is wrong for this module. If the rule is yours"
-            " (register_rule), correct it; if it is ours, please report it with the module's"
-            " options"
-        )
-    return float(slope.max()) / bound if bound > 0 else 0.0
+def _shares(x: Tensor, y: Tensor, bound: float, name: str, claim: Claim) -> list[float]:
+    """Return slope / bound from the first input to each other, both of the slope's parts evaluated
+    in float64."""
+    (apart, inputs), (changes, outputs) = _sizes(x, claim.norm), _sizes(y, claim.norm)
+    shares: list[float] = []
+    for one, moved in enumerate(apart):
+        slopes = [c / m if m > 0 else 0.0 for c, m in zip(changes[one], moved, strict=True)]
+        if not all(map(math.isfinite, slopes)):
+            size = float(x[0].norm(dim=-1).max())
+            raise NotLipschitzError(
+                f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm"
+                f" {size:.3g}, so a bound for exact arithmetic says nothing of it; scale the weights"
+                " down or use a wider dtype"
+            )
+        # What rounding may add to the slope of a map with this bound.
+        unit = _ULPS * torch.finfo(claim.dtype).eps
+        sizes = zip(slopes, moved, inputs[one], outputs[one], strict=True)
+        if any(
+            slope - bound * (1 + 1e-6) > unit * (after + bound * before) / move
+            for slope, move, before, after in sizes
+            if move > 0
+        ):
+            raise UnsoundBoundError(
+                f"certify: {name} has a slope of {max(slopes):.6g} in norm {claim.norm}, above its"
+                f" bound {bound:.6g}: its rule is wrong for this module. If the rule is yours"
+                " (register_rule), correct it; if it is ours, please report it with the module's"
+                " options"
+            )
+        shares.append(max(slopes) / bound if bound > 0 else 0.0)
+    return shares
+
+
+def _sizes(values: Tensor, norm: TokenNorm) -> tuple[list[list[float]], list[list[float]]]:
+    """Return how far each input but the first is from it, and the sum of the sizes of both, by
+    example."""
+    values = values.double()
+    count, batch = values.shape[:2]
+    both = torch.cat([values[1:] - values[:1], values]).flatten(0, 1)
+    both = both.unsqueeze(1) if both.ndim == 2 else both.flatten(1, -2)
+    apart, own = perturbation_size(both, norm).view(-1, batch).split([count - 1, count])
+    return apart.tolist(), (own[1:] + own[:1]).tolist()
 
 
 def _as_function(claim: Claim, device: torch.device) -> Map:
@@ -281,8 +288,3 @@ def _width(module: nn.Module) -> int | None:
     own = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
     widths = [*own, *(_width(child) for child in module._modules.values() if child is not None)]
     return next((width for width in widths if isinstance(width, int)), None)
-
-
-def _size(x: Tensor, norm: TokenNorm) -> Tensor:
-    x = x.double()
-    return perturbation_size(x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2), norm)
