@@ -50,8 +50,3 @@ def test_the_grid_of_a_model_is_read_from_its_patches():
     words.main_input_name = "input_ids"
     for other in (Pixels(object()), object(), Pixels(square()), Pixels(whole()), words):
         assert patch_grid(other) is None
-
-
-def test_tokens_of_one_image_are_those_of_its_model():
-    tokens = torch.randn(1, 12, 60)
-    torch.testing.assert_close(GRID.tokens_of(GRID.image(tokens)), tokens, rtol=0, atol=0)

@@ -83,18 +83,21 @@ def test_masks_are_passed_on_and_padding_is_left_alone(attention):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, None])
-def test_ascent_over_weights_as_well_stays_below_the_bound(attention, dtype):
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_ascent_over_weights_as_well_stays_below_the_bound(attention, dtype, norm, mask):
     """log(true / bound) climbs over inputs and the weights of a real module."""
 
     def bound(module):
-        constants = l2_constants(3, mask="full")
-        return l2_attention_bound(*module.head_weights(), constants, norm=2, method="gram").value
+        constants = l2_constants(3, mask=mask)
+        return l2_attention_bound(*module.head_weights(), constants, norm=norm, method="gram").value
 
-    how = {"norm": 2, "restarts": 4, "dtype": dtype}
+    how = {"norm": norm, "restarts": 4, "dtype": dtype}
+    how["forward_kwargs"] = {"is_causal": mask == "causal"}
     before = lipschitz_lower_bound(attention, (3, 4), **how, steps=10, inner=1)
     after = lipschitz_lower_bound(attention, (3, 4), **how, steps=40, ascend_weights=bound)
     plain, ended = (
-        certify(module, seq_len=3, norm=2, mask="full") for module in (attention, after.module)
+        certify(module, seq_len=3, norm=norm, mask=mask) for module in (attention, after.module)
     )
     assert before.ratio(plain) < after.ratio(ended) <= 1
     assert after.module.q_proj.weight.dtype is (dtype or torch.float32)

@@ -69,6 +69,16 @@ def terms(radius):
     return query, [found + k * b / ROOT * radius for found, k, b in zip(query, K, BQ, strict=True)]
 
 
+def norm_two(query, key, masses, sizes_q, sizes_k, radius, tokens):
+    """The less of the heads one by one and of all at once, by the largest queries and keys on the ball."""
+    key_masses = [min(found, math.sqrt(tokens / 2)) for found in masses]
+    heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
+    keys = max(v * size for v, size in zip(V, sizes_k, strict=True))
+    queries = max(v * size for v, size in zip(V, sizes_q, strict=True))
+    of_both = keys * max(Q) + max(key_masses) * queries * max(K)
+    return min(joined(heads), max(OUT) * (max(masses) * max(V) + radius / ROOT * of_both))
+
+
 @pytest.mark.parametrize("radius", [R, 0.1])
 def test_dot_product_attention_in_norms_of_tokens(radius):
     query, key = terms(radius)
@@ -85,18 +95,10 @@ def test_dot_product_attention_in_norm_two(mask, radius, tokens):
     query, key = terms(radius)
     # The logits of a row differ by twice |q| |k|: a R^2 + beta R.
     masses = [mass(mask, spread, tokens) for spread in key]
-    key_masses = [min(found, math.sqrt(tokens / 2)) for found in masses]
-    heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
-    # All heads at once: sizes of queries and keys on the ball, and the largest singular value over
-    # all heads.
-    keys = [v * k * radius for v, k in zip(V, K, strict=True)]
-    queries = [v * (q * radius + b) for v, q, b in zip(V, Q, BQ, strict=True)]
-    scale = radius / ROOT
-    whole = max(masses) * max(V) + scale * (
-        max(keys) * max(Q) + max(key_masses) * max(queries) * max(K)
-    )
+    sizes_q = [q * radius + b for q, b in zip(Q, BQ, strict=True)]
+    in_two = norm_two(query, key, masses, sizes_q, [k * radius for k in K], radius, tokens)
     by_token = math.sqrt(tokens) * joined([1 + a + b for a, b in zip(query, key, strict=True)])
-    expected = min(joined(heads), max(OUT) * whole, by_token)
+    expected = min(in_two, by_token)
     certificate = certify(attention(), seq_len=tokens, radius=radius, norm=2, mask=mask)
     assert certificate.total == pytest.approx(expected, rel=1e-5)
 
@@ -148,13 +150,7 @@ def test_rotated_queries_and_keys_keep_their_lengths_alone(norm):
     else:
         spreads = [a * b / ROOT for a, b in zip(sizes_q, sizes_k, strict=True)]
         masses = [mass("full", spread) for spread in spreads]
-        key_masses = [min(found, math.sqrt(N / 2)) for found in masses]
-        heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
-        keys = max(v * size for v, size in zip(V, sizes_k, strict=True))
-        queries = max(v * size for v, size in zip(V, sizes_q, strict=True))
-        scale = R / ROOT
-        whole = max(masses) * max(V) + scale * (keys * max(Q) + max(key_masses) * queries * max(K))
-        expected = min(joined(heads), max(OUT) * whole)
+        expected = norm_two(query, key, masses, sizes_q, sizes_k, R, N)
     found = dot_product_ball_bound(
         weights, radius=R, seq_len=N, norm=norm, mask="full", rotary=True
     )

@@ -5,11 +5,11 @@ import json
 import math
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.support import families
+from tests.support.layers import stack_config
 from torch import nn
 
 from wellposed.certification import LayerBound, certify, inherit_rule, register_rule
@@ -21,14 +21,7 @@ from wellposed.nn.attention.l2_bound import UnitWeights
 NORMS = ("tok", "inf", 2)
 
 
-def _config(**changes):
-    values = {
-        "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16,
-        "activation": "gelu", "attention": "l2_tied", "feedforward": "mlp", "residual": "plain", "norm": "none",
-        "qk_norm": False, "dropout": 0.1, "attention_dropout": 0.0, "layer_norm_eps": 0.1,
-        "max_position_embeddings": 16,
-    }  # fmt: skip
-    return SimpleNamespace(**{**values, **changes})
+_config = partial(stack_config, attention="l2_tied", norm="none", dropout=0.1, layer_norm_eps=0.1)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.support.certificates import rows
+from tests.support.transject import Adapter
 from torch import nn
 
 from wellposed.certification import certify, lipschitz_lower_bound, token_distance_bounds
@@ -155,22 +156,6 @@ def test_token_distances_of_a_non_contractive_layer_have_no_lower_bound():
     with torch.no_grad():
         stack.layers[0].feedforward.up_proj.weight.mul_(3)
     assert token_distance_bounds(stack)[0][0] == 0
-
-
-class Adapter(nn.Module):
-    """`x -> W x + B A x`, as low-rank adapters add it; `weight` is W alone."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.update = nn.Linear(D, D, bias=False).double()
-
-    @property
-    def weight(self):
-        return self.base.weight
-
-    def forward(self, x):
-        return self.base(x) + self.update(x)
 
 
 @pytest.mark.parametrize(

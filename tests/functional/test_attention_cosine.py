@@ -54,29 +54,12 @@ def test_learnt_tau_and_nu_per_head():
     )
 
 
-def test_gradcheck():
-    q, k, v = (draw(1, 2, 3, 4, seed=s).requires_grad_() for s in range(3))
-    assert torch.autograd.gradcheck(lambda *t: cosine_attention(*t, eps=0.1, tau=2.0), (q, k, v))
-
-
 def test_zero_tokens_are_fine():
     zero = torch.zeros(1, 1, 3, 4, requires_grad=True)
     out = cosine_attention(zero, zero, zero)
     out.sum().backward()
     assert torch.equal(out, torch.zeros_like(out))
     assert zero.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("eps", [1e-2, 1.0])
-@pytest.mark.parametrize("tau", [0.5, 8.0])
-@pytest.mark.parametrize("size", [1e-2, 1.0, 1e2])
-def test_the_stated_bound_holds_along_segments(eps, tau, size):
-    a = [draw(1, 1, 5, 3, seed=s, size=size) for s in range(3)]
-    b = [t + draw(1, 1, 5, 3, seed=s + 5, size=0.1 * size) for s, t in enumerate(a)]
-    moved = [float((x - y).norm(dim=-1).max()) for x, y in zip(a, b, strict=True)]
-    first, second = (cosine_attention(*t, eps=eps, tau=tau, nu=2.0) for t in (a, b))
-    bound = 2.0 / math.sqrt(eps) * (moved[2] + tau * moved[0] + tau * moved[1])
-    assert (first - second).norm(dim=-1).max() <= bound
 
 
 def test_bad_arguments():

@@ -166,12 +166,6 @@ def test_gradients_match_the_reference(is_causal):
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 2.0}])
-def test_gradcheck_tied(options):
-    z = draw(1, 2, 4, 3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: l2_attention(z, z, z, **options), (z,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_tied_gradients_in_low_precision(dtype, offset):
@@ -219,23 +213,6 @@ def test_autocast(inputs):
     torch.testing.assert_close(
         out.double(), reference(q, k, v), atol=8 * UNIT[torch.bfloat16], rtol=0
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"padded": True}])
-def test_compiles_in_one_graph(dtype, options):
-    z = draw(2, 2, 6, 8, dtype=dtype).requires_grad_()
-    padding = torch.zeros(2, 6, dtype=torch.bool)
-    padding[0, 4:] = True
-    keywords = {"key_padding_mask": padding} if "padded" in options else options
-
-    def loss(z):
-        return l2_attention(z, z, z, **keywords).float().square().sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    expected, got = loss(z), compiled(z)
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(torch.autograd.grad(got, z)[0], torch.autograd.grad(expected, z)[0])
 
 
 def test_uses_the_fused_kernel_and_keeps_memory_linear():

@@ -6,13 +6,13 @@ import torch
 from tests.support.close import within
 from tests.support.layers import draw
 from tests.support.refusal import bad_config
+from tests.support.transject import Adapter
 from tests.support.words import words
 from torch import nn
 from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError
-from wellposed.nn import GramSpectrum, OrthogonalFeedForward, OrthogonalLinear, TransJectStack
-from wellposed.nn.checks import is_plain
+from wellposed.nn import GramSpectrum, OrthogonalFeedForward, TransJectStack
 from wellposed.nn.transject import gram
 
 D, L, N = 6, 2, 5
@@ -25,25 +25,6 @@ MAPS = [
     "layers.1.feedforward.down_proj",
 ]
 paths = pytest.mark.parametrize("path", MAPS)
-
-
-class Adapter(nn.Module):
-    """`x -> W x + A x`, as an adapter library puts it in the place of a linear module."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        generator = torch.Generator().manual_seed(3)
-        change = torch.randn(base.weight.shape, generator=generator, dtype=torch.float64)
-        self.change = nn.Parameter(0.3 * change.to(base.weight.dtype))
-
-    @property
-    def weight(self):
-        """The weight below, as peft has it."""
-        return self.base.weight
-
-    def forward(self, x):
-        return self.base(x) + x @ self.change.mT
 
 
 def make(**options):
@@ -199,21 +180,3 @@ def test_the_inverse_says_that_weights_are_offloaded():
             out.sigma.detach(),
             [gate.detach() for gate in out.gates],
         )
-
-
-def test_only_the_class_itself_without_hooks_is_plain():
-    class Other(OrthogonalLinear):
-        pass
-
-    assert is_plain(OrthogonalLinear(D), OrthogonalLinear)
-    assert not is_plain(Other(D), OrthogonalLinear)
-    layer = OrthogonalLinear(D)
-    layer.forward = lambda x: x
-    assert not is_plain(layer, OrthogonalLinear)
-    layer = OrthogonalLinear(D)
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        assert not is_plain(layer, OrthogonalLinear)
-    finally:
-        handle.remove()
-    assert is_plain(layer, OrthogonalLinear)

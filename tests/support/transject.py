@@ -2,6 +2,7 @@
 identity."""
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from wellposed.models import TransJectConfig, TransJectModel
@@ -60,3 +61,22 @@ def slow_stack(stack, x):
             F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T
         )
     return x
+
+
+class Adapter(nn.Module):
+    """`x -> W x + A x`, as an adapter library puts it in the place of a linear module."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(3)
+        change = torch.randn(base.weight.shape, generator=generator, dtype=torch.float64)
+        self.change = nn.Parameter(0.3 * change.to(base.weight.dtype))
+
+    @property
+    def weight(self):
+        """The weight below, as peft has it."""
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + x @ self.change.mT

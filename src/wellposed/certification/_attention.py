@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +28,16 @@ _NO_GLOBAL_CONSTANT = (
 )
 
 
-class Affine(Protocol):
-    """``x -> weight @ x + bias``."""
-
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-
-
 @dataclass(frozen=True)
 class Slice:
     """A projection that is a part of a larger weight."""
 
     weight: Tensor
     bias: Tensor | None
+
+
+Affine: TypeAlias = nn.Linear | Slice
+"""``x -> weight @ x + bias``."""
 
 
 def slices(weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Slice]:

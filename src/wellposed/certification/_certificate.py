@@ -263,28 +263,16 @@ class Certificate:
                 )
             return
         lengths = _per_input("tokens", tokens, inputs)
-        problems = []
         # Written so that a length that is no number is among the offenders.
-        if (long := ~(lengths <= self.tokens)).any():
-            worst = f"{float(lengths[long].max()):g}"
-            problems.append(
-                f"the certificate holds for at most {self.tokens} tokens, received {worst}"
-                f" ({int(long.sum())} of {lengths.numel()} inputs are longer); certify again with"
-                f" seq_len={worst}"
+        outside = ~((lengths >= self.min_tokens) & (lengths <= self.tokens))
+        if outside.any():
+            low, high = (f"{float(end):g}" for end in lengths[outside].aminmax())
+            raise ShapeError(
+                f"radius: the certificate holds for {self._span()}, received {low} to {high} real"
+                f" tokens ({int(outside.sum())} of {lengths.numel()} inputs are outside); certify"
+                " again with the seq_len and min_tokens of these inputs, and leave inputs without a"
+                " token out"
             )
-        if (short := lengths < self.min_tokens).any():
-            least = float(lengths[short].min())
-            advice = (
-                f"certify again with min_tokens={least:g}"
-                if least >= 1
-                else "leave inputs without a token out"
-            )
-            problems.append(
-                f"the certificate holds for at least {self.min_tokens} real tokens, received"
-                f" {least:g} ({int(short.sum())} of {lengths.numel()} inputs are shorter); {advice}"
-            )
-        if problems:
-            raise ShapeError("radius: " + "\n".join(problems))
 
     def _room(
         self, largest_token: float | Tensor | None, width: int | None, inputs: torch.Size
@@ -359,13 +347,12 @@ class Certificate:
         plain["layers"] = [asdict(layer) for layer in self.layers]
         return json.loads(json.dumps(plain), parse_constant=lambda word: str(float(word)))
 
+    def _span(self) -> str:
+        least = "<=" if self.min_tokens == 1 else f"{self.min_tokens} to"
+        return f"{least} {self.tokens} tokens"
+
     def _scope(self) -> str:
-        tokens = (
-            f"<= {self.tokens} tokens"
-            if self.min_tokens == 1
-            else f"{self.min_tokens} to {self.tokens} tokens"
-        )
-        scope = f"{tokens}, mask {self.mask}, {self.domain}, {self.dtype}"
+        scope = f"{self._span()}, mask {self.mask}, {self.domain}, {self.dtype}"
         return "; ".join((scope, *self.notes))
 
     def __str__(self) -> str:

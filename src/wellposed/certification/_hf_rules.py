@@ -21,6 +21,7 @@ from torch import nn
 from wellposed.certification._as_called import class_called, home_of, is_class
 from wellposed.certification._attention import (
     TRAINING_DROPOUT,
+    Affine,
     AttentionWeights,
     Slice,
     dot_product_ball_bound,
@@ -173,28 +174,27 @@ def _projections(module: Any, owner: nn.Module, paths: str, head_dim: int, site:
                 raise Refused(f"it reads a {type(part).__name__} where GPT-2 has a Conv1D")
             site.reads(part)
         fused, output = parts
-        rows = fused.weight.shape[1]
-        if rows != 3 * module.split_size:
-            raise Refused(
-                f"its c_attn makes {rows} numbers of a token, and its call cuts them by split_size ="
-                f" {module.split_size}; set split_size to a third of what pruning has left"
-            )
-        cut = slices(fused.weight.mT, fused.bias, [rows // 3] * 3)
+        sizes = [module.split_size] * 3
+        cut = _cut(Slice(fused.weight.mT, fused.bias), sizes, "its c_attn", "split_size")
         return [*cut, Slice(output.weight.mT, output.bias)]
     if len(parts) == 2:  # Phi-3
         keys = module.num_key_value_heads * head_dim
         queries = module.config.num_attention_heads * head_dim
-        rows = parts[0].weight.shape[0]
-        if rows != queries + 2 * keys:
-            raise Refused(
-                f"its qkv_proj makes {rows} numbers of a token, and its call cuts them into"
-                f" {queries} of queries and twice {keys}; set num_attention_heads and"
-                " num_key_value_heads to what pruning has left"
-            )
-        parts = [*slices(parts[0].weight, parts[0].bias, [queries, keys, keys]), parts[1]]
+        counts = "num_attention_heads and num_key_value_heads"
+        parts = [*_cut(parts[0], [queries, keys, keys], "its qkv_proj", counts), parts[1]]
     if groups > 1:
         parts[1:3] = [_repeated(part, groups, head_dim) for part in parts[1:3]]
     return parts
+
+
+def _cut(fused: Affine, sizes: list[int], name: str, told_by: str) -> list[Slice]:
+    """Cut one weight as the call cuts its output, which pruning may have changed."""
+    if len(fused.weight) != sum(sizes):
+        raise Refused(
+            f"{name} makes {len(fused.weight)} numbers of a token, and its call cuts them into"
+            f" {sizes}; set {told_by} to what pruning has left"
+        )
+    return slices(fused.weight, fused.bias, sizes)
 
 
 def _repeated(part: Any, groups: int, head_dim: int) -> Slice:

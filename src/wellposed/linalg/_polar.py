@@ -210,11 +210,7 @@ def polar(weight: Tensor, *, method: PolarMethod = "auto") -> Tensor:
     >>> polar(torch.diag(torch.tensor([2.0, -0.5]))).tolist()
     [[1.0, 0.0], [0.0, -1.0]]
     """
-    _require_matrix("polar", weight)
-    if not bool(torch.isfinite(weight.detach()).all()):
-        raise ConvergenceError(
-            f"polar: the {tuple(weight.shape)} matrix holds values that are not finite"
-        )
+    _require_matrix("polar", weight, is_finite=True)
     if torch.is_grad_enabled() and weight.requires_grad:
         return cast(Tensor, _Polar.apply(weight))
     with full_precision(weight.device.type):
@@ -314,10 +310,7 @@ def nearest_orthogonal(
         raise ShapeError(
             f"nearest_orthogonal: expected a matrix (rows, columns), received {tuple(weight.shape)}"
         )
-    if not bool(torch.isfinite(weight.detach()).all()):
-        raise ConvergenceError(
-            f"nearest_orthogonal: the {tuple(weight.shape)} matrix holds values that are not finite"
-        )
+    _require_matrix("nearest_orthogonal", weight, is_finite=True)
     with full_precision(weight.device.type):
         left, values, right = factor(weight)
         chosen = float(values.mean()) if gain == "fit" else gain
@@ -335,9 +328,13 @@ def nearest_orthogonal(
         )
 
 
-def _require_matrix(name: str, weight: Tensor) -> None:
+def _require_matrix(name: str, weight: Tensor, *, is_finite: bool = False) -> None:
     if weight.dim() < 2 or not weight.is_floating_point():
         raise ShapeError(
             f"{name}: expected a floating tensor (..., rows, columns), received {weight.dtype}"
             f" {tuple(weight.shape)}"
+        )
+    if is_finite and not bool(torch.isfinite(weight.detach()).all()):
+        raise ConvergenceError(
+            f"{name}: the {tuple(weight.shape)} matrix holds values that are not finite"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import (
     ConfigError,
     ConvergenceError,
@@ -131,12 +132,13 @@ class InvertibleResidual(Part):
         return bound
 
     @torch.no_grad()
+    @checked_arguments
     def inverse(
         self,
         y: Tensor,
         *,
-        tol: float | None = None,
-        max_iter: int = 1000,
+        tol: Positive | None = None,
+        max_iter: Size = 1000,
         accelerate: Acceleration | None = "anderson",
         **options: Any,
     ) -> tuple[Tensor, Inversion]:
@@ -167,10 +169,6 @@ class InvertibleResidual(Part):
             ConfigError: f draws random numbers in its present mode (dropout in training), or
                 `accelerate` or `tol` is not usable.
         """
-        if accelerate not in (None, "anderson"):
-            raise ConfigError(f"inverse: accelerate is {accelerate!r}; expected 'anderson' or None")
-        if tol is not None and not tol > 0:
-            raise ConfigError(f"inverse: tol is {tol}; expected a positive relative error")
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
         how: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "accelerate": accelerate}
