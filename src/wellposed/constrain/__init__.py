@@ -10,7 +10,7 @@ from wellposed.constrain._handle import Constraint as Constraint
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
 from wellposed.constrain._orthogonal import Orthogonal as Orthogonal
 from wellposed.constrain._orthogonal import orthogonal as orthogonal
-from wellposed.constrain._report import ConstrainedWeight as ConstrainedWeight
-from wellposed.constrain._report import ConstraintReport as ConstraintReport
-from wellposed.constrain._report import OrthogonalityErrors as OrthogonalityErrors
 from wellposed.constrain._select import select_weights as select_weights
+from wellposed.constrain._weight import ConstrainedWeight as ConstrainedWeight
+from wellposed.constrain._weight import ConstraintReport as ConstraintReport
+from wellposed.constrain._weight import OrthogonalityErrors as OrthogonalityErrors

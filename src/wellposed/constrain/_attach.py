@@ -4,9 +4,11 @@ on."""
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,10 +24,9 @@ from wellposed.constrain._logits import (
     head_rows,
     held_logits,
 )
-from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
-from wellposed.constrain._weight import ColumnWeight, SpectralWeight, Weight
+from wellposed.constrain._weight import ColumnWeight, ConstraintReport, SpectralWeight, Weight
 from wellposed.errors import ConfigError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
@@ -231,7 +232,9 @@ def constrain_(
         elif to == "columns":
             weights.append(ColumnWeight(place, owner, size))
         elif to == "spectral":
-            weights.append(SpectralWeight(place, owner, size, rms=isinstance(bound, str)))
+            weights.append(SpectralWeight(place, owner, size))
+            rows, columns = weights[-1].value.shape
+            weights[-1].gain *= math.sqrt(rows / columns) if isinstance(bound, str) else 1.0
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
@@ -303,13 +306,11 @@ def _merge_tied(model: nn.Module, found: list[Candidate]) -> list[Candidate]:
     merged: dict[object, Candidate] = {}
     for index, place in enumerate(found):
         key = index if place.parameter is None else (id(place.parameter), place.entry, place.rows)
-        if key in merged:
-            continue
-        own = place.parameter_name
-        others = tuple(name for name in names.get(id(place.parameter), []) if name != own)
-        merged[key] = replace(place, also=others)
-        if others:
+        own, known = place.parameter_name, names.get(id(place.parameter), [])
+        others = tuple(name for name in known if name != own)
+        if others and key not in merged:
             logger.warning("%s is tied to %s; constrained once", own, ", ".join(others))
+        merged.setdefault(key, replace(place, also=others))
     return list(merged.values())
 
 
@@ -325,11 +326,14 @@ def _check(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append(optimizer)
-    problems = {
-        place.label: next(_problems(place, owners, optimizers, to, tall_tables), None)
-        for place in places
-    }
-    found = [(name, problem) for name, problem in problems.items() if problem is not None]
+    given = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    found: list[tuple[str, ConfigError | ShapeError]] = []
+    for place in places:
+        key = id(place.parameter)
+        problems = _problems(
+            place, owners.get(key, []), given, to, is_tall_table=key in tall_tables
+        )
+        found += [(place.label, problem) for problem in islice(problems, 1)]
     if found:
         found.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
         lines = listed([f"{name}: {problem}" for name, problem in found])
@@ -338,30 +342,21 @@ def _check(
 
 
 def _problems(
-    place: Candidate,
-    owners: Mapping[int, list[Optimizer]],
-    optimizers: list[Optimizer],
-    to: Set,
-    tall_tables: Mapping[int, nn.Embedding],
+    place: Candidate, held: list[Optimizer], given: str, to: Set, *, is_tall_table: bool
 ) -> Iterator[ConfigError | ShapeError]:
     """Yield why a weight cannot be held; what follows supposes that it was not so."""
     parameter = place.parameter
-    held = owners.get(id(parameter), [])
     if parameter is None:
         how = "computes or packs its weight (a parametrisation, or quantised)"
         yield ConfigError(f"{type(place.module).__name__} {how}; a plain nn.Parameter is needed")
         return
     if is_lazy(parameter):
-        yield ConfigError(
-            "not initialised; run the model once on a batch, which gives it its sizes"
-        )
+        yield ConfigError("not initialised; run the model once on a batch, which gives it sizes")
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
         kind = f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating"
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
-        yield ConfigError(
-            "float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU first"
-        )
+        yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
     if parameter.is_meta:
         yield ConfigError("on the meta device, without values; load the weights first")
     shape = tuple(parameter.shape)
@@ -372,7 +367,7 @@ def _problems(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
             f" types{flat if '_flat_param' in place.name else stack}"
         )
-    if id(parameter) in tall_tables and shape[0] > shape[1]:
+    if is_tall_table and shape[0] > shape[1]:
         yield ShapeError(
             f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
             " vectors can be orthonormal there; give embeddings='fit' to keep its columns"
@@ -380,16 +375,14 @@ def _problems(
             " Gram matrix"
         )
     if not parameter.requires_grad:
-        adapted = ", or pass adapters=True to hold the factors of its adapter"
-        more = adapted if place.is_adapted else ""
+        more = ", or pass adapters=True to hold the factors of its adapter" * place.is_adapted
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
     if is_sharded(parameter) and (place.part or to == "logits"):
         what = "a part of a fused weight that is sharded, or rows of one"
         yield ConfigError(f"{what}; leave its module out of fully_shard, or leave it out here")
     if len(held) != 1:
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         yield ConfigError(
-            f"{'owned by more than one' if held else 'not owned by the'} given optimizer ({names});"
+            f"{'owned by more than one' if held else 'not owned by the'} given optimizer ({given});"
             " build the optimizer from the parameters of this very model, after moving, sharding or"
             " tying it"
         )

@@ -16,9 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._report import ConstraintReport, OrthogonalityErrors
 from wellposed.constrain._select import Candidate
-from wellposed.constrain._weight import Weight, batches, reads_weight_size
+from wellposed.constrain._weight import (
+    ConstraintReport,
+    OrthogonalityErrors,
+    Weight,
+    batches,
+    reads_weight_size,
+)
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
 from wellposed.linalg.sharded import is_sharded
@@ -137,8 +142,7 @@ class Constraint:
         # The gradient only exists after the closure ran, which is inside the step.
         def closed() -> Any:
             loss = closure()
-            with torch.no_grad():
-                self._prepare(optimizer)
+            self._prepare(optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -154,15 +158,14 @@ class Constraint:
         ready = [weight for weight in own if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
         _check_storage(ready)
-        restarted = [weight.path for weight in ready if weight.claim_state()]
-        if restarted:
-            said = "moments gathered before these square weights were constrained are in other"
+        if restarted := [weight.path for weight in ready if weight.claim_state()]:
             self._say(
-                "moments", f"{said} coordinates; they restart from zero:\n{listed(restarted)}"
+                "moments",
+                "moments gathered before these square weights were constrained are in other"
+                f" coordinates; they restart from zero:\n{listed(restarted)}",
             )
-        steered = [weight for weight in ready if weight.is_steered]
         with _full_precision(ready):
-            for group in batches(steered, batched=self._batched):
+            for group in batches((w for w in ready if w.is_steered), batched=self._batched):
                 group[0].project_gradients_(group, self._work)
         for weight in ready:
             weight.remember_(decayed=decay.get(id(weight.parameter), 0) != 0)
@@ -313,19 +316,18 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
 def _check_storage(ready: list[Weight]) -> None:
     """Raise for weights or gradients that are no longer what can be worked on."""
     turned = [w for w in ready if w.stored_dtype not in (None, w.parameter.dtype)]
-    lines = [f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned]
-    if lines:
-        raise ConfigError(
-            "constrain_: these weights were turned to another dtype while they were held; call"
-            " remove(), turn the model, build its optimizer and call constrain_ again:\n"
-            + listed(lines)
-        )
     sparse = [w.path for w in ready if getattr(w.parameter.grad, "is_sparse", False)]
-    if sparse:
-        raise ConfigError(
-            "constrain_: these weights have sparse gradients, of which no projection is"
-            f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
-        )
+    problems = {
+        "these weights were turned to another dtype while they were held; call remove(), turn the"
+        " model, build its optimizer and call constrain_ again": [
+            f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned
+        ],
+        "these weights have sparse gradients, of which no projection is sparse; use"
+        " nn.Embedding(sparse=False)": sparse,
+    }
+    for problem, lines in problems.items():
+        if lines:
+            raise ConfigError(f"constrain_: {problem}:\n{listed(lines)}")
 
 
 def handles_of(optimizer: Optimizer) -> list[Constraint]:

@@ -1,21 +1,21 @@
-"""The matrices that a handle holds: their common interface, two of the sets, and batches of one
-shape."""
+"""The matrices that a handle holds: their common interface, two of the sets, batches of one shape,
+and what attaching did to each."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._report import ConstrainedWeight
 from wellposed.constrain._select import Candidate
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Retraction, Workspace, cap_spectral_norms_, certified_spectral_norm
 from wellposed.linalg.sharded import is_sharded, read, write_
+from wellposed.text_table import aligned
 
 # Optimizers that scale their step by the size of the weight: the weight may not be displaced under
 # them.
@@ -23,6 +23,95 @@ _READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlam
 # Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
 # about 400 MB in float32 on an accelerator.
 _CPU_ENTRIES, _ENTRIES = 2**18, 2**24
+
+
+@dataclass(frozen=True)
+class ConstrainedWeight:
+    """One constrained weight: where it is, what it became, how far it moved."""
+
+    path: str
+    """Full dotted name of the parameter."""
+    shape: tuple[int, int]
+    gain: float
+    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of
+    the other sets."""
+    moved_frobenius: float
+    """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
+    moved_spectral: float
+    """``|W' - W|_2 / |W|_2``."""
+    error_before: float
+    """How far the weight was from its set before attaching, as `Constraint.error` measures it."""
+    error_after: float
+    """The same after it, measured in float64 on the weight as stored."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tied parameter; it is constrained once."""
+
+
+@dataclass(frozen=True)
+class ConstraintReport:
+    """Every weight that was constrained (or, after a dry run, would be)."""
+
+    rows: tuple[ConstrainedWeight, ...]
+    dry_run: bool = False
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """``|W' - W|_F / |W|_F`` of each weight by its name."""
+        return {row.path: row.moved_frobenius for row in self.rows}
+
+    def summary(self, to: str = "orthogonal") -> str:
+        """Return what was held in which set as one line.
+
+        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.25, 0.5, 0.25, 0.9, 1e-7)
+        >>> ConstraintReport((row,)).summary()
+        'constrain_: 1 weights in the set orthogonal of size 1.25'
+        """
+        sizes = sorted({row.gain for row in self.rows})
+        size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
+        return f"constrain_: {len(self.rows)} weights in the set {to} of size {size}"
+
+    def table(self) -> str:
+        """Return the report as aligned text, one weight to a line.
+
+        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.0, 0.5, 0.25, 0.9, 1e-7)
+        >>> ConstraintReport((row,)).table().splitlines()[1].split()
+        ['layer.weight', '4x4', '1', '0.5', '0.25', '0.9', '1e-07']
+        """
+        lines = [("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")]
+        for row in self.rows:
+            name, shape = " = ".join((row.path, *row.also)), "x".join(map(str, row.shape))
+            moved = (row.moved_frobenius, row.moved_spectral, row.error_before, row.error_after)
+            lines.append((name, shape, f"{row.gain:.3g}", *(f"{value:.2g}" for value in moved)))
+        return aligned(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+@dataclass(frozen=True)
+class OrthogonalityErrors:
+    """How far each constrained weight is from its set, measured in float64 on the weight as stored.
+
+    See `Constraint.error` for what is measured in each set.
+    """
+
+    by_path: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest error of all weights."""
+        return max(self.by_path.values())
+
+    def table(self) -> str:
+        """Return the errors as aligned text, largest first.
+
+        >>> print(OrthogonalityErrors({"a.weight": 1e-7, "b.weight": 2e-6}).table())
+        weight    error
+        b.weight  2e-06
+        a.weight  1e-07
+        """
+        ordered = sorted(self.by_path.items(), key=lambda item: -item[1])
+        return aligned([("weight", "error"), *((path, f"{error:.2g}") for path, error in ordered)])
 
 
 class Weight:
@@ -138,15 +227,9 @@ class Weight:
 
 
 class SpectralWeight(Weight):
-    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient. With ``rms``, ``size`` is
-    in units of sqrt(fan_out / fan_in)."""
+    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient."""
 
     decays = True
-
-    def __init__(self, place: Candidate, optimizer: Optimizer, size: float, *, rms: bool) -> None:
-        super().__init__(place, optimizer, size)
-        rows, columns = self.value.shape
-        self.gain *= math.sqrt(rows / columns) if rms else 1.0
 
     stacked = 2**16
     before = 0.0
@@ -202,10 +285,8 @@ class ColumnWeight(Weight):
         has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
         if bool(has_none.any()):
             columns = torch.nonzero(has_none)[..., -1].tolist()
-            count = f"{len(columns)} of {lengths.numel()} columns"
-            raise ConvergenceError(
-                f"{count} are zero or not finite and have no direction: {columns[:5]}"
-            )
+            count = f"{len(columns)} of {lengths.numel()} columns are zero or not finite"
+            raise ConvergenceError(f"{count} and have no direction: {columns[:5]}")
         return (whole.double() * (self.gain / lengths).unsqueeze(-2)).to(whole.dtype)
 
     @classmethod
