@@ -17,7 +17,6 @@ from tests.support.constrained import (
     same_state,
     train,
 )  # fmt: skip
-from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
 
@@ -120,37 +119,3 @@ def test_remove_leaves_no_trace():
     # And the optimizer is an ordinary one again: the next step leaves the manifold.
     train(model, optimizer, 20)
     assert max(errors(model).values()) > 1e-3
-
-
-def test_trains_a_teacher_as_well_as_a_parametrisation():
-    """Student and teacher of orthogonal layers: the same loss as torch's Cayley parametrisation, or
-    better."""
-    generator = torch.Generator().manual_seed(0)
-    width = 24
-    teacher = [torch.linalg.qr(torch.randn(width, width, generator=generator))[0] for _ in range(2)]
-    x = torch.randn(256, width, generator=generator)
-    y = nn.functional.elu(x @ teacher[0].T) @ teacher[1].T
-
-    def fit(*, parametrised):
-        torch.manual_seed(1)
-        student = nn.Sequential(
-            nn.Linear(width, width, bias=False), nn.ELU(), nn.Linear(width, width, bias=False)
-        )
-        for index in (0, 2):
-            nn.init.orthogonal_(student[index].weight)
-            if parametrised:
-                nn.utils.parametrizations.orthogonal(student[index], orthogonal_map="cayley")
-        optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
-        if not parametrised:
-            constrain_(student, optimizer, where=nn.Linear)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=120)
-        loss = torch.tensor(0.0)
-        for _ in range(120):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(student(x), y)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        return float(loss.detach())
-
-    assert fit(parametrised=False) <= 1.1 * fit(parametrised=True)

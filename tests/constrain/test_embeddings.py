@@ -77,13 +77,6 @@ def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(
     assert handle.error().worst <= 1e-5
 
 
-def test_other_chosen_weights_have_the_gain_that_is_given():
-    options = {"model": Bag(), "lr": 3e-2, "gain": 0.5, "embeddings": "fit"}
-    model, optimizer, _ = held("adamw", ["head", "words"], **options)
-    train(model, optimizer, 20)
-    assert isometry_error(model.head.weight / 0.5) <= 1e-5
-
-
 def test_the_vector_of_padding_stays_zero_and_no_vector_is_longer_than_the_gain():
     model = Bag()
     optimizer, _ = attached(model)

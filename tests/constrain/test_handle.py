@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from tests.support.constrained import NAMES, OPTIMIZERS, Mixed, errors, held, problem, train
-from tests.support.zoo import PLAIN
 from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
@@ -44,23 +43,6 @@ def test_no_word_without_cause():
         handle.remove()
         constrain_(model, optimizer, where="square").remove()
         train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 6)
-
-
-def test_the_trainer_that_makes_its_own_optimizer_is_noticed(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**PLAIN))
-    held("adamw", None, model=model, roles=("query", "key"))
-    rows = [
-        {"input_ids": torch.randint(0, 30, (5,)), "labels": torch.tensor(index % 2)}
-        for index in range(12)
-    ]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=5, report_to=[], save_strategy="no",
-        use_cpu=True, disable_tqdm=True, logging_strategy="no",
-    )  # fmt: skip
-    with pytest.warns(ConstraintWarning, match="a Trainer makes its own"):
-        transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
 
 
 def saved_and_loaded(pair):

@@ -93,11 +93,6 @@ class TestErrors:
         assert "a.weight = b.weight" in handle.report.table()
         assert "tied" in caplog.text
 
-    def test_twice(self):
-        model, optimizer, _ = held("sgd", "square")
-        with pytest.raises(ConfigError, match="constrained already"):
-            constrain_(model, optimizer, where=nn.Linear)
-
     def test_weight_decay_names_both_ways_out(self):
         model = Mixed()
         said = r"weight_decay=0, or pass .*'ignore'(.|\n)*square\.weight.*0\.01"

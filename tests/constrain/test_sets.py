@@ -146,19 +146,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(to, kind, dtype):
     goes_on_bit_for_bit(build, lambda *pair: constrain_(*pair, where=NAMES, to=to), train)
 
 
-def test_two_sets_on_one_weight_are_refused_and_on_two_weights_live_together():
-    model, optimizer, first = held("sgd", "square")
-    with pytest.raises(ConfigError, match=r"square\.weight: constrained already"):
-        constrain_(model, optimizer, where="square", to="spectral")
-    second = constrain_(model, optimizer, where="tall", to="spectral", bound=0.5)
-    train(model, optimizer, 5)
-    assert first.error().worst <= 1e-5
-    assert spectral_norm(model.tall.weight) <= 0.5
-    second.remove()
-    assert not second.active
-    assert first.active
-
-
 def columns_of(layer, bound=1.0):
     model = nn.Sequential(layer)
     return held("sgd", "0", model=model, lr=1.0, to="columns", bound=bound)[2]

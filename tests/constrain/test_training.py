@@ -22,27 +22,6 @@ from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.linalg import isometry_error as fast_error
 
 
-def test_accumulated_gradients_are_the_gradients_of_the_sum():
-    weights = []
-    x, y = problem()
-    for parts in (1, 4):
-        torch.manual_seed(0)
-        model = Mixed().double()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-        constrain_(model, optimizer, where=NAMES)
-        for _ in range(3):
-            optimizer.zero_grad()
-            for a, b in zip(x.double().chunk(parts), y.double().chunk(parts), strict=True):
-                (nn.functional.mse_loss(model(a), b) / parts).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        assert max(errors(model).values()) <= 1e-11
-        weights.append(model.state_dict())
-    assert all(
-        torch.allclose(weights[0][name], weights[1][name], atol=1e-10) for name in weights[0]
-    )
-
-
 def test_clipping_limits_the_step_that_is_taken():
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

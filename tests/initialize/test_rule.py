@@ -1,10 +1,11 @@
 """Every factor of the papers, against numbers worked by hand and against the equations they
-solve."""
+solve; and the variant t_fixup beside its baseline."""
 
 import math
 
 import pytest
 
+from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.initialize import (
     dt_fixup_factor,
@@ -12,6 +13,8 @@ from wellposed.initialize import (
     t_fixup_encoder_factor,
     t_fixup_factor,
 )
+from wellposed.models import build_model, model_keywords
+from wellposed.training.config import RunConfig, TrainOptions
 
 # N -> 0.67 N^-1/4, (9N)^-1/4, to five digits, as the public code gives them
 TABLE = {
@@ -27,14 +30,9 @@ TABLE = {
 def test_factors_of_the_table(layers):
     encoder, decoder = TABLE[layers]
     # the table has five digits; roots of roots are the exact values by another route
-    assert t_fixup_encoder_factor(layers) == pytest.approx(encoder, abs=5.1e-6)
-    assert t_fixup_decoder_factor(layers) == pytest.approx(decoder, abs=5.1e-6)
-    assert t_fixup_encoder_factor(layers) == pytest.approx(
-        0.67 / math.sqrt(math.sqrt(layers)), abs=1e-15
-    )
-    assert t_fixup_decoder_factor(layers) == pytest.approx(
-        1 / math.sqrt(3 * math.sqrt(layers)), abs=1e-15
-    )
+    found, root = (t_fixup_encoder_factor(layers), t_fixup_decoder_factor(layers)), layers**0.5
+    assert found == pytest.approx((encoder, decoder), abs=5.1e-6)
+    assert found == pytest.approx((0.67 / root**0.5, 1 / math.sqrt(3 * root)), abs=1e-15)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 12, 40, 3000])
@@ -45,18 +43,6 @@ def test_factor_solves_its_equation(blocks, scale):
     assert blocks * (2 * v**2 * x**2 + v**4) == pytest.approx(1.0, rel=1e-12)
 
 
-@pytest.mark.parametrize("layers", [1, 6, 100])
-def test_one_stack_is_six_n_and_a_decoder_alone_nine_n(layers):
-    assert t_fixup_factor(2 * layers) == pytest.approx((6 * layers) ** -0.25, rel=1e-14)
-    assert t_fixup_factor(3 * layers) == pytest.approx(t_fixup_decoder_factor(layers), rel=1e-14)
-
-
-def test_the_papers_constant_comes_out_of_the_equation():
-    constant = math.sqrt((math.sqrt(22) - 2) / 6)
-    assert t_fixup_factor(2 * 6, (9 * 6) ** -0.25) * 6**0.25 == pytest.approx(constant, rel=1e-13)
-    assert round(constant, 2) == 0.67
-
-
 def test_values_without_meaning_are_refused():
     for factor, *given in (
         (t_fixup_encoder_factor, 0),
@@ -65,3 +51,30 @@ def test_values_without_meaning_are_refused():
     ):
         with pytest.raises(ConfigError, match="expected"):
             factor(*given)
+
+
+KEPT = {name: name for name in ("constant", "cosine", "inverse_sqrt")}
+KEPT |= dict.fromkeys(("inverse_sqrt_warmup", "kim2021"), "inverse_sqrt")
+
+
+@pytest.mark.parametrize(("schedule", "kept"), KEPT.items())
+def test_there_is_no_warm_up_under_any_schedule(schedule, kept):
+    base = RunConfig("listops", train=TrainOptions(schedule=schedule, warmup_steps=40, steps=100))
+    train = apply_variant("t_fixup", base).train
+    assert (train.schedule, train.warmup_steps) == (kept, 0)
+    assert train.learning_rate == base.train.learning_rate
+
+
+def test_the_variant_has_no_norms_and_its_own_weights():
+    plain, fixed = (
+        apply_variant(name, RunConfig("listops")).model for name in ("post_ln", "t_fixup")
+    )
+    assert (fixed.norm, fixed.init) == ("none", "t_fixup")
+    models = (build_model("wellposed", "causal_lm", **model_keywords(m)) for m in (plain, fixed))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert sizes[0] - sizes[1] == 2 * 2 * fixed.num_hidden_layers * fixed.hidden_size  # LayerNorms
+
+
+def test_other_variants_do_not_inherit_the_initialisation():
+    after = apply_variant("post_ln", apply_variant("t_fixup", RunConfig("listops")))
+    assert (after.model.init, after.model.norm) == ("xavier", "post")

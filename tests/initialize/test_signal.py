@@ -58,17 +58,6 @@ def test_the_signal_of_plain_xavier_grows(layers, width, least):
     assert signal_propagation(model, torch.randn(2, 16, width)).ratios()[-1] > least
 
 
-@pytest.mark.parametrize("layers", [6, pytest.param(100, marks=pytest.mark.slow)])
-def test_signal_of_our_encoder_keeps_its_size(layers):
-    config = WellposedConfig(
-        vocab_size=50, hidden_size=512, num_attention_heads=8, intermediate_size=1024, num_hidden_layers=layers,
-        num_decoder_layers=1, activation="relu", norm="none", position="sinusoidal", init="t_fixup",
-    )  # fmt: skip
-    ids = torch.randint(0, 50, (2, 16))
-    signal = signal_propagation(WellposedSeq2SeqModel(config), [ids, None, ids])
-    assert 1.0 <= signal.ratios("encoder")[-1] <= 1.1
-
-
 def test_rows_are_the_hidden_states_of_the_model():
     model = bert(3)
     t_fixup_(model)

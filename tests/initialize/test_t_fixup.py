@@ -20,7 +20,6 @@ from tests.support.initialized import (
     bert,
     gpt2,
     ours,
-    seq2seq,
 )
 from tests.support.many_families import FAMILIES
 from tests.support.zoo import ZOO
@@ -478,20 +477,6 @@ def test_every_number_of_the_table_and_the_size_of_the_model():
         sum(p.numel() for p in model.parameters()) - tables == 31_512_576
     )  # without the paper code's dead norms
     assert tables == 2 * 1000 * 512
-
-
-def test_token_norms_that_enter_are_those_of_the_derivation_up_to_the_positions():
-    sizes = {"position": "sinusoidal", "norm": "none", "hidden_size": 64, "scale_embeddings": False}
-    model = seq2seq(6, 6, **sizes, init="t_fixup")
-    ids = torch.randint(3, PLAIN["vocab_size"], (4, 8))
-    report = t_fixup_(model, batch={"input_ids": ids, "decoder_input_ids": ids})
-    # tokens of norm x = (9 * 6)^(-1/4) and sines of norm x / sqrt(2)
-    for stack in ("encoder", "decoder"):
-        assert report.assumed[stack] == pytest.approx(0.36889, abs=1e-5)
-        assert report.entering[stack] == pytest.approx(0.36889 * 1.5**0.5, rel=0.1)
-    unscaled = seq2seq(6, 6, **sizes, position_scale=1.0, init="t_fixup")
-    far = t_fixup_(unscaled, batch={"input_ids": ids, "decoder_input_ids": ids}).entering["encoder"]
-    assert far > 1.5 * report.entering["encoder"]
 
 
 def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up():

@@ -313,15 +313,6 @@ def test_the_trainer_logs_each_measured_step_and_is_left_without_hooks(tmp_path,
     assert hook_count(model) == hooks
 
 
-def test_without_details_the_worst_alone_are_logged(tmp_path):
-    trainer = trainer_of(tmp_path, bert(), max_steps=2, logging_steps=100)
-    ConditionCallback(vitals=10).attach(trainer)
-    trainer.train()
-    (row,) = [row for row in trainer.state.log_history if "loss" in row]
-    assert {"logit_max", "entropy", "kurtosis", "grad_norm", "update"} <= row.keys()
-    assert not any(name.startswith("vital/") for name in row)
-
-
 def test_a_resumed_training_counts_on(tmp_path):
     how = {"logging_steps": 100, "save_strategy": "steps", "save_steps": 3}
     trainer_of(tmp_path, bert(), max_steps=3, **how).train()

@@ -66,13 +66,7 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
 
 
 def test_all_bad_values_are_in_one_message():
-    with pytest.raises(ConfigError) as caught:
-        models.WellposedConfig(
-            **options("hidden_size=10 num_attention_heads=3 vocab_size=0 dropout=1.0 norm=per"),
-            **options("layer_norm_eps=0.0 hiden_size=3"),
-        )
-    message = str(caught.value)
-    for part in (
+    with refused(
         "6 values are not usable",
         "hiden_size: unknown key; nearest: hidden_size",
         "hidden_size: received 10; expected a multiple of 3 heads",
@@ -80,32 +74,30 @@ def test_all_bad_values_are_in_one_message():
         "dropout: received 1.0; expected a finite number >= 0 and < 1",
         "norm: unknown norm 'per'; nearest: pre",
         "layer_norm_eps: received 0.0",
+        kind=ConfigError,
     ):
-        assert part in message
+        models.WellposedConfig(
+            **options("hidden_size=10 num_attention_heads=3 vocab_size=0 dropout=1.0 norm=per"),
+            **options("layer_norm_eps=0.0 hiden_size=3"),
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({"num_hidden_layers": -1}, "num_hidden_layers: received -1; expected an integer >= 0"),
-        ({"num_hidden_layers": 2.0}, "num_hidden_layers: received 2.0"),
         ({"num_attention_heads": True}, "num_attention_heads: received True"),
-        ({"attention_dropout": -0.1}, "attention_dropout: received -0.1"),
-        ({"attention": "dot_prodct"}, "unknown attention 'dot_prodct'; nearest: dot_product"),
-        ({"init": "xavir"}, "unknown init 'xavir'; nearest: xavier"),
         ({"pad_token_id": 13, "vocab_size": 13}, "received 13; expected a token in [0, 13)"),
         ({"eos_token_id": [1, 99], "vocab_size": 13}, "eos_token_id: received 99"),
         ({"qk_norm": True, "hidden_size": 3, "num_attention_heads": 3}, "heads of dimension 1"),
         ({"num_labels": 0}, "num_labels: received 0"),
         ({"pooling": None}, "unknown pooling None"),
-        ({"num_decoder_layers": 0}, "num_decoder_layers: received 0"),
         ({"lipschitz_norm": "fro"}, "received 'fro'; expected 'tok', 'inf' or '2'"),
     ],
 )
 def test_a_bad_value_is_named(changes, part):
-    with pytest.raises(ConfigError) as caught:
+    with refused(part, kind=ConfigError):
         models.WellposedConfig(**changes)
-    assert part in str(caught.value)
 
 
 def test_a_value_spoilt_later_is_found_when_the_model_is_built():
@@ -128,12 +120,6 @@ def test_the_language_model_does_not_touch_the_callers_configuration():
 
 
 def test_build_model_names_what_is_unknown():
-    assert (
-        models.build_model(
-            "wellposed", "sequence_classification", num_labels=3, **SIZES
-        ).classifier.out_features
-        == 3
-    )
     with bad_config(match="unknown architecture 'welposed'; nearest: wellposed"):
         models.build_model("welposed", "causal_lm")
     with bad_config(match="unknown kind of wellposed model 'causal'; nearest: causal_lm"):
@@ -183,15 +169,6 @@ def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
 def test_kernels_that_would_be_ignored_are_refused(name):
     with bad_config(match=f"received attn_implementation='{name}'; expected 'sdpa'"):
         models.WellposedForCausalLM(models.WellposedConfig(attn_implementation=name, **SIZES))
-
-
-def test_recomputed_blocks_have_no_cache_in_training():
-    model, ids = models.WellposedForCausalLM(models.WellposedConfig(**SIZES)), torch.tensor([[1]])
-    model.activation_checkpointing_enable()
-    with bad_config(match="recomputed blocks"):
-        model.train()(input_ids=ids, use_cache=True)
-    with torch.no_grad():
-        assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == 1
 
 
 L2_SIZES = options(
