@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.support.constrained import OPTIMIZERS, goes_on_bit_for_bit, held, isometry_error
+from tests.support.constrained import OPTIMIZERS, descend, goes_on_bit_for_bit, held, isometry_error
 from torch import nn
 
 from wellposed.constrain import constrain_
@@ -34,14 +34,7 @@ def train(model, optimizer, steps):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (32, 7), generator=generator)
     labels = (ids < VOCAB // 3).sum(1).clamp(max=2)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(ids), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return descend(lambda: nn.functional.cross_entropy(model(ids), labels), optimizer, steps)
 
 
 def frame_gain(table):
@@ -70,10 +63,7 @@ def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(
     )
     _, optimizer, handle = held("adamw", "0", model=model, lr=3e-2, embeddings="fit")
     ids = torch.randint(0, vocab, (32, 2))
-    for _ in range(50):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(ids), ids[:, 0] % 2).backward()
-        optimizer.step()
+    descend(lambda: nn.functional.cross_entropy(model(ids), ids[:, 0] % 2), optimizer, 50)
     assert handle.error().worst <= 1e-5
 
 
@@ -92,10 +82,7 @@ def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone():
     before = model.words.weight.detach().clone()
     rare = slice(VOCAB - 8, VOCAB)
     ids = torch.randint(1, VOCAB - 8, (32, 7), generator=torch.Generator().manual_seed(1))
-    for _ in range(30):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(ids), ids[:, 0] % 3).backward()
-        optimizer.step()
+    descend(lambda: nn.functional.cross_entropy(model(ids), ids[:, 0] % 3), optimizer, 30)
     after = model.words.weight.detach()
     # one d x d matrix, fitted on six of the eight unseen vectors, explains the other two
     turn = torch.linalg.solve(before[rare][:DIM].double(), after[rare][:DIM].double())

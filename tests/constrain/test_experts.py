@@ -3,7 +3,7 @@ alternate too."""
 
 import pytest
 import torch
-from tests.support.constrained import goes_on_bit_for_bit
+from tests.support.constrained import descend, goes_on_bit_for_bit
 from tests.support.many_families import FAMILIES, batch_of
 from torch import nn
 
@@ -33,14 +33,8 @@ def experts(name, model):
 
 
 def train(name, model, optimizer, steps):
-    batch, losses = batch_of(name, model), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (model(**batch)[0] - 1.0).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    batch = batch_of(name, model)
+    return descend(lambda: (model(**batch)[0] - 1.0).square().mean(), optimizer, steps)
 
 
 def error(weight, to):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.constrained import goes_on_bit_for_bit
+from tests.support.constrained import descend, goes_on_bit_for_bit
 from tests.support.many_families import FAMILIES, batch_of, model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -165,9 +165,7 @@ def training(rate, seed, steps):
     excess = []
     for _ in range(steps):
         ids = torch.randint(0, 11, (4, 16)).repeat(1, 2)
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+        descend(lambda ids=ids: model(input_ids=ids, labels=ids).loss, optimizer, 1)
         excess.append(handle.error().worst)
     assert any("wellposed_logits" in state for state in optimizer.state.values())
     handle.remove()
@@ -198,15 +196,8 @@ def test_a_resumed_run_goes_on_bit_for_bit():
         return model, torch.optim.AdamW(model.parameters(), lr=3e-2)
 
     def train(model, optimizer, steps):
-        losses = []
-        for step in range(steps):
-            ids = torch.arange(step, step + 12).view(2, 6) % 11
-            optimizer.zero_grad()
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        return losses
+        ids = torch.arange(12).view(2, 6) % 11
+        return descend(lambda: model(input_ids=ids, labels=ids).loss, optimizer, steps)
 
     goes_on_bit_for_bit(build, lambda *pair: constrain_(*pair, to="logits", bound=0.1), train)
 

@@ -188,15 +188,12 @@ MIXED = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
 TOGETHER = [
     *((MIXED, {"to": to}, [5, 3, 2]) for to in ("orthogonal", "spectral", "columns")),
     (SMALL, {"batched": False}, []),
-    (SMALL, {"batched": True, "dtype": torch.bfloat16}, []),
     (SMALL, {"gain": "fit"}, []),
-    (SMALL, {"gain": 0.5}, [3]),
     # a CPU stacks up to 16,384 entries by itself, and 2^18 at once; a larger matrix is alone
     ([(128, 128)] * 17, COLUMNS, [16]),
     ([(128, 129)] * 2, COLUMNS, []),
     ([(128, 129)] * 2, {**COLUMNS, "batched": True}, [2]),
     ([(256, 256)] * 7, {**COLUMNS, "batched": True}, [4, 3]),
-    ([(520, 520)] * 2, {**COLUMNS, "batched": True}, []),
 ]
 
 
@@ -204,10 +201,8 @@ TOGETHER = [
 def test_weights_of_one_shape_dtype_and_size_are_put_back_together(
     shapes, options, together, monkeypatch
 ):
-    dtype = options.get("dtype", torch.float32)
-    layers = nn.ModuleList(nn.Linear(n, m, bias=False, dtype=dtype) for m, n in shapes)
+    layers = nn.ModuleList(nn.Linear(n, m, bias=False) for m, n in shapes)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
-    options = {name: value for name, value in options.items() if name != "dtype"}
     handle = constrain_(layers, optimizer, where=nn.Linear, **options)
     sizes = []
     kind = type(handle.weights[0])
@@ -221,5 +216,5 @@ def test_weights_of_one_shape_dtype_and_size_are_put_back_together(
     for weight in layers.parameters():
         weight.grad = torch.randn_like(weight)
     optimizer.step()
-    assert handle.error().worst <= (1e-5 if dtype == torch.float32 else 8e-3)
+    assert handle.error().worst <= 1e-5
     assert sorted((size for size in sizes if size > 1), reverse=True) == together

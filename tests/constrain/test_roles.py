@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from tests.support.constrained import held, isometry_error
+from tests.support.constrained import descend, held, isometry_error
 from tests.support.zoo import PLAIN, ZOO, V
 from torch import nn
 
@@ -28,15 +28,12 @@ def sgd(model, rate=0.3):
 
 def train(kind, model, optimizer, steps):
     """Drive the outputs of a model of the zoo to one."""
-    losses = []
-    for _ in range(steps):
+
+    def loss():
         torch.manual_seed(1)
-        optimizer.zero_grad()
-        loss = (ZOO[kind].run(model) - 1.0).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+        return (ZOO[kind].run(model) - 1.0).square().mean()
+
+    return descend(loss, optimizer, steps)
 
 
 def in_set(weight, to):
@@ -159,9 +156,8 @@ def test_the_factors_of_an_adapter_are_held_instead(adapted):
     assert [*handle.paths[:2], len(handle.paths)] == [*names, 4]
     labels = torch.randint(0, 2, (8,))
     for _ in range(5):
-        optimizer.zero_grad()
-        adapted(input_ids=torch.randint(0, 30, (8, 5)), labels=labels).loss.backward()
-        optimizer.step()
+        ids = torch.randint(0, 30, (8, 5))
+        descend(lambda ids=ids: adapted(input_ids=ids, labels=labels).loss, optimizer, 1)
         for path in handle.paths:
             weight = adapted.get_parameter(path).detach().double()
             assert float(torch.linalg.svdvals(weight)[0]) <= 0.8
@@ -196,14 +192,7 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path):
     # 2 layers of query, key, value, attention output and the second feed-forward weight.
     assert len(handle.paths) == 10
     tokens, labels = torch.randint(1, V, (8, 6)), torch.randint(0, 2, (8,))
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    losses = descend(lambda: model(input_ids=tokens, labels=labels).loss, optimizer, 20)
     assert losses[-1] < losses[0]
     assert handle.error().worst <= 1e-5
 

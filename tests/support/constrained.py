@@ -49,16 +49,22 @@ def problem(width=WIDTH, rows=64):
     return torch.randn(rows, width, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
-def train(model, optimizer, steps, *, width=WIDTH):
-    x, y = problem(width)
+def descend(loss, optimizer, steps):
+    """Take so many steps down a function; return its values before each."""
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x.to(next(model.parameters()).dtype)).float(), y)
-        loss.backward()
+        value = loss()
+        value.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(value.detach()))
     return losses
+
+
+def train(model, optimizer, steps, *, width=WIDTH):
+    x, y = problem(width)
+    x = x.to(next(model.parameters()).dtype)
+    return descend(lambda: nn.functional.mse_loss(model(x).float(), y), optimizer, steps)
 
 
 def sgd(model):
