@@ -15,9 +15,9 @@ from transformers.modeling_outputs import ModelOutput
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import _inputs
 from wellposed.models._init import POOLINGS
-from wellposed.models._inputs import padding_of, takes
+from wellposed.models._inputs import first_outside, padding_of, takes
 from wellposed.nn import BallProjection, MaxMin
-from wellposed.nn.checks import INTEGERS, on_host
+from wellposed.nn.checks import INTEGERS
 
 IGNORED_LABEL = -100
 
@@ -259,17 +259,12 @@ class SequencePairClassifier(Classifier[Output]):
         Raises:
             ShapeError: sides of different batch size, and what `forward` of the body refuses.
         """
-        vector, output = self.pooled(
-            given.input_ids,
-            given.attention_mask,
-            inputs_embeds=given.inputs_embeds,
-            output_hidden_states=False,
-        )
-        other_vector, other = self.pooled(
-            given.input_ids_pair,
-            given.attention_mask_pair,
-            inputs_embeds=given.inputs_embeds_pair,
-            output_hidden_states=False,
+        (vector, output), (other_vector, other) = (
+            self.pooled(ids, mask, inputs_embeds=vectors, output_hidden_states=False)
+            for ids, mask, vectors in (
+                (given.input_ids, given.attention_mask, given.inputs_embeds),
+                (given.input_ids_pair, given.attention_mask_pair, given.inputs_embeds_pair),
+            )
         )
         if len(vector) != len(other_vector):
             raise ShapeError(
@@ -295,13 +290,12 @@ def check_targets(targets: Tensor, logits: Tensor) -> None:
             f"labels: received {targets.dtype} of shape {tuple(targets.shape)}; expected torch.int64"
             f" or torch.int32, one for each token: {tuple(logits.shape[:2])}"
         )
-    if on_host(targets):
-        beyond = (targets >= logits.shape[2]) | ((targets < 0) & (targets != IGNORED_LABEL))
-        if bool(beyond.any()):
-            raise ShapeError(
-                f"labels: received {int(targets[beyond][0])}; expected tokens in [0,"
-                f" {logits.shape[2]}), or {IGNORED_LABEL} for none"
-            )
+    counted = targets.masked_fill(targets == IGNORED_LABEL, 0)
+    if (place := first_outside(counted, logits.shape[2])) is not None:
+        raise ShapeError(
+            f"labels: received {int(targets[place])}; expected tokens in [0,"
+            f" {logits.shape[2]}), or {IGNORED_LABEL} for none"
+        )
 
 
 def following(labels: Tensor | None) -> Tensor | None:
@@ -330,14 +324,13 @@ num_labels to the number of classes
             f"labels: received shape {tuple(labels.shape)}; expected ({batch},), or ({batch},"
             f" {classes}) for several labels of one sequence"
         )
-    if classes == 1 or labels.numel() != batch or labels.is_floating_point() or not on_host(labels):
+    if classes == 1 or labels.numel() != batch or labels.is_floating_point():
         return
     flat = labels.reshape(-1)
-    unknown = torch.nonzero((flat != IGNORED_LABEL) & ((flat < 0) | (flat >= classes))).flatten()
-    if len(unknown):
-        row = int(unknown[0])
+    place = first_outside(flat.masked_fill(flat == IGNORED_LABEL, 0), classes)
+    if place is not None:
         raise ShapeError(
-            f"labels: received class {int(flat[row])} at row {row}; expected classes in [0,"
+            f"labels: received class {int(flat[place])} at row {place[0]}; expected classes in [0,"
             f" {classes}), or {IGNORED_LABEL} for none; set num_labels to the number of classes"
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,7 +167,21 @@ def read_inputs(
             CPU) outside the vocabulary, vectors of another shape or not floating, or a mask or
             positions that do not fit.
     """
-    received = check_inputs(given, config, where, note=note)
+    input_ids, vectors = given.input_ids, given.inputs_embeds
+    name, other = given.names
+    received = input_ids if vectors is None else vectors
+    if received is None or None not in (input_ids, vectors):
+        count = "neither" if received is None else "both"
+        raise ShapeError(f"{where}: received {count} of {name} and {other}; give one")
+    if vectors is None:
+        check_tokens(received, config.vocab_size, name=name)
+    elif vectors.dim() != 3 or vectors.shape[-1] != config.hidden_size:
+        raise ShapeError(
+            f"{other}: received shape {tuple(vectors.shape)}; expected (batch, tokens,"
+            f" {config.hidden_size}){note}"
+        )
+    elif not vectors.is_floating_point():
+        raise ShapeError(f"{other}: received {vectors.dtype}; expected floating vectors{note}")
     batch, length = received.shape[:2]
     num_keys = length + cached
     padding = padding_of(given.attention_mask, batch, num_keys)
@@ -181,27 +195,6 @@ def read_inputs(
     else:
         check_positions(positions, (batch, length), limit, where)
     return Tokens(batch, length, num_keys, padding, positions)
-
-
-def check_inputs(given: ModelInputs, config: Any, where: str, *, note: str = "") -> Tensor:
-    """Return the token ids or the vectors, whichever a caller of ``where`` gave."""
-    input_ids, inputs_embeds = given.input_ids, given.inputs_embeds
-    name, other = given.names
-    if (input_ids is None) == (inputs_embeds is None):
-        received = "neither" if input_ids is None else "both"
-        raise ShapeError(f"{where}: received {received} of {name} and {other}; give one")
-    if input_ids is not None:
-        check_tokens(input_ids, config.vocab_size, name=name)
-        return input_ids
-    vectors = cast(Tensor, inputs_embeds)
-    if vectors.dim() != 3 or vectors.shape[-1] != config.hidden_size:
-        raise ShapeError(
-            f"{other}: received shape {tuple(vectors.shape)}; expected (batch, tokens,"
-            f" {config.hidden_size}){note}"
-        )
-    if not vectors.is_floating_point():
-        raise ShapeError(f"{other}: received {vectors.dtype}; expected floating vectors{note}")
-    return vectors
 
 
 def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids") -> None:
@@ -219,16 +212,27 @@ tokenizer that the model was built for, or call model.resize_token_embeddings
         raise ShapeError(f"{name}: received shape {(*input_ids.shape,)}; expected (batch, tokens)")
     if input_ids.dtype not in INTEGERS:
         raise ShapeError(f"{name}: received {input_ids.dtype}; expected torch.int64 or torch.int32")
-    if not on_host(input_ids):
-        return
-    least, largest = torch.aminmax(input_ids)
-    if least < 0 or largest >= vocab_size:
-        row, column = ((input_ids < 0) | (input_ids >= vocab_size)).nonzero()[0].tolist()
+    if (place := first_outside(input_ids, vocab_size)) is not None:
+        row, column = place
         raise ShapeError(
-            f"{name}: received token {int(input_ids[row, column])} at row {row}, position {column};"
+            f"{name}: received token {int(input_ids[place])} at row {row}, position {column};"
             f" expected tokens in [0, {vocab_size}); use the tokenizer that the model was built"
             " for, or call model.resize_token_embeddings"
         )
+
+
+def first_outside(ids: Tensor, size: int) -> tuple[int, ...] | None:
+    """Return where the first number outside [0, size) stands, looked for on the CPU alone.
+
+    >>> first_outside(torch.tensor([[1, 9]]), 5)
+    (0, 1)
+    """
+    if not on_host(ids) or not ids.numel():
+        return None
+    least, largest = torch.aminmax(ids)
+    if least >= 0 and largest < size:
+        return None
+    return tuple(((ids < 0) | (ids >= size)).nonzero()[0].tolist())
 
 
 def padding_of(attention_mask: Tensor | None, batch: int, num_keys: int) -> Tensor | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from wellposed.config_record import recorded
@@ -131,7 +132,6 @@ def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, 
     are made again: norms that were removed, and another attention.
     """
     _refuse_pickles(Path(name), kind)
-    _refuse_endless_depth(Path(name))
     model, found = _load(
         kind,
         str(name),
@@ -258,7 +258,7 @@ def _saved_class(config: Any) -> Any:
 
 def _load(kind: Any, name: str, **options: Any) -> Any:
     folder = Path(name)
-    _refuse_endless_labels(folder)
+    _refuse_endless(folder)
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:
@@ -301,50 +301,37 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
         )
 
 
-def _values(file: Path) -> dict[str, Any]:
-    """Return what a ``config.json`` holds; nothing where it is none, or damaged in a way that
-    loading names."""
-    try:
-        return dict(from_json(read_bytes(file), any_number=True))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _refuse_endless_labels(source: Path) -> None:
-    """Refuse a number of labels that would fill the memory with their names, before they are
-    made."""
+def _refuse_endless(source: Path) -> None:
+    """Refuse, before anything is built, labels whose names would fill the memory, and a model of
+    more layers than its files have tensors."""
     file = source if source.suffix == ".json" else source / "config.json"
-    labels = _values(file).get("num_labels")
+    try:
+        values = dict(from_json(read_bytes(file), any_number=True))
+        labels = values.get("num_labels")
+        counts = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and isinstance(v, int)}
+        deep = {name: value for name, value in counts.items() if value > _DEEP}
+        tensors = _count_tensors(source) if deep else 0
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return  # damaged in a way that loading names
     if isinstance(labels, (int, float)) and labels > MOST_LABELS:
         raise CheckpointError(
             f"{file}: num_labels = {labels}, expected at most {MOST_LABELS:,}; the file is damaged:"
             " copy it again from where it was whole"
         )
-
-
-def _refuse_endless_depth(folder: Path) -> None:
-    """Refuse a model of more layers than its files have tensors, before years are spent on building
-    it."""
-    from safetensors import SafetensorError, safe_open
-
-    files, tensors = [path for path in folder.glob("*.safetensors") if path.is_file()], 0
-    try:
-        for file in files:
-            with safe_open(file, "pt") as weights:
-                tensors += len(weights.keys())
-    except (OSError, SafetensorError):
-        return  # damaged in a way that loading names
-    beyond = [
-        f"{name} = {value}"
-        for name, value in _values(folder / "config.json").items()
-        if name.endswith(_DEPTHS) and isinstance(value, int) and value > max(_DEEP, tensors)
-    ]
-    if files and beyond:
+    beyond = [f"{name} = {value}" for name, value in deep.items() if value > tensors > 0]
+    if beyond:
         raise CheckpointError(
-            f"{folder / 'config.json'}: {', '.join(beyond)}, and the weights are {tensors} tensors;"
-            " the file is damaged or of another model: copy the folder again from where it was"
-            " whole"
+            f"{file}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is"
+            " damaged or of another model: copy the folder again from where it was whole"
         )
+
+
+def _count_tensors(folder: Path) -> int:
+    tensors = 0
+    for file in filter(Path.is_file, folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            tensors += len(weights.keys())
+    return tensors
 
 
 @contextmanager

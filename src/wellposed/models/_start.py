@@ -119,7 +119,12 @@ def start_model(
     """
     config, auto = check_start(source, kind), AUTO_CLASSES[kind]
     drawn = from_scratch or Path(source).is_file()
-    _check_positions(source, config, wanted.get("max_position_embeddings"))
+    has, asked = text_positions(config), wanted.get("max_position_embeddings")
+    if has is not None and asked is not None and asked > has:
+        raise ConfigError(
+            f"{source}: the data asks for {asked} positions and the model has {has}; give"
+            f" --max-length {has} (--seq-len for a language model, --max-tokens for translation)"
+        )
     if drawn:
         for name in ("vocab_size", *TOKENS, *LABELS):
             if wanted.get(name) is not None:
@@ -223,15 +228,6 @@ def _first_token_sees_the_last(model: Any) -> bool:
     both = torch.tensor([[1, 0], [1, 1]], device=model.device)
     found = model.eval()(input_ids=both, attention_mask=torch.ones_like(both))[0][:, 0]
     return not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
-
-
-def _check_positions(source: str | Path, config: PreTrainedConfig, wanted: int | None) -> None:
-    has = text_positions(config)
-    if has is not None and wanted is not None and wanted > has:
-        raise ConfigError(
-            f"{source}: the data asks for {wanted} positions and the model has {has}; give"
-            f" --max-length {has} (--seq-len for a language model, --max-tokens for translation)"
-        )
 
 
 def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]) -> None:
