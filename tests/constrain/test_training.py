@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support.constrained import (
     held,
     isometry_error,
     problem,
+    same_state,
     train,
 )
 from torch import nn
@@ -37,11 +39,9 @@ def test_clipping_limits_the_step_that_is_taken():
 def test_a_closure_is_projected_after_it_ran():
     x, y = problem()
     results = []
-    for positional in (None, True, False):
+    for way in ("before", "positional", "keyword"):
         torch.manual_seed(0)
-        model = Mixed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        constrain_(model, optimizer, where=NAMES)
+        model, optimizer, _ = held("momentum")
 
         def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
@@ -50,17 +50,13 @@ def test_a_closure_is_projected_after_it_ran():
             return float(loss.detach())
 
         for _ in range(3):
-            if positional is None:
+            if way == "before":
                 closure()
-                optimizer.step()
-            elif positional:
-                optimizer.step(closure)
-            else:
-                optimizer.step(closure=closure)
+            given = {"positional": ((closure,), {}), "keyword": ((), {"closure": closure})}
+            args, keywords = given.get(way, ((), {}))
+            optimizer.step(*args, **keywords)
         results.append(model.state_dict())
-    assert all(
-        torch.equal(results[0][name], other[name]) for other in results[1:] for name in other
-    )
+    assert all(same_state(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -70,10 +66,8 @@ def test_ignored_weight_decay_is_exactly_no_weight_decay(kind):
         torch.manual_seed(0)
         model = Mixed().double()
         chosen = [getattr(model, name).weight for name in NAMES]
-        if kind == "adamw":
-            optimizer = torch.optim.AdamW(chosen, lr=1e-2, weight_decay=decay)
-        else:
-            optimizer = torch.optim.SGD(chosen, lr=0.1, momentum=0.9, weight_decay=decay)
+        make = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}[kind]
+        optimizer = make(chosen, lr=1e-2, weight_decay=decay)
         constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
         train(model, optimizer, 10)
         results.append(model.state_dict())

@@ -103,18 +103,9 @@ def test_every_nth_layer_runs_twice(cls, every):
         model.activation_checkpointing_enable(every_n_layers=0)
 
 
-def test_evaluation_is_as_before_and_keeps_its_cache():
-    model = build(
-        models.TransJectForCausalLM, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    ).eval()
-    before = model(input_ids=IDS, attention_mask=MASK).logits
-    written = model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False)
+def test_evaluation_runs_every_layer_once():
+    model, calls = build(models.TransJectForCausalLM).eval(), []
     model.activation_checkpointing_enable()
-    assert torch.equal(model(input_ids=IDS, attention_mask=MASK).logits, before)
-    assert torch.equal(
-        model.generate(IDS, attention_mask=MASK.flip(1), max_new_tokens=3, do_sample=False), written
-    )
-    calls = []
     model.model.stack.layers[0].register_forward_hook(lambda *_: calls.append(1))
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert len(calls) == 1

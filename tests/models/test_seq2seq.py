@@ -132,9 +132,10 @@ def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
         assert_close(output.loss, sum(terms) / 5, rtol=1e-6, atol=0)
     summed = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(10)).loss
     assert_close(summed, sum(terms) / 10, rtol=1e-6, atol=0)
-    kept = model(input_ids=ids, labels=labels, logits_to_keep=2)
-    assert kept.logits.shape[1] == 2
-    assert_close(kept.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
+    for keep in (2, torch.tensor([1, 2])):
+        kept = model(input_ids=ids, labels=labels, logits_to_keep=keep)
+        assert kept.logits.shape[1] == 2
+        assert_close(kept.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
     other = build(decoder_start_token_id=4)
     assert other.prepare_decoder_input_ids_from_labels(labels).tolist() == [[4, 7, 8], [4, 9, 2]]
     with bad_config(match="neither decoder_start_token_id nor bos_token_id"):

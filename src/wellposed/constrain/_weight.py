@@ -77,7 +77,9 @@ class ConstraintReport:
         >>> ConstraintReport((row,)).table().splitlines()[1].split()
         ['layer.weight', '4x4', '1', '0.5', '0.25', '0.9', '1e-07']
         """
-        lines = [("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")]
+        lines: list[tuple[str, ...]] = [
+            ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
+        ]
         for row in self.rows:
             name, shape = " = ".join((row.path, *row.also)), "x".join(map(str, row.shape))
             moved = (row.moved_frobenius, row.moved_spectral, row.error_before, row.error_after)
