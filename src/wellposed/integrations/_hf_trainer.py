@@ -72,7 +72,9 @@ def penalized_loss(
             loss = loss + added
         if num_items_in_batch is None:
             return loss
-        count = _counted_labels(model, labels).ne(-100).sum()
+        # The Trainer counts without the first of each row where labels are shifted.
+        shifted = getattr(model, "loss_type", None) == "ForCausalLM"
+        count = (labels[..., 1:] if shifted else labels).ne(-100).sum()
         share = count / torch.as_tensor(num_items_in_batch, device=count.device)
         return loss * share.to(loss.device)
 
@@ -104,14 +106,9 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
         if self.penalty is not None:
             self.penalty.step = state.global_step * args.gradient_accumulation_steps
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,
-        **_: Any,
-    ) -> None:
+    def on_step_end(self, *given: Any, **_: Any) -> None:
         """Have a step with vital signs logged."""
+        control: TrainerControl = given[2]
         if self.monitor is not None:
             # By the schedule alone: to log, all processes must agree.
             control.should_log = control.should_log or self.monitor.is_due()
@@ -161,12 +158,6 @@ def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
         return function(outputs.logits, labels, config, **how)
 
     return compute
-
-
-def _counted_labels(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return the labels the Trainer counts: without the first of each row where ``loss_type`` says
-    they are shifted."""
-    return labels[..., 1:] if getattr(model, "loss_type", None) == "ForCausalLM" else labels
 
 
 def _loss_type(model: nn.Module) -> str | None:
