@@ -205,10 +205,7 @@ def test_alarms_come_before_the_loss_shows_it_and_name_the_place():
         model[0].self_attn.in_proj_weight[:32] *= 30
     step()
     step()
-    assert [alarm.name.rpartition("/")[2] for alarm in monitor.alarms] == [
-        "logit_max",
-        "entropy",
-    ]
+    assert [alarm.name.rpartition("/")[2] for alarm in monitor.alarms] == ["logit_max", "entropy"]
     assert monitor.alarms[0].step == 2  # said once for as long as it lasts
     assert "and 1 more" in str(monitor.alarms[0])
     with torch.no_grad():

@@ -111,11 +111,7 @@ def test_real_tokens_of_every_mask():
         ({"decoder_attention_mask": mask, "attention_mask": mask[:, :2]}, "decoder", translating),
         ({"src_key_padding_mask": ~real}, "encoder", translating),
         ({"tgt_key_padding_mask": ~real}, "decoder", translating),
-        (
-            {"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)},
-            "encoder",
-            (),
-        ),
+        ({"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)}, "encoder", ()),
     ]
     for batch, stack, roles in batches:
         found = real_tokens(batch, stack, roles)

@@ -162,10 +162,8 @@ def _histogram(values: Tensor, bins: int) -> Tensor:
 def _checked(x: Tensor, neighbors: int, estimator: str) -> Tensor:
     least = neighbors + 1 if estimator == "knn" else 2
     if x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < least or x.numel() == 0:
-        raise ShapeError(
-            f"differential_entropy: {x.dtype} {tuple(x.shape)}; estimator {estimator!r} needs a"
-            f" floating tensor with at least {least} values along the last axis"
-        )
+        expected = f"expected a floating tensor with at least {least} values along the last axis"
+        raise ShapeError(f"differential_entropy: {x.dtype} {tuple(x.shape)}; {expected}")
     if bad := int((~torch.isfinite(x)).sum()):
         problem = f"{bad} of {x.numel()} values are not finite"
         raise ConvergenceError(f"differential_entropy: {problem}")

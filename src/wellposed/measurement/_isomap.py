@@ -90,10 +90,8 @@ def isomap(
     refuse_non_finite(found, checked_mask(None, found[0]), "isomap")
     collapsed = [index for index, state in enumerate(found) if bool((state == state[:, :1]).all())]
     if collapsed:
-        raise ConfigError(
-            f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw;"
-            " leave these states out"
-        )
+        problem = f"isomap: all tokens are equal in states {collapsed}, so there is nothing to draw"
+        raise ConfigError(f"{problem}; leave these states out")
     rows: list[dict[str, Any]] = []
     residual: list[float] = []
     before: Tensor | None = None

@@ -91,10 +91,8 @@ def checked_mask(attention_mask: Tensor | None, first: Tensor) -> Tensor:
     if attention_mask is None:
         return torch.ones(first.shape[:2], dtype=torch.bool, device=first.device)
     if attention_mask.shape != first.shape[:2]:
-        raise ShapeError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, expected"
-            f" {tuple(first.shape[:2])} (batch, tokens), 1 for real tokens"
-        )
+        expected = f"expected {tuple(first.shape[:2])} (batch, tokens), 1 for real tokens"
+        raise ShapeError(f"attention_mask has shape {tuple(attention_mask.shape)}, {expected}")
     return attention_mask.to(first.device) != 0
 
 

@@ -131,10 +131,8 @@ def weight_terms(
     found = {term.strength for term in terms}
     missing = [f"{name}: the model has no such weight" for name in forms if name not in found]
     if missing:
-        raise RoleNotFoundError(
-            "a penalty was asked for where there is nothing to penalise:\n"
-            f"{listed(missing)}\nRoles found:\n{roles}"
-        )
+        problem = f"there is nothing to penalise:\n{listed(missing)}"
+        raise RoleNotFoundError(f"{problem}\nRoles found:\n{roles}")
     terms, notes = _counted_once(terms)
     _check(terms)
     return terms, notes

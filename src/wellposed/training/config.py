@@ -98,12 +98,9 @@ class ConstrainOptions(options.CheckedOptions):
         """Yield a line for an empty pattern, and for each option that nothing would read."""
         if self.where and not all(part.strip() for part in self.where.split(",")):
             yield f"where = {self.where!r}, expected names or patterns between its commas"
-        if self.embeddings == "fit" and not self.where:
-            yield "embeddings = 'fit' without where, so no weight is held; name the embedding in where"
-        if self.to == "logits" and not self.where:
-            yield "to = 'logits' without where, so no head is held; give where = query"
-        if self.per == "head" and not self.where:
-            yield "per = 'head' without where, so no weight is held; name queries or keys in where"
+        for name, chosen in {"embeddings": "fit", "to": "logits", "per": "head"}.items():
+            if getattr(self, name) == chosen and not self.where:
+                yield f"{name} = {chosen!r} without where, so no weight is held; name weights or roles"
         for name in ("embeddings", "gain"):
             if getattr(self, name) == "fit" and self.to != "orthogonal":
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
@@ -225,22 +222,21 @@ class TrainOptions(options.CheckedOptions):
         if schedule in DECAYS_TO_ZERO and self.epochs is None and self.steps <= warm:
             fewer = f"expected fewer than steps = {self.steps}"
             yield f"warmup_steps = {warm}, {fewer} for the schedule {schedule}"
-        yield from self._margin_problems()
+        yield from self._problems_of_margins()
+
+    def _problems_of_margins(self) -> Iterator[str]:
+        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
+        words = words_of(loss)
         whole = {
             "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
-            "margin_radius, whose loss reads the whole head": self.margin_radius,
-            f"margin_loss = {self.margin_loss}, which reads the whole head": words_of(
-                self.margin_loss
-            ),
+            "margin_radius, whose loss reads the whole head": radius,
+            f"margin_loss = {loss}, which reads the whole head": words,
             "compile, whose graphs hold whole weights": self.compile,
+            "monitor, which watches whole weights": self.monitor,
         }
         for name, is_given in whole.items():
             if is_given and self.parallel == "fsdp":
                 yield f"parallel = fsdp with {name}; leave it out, or take ddp"
-
-    def _margin_problems(self) -> Iterator[str]:
-        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
-        words = words_of(loss)
         if not 0 <= words < math.inf or ((loss or "").startswith("words") and not words):
             yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
         elif not words and loss not in (None, "ce", "certified", "hinge"):
@@ -306,16 +302,22 @@ class RunConfig:
     """Path and SHA-256 of every Python file that was imported for this run."""
 
     def __post_init__(self) -> None:
-        if self.constrain.to == "logits" and self.train.compile:
+        held, count = self.constrain, self.train.average_checkpoints
+        if held.to == "logits" and self.train.compile:
+            problem = (
+                "constrain.to = logits watches attention by hooks, which a compiled model skips"
+            )
+            raise ConfigError(f"{problem}; leave train.compile out, or the constraint")
+        if count and held.where and held.to != "spectral":
             raise ConfigError(
-                "constrain.to = logits watches attention by hooks, which train.compile does not run;"
-                " leave one of the two out"
+                f"train.average_checkpoints = {count} with constrain.where = {held.where!r}: the mean"
+                " of orthogonal matrices is not orthogonal, nor has that of unit columns unit columns,"
+                " and its logits were never seen; leave one of them at its default"
             )
         if self.start.model and self.model != ModelOptions():
-            chosen = options.flat_options(dataclasses.asdict(self.model))
-            usual = options.flat_options(dataclasses.asdict(ModelOptions()))
-            changed = {name: value for name, value in chosen.items() if value != usual[name]}
-            names = [f"model.{name} = {value!r}" for name, value in changed.items()]
+            both = (dataclasses.asdict(each) for each in (self.model, ModelOptions()))
+            chosen, usual = map(options.flat_options, both)
+            names = [f"model.{k} = {value!r}" for k, value in chosen.items() if value != usual[k]]
             raise ConfigError(
                 f"{self.start.model}: a model to start from brings its own architecture; received"
                 f" besides: {', '.join(names)}; leave these options out, or the model"
@@ -368,11 +370,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
     """Return one line ``section.field: old -> new`` per field in which two runs differ."""
     before, after = _meaning(old), _meaning(new)
-    return [
-        f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
-        for name in sorted({*before, *after})
-        if before.get(name) != after.get(name)
-    ]
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    pairs = ((name, *(each.get(name, "not set") for each in (before, after))) for name in changed)
+    return sorted(f"{name}: {was!r} -> {now!r}" for name, was, now in pairs)
 
 
 def _meaning(config: RunConfig) -> dict[str, Any]:

@@ -68,10 +68,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
             with is listed, with the nearest names of misspelt keywords.
     """
     if isinstance(batch, str) or not isinstance(batch, (Mapping, Tensor, Sequence)):
-        raise ConfigError(
-            f"batch: received {type(batch).__name__}; expected a tensor, a mapping of keyword"
-            " arguments or a sequence of positional ones"
+        expected = (
+            "expected a tensor, a mapping of keyword arguments or a sequence of positional ones"
         )
+        raise ConfigError(f"batch: received {type(batch).__name__}; {expected}")
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     keywords = (
         {str(n): _moved(v, device) for n, v in batch.items()} if isinstance(batch, Mapping) else {}
@@ -91,10 +91,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
             for name in keywords
             if name not in taken
         ]
-        raise ConfigError(
-            f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}; it was"
-            f" called with\n{listed(received)}"
-        ) from error
+        problem = f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}"
+        raise ConfigError(f"{problem}; it was called with\n{listed(received)}") from error
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

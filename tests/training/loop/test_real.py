@@ -55,7 +55,7 @@ def test_a_first_penalty_that_rules_the_loss_is_said_once(text, tmp_path, caplog
     penalty = PenaltyOptions(key=strength)
     with caplog.at_level("INFO", logger="wellposed.training"):
         train(language_model(text, penalty=penalty), tmp_path / "run", progress=False)
-    assert caplog.text.count("it rules the training") == times
+    assert caplog.text.count("training will follow the penalty") == times
 
 
 def test_vital_signs_are_rows_of_the_run_and_change_nothing(text, tmp_path, caplog):

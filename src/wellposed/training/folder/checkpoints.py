@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from wellposed.errors import CheckpointError, ConfigError
+from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files, manifest, tensors
 from wellposed.training.loop.state import TrainerState
 
@@ -29,8 +28,8 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
 AVERAGED = "averaging"
-_STEP = re.compile(r"^step-(\d+)\.safetensors$")
-NAME = re.compile(r"^checkpoint-(\d+)$")
+_STEP = re.compile(r"^step-\d+\.safetensors$")
+NAME = re.compile(r"^checkpoint-\d+$")
 _MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
@@ -99,7 +98,7 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: all missing, cut or altered files, by name.
     """
-    _refuse(manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE)))
+    manifest.refuse(manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE)), _ADVICE)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -109,17 +108,15 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: the weights are missing, cut or altered, or belong to another model.
     """
-    _refuse(manifest.problems(folder, needed=(MODEL,), only=(MODEL,)))
+    manifest.refuse(manifest.problems(folder, needed=(MODEL,), only=(MODEL,)), _ADVICE)
     with _misfits(folder):
         tensors.load_model_tensors(model, tensors.decode((folder / MODEL).read_bytes())[0])
 
 
-def _refuse(problems: list[str]) -> None:
-    manifest.refuse(
-        problems,
-        "the checkpoint cannot be used: remove it, or continue with --resume auto, which takes the"
-        " newest complete one",
-    )
+_ADVICE = (
+    "the checkpoint cannot be used: remove it, or continue with --resume auto, which takes the"
+    " newest complete one"
+)
 
 
 @contextmanager
@@ -140,9 +137,7 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
 
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
-    if match := NAME.match(folder.name):
-        return int(match[1])
-    raise CheckpointError(f"{folder}: not a checkpoint; expected a folder named checkpoint-<step>")
+    return int(folder.name.rpartition("-")[2])
 
 
 def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
@@ -221,22 +216,6 @@ def processes_at_start(run_folder: Path) -> int | None:
     return None
 
 
-def weight_history(config: RunConfig, run_folder: Path) -> WeightHistory | None:
-    """Return the history that ``average_checkpoints`` asks for, or None where nothing is averaged.
-
-    Raises:
-        ConfigError: weights are held in a set in which their mean would not be.
-    """
-    count = config.train.average_checkpoints
-    if count and config.constrain.where and config.constrain.to != "spectral":
-        raise ConfigError(
-            f"train.average_checkpoints = {count} with constrain.where ="
-            f" {config.constrain.where!r}: the mean of orthogonal matrices is not orthogonal, nor"
-            " has that of unit columns unit columns, and its logits were never seen; leave one of them at its default"
-        )
-    return WeightHistory(run_folder, count) if count else None
-
-
 class WeightHistory:
     """The weights at the last ``keep`` evaluations, one file each; a run that resumes finds those
     it wrote before."""
@@ -265,15 +244,13 @@ class WeightHistory:
             self.folder.mkdir(parents=True, exist_ok=True)
             durable_files.replace_file(path, tensors.encode(weights))
             files = self.files()
-            kept = [number for number in files if number <= step][-self._keep :]
-            for number in files.keys() - set(kept):
+            for number in files.keys() - [n for n in files if n <= step][-self._keep :]:
                 files[number].unlink()
 
     def files(self) -> dict[int, Path]:
         """Return the files of weights that are there by their steps, in order."""
-        files = {path.name: path for path in self.folder.glob("step-*")}
-        matches = filter(None, map(_STEP.match, files))
-        return dict(sorted((int(match[1]), files[match[0]]) for match in matches))
+        found = [path for path in self.folder.glob("step-*") if _STEP.match(path.name)]
+        return dict(sorted((step_of(path.with_suffix("")), path) for path in found))
 
     def mean(self) -> dict[str, torch.Tensor]:
         """Return the mean of the weights that are there; integers are those of the last step."""
@@ -283,10 +260,6 @@ class WeightHistory:
         except (OSError, ValueError, RuntimeError) as error:
             problem = f"{self.folder}: weights to average cannot be read: {error}"
             raise CheckpointError(problem) from error
-
-    def remove(self) -> None:
-        """Delete the files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def mean_tensors(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

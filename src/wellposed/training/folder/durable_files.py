@@ -154,10 +154,9 @@ def full_disk_in_a_line(
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot write {what}: {error.strerror or error}; {kept()}; free space on the disk,"
-            " then continue with --resume auto"
-        ) from error
+        problem = f"{path}: cannot write {what}: {error.strerror or error}; {kept()}"
+        advice = "free space on the disk, then continue with --resume auto"
+        raise CheckpointError(f"{problem}; {advice}") from error
 
 
 def is_litter(path: Path) -> bool:

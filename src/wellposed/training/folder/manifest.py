@@ -30,19 +30,13 @@ def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
 def write(folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None) -> None:
     """Write the manifest of those files of ``folder`` that exist, and of those still to come, in
     one step."""
+    there = [path for path in (folder / name for name in sorted(names)) if path.is_file()]
     entries = {
         path.name: {"bytes": path.stat().st_size, "sha256": durable_files.digest(path)}
-        for path in (folder / name for name in sorted(names))
-        if path.is_file()
-    } | describe(coming or {})
-    text = to_json({"format": FORMAT, "files": entries}, indent=2)
-    durable_files.replace_file(folder / NAME, text)
-
-
-def remove(folder: Path) -> None:
-    """Remove the manifest before files that it describes change; a kill between leaves none, never
-    a wrong one."""
-    (folder / NAME).unlink(missing_ok=True)
+        for path in there
+    }
+    record = {"format": FORMAT, "files": entries | describe(coming or {})}
+    durable_files.replace_file(folder / NAME, to_json(record, indent=2))
 
 
 def problems(folder: Path, *, needed: Names = (), only: Names | None = None) -> list[str]:
@@ -59,11 +53,10 @@ def problems(folder: Path, *, needed: Names = (), only: Names | None = None) -> 
         files = manifest["files"].items()
         entries = {name: (int(each["bytes"]), str(each["sha256"])) for name, each in files}
         known = manifest["format"] == FORMAT and set(needed) <= set(entries)
-        bad = not known or any(os.sep in name for name in entries)
+        if not known or any(os.sep in name for name in entries):
+            raise ValueError(f"not a manifest of format {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{path}: unreadable manifest ({type(error).__name__}: {error})"]
-    if bad:
-        return [f"{path}: not a manifest of format {FORMAT}"]
     wanted = entries if only is None else entries.keys() & set(only)
     found = (_problem(folder / name, *entries[name]) for name in sorted(wanted))
     return [problem for problem in found if problem]

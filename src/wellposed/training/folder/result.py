@@ -208,12 +208,10 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     path, rows = run_folder / METRICS, []
     for number, line in enumerate(_complete_lines(path), 1):
         try:
-            row = from_json(line)
-        except ValueError as error:
-            raise CheckpointError(f"{path}:{number}: not JSON: {error}; {_RESTORE}") from error
-        if not isinstance(row, dict):
-            raise CheckpointError(f"{path}:{number}: expected a JSON object; {_RESTORE}")
-        rows.append(row)
+            rows.append({**from_json(line)})
+        except (ValueError, TypeError) as error:
+            problem = f"{path}:{number}: not a JSON object: {error}"
+            raise CheckpointError(f"{problem}; {_RESTORE}") from error
     return rows
 
 

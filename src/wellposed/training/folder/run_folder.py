@@ -196,10 +196,8 @@ def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
         owner = ""
         with suppress(OSError):  # it is let go of at this moment
             owner = path.read_text(encoding="utf-8", errors="replace").strip()
-        raise ConfigError(
-            f"{out}: {owner or 'another process'} is writing this run (it holds {LOCK}); wait for"
-            " it, stop it, or name another --out"
-        ) from None
+        problem = f"{out}: {owner or 'another process'} is writing this run (it holds {LOCK})"
+        raise ConfigError(f"{problem}; wait for it, stop it, or name another --out") from None
     except OSError as error:
         if error.errno in _NOT_A_FILE:
             raise ConfigError(
@@ -359,14 +357,14 @@ def versions() -> dict[str, str]:
 
 def git_hash() -> str | None:
     """Return the commit of the wellposed source in use, or None where it is not a checkout."""
-    here, said = Path(__file__), b""
+    here = Path(__file__)
+    quiet: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": 10}
+    git = ["git", "-C", str(here.parent)]
     try:
-        for words in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
-            command = ["git", "-C", str(here.parent), *words]
-            said = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
+        subprocess.check_output([*git, "ls-files", "--error-unmatch", here.name], **quiet)
+        return subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.decode().strip() or None
 
 
 def now() -> str:
@@ -391,11 +389,8 @@ def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
     >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
     {'files.train': 'ab', 'test': 'cd'}
     """
-    return {
-        ".".join(name for name in place if name != DIGEST): str(digest)
-        for place, digest in leaves(description)
-        if DIGEST in place
-    }
+    found = {place: str(digest) for place, digest in leaves(description) if DIGEST in place}
+    return {".".join(n for n in place if n != DIGEST): each for place, each in found.items()}
 
 
 def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -424,13 +419,8 @@ def check_data(out: Path, task: Task) -> None:
     if not isinstance(begun, dict):
         return
     found = data_digests(task.description())
-    changed = [
-        f"{place}: SHA-256 was {begun.get(place)}, is {found.get(place)}"
-        for place in {**begun, **found}
-        if begun.get(place) != found.get(place)
-    ]
+    pairs = {place: (begun.get(place), found.get(place)) for place in {**begun, **found}}
+    changed = [f"{k}: SHA-256 was {was}, is {now}" for k, (was, now) in pairs.items() if was != now]
     if changed:
-        raise DataError(
-            f"{out}: the data is not what the run began with:\n{listed(changed)}\n"
-            "restore it, or train in another folder"
-        )
+        problem = f"{out}: the data is not what the run began with:\n{listed(changed)}"
+        raise DataError(f"{problem}\nrestore it, or train in another folder")

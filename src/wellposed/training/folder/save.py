@@ -40,9 +40,8 @@ def name_our_classes(folder: Path, model: Any) -> None:
     auto = getattr(auto_class(type(model).__name__), "__name__", "AutoModel")
     names = {"AutoConfig": type(model.config).__name__, auto: type(model).__name__}
     path = folder / "config.json"
-    auto_map = {auto: f"{MODULE}.{name}" for auto, name in names.items()}
-    config = {**json.loads(path.read_bytes()), "auto_map": auto_map}
-    durable_files.write_synced(path, to_json(config, indent=2))
+    auto_map = {"auto_map": {auto: f"{MODULE}.{name}" for auto, name in names.items()}}
+    durable_files.write_synced(path, to_json(json.loads(path.read_bytes()) | auto_map, indent=2))
     imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
     says = '"""The classes of this model are in the package wellposed; this file imports them."""'
     durable_files.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())

@@ -138,15 +138,6 @@ def restore_torch_states(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def gather_bytes(accelerator: Any, data: bytes) -> list[bytes]:
-    """Return the ``data`` of every process; all must be of the same length."""
-    if accelerator.num_processes == 1:
-        return [data]
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(accelerator.device)
-    gathered = accelerator.gather(mine[None]).cpu()
-    return [bytes(row.tolist()) for row in gathered]
-
-
 def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None = None) -> bytes:
     """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header; equal input,
     equal bytes.

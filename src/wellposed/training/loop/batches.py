@@ -30,10 +30,12 @@ def collated(task: Task, split: Split, order: Iterable[Rows], *, workers: int) -
     Raises:
         WellposedError: what the task raises about its examples.
     """
-    batches = Collation(task, split)
-    if workers == 0:
-        return map(batches.make, order)
-    return _from_workers(batches, order, workers)
+    own = torch.Generator()  # else the loader draws from the one that dropout uses
+    how = {"num_workers": workers, "worker_init_fn": _leave_signals_to_the_run, "generator": own}
+    for batch in DataLoader(Collation(task, split), batch_size=None, sampler=order, **how):
+        if isinstance(batch, WellposedError):
+            raise batch
+        yield batch
 
 
 class Collation(Dataset[Any]):
@@ -42,25 +44,11 @@ class Collation(Dataset[Any]):
     def __init__(self, task: Task, split: Split) -> None:
         self.task, self.examples = task, task.dataset(split)
 
-    def make(self, members: Rows) -> Batch:
-        """Return the batch of these examples."""
-        return self.task.collate([self.examples[member] for member in members])
-
     def __getitem__(self, members: Any) -> Batch | WellposedError:
         try:
-            return self.make(members)
+            return self.task.collate([self.examples[member] for member in members])
         except WellposedError as error:
             return error  # raised in the other process, without the text of a second traceback
-
-
-def _from_workers(batches: Collation, members: Iterable[Rows], workers: int) -> Iterator[Batch]:
-    own = torch.Generator()  # else the loader draws from the one that dropout uses
-    how = {"num_workers": workers, "worker_init_fn": _leave_signals_to_the_run, "generator": own}
-    loader = DataLoader(batches, batch_size=None, sampler=members, **how)
-    for batch in loader:
-        if isinstance(batch, WellposedError):
-            raise batch
-        yield batch
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
@@ -94,9 +82,7 @@ class MicroBatches:
         world: int = 1,
         workers: int = 0,
     ) -> None:
-        self._task = task
-        self._batch_size = batch_size
-        self._seed = seed
+        self._task, self._batch_size, self._seed = task, batch_size, seed
         self._rank, self._world = rank, world
         self.epoch, self.index = epoch, index
         self._ahead: deque[tuple[int, int]] = deque()
@@ -148,13 +134,10 @@ def token_count(batch: Batch) -> int:
 
     An image counts as one.
     """
-    mask = batch.get("attention_mask")
-    if mask is not None:
-        count = int(mask.sum())
-    else:
-        count = batch["input_ids"].numel() if "input_ids" in batch else sequence_count(batch)
-    if "attention_mask_pair" in batch:
-        count += int(batch["attention_mask_pair"].sum())
+    masks = [batch[name] for name in ("attention_mask", "attention_mask_pair") if name in batch]
+    count = sum(int(mask.sum()) for mask in masks)
+    if "attention_mask" not in batch:
+        count += batch["input_ids"].numel() if "input_ids" in batch else sequence_count(batch)
     if "decoder_input_ids" in batch:
         count += int((batch["labels"] != IGNORED_LABEL).sum())
     return count

@@ -54,13 +54,13 @@ def build_optimizer(
         rate = options.learning_rate
         return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
-    if options.optimizer == "sgd":
-        momentum = 0.9 if options.momentum is None else options.momentum
-        # torch fuses no sharded SGD
-        fused = device in FUSED_DEVICES and not any(map(is_sharded, model.parameters()))
-        return torch.optim.SGD(groups, lr=options.learning_rate, momentum=momentum, fused=fused)
-    fused = device in FUSED_DEVICES
-    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=fused, **adam)
+    how: dict[str, Any] = {"lr": options.learning_rate, "fused": device in FUSED_DEVICES}
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **how, **adam)
+    momentum = 0.9 if options.momentum is None else options.momentum
+    if any(map(is_sharded, model.parameters())):
+        how["fused"] = False  # torch fuses no sharded SGD
+    return torch.optim.SGD(groups, momentum=momentum, **how)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -85,13 +85,10 @@ def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
     'starts from bert; drawn at random: classifier.bias'
     """
     drawn, left_out = started_from["new_weights"], started_from["left_out"]
-    everything = set(parameters) <= set(drawn)
-    told = [f"starts from {started_from['model']}"]
-    if drawn:
-        told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
-    if left_out:
-        told.append(f"in the file and not used: {shortened(left_out)}")
-    return "; ".join(told)
+    names = "every weight" if set(parameters) <= set(drawn) else shortened(drawn)
+    told = {f"starts from {started_from['model']}": True, f"drawn at random: {names}": drawn}
+    told[f"in the file and not used: {shortened(left_out)}"] = left_out
+    return "; ".join(line for line, applies in told.items() if applies)
 
 
 MEASURED_IMAGES = 32

@@ -80,7 +80,8 @@ def first_nonfinite_module(
         sum(losses.values(), torch.zeros(())).backward()
         return watcher.gradient_blame or _weight_blame(model)
     finally:
-        watcher.remove()
+        for handle in watcher.handles:
+            handle.remove()
         model.zero_grad(set_to_none=True)
 
 
@@ -93,15 +94,11 @@ class _FiniteWatcher:
         self.gradient_blame: Blame | None = None
         self._running = [ROOT]
         self._last_finite_gradient = "(the loss)"
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         for path, module in model.named_modules():
             before, after = partial(self._before, path or ROOT), partial(self._after, path or ROOT)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(after))
 
     def _before(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         bad = [tensor for tensor in _activations((args, kwargs)) if not _finite(tensor)]
@@ -144,7 +141,7 @@ def _weight_blame(model: nn.Module) -> Blame | None:
     name, gradient = max(gradients.items(), key=lambda pair: float(pair[1].abs().max()))
     reason = (
         f"the gradient of {name} has an entry of size {float(gradient.abs().max()):.4g}: every"
-        f" gradient is finite, but the norm of all of them is more than {_dtype(gradient)} can hold"
+        f" gradient is finite, but the norm of all of them is more than {gradient.dtype} can hold"
     )
     return Blame(_owner(name), reason)
 
@@ -163,11 +160,7 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _describe(tensor: torch.Tensor) -> str:
     values = tensor.detach()
     nans, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
-    return f"{nans} NaN and {infinite} infinite of {values.numel()} values ({_dtype(values)})"
+    return f"{nans} NaN and {infinite} infinite of {values.numel()} values ({values.dtype})"

@@ -50,10 +50,8 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
     # Half precision is an explicit autocast in the step.
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
     if options.precision == "fp16" and accelerator.device.type not in FP16_DEVICES:
-        raise ConfigError(
-            f"train.precision = 'fp16' on {accelerator.device}: only CUDA devices train in it; give"
-            " --precision bf16 or fp32, or --device cuda"
-        )
+        problem = f"train.precision = 'fp16' on {accelerator.device}: only CUDA devices train in it"
+        raise ConfigError(f"{problem}; give --precision bf16 or fp32, or --device cuda")
     return accelerator
 
 
@@ -177,15 +175,8 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
         raise
 
 
-SIZES = [
-    "seq_len",
-    "max_length",
-    "max_tokens",
-    "tokens_per_batch",
-    "generate_beams",
-    "size",
-    "slots",
-]
+SIZES = ("seq_len", "max_length", "max_tokens", "tokens_per_batch")
+SIZES += ("generate_beams", "size", "slots")
 """Options of tasks that a batch grows with."""
 
 
@@ -198,12 +189,12 @@ def _out_of_memory(config: RunConfig, accelerator: Accelerator) -> str:
     if parts > 1:
         less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
         ways = [f"the same gradients need less with {less}"]
+    penalty = config.penalty
     off = {
         "--gradient-checkpointing": not options.gradient_checkpointing,
         "--precision bf16": options.precision == "fp32",
         "--parallel fsdp": accelerator.num_processes > 1 and options.parallel == "ddp",
-        "--penalty.estimator probes": config.penalty.affinity
-        and config.penalty.estimator == "exact",
+        "--penalty.estimator probes": penalty.affinity and penalty.estimator == "exact",
     }
     ways += [f"give {option}" for option, helps in off.items() if helps]
     sizes = {name: of_task[name] for name in SIZES if of_task.get(name)}

@@ -22,13 +22,10 @@ class Progress:
     """
 
     def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
-        self._enabled = enabled
-        self._steps = steps
-        self._description = description
+        self._enabled, self._steps, self._description = enabled, steps, description
         self._bar: Any = None
         self._task: Any = None
-        self._first_step: int | None = None
-        self._began = 0.0
+        self._first_step, self._began = 0, 0.0
         self._parts: dict[str, Any] = {}
 
     def __enter__(self) -> Progress:
@@ -37,18 +34,12 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("{task.fields[speed]} tokens/s"),
-                TextColumn("eta"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            shown = {"loss": "-", "speed": "-"}
-            self._task = self._bar.add_task(self._description, total=self._steps, **shown)
+            numbers = "loss {task.fields[loss]} {task.fields[speed]} tokens/s eta"
+            shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            shown += (TextColumn(numbers), TimeRemainingColumn())
+            self._bar = Bar(*shown, console=Console(stderr=True))
+            given = {"total": self._steps, "loss": "-", "speed": "-"}
+            self._task = self._bar.add_task(self._description, **given)
             self._bar.start()
         return self
 
@@ -101,7 +92,7 @@ class Progress:
             self.say(f"step {row['step']}/{self._steps} {numbers} eta {left}")
 
     def _remaining(self, step: int) -> str:
-        done = step - (self._first_step or 0)
+        done = step - self._first_step
         if done <= 0:
             return "-"
         seconds = round((time.monotonic() - self._began) / done * (self._steps - step))

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 
 from wellposed.errors import ConfigError, DataError, RoleNotFoundError
-from wellposed.measurement import Monitor, worst_vitals
+from wellposed.measurement import Monitor, measure, worst_vitals
+from wellposed.penalize import large_penalty
 from wellposed.tasks import Task
 from wellposed.tasks.task import accuracy_sums
 from wellposed.training.config import RunConfig, words_of
@@ -45,8 +47,6 @@ from wellposed.training.loop.word_margin import word_logits
 HELD = "accuracy_held"
 """Share of texts that are right whatever the K words of ``margin_loss = words:K``, as its loss reads
 them."""
-RULING_PENALTY = 10.0
-"""Times the loss of the task at which the first penalty is spoken of."""
 
 
 class Run:
@@ -70,7 +70,8 @@ class Run:
     ) -> None:
         self.config, self.options, self.out, self.task = config, config.train, out, task
         self.accelerator = accelerator
-        self.history = checkpoints.weight_history(config, out)
+        averaged = config.train.average_checkpoints
+        self.history = checkpoints.WeightHistory(out, averaged) if averaged else None
         sharded = is_sharded_run(config.train, accelerator)
         # FSDP2 moves one block at a time to the device.
         self.model = (model if sharded else model.to(accelerator.device)).train()
@@ -89,11 +90,8 @@ class Run:
         compiled: Any = torch.compile(self.model) if config.train.compile else self.model
         self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
         self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
-        self.monitor = None
-        if config.train.monitor and self.shards is not None:
-            raise ConfigError("monitor: weights that are cut over processes cannot be watched")
-        if config.train.monitor and self.is_main:
-            every = config.train.monitor
+        self.monitor, every = None, config.train.monitor
+        if every and self.is_main:
             self.monitor = Monitor(self.model, self.optimizer, every, weights=False)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
@@ -112,7 +110,8 @@ class Run:
             return run_folder.find_checkpoint(self.out, resume)
         checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
         self.environment = run_folder.environment(command, self.task)
-        manifest.remove(self.out)  # of an earlier start: what it describes grows again
+        # Of an earlier start: what it describes grows again, and a kill must leave none that is wrong.
+        (self.out / manifest.NAME).unlink(missing_ok=True)
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         run_folder.write_environment(self.out, self.environment, step)
         self.accelerator.wait_for_everyone()
@@ -184,8 +183,7 @@ class Run:
         state = self.state
         state.seconds = self.elapsed()
         state.metrics_rows = self.metrics.sync()
-        mine = tensors.encode(*tensors.random_tensors())
-        random_states = tensors.gather_bytes(self.accelerator, mine)
+        random_states = gather_object([tensors.encode(*tensors.random_tensors())])
         what = (self.model, self.optimizer, state, random_states)
         files = checkpoints.snapshot(*what, keep=self.is_main)
         if self.is_main:
@@ -198,7 +196,6 @@ class Run:
     def measure(self, name: str) -> None:
         """Write the condition of every weight to the file ``name`` of the run folder; say why not,
         where the model has no roles."""
-        from wellposed.measurement import measure
 
         if not self.is_main and self.shards is None:
             return
@@ -257,18 +254,15 @@ class Run:
             return
         known = len(self.monitor.alarms)
         found = self.monitor.step()
+        step, new = self.monitor.steps, self.monitor.alarms[known:]
         finite = {name: value for name, value in found.items() if math.isfinite(value)}
-        alarms = {
-            f"{each.name}/finite" if math.isnan(each.value) else each.name: (
-                0.0 if math.isnan(each.value) else min(each.value, sys.float_info.max)
-            )
-            for each in self.monitor.alarms[known:]
-        }
-        step = self.monitor.steps
         if finite:
             self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})
-        if alarms:
-            self.add_row({"step": step, "split": "alarm", **alarms})
+        broken = {f"{each.name}/finite": 0.0 for each in new if math.isnan(each.value)}
+        values = {each.name: each.value for each in new if not math.isnan(each.value)}
+        alarms = {name: min(value, sys.float_info.max) for name, value in values.items()}
+        if new:
+            self.add_row({"step": step, "split": "alarm", **broken, **alarms})
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -344,21 +338,11 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     state.epoch, state.batch_index = run.batches.epoch, run.batches.index
     state.count(numbers, time.perf_counter() - began)
     if state.step == 1:
-        _warn_of_strength(run, numbers)
+        loss = numbers.loss_sum / max(1, numbers.targets)
+        if said := large_penalty(numbers.penalty / run.config.penalty.every, loss):
+            run.progress.say(said, warn=True)
     if state.step % options.log_every == 0 or state.step == options.steps:
         _log(run, rate, numbers.grad_norm)
-
-
-def _warn_of_strength(run: Run, numbers: StepNumbers) -> None:
-    """Say once where the penalty of the first step rules the loss of the task."""
-    loss = numbers.loss_sum / max(1, numbers.targets)
-    penalty = numbers.penalty / run.config.penalty.every
-    if penalty > RULING_PENALTY * loss:
-        run.progress.say(
-            f"the first penalty, {penalty:.3g}, is {penalty / max(loss, 1e-30):.3g} times the loss of"
-            f" the task, {loss:.3g}: it rules the training; most strengths in use begin below it",
-            warn=True,
-        )
 
 
 def _log(run: Run, rate: float, grad_norm: float) -> None:

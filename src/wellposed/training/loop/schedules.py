@@ -48,14 +48,10 @@ def learning_rate(step: int, options: TrainOptions, hidden_size: int) -> float:
     return SCHEDULES.get(options.schedule)(step, options, hidden_size)
 
 
-def _warmup(step: int, options: TrainOptions) -> float:
-    return min(1.0, step / options.warmup_steps) if options.warmup_steps else 1.0
-
-
 @SCHEDULES.register("constant")
 def constant(step: int, options: TrainOptions, _: int) -> float:
     """Return lr, after linear warm-up where asked."""
-    return options.learning_rate * _warmup(step, options)
+    return options.learning_rate * min(1.0, step / max(1, options.warmup_steps))
 
 
 @SCHEDULES.register("inverse_sqrt")
@@ -82,7 +78,7 @@ def kim2021(step: int, options: TrainOptions, hidden_size: int) -> float:
 def cosine(step: int, options: TrainOptions, _: int) -> float:
     """Return lr (1 + cos(pi x)) / 2 with x the share of the steps after warm-up that is done."""
     if step <= options.warmup_steps:
-        return options.learning_rate * _warmup(step, options)
+        return constant(step, options, 0)
     share = (step - 1 - options.warmup_steps) / (options.steps - options.warmup_steps)
     return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * share))
 
@@ -91,7 +87,7 @@ def cosine(step: int, options: TrainOptions, _: int) -> float:
 def linear(step: int, options: TrainOptions, _: int) -> float:
     """Return lr times the share of the steps after warm-up that is left."""
     if step <= options.warmup_steps:
-        return options.learning_rate * _warmup(step, options)
+        return constant(step, options, 0)
     left = options.steps - step + 1
     return options.learning_rate * left / (options.steps - options.warmup_steps)
 

@@ -54,10 +54,8 @@ def check_trackers(names: Iterable[str]) -> None:
             raise unknown_name("tracker", name, LOGGER_TYPE_TO_CLASS)
         if name in LoggerType.list() and name not in map(str, get_available_trackers()):
             package = name.replace("_", "-")
-            raise ConfigError(
-                f"--track {name} needs the package {package!r}, which is not installed; nothing was"
-                f" trained; run: pip install {package}"
-            )
+            problem = f"--track {name} needs the package {package!r}, which is not installed"
+            raise ConfigError(f"{problem}; nothing was trained; run: pip install {package}")
 
 
 class Trackers:
@@ -91,11 +89,21 @@ class Trackers:
         self._open: dict[str, Any] = {}
         if not tracking.names:
             return
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
         identity, begun = _identity(folder, tracking.names)
         plain = flat_options(config)
+        options: dict[str, dict[str, Any]] = {
+            "tensorboard": {"purge_step": step + 1},  # rows after the checkpoint are written again
+            "trackio": {"name": f"{title} {identity[:8]}", "resume": "allow"},
+            "wandb": {"id": identity, "name": title, "resume": "allow"},
+        }
 
         def start(name: str) -> None:
-            tracker = _build(name, folder, title=title, identity=identity, step=step)
+            kind: Any = LOGGER_TYPE_TO_CLASS[name]
+            project = name if name == "tensorboard" else PROJECT
+            place = [folder] if kind.requires_logging_directory else []
+            tracker = kind(project, *place, **options.get(name, {}))
             tracker.start()
             self._open[name] = tracker
             if name != "tensorboard" or name not in begun:  # it would make a second record
@@ -154,20 +162,6 @@ class Trackers:
                 if self._lost[name] == 1:
                     said = str(error).partition("\n")[0]
                     self._warn(f"tracker {name}: {type(error).__name__}: {said}; the run goes on")
-
-
-def _build(name: str, folder: Path, *, title: str, identity: str, step: int) -> Any:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    kind: Any = LOGGER_TYPE_TO_CLASS[name]
-    options = {
-        "tensorboard": {"purge_step": step + 1},  # rows after the checkpoint are written again
-        "trackio": {"name": f"{title} {identity[:8]}", "resume": "allow"},
-        "wandb": {"id": identity, "name": title, "resume": "allow"},
-    }.get(name, {})
-    project = name if name == "tensorboard" else PROJECT
-    place = [folder] if kind.requires_logging_directory else []
-    return kind(project, *place, **options)
 
 
 def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:

@@ -165,7 +165,7 @@ def train(
             if is_main:
                 logger.warning("%s: failed: %s", out, error)
                 run_folder.enter_run_folder(out, config, resume)
-                manifest.remove(out)
+                (out / manifest.NAME).unlink(missing_ok=True)
                 run_folder.write_environment(out, environment, 0)
                 result.write()
             return result
@@ -241,7 +241,7 @@ def _finish(run: Run) -> RunResult:
         save_examples(run.out, whole, run.task)
     result = _end(run, "success", evaluations, lost)
     if run.history is not None and run.is_main:
-        run.history.remove()
+        shutil.rmtree(run.history.folder, ignore_errors=True)
     return result
 
 

@@ -54,10 +54,8 @@ def word_logits(
     layers = getattr(body, "layers", None)
     mean = getattr(getattr(model, "config", None), "pooling", None) == "mean"
     if not (isinstance(classifier, nn.Linear) and mean and layers is not None):
-        raise ConfigError(
-            "margin_loss = words is for a classifier of texts of the variant lipschitz that pools by"
-            f" the mean; received a {type(model).__name__}"
-        )
+        problem = "margin_loss = words is for a classifier of texts of the variant lipschitz"
+        raise ConfigError(f"{problem} that pools by the mean; received a {type(model).__name__}")
     assert body is not None
     ids = batch["input_ids"]
     mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(ids) > 0
