@@ -108,8 +108,7 @@ def test_finite_gradients_whose_norm_overflows():
     x = torch.ones(2, 4)
     found = first_nonfinite_module(model, lambda: {"(the loss)": 1e25 * model(x).sum()})
     assert found.layer in ("0", "1")
-    expected = "every gradient is finite, but the norm of all of them is more than torch.float32 can hold"
-    assert expected in found.reason
+    assert "but the norm of all of them is more than torch.float32 can hold" in found.reason
 
 
 def test_a_run_stops_before_the_weights_are_touched(tmp_path):
