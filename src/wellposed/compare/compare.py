@@ -116,7 +116,9 @@ def compare(
         raise ConfigError(f"{out}: the folder holds files; {advice}")
     from wellposed.tasks import build_task
 
-    task = build_task(base.task, base.task_options)
+    task = build_task(base.task, configs[0].task_options)
+    reads = {config.variant: config.task_options for config in configs}
+    shared = task if all(read == configs[0].task_options for read in reads.values()) else None
     if certify and task.kind not in CERTIFIED_KINDS:
         raise ConfigError(
             f"certify = {certify} on {base.task}: certified accuracy is defined for a task that"
@@ -142,19 +144,26 @@ def compare(
     ]
     say = announce or say_nothing
     how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
-    runs = ComparisonRuns(tuple(train_planned(planned, announce=say, task=task, jobs=jobs, **how)))
+    runs = ComparisonRuns(
+        tuple(train_planned(planned, announce=say, task=shared, jobs=jobs, **how))
+    )
     if (certify or certify_words or round_to) and is_first() and not runs.cancelled:
         from wellposed.compare.rounding import round_runs
         from wellposed.training.certified.run import certify_runs, certify_words_of_runs
 
-        finished = [result.out for result in runs.results if result.status == "success"]
-        if certify:
-            certify_runs(finished, task, examples=certify, announce=say)
-        if certify_words:
-            how = {"examples": certify or 256, "announce": say}
-            certify_words_of_runs(finished, task, certify_words, **how)
-        if round_to:
-            round_runs(finished, task, round_to, say)
+        for name, options in reads.items():
+            of = shared or build_task(base.task, options)
+            ended = zip(configs, runs.results, strict=True)
+            ended = [result for config, result in ended if config.variant == name]
+            finished = [result.out for result in ended if result.status == "success"]
+            # What windows hold against is counted in words, not in distances of vectors.
+            if certify and not (certify_words and getattr(of, "windows", None)):
+                certify_runs(finished, of, examples=certify, announce=say)
+            if certify_words:
+                how = {"examples": certify or 256, "announce": say}
+                certify_words_of_runs(finished, of, certify_words, **how)
+            if round_to:
+                round_runs(finished, of, round_to, say)
     return runs
 
 

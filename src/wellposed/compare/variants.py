@@ -46,7 +46,7 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
     """
     name, colon, text = spec.partition(":")
     variant = VARIANTS.get(name)
-    values = [_number(spec, name, text, variant)] if colon else []
+    values = [_value(spec, name, text, variant)] if colon else []
     try:
         return replace(variant(base, *values), variant=spec)
     except _OwnArchitectureError:
@@ -80,16 +80,17 @@ def _of_start_model(base: RunConfig) -> list[str]:
     return names
 
 
-def _number(spec: str, name: str, text: str, variant: Variant) -> float:
-    parameters = list(inspect.signature(variant).parameters)
+def _value(spec: str, name: str, text: str, variant: Variant) -> float | str:
+    parameters = list(inspect.signature(variant).parameters.values())
     if len(parameters) < 2:
         raise ConfigError(f"variant {spec!r}: {name} takes no value; write {name!r}")
+    if parameters[1].annotation == "str":
+        return text
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    problem = (
-        f"{parameters[1]} must be a finite number, received {text[:40]!r}; write {name}:1e-2, say"
-    )
+    given = f"{parameters[1].name} must be a finite number, received {text[:40]!r}"
+    problem = f"{given}; write {name}:1e-2, say"
     raise ConfigError(f"variant {spec!r}: {problem}")
 
 
@@ -116,6 +117,14 @@ def _penalized(base: RunConfig, keywords: dict[str, Any]) -> RunConfig:
 def plain(base: RunConfig) -> RunConfig:
     """The options as given, nothing changed: the baseline of a model given by --from."""
     return base
+
+
+@VARIANTS.register("windows")
+def windows(base: RunConfig, words: str = "1") -> RunConfig:
+    """The options as given, reading windows of 1 word (or of value words, or pairs) that vote: answers
+    certified in words."""
+    count = int(words) if words.isdecimal() else words
+    return replace(base, task_options={**base.task_options, "certified_windows": count})
 
 
 @VARIANTS.register("post_ln")

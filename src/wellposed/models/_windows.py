@@ -18,6 +18,10 @@ SHARPNESS = 10.0
 """Of mean votes, which lie between 0 and 1, as logits: a softmax of them alone is nearly even."""
 _AT_ONCE = 8192
 """Windows that are read in one call."""
+_HIDDEN, _DROPPED = 256, 0.1
+"""Units between what a frozen model makes of a window and its vote, and the share left out in training."""
+_MOST_KEPT = 2**17
+"""Windows of which is kept what a frozen model makes of them."""
 
 
 class WindowConfig(PreTrainedConfig):
@@ -32,6 +36,8 @@ class WindowConfig(PreTrainedConfig):
     """Tokens that a word is cut or padded to."""
     frame: list[list[int]] | None = None
     """Special tokens before and behind the words of a window."""
+    frozen: bool = False
+    """Whether the classifier's body stays as it is, and two layers of our own learn to read it."""
 
 
 @dataclass
@@ -74,7 +80,9 @@ class WindowsForSequenceClassification(PreTrainedModel):
             )
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
-        self.model: nn.Module = auto.from_config(inner)
+        self.model: Any = auto.from_config(inner)
+        if config.frozen:
+            self._freeze()
         self.post_init()
 
     @classmethod
@@ -84,14 +92,35 @@ class WindowsForSequenceClassification(PreTrainedModel):
         Args:
             model: a classifier of sequences.
             pad: token that fills a word.
-            windows: ``window_words``, ``word_tokens`` and ``frame`` of `WindowConfig`.
+            windows: ``window_words``, ``word_tokens``, ``frame`` and ``frozen`` of `WindowConfig`.
         """
         config = model.config
         labels = {"id2label": config.id2label, "label2id": config.label2id}
         given: Any = {"inner": config.to_dict(), "pad_token_id": pad, **windows, **labels}
         made = cls(WindowConfig(**given))
         made.model = model
+        if made.config.frozen:
+            made._freeze()
         return made.train(model.training)
+
+    def _freeze(self) -> None:
+        self.model.requires_grad_(False)
+        width = self.model.config.hidden_size + self.model.get_input_embeddings().embedding_dim
+        self.head = nn.Sequential(
+            nn.Dropout(_DROPPED),
+            nn.Linear(width, _HIDDEN),
+            nn.ReLU(),
+            nn.Dropout(_DROPPED),
+            nn.Linear(_HIDDEN, self.config.num_labels),
+        )
+        self._kept: dict[bytes, Tensor] = {}
+
+    def train(self, mode: bool = True) -> WindowsForSequenceClassification:
+        """Train or not; a frozen classifier never drops anything."""
+        super().train(mode)
+        if self.config.frozen:
+            self.model.eval()
+        return self
 
     def votes(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, every: bool = False
@@ -126,13 +155,32 @@ class WindowsForSequenceClassification(PreTrainedModel):
             places = starts[:, None] + torch.arange(words, device=real.device)
             held = real[:, starts]
         distinct, which = padded[:, places][held].unique(dim=0, return_inverse=True)
-        logits = self._read(torch.cat([kinds, blank])[distinct].flatten(1))
+        windows = torch.cat([kinds, blank])[distinct].flatten(1)
+        logits = self.head(self._made(windows)) if self.config.frozen else self._read(windows)
         votes = logits.new_zeros(batch, len(places), logits.shape[-1])
         votes[held] = logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)[which]
         return votes
 
+    def _made(self, windows: Tensor) -> Tensor:
+        """Return what the frozen classifier makes of windows: the means of its last states, and of the
+        vectors of their own tokens."""
+        like, keys = self.head[1].weight, [row.tobytes() for row in windows.cpu().numpy()]
+        kept = next(iter(self._kept.values()), like)
+        if len(self._kept) > _MOST_KEPT or (kept.dtype, kept.device) != (like.dtype, like.device):
+            self._kept.clear()
+        if new := [place for place, key in enumerate(keys) if key not in self._kept]:
+            with torch.no_grad():
+                own = windows[new]
+                seen = own != self.config.pad_token_id
+                parts = self._read(own), _mean(self.model.get_input_embeddings()(own), seen)
+                norm = nn.functional.layer_norm
+                found = torch.cat([norm(part, part.shape[1:]) for part in parts], 1)
+            self._kept.update(zip((keys[place] for place in new), found, strict=True))
+        return torch.stack([self._kept[key] for key in keys])
+
     def _read(self, windows: Tensor) -> Tensor:
-        """Return the logits of windows of words, without the padding between these."""
+        """Return the logits of windows of words, without the padding between these; of a frozen
+        classifier the means of its last states."""
         before, behind = (windows.new_tensor(part) for part in self.config.frame or ([], []))
         whole = torch.cat([ids.expand(len(windows), -1) for ids in (before, behind)], 1)
         seen = windows != self.config.pad_token_id
@@ -143,8 +191,14 @@ class WindowsForSequenceClassification(PreTrainedModel):
         longest = max(1, int(seen.sum(1).amax()))
         ids, seen = (each.gather(1, order)[:, :longest] for each in (ids, seen))
         seen[:, 0] = True  # a window counts, whatever words it holds
-        parts = zip(ids.split(_AT_ONCE), seen.long().split(_AT_ONCE), strict=True)
-        return torch.cat([self.model(input_ids=i, attention_mask=m).logits for i, m in parts])
+        found = []
+        for i, m in zip(ids.split(_AT_ONCE), seen.split(_AT_ONCE), strict=True):
+            given = {"input_ids": i, "attention_mask": m.long()}
+            if self.config.frozen:
+                found.append(_mean(self.model.base_model(**given).last_hidden_state, m))
+            else:
+                found.append(self.model(**given).logits)
+        return torch.cat(found)
 
     def forward(
         self,
@@ -165,6 +219,12 @@ class WindowsForSequenceClassification(PreTrainedModel):
         logits = SHARPNESS * votes.sum(1) / windows
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return WindowOutput(loss=loss, logits=logits, votes=votes)
+
+
+def _mean(vectors: Tensor, seen: Tensor) -> Tensor:
+    """Return the mean vector of the tokens that are seen; 0 of none."""
+    counted = seen.sum(1, keepdim=True).clamp_min(1)
+    return (vectors * seen[..., None]).sum(1) / counted
 
 
 transformers.AutoConfig.register(WindowConfig.model_type, WindowConfig)

@@ -302,12 +302,20 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
     return named
 
 
+# Texts are read as another model would; they are the same texts.
+_WINDOWS = "certified_windows"
+
+
 def _task_settings(run: Run) -> dict[str, Any]:
-    return flat_options(run.result["config"].get("task_options") or {})
+    settings = flat_options(run.result["config"].get("task_options") or {})
+    settings.pop(_WINDOWS, None)
+    return settings
 
 
 def _variant_settings(run: Run) -> dict[str, Any]:
     config, apart = run.result["config"], ("task", "task_options", "variant")
+    if _WINDOWS in (options := config.get("task_options") or {}):
+        config = {_WINDOWS: options[_WINDOWS], **config}
     settings = flat_options({key: value for key, value in config.items() if key not in apart})
     settings.pop("train.seed", None)
     return settings

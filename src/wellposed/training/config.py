@@ -263,6 +263,8 @@ class StartOptions(options.CheckedOptions):
     """Read the configuration of that model alone and draw every weight."""
     new_head: bool = False
     """Draw a new head although the saved one has other labels."""
+    frozen: bool = False
+    """Leave its body as it is: two layers learn to read what it makes of each window (with --certified-windows)."""
     attention: Literal["own", "l2", "cosine"] = "own"
     """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot products."""
     init: Literal["own", "t_fixup"] = "own"
@@ -271,11 +273,13 @@ class StartOptions(options.CheckedOptions):
     def problems(self) -> Iterator[str]:
         """Yield one line per option that needs a model to start from, or another option."""
         if not self.model:
-            for name in ("from_scratch", "new_head", "attention", "init"):
+            for name in ("from_scratch", "new_head", "frozen", "attention", "init"):
                 if getattr(self, name) not in (False, "own"):
                     yield f"{name} needs a model to start from; name it with --from"
         elif self.from_scratch and self.new_head:
             yield "from_scratch draws a new head as well; leave new_head out"
+        elif self.from_scratch and self.frozen:
+            yield "frozen keeps weights that from_scratch draws anew; leave one of the two out"
         elif self.init == "t_fixup" and not self.from_scratch:
             yield (
                 "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without"

@@ -1,6 +1,7 @@
 """Windows of words that vote (B15): every replacement tried, windows free to move, and a user's own
 checkpoint from training to the table."""
 
+import copy
 import functools
 import itertools
 
@@ -299,10 +300,57 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
 
 
 @pytest.mark.slow
-def test_a_comparison_certifies_windows_of_our_own_models(tmp_path):
-    words = "compare text_classification --data builtin --variants pre_ln --seeds 1 --steps 3"
+def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoint, capsys):
+    bert, run = str(checkpoint / "bert"), checkpoint / "run"
+    task = ["text_classification", "--data", str(checkpoint / "train.tsv"), "--from", bert]
+    steps = "--steps 40 --eval-every 40 --checkpoint-every 40 --batch-size 8 --learning-rate 0.01"
+    frozen = [
+        *steps.split(),
+        "--frozen",
+        "--margin-loss",
+        "words:1",
+        "--quiet",
+        "--max-length",
+        "16",
+    ]
+    assert main(["train", *task, *frozen, "--out", str(run)]) == 2
+    assert "give --certified-windows 1" in capsys.readouterr().err
+    windows = ["--certified-windows", "1"]
+    assert main(["train", *task, *frozen, *windows, "--from-scratch", "--out", str(run)]) == 2
+    assert "leave one of the two out" in capsys.readouterr().err
+    assert main(["train", *task, *frozen, *windows, "--out", str(run)]) == 0
+    model = load_saved_model(run / "final")
+    before = BertForSequenceClassification.from_pretrained(bert)
+    for name, weight in before.base_model.state_dict().items():
+        assert torch.equal(weight, model.model.base_model.state_dict()[name]), name
+    ids = torch.tensor([[5, 7, 5, 8]])
+    read, encoder = [], model.train().model.base_model
+    encoder.register_forward_hook(lambda *a: read.append(len(a[2].last_hidden_state)))
+    alone = encoder(torch.tensor([[2, 7, 3]])).last_hidden_state.mean(1)
+    own = encoder.get_input_embeddings()(torch.tensor([7]))
+    norm = torch.nn.functional.layer_norm
+    made = torch.cat([norm(part, (16,)) for part in (alone, own)], 1)
+    expected = model.eval().head(made).sigmoid()[0]
+    for each in (model, model, copy.deepcopy(model).double()):
+        torch.testing.assert_close(each.votes(ids)[0, 1].float(), expected)
+    assert read == [1, 3, 3], "three words once, and once more in double precision"
+    capsys.readouterr()
+    assert main(["certify", str(run), "--words", "1", "--characters", "1", "--examples", "6"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = [line[2:] for line in rows if line[:2] == ["words", "1"]]
+    assert "0" < row[0] <= row[1]
+
+
+@pytest.mark.slow
+def test_a_comparison_certifies_windows_of_every_length_in_one_table(tmp_path, capsys):
+    words = "compare text_classification --data builtin --seeds 2 --steps 3 --max-length 6"
     small = "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
-    asked = "--certified-windows 1 --certify-words 1 --max-length 6 --quiet"
+    asked = "--variants pre_ln,windows:2,windows:pairs --certify-words 1 --certify 8 --quiet"
     out = tmp_path / "runs"
     assert main([*words.split(), *small.split(), *asked.split(), "--out", str(out)]) == 0
-    assert (out / "pre_ln" / "seed-0" / "certified_words.json").is_file()
+    table = capsys.readouterr().out
+    for name in ("pre_ln", "windows:2", "windows:pairs"):
+        assert any(line.split()[:1] == [name] for line in table.splitlines()), table
+        assert (out / name.replace(":", "-") / "seed-1" / "certified_words.json").is_file()
+    assert main(["compare", *words.split()[1:], "--variants", "windows:two"]) == 2
+    assert "certified_windows" in capsys.readouterr().err

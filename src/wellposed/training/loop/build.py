@@ -119,13 +119,19 @@ def build_start(config: RunConfig, task: Task) -> Start:
     """
     windows = getattr(task, "windows", None)
     start = _build_whole(config, task, reads_windows=windows is not None)
+    frozen = config.start.frozen
     if windows is None:
+        if frozen:
+            problem = "frozen leaves a model as it is, and is for one that reads windows"
+            raise ConfigError(f"{problem}; give --certified-windows 1, or leave it out")
         return start
     from wellposed.models import Start, WindowsForSequenceClassification
 
-    pad = task.model_kwargs()["pad_token_id"]
-    model = WindowsForSequenceClassification.around(start.model, pad, **windows)
-    return Start(model, tuple(f"model.{name}" for name in start.new_weights), start.left_out)
+    how = {**windows, "pad": task.model_kwargs()["pad_token_id"], "frozen": frozen}
+    model = WindowsForSequenceClassification.around(start.model, **how)
+    new = [name for name, weight in model.named_parameters() if frozen and weight.requires_grad]
+    new += [] if frozen else [f"model.{name}" for name in start.new_weights]
+    return Start(model, tuple(new), start.left_out)
 
 
 def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start:
