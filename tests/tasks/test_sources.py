@@ -236,7 +236,7 @@ def test_columns_by_language_are_the_pairs(tmp_path, name, rows):
 
 def test_a_pair_without_text_is_named(tmp_path):
     path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
-    with bad_data(match=r"a\.json:61: 'de' is NoneType, expected a string"):
+    with bad_data(match=r"a\.json:61: the row has no 'de'"):
         load_parallel(ParallelOptions(str(path), "de", "en"))
 
 

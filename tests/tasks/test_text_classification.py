@@ -154,7 +154,7 @@ BAD_ROWS = [
     ("x.csv", 'pos,"closed" then more', "give quoting='none'"),
     ("x.jsonl", '{"label": "pos"}', "no key 'text'; it has 'label'"),
     ("x.jsonl", '{"label": "pos", "text": 3}', "'text' is int, expected a string"),
-    ("x.jsonl", '{"label": null, "text": "a"}', "the row has no label"),
+    ("x.jsonl", '{"label": null, "text": "a"}', "the row has no 'label'"),
     ("x.jsonl", '{"label": "pos", ', "not JSON"),
     ("x.jsonl", "[1]", "list, expected a JSON object"),
     ("x.jsonl", "", "an empty line, expected a JSON object"),
@@ -356,7 +356,7 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     assert texts(build("hf:dbpedia_14"), "test") == EXPECTED
     assert build("hf:dbpedia_14").description()["splits"] == "published"
     held["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
-    with refused("hf:name (test):1: the row has no label"):
+    with refused("hf:name (test):1: the row has no 'label'"):
         build("hf:name")
 
 

@@ -12,7 +12,7 @@ import io
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,15 @@ def read_text(path: Path) -> TextFile:
 def decode_text(path: Path, stored: bytes | None = None) -> TextFile:
     """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text; line ends stay as they are;
     what cannot be read is a `DataError`."""
-    stored = _read_bytes(path) if stored is None else stored
+    if stored is None:
+        try:
+            stored = regular_file.read_bytes(path)
+        except FileNotFoundError:
+            raise missing_file(path) from None
+        except IsADirectoryError:
+            raise DataError(f"{path}: is a folder, expected a file") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     content = _gunzip(path, stored)
     try:
         text = content.decode("utf-8")
@@ -83,17 +91,6 @@ def decode_text(path: Path, stored: bytes | None = None) -> TextFile:
     if text.startswith(BOM):
         text, described["byte_order_mark_removed"] = text[1:], True
     return TextFile(path, text, described)
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return regular_file.read_bytes(path)
-    except FileNotFoundError:
-        raise missing_file(path) from None
-    except IsADirectoryError:
-        raise DataError(f"{path}: is a folder, expected a file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _gunzip(path: Path, stored: bytes) -> bytes:
@@ -187,13 +184,15 @@ class Table:
         self.refuse(problems)
         return values
 
-    def texts(self, number: int) -> tuple[list[str], list[str]]:
-        """Return the values of a column, and a line for each that is no text."""
-        name, values = self.names[number], list(self.column(number))
+    def texts(
+        self, number: int, read: Callable[[Any], Any] = lambda value: value
+    ) -> tuple[list[str], list[str]]:
+        """Return the values of a column as ``read``, and a line for each that is no text."""
+        name, values = self.names[number], list(map(read, self.column(number)))
         problems = [
             f"{self.where}:{place}: {problem}"
             for place, value in zip(self.places, values, strict=True)
-            if (problem := not_text(value, name))
+            if (problem := _not_text(value, name))
         ]
         return values, problems
 
@@ -208,10 +207,12 @@ class Missing:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def not_text(value: Any, name: str) -> str | None:
+def _not_text(value: Any, name: str) -> str | None:
     """Return what keeps a value of the column ``name`` from being a text, if anything does."""
     if isinstance(value, Missing):
         return f"no key {name!r}; it has {', '.join(map(repr, value.names)) or 'none'}"
+    if value is None:
+        return f"the row has no {name!r}"
     if not isinstance(value, str):
         return f"{name!r} is {type(value).__name__}, expected a string"
     if not value.isascii() and (lone := _SURROGATE.search(value)):
@@ -333,10 +334,19 @@ def _fields(
 def _objects(file: TextFile) -> Table:
     """Read every line of a ``.jsonl``, or every element of the list of a ``.json``, as an object."""
     by_line = is_named(file.path, ".jsonl")
+    held: Iterable[tuple[int, Any]] = file.lines()
+    if not by_line:
+        try:
+            found = from_json(file.text, any_number=True)
+        except ValueError as error:
+            raise DataError(f"{file.path}: not JSON: {error}; objects by line are .jsonl") from None
+        if not isinstance(found, list):
+            raise DataError(f"{file.path}: {type(found).__name__}, expected a list of objects")
+        held = enumerate(found, 1)
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []
-    for place, row in file.lines() if by_line else enumerate(_json_list(file), 1):
+    for place, row in held:
         try:
             value = from_json(row, any_number=True) if by_line and row else row
         except ValueError as error:
@@ -350,16 +360,6 @@ def _objects(file: TextFile) -> Table:
             problems.append(f"{file.path}:{place}: {found}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     return Table(str(file.path), names, objects_column(rows, names), places, problems)
-
-
-def _json_list(file: TextFile) -> list[Any]:
-    try:
-        found = from_json(file.text, any_number=True)
-    except ValueError as error:
-        raise DataError(f"{file.path}: not JSON: {error}; objects by line are .jsonl") from None
-    if not isinstance(found, list):
-        raise DataError(f"{file.path}: {type(found).__name__}, expected a list of objects")
-    return found
 
 
 def objects_column(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Column:
@@ -395,9 +395,13 @@ def hub_table(rows: Any, where: str) -> Table:
         try:
             values = list(rows[name])
         except UnicodeDecodeError:
+            one, read = rows.select_columns([name]), 0
+            with suppress(UnicodeDecodeError):
+                for read in range(len(one)):
+                    _ = one[read]
             raise DataError(
-                f"{where}:{_first_not_utf8(rows.select_columns([name]))}: {name!r} holds bytes that"
-                " are not UTF-8; write the file again from texts"
+                f"{where}:{read + 1}: {name!r} holds bytes that are not UTF-8; write the file again"
+                " from texts"
             ) from None
         to_name = getattr(rows.features[name], "int2str", None)
         if to_name is None:
@@ -405,11 +409,3 @@ def hub_table(rows: Any, where: str) -> Table:
         return [None if value is None or value < 0 else to_name(value) for value in values]
 
     return Table(where, names, column, range(1, len(rows) + 1))
-
-
-def _first_not_utf8(rows: Any) -> int:
-    number = 0
-    with suppress(UnicodeDecodeError):
-        for number in range(1, len(rows) + 1):
-            _ = rows[number - 1]
-    return number

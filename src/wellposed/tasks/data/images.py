@@ -121,27 +121,34 @@ def label_names(images: dict[Split, Images], where: str) -> list[str]:
 
 
 def _draw(seed: int) -> Loaded:
-    images: dict[Split, Images] = {
-        split: Images(*draw_shapes(count, BUILTIN_SIDE, f"{seed}/{split}"), names=SHAPES)
-        for split, count in BUILTIN_SIZES.items()
-    }
-    described: Described = {
+    images: dict[Split, Images] = {}
+    for split, count in BUILTIN_SIZES.items():
+        labels = np.arange(count, dtype=np.int64) % len(SHAPES)
+        # By (seed, split, number) alone.
+        seeds = (f"shapes/{GENERATOR_VERSION}/{seed}/{split}/{index}" for index in range(count))
+        named = zip(labels.tolist(), seeds, strict=True)
+        drawn = [
+            _draw_shape(SHAPES[label], BUILTIN_SIDE, random.Random(each)) for label, each in named
+        ]
+        images[split] = Images(np.stack(drawn), labels, names=SHAPES)
+    return images, {
         "source": "builtin: drawn shapes (no benchmark: for trying things out)",
         "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
         "sha256": {split: images[split].sha256() for split in SPLITS},
     }
-    return images, described
 
 
 def _read(options: ImageDataOptions, prefer: str | None, *, stacked: bool) -> Loaded:
     """Read images from where the options say, by what is there, and cut the splits that it lacks."""
     root, ready = Path(options.data), stack_images if stacked else checked
+    batches = [root] if root.name.startswith("data_batch") else sorted(root.glob("data_batch*.bin"))
+    batches = batches or sorted(root.glob("data_batch_[0-9]"))
     if options.data.startswith("hf:"):
         found = _read_hub(options, ready)
     elif not root.exists():
         raise files.missing_file(root)
-    elif batches := _cifar_batches(root):
+    elif batches:
         found = _read_cifar(options, batches)
     elif root.is_dir() and not any(root.glob("*.npz")) and any(p.is_dir() for p in root.iterdir()):
         found = _read_class_folders(options, ready)
@@ -344,13 +351,6 @@ def read_npz(path: Path) -> tuple[Images, Described]:
     return Images(x, y.astype(np.int64)), files.describe_file(path)
 
 
-def _cifar_batches(root: Path) -> list[Path]:
-    """Return the train batches of CIFAR-10 at ``root``, a folder or one of them."""
-    if root.name.startswith("data_batch"):
-        return [root]
-    return sorted(root.glob("data_batch*.bin")) or sorted(root.glob("data_batch_[0-9]"))
-
-
 def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     """Read train batches, and of a folder the test batch; the classes have names beside them."""
     splits.refuse_split_files(options, "CIFAR-10")
@@ -404,19 +404,6 @@ def shrink(pixels: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8
         raise DataError(f"{where}: size = {size} does not divide the {width} x {height} pixels")
     blocks = pixels.reshape(number, size, height // size, size, width // size, *pixels.shape[3:])
     return np.rint(blocks.mean((2, 4))).astype(np.uint8)
-
-
-def draw_shapes(count: int, size: int, seed: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return ``count`` noisy images of one bright shape each and their classes, in turn, by (seed,
-    number) alone."""
-    labels = np.arange(count, dtype=np.int64) % len(SHAPES)
-    drawn = [
-        _draw_shape(
-            SHAPES[label], size, random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{index}")
-        )
-        for index, label in enumerate(labels.tolist())
-    ]
-    return np.stack(drawn), labels
 
 
 def _draw_shape(shape: str, size: int, generator: random.Random) -> NDArray[np.uint8]:

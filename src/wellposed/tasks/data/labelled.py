@@ -10,6 +10,7 @@ the releases of Zhang et al. 2015 (AG News, DBpedia, Yahoo, Yelp, Amazon: class,
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
@@ -143,7 +144,12 @@ def label_rows(
     label, text = _choose(table, options, join=join)
     if table.first and options.header == "auto":
         _refuse_unseen_header(table)
-    labels, problems = _labels(table, label)
+    labels, problems = table.texts(label, _as_label)
+    blank = [not value.strip() if isinstance(value, str) else False for value in labels]
+    problems += [
+        f"{table.where}:{place}: the label is empty"
+        for place in itertools.compress(table.places, blank)
+    ]
     parts = []
     for place in text:
         values, wrong = table.texts(place)
@@ -177,14 +183,16 @@ def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]]
 
     None for a file that is no table, and for a tsv whose first line names no text column.
     """
-
-    def has_header(first: Sequence[str]) -> bool:
-        named = _named(first, options)
-        return options.header == "yes" or bool(named[1] and not _numbers(options.text_column))
-
+    named = not _numbers(options.text_column)
     if not files.is_named(path, *files.TABLE_SUFFIXES):
         return None
-    table, _ = files.read_table(path, quoting=options.quoting, has_header=has_header)
+    table, _ = files.read_table(
+        path,
+        quoting=options.quoting,
+        has_header=lambda first: (
+            options.header == "yes" or bool(named and _named(first, options)[1])
+        ),
+    )
     if table.first and files.is_named(path, ".tsv"):
         return None
     known = table.first or table.names
@@ -252,20 +260,8 @@ def _numbers(column: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if whole else ()
 
 
-def _labels(table: Table, number: int) -> tuple[list[str], list[str]]:
-    """Return the labels as texts, and a line for each row without one."""
-    name, labels, problems = table.names[number], [], []
-    for place, value in zip(table.places, table.column(number), strict=True):
-        problem = None
-        if isinstance(value, bool | int | float):
-            value = json.dumps(value)
-        elif value is None:
-            problem = "the row has no label"
-        elif (problem := files.not_text(value, name)) is None and not value.strip():
-            problem = "the label is empty"
-        labels.append(value)
-        problems += [f"{table.where}:{place}: {problem}"] if problem else []
-    return labels, problems
+def _as_label(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
 
 
 def _describe(table: Table, label: int, text: Sequence[int], how: str) -> str:

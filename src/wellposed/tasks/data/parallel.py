@@ -27,11 +27,11 @@ from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import Table
 from wellposed.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
 
-WORDS: dict[Split, tuple[str, ...]] = {
-    "train": SPLIT_WORDS["train"],
-    "valid": (*SPLIT_WORDS["valid"], "newsdev"),
-    "test": (*SPLIT_WORDS["test"], "tst", "newstest"),
-}
+_WORDS = re.compile(
+    rf"(?<![a-z])(?:(?P<train>train)|(?P<valid>{'|'.join(SPLIT_WORDS['valid'])}|newsdev)"
+    r"|(?P<test>test|tst|newstest))(?![a-z])"
+)
+"""The words of the splits in a file name, of which the first says its split."""
 MIN_PAIRS_TO_CUT = 40
 NO_LANGUAGES = ("tsv", "csv", "json", "jsonl", "parquet", "md")
 
@@ -114,8 +114,14 @@ def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
         )
     if options.test is not None:
         pairs["test"], described["test"] = _load_test(options.test, options)
-    for texts in pairs.values():
-        _refuse_empty(texts)
+    problems = [
+        f"{texts.where(i, side)}: the {'target' if side else 'source'} is empty"
+        for texts in pairs.values()
+        for side, held in enumerate((texts.source, texts.target))
+        for i, text in enumerate(held)
+        if not text.strip()
+    ]
+    files.refuse("pairs with an empty side cannot be used; correct or remove them", problems)
     return splits.cut_missing(
         pairs,
         pairs["train"].paths[0],
@@ -141,8 +147,9 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
     plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
     for path in plain_first:
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
-        split = _split_of(stem)
-        if path.is_file() and stem and split and language not in NO_LANGUAGES:
+        first = _WORDS.search(stem.lower())
+        if path.is_file() and first and language not in NO_LANGUAGES:
+            split = next(split for split in SPLITS if first[split])
             found[split].setdefault(stem, {}).setdefault(language, path)
     names = {language for stems in found.values() for each in stems.values() for language in each}
     if not names & set(options.both):
@@ -191,16 +198,6 @@ def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
     return {"train": (pair[0], pair[1])}
 
 
-def _split_of(stem: str) -> Split | None:
-    """Return the split whose word comes first in a file name."""
-    places: list[tuple[int, Split]] = [
-        (match.start(), split)
-        for split, words in WORDS.items()
-        for match in re.finditer(rf"(?<![a-z])(?:{'|'.join(words)})(?![a-z])", stem.lower())
-    ]
-    return min(places)[1] if places else None
-
-
 def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) -> str | None:
     if split == "test" and test_set is not None:
         exact = [stem for stem in stems if stem == test_set]
@@ -243,7 +240,14 @@ def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loa
     for split, paths in stems.items():
         both = [files.read_text(path) for path in paths]
         source, target = ([line for _, line in file.lines()] for file in both)
-        _refuse_unequal(paths, source, target)
+        if len(source) != len(target):
+            line, longer = min(len(source), len(target)), int(len(target) > len(source))
+            raise DataError(
+                f"files that should be aligned differ in length: {paths[0]} has {len(source)} lines,"
+                f" {paths[1]} has {len(target)}; the first line without a partner is"
+                f" {paths[longer]}:{line + 1}: {(source, target)[longer][line][:60]!r}; a line may"
+                " be missing anywhere before it: align the files again"
+            )
         named = (str(paths[0]), str(paths[1]))
         pairs[split] = ParallelTexts(source, target, named, range(1, len(source) + 1))
         held = [file.described for file in both]
@@ -251,24 +255,10 @@ def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loa
     return pairs, {"source": data, "files": described}
 
 
-def _refuse_unequal(paths: tuple[Path, Path], source: list[str], target: list[str]) -> None:
-    if len(source) == len(target):
-        return
-    longer, lines = (paths[0], source) if len(source) > len(target) else (paths[1], target)
-    line = min(len(source), len(target)) + 1
-    raise DataError(
-        f"files that should be aligned differ in length: {paths[0]} has {len(source)} lines,"
-        f" {paths[1]} has {len(target)}; the first line without a partner is {longer}:{line}:"
-        f" {lines[line - 1][:60]!r}; a line may be missing anywhere before it: align the files"
-        " again"
-    )
-
-
 def _read_file(path: Path, options: ParallelOptions) -> tuple[ParallelTexts, Described]:
-    def has_header(first: Sequence[str]) -> bool:
-        return set(options.both) <= {name.strip().lower() for name in first}
-
-    table, described = files.read_table(path, has_header=has_header)
+    table, described = files.read_table(
+        path, has_header=lambda first: set(options.both) <= {n.strip().lower() for n in first}
+    )
     how = "given" if table.first else "header"
     if table.first:
         table = replace(table, names=_given_names(table, options))
@@ -310,14 +300,3 @@ def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
         raise DataError(f"{table.where}: no {' and '.join(lacking)}, only {', '.join(table.names)}")
     source, target = map(table.strings, options.both)
     return ParallelTexts(source, target, (table.where, table.where), table.places)
-
-
-def _refuse_empty(pairs: ParallelTexts) -> None:
-    sides = {"source": pairs.source, "target": pairs.target}
-    problems = [
-        f"{pairs.where(i, side)}: the {name} is empty"
-        for i in range(len(pairs))
-        for side, (name, texts) in enumerate(sides.items())
-        if not texts[i].strip()
-    ]
-    files.refuse("pairs with an empty side cannot be used; correct or remove them", problems)
