@@ -27,7 +27,7 @@ from wellposed.tasks.data import files
 from wellposed.tasks.data.images import read_npz
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.data.splits import DataOptions
-from wellposed.tasks.metrics.embedding import read_word_vectors
+from wellposed.tasks.metrics import read_word_vectors
 from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml

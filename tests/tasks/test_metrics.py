@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import ShapeError
-from wellposed.tasks.metrics import embedding, overlap
+from wellposed.tasks import metrics
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 
@@ -20,7 +20,7 @@ def test_meteor_by_hand():
     # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
     # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
     def scored(said, wanted, expected, **how):
-        found = overlap.meteor(overlap.words_of(said), overlap.words_of(wanted), **how)
+        found = metrics.meteor(metrics.words_of(said), metrics.words_of(wanted), **how)
         assert found == pytest.approx(expected, abs=1e-12)
 
     scored("on the mat sat the cat", "the cat sat on the mat", 0.5)
@@ -52,7 +52,7 @@ def test_meteor_by_hand():
 )
 def test_rouge_l_by_hand(said, beta, expected):
     wanted = ["police", "killed", "the", "gunman"]
-    assert overlap.rouge_l(said.split(), wanted, beta=beta) == pytest.approx(expected)
+    assert metrics.rouge_l(said.split(), wanted, beta=beta) == pytest.approx(expected)
 
 
 def test_cider_by_hand():
@@ -62,25 +62,25 @@ def test_cider_by_hand():
     # 1. n = 2: {ac: L, cc: L} and {ac: L} (cc is in no reference, df counted as 1): 1 / sqrt 2. n =
     #   3: the reference has none: 0. Mean (1 + .70711)/4.
     said, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
-    assert overlap.cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
+    assert metrics.cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
     # CIDEr-D clips 2L of c to L: (L L) / (2L L) = 1/2 for n = 1; n = 2 as before; times exp(-1/72),
     # times 10.
     expected = 10 * math.exp(-1 / 72) * (0.5 + math.sqrt(0.5)) / 4
-    assert overlap.cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
+    assert metrics.cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
 
 
 def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
-    assert overlap.cider([["a", "b"]], [["a", "b"]]) == [0.0]
+    assert metrics.cider([["a", "b"]], [["a", "b"]]) == [0.0]
     with pytest.raises(ShapeError, match="2 hypotheses for 1 references"):
-        overlap.cider([["a"], ["b"]], [["a"]])
+        metrics.cider([["a"], ["b"]], [["a"]])
 
 
 ROWS = {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}
-VECTORS = embedding.WordVectors({word: np.array(row, np.float32) for word, row in ROWS.items()}, 2)
+VECTORS = metrics.WordVectors({word: np.array(row, np.float32) for word, row in ROWS.items()}, 2)
 
 
 def _scores(first, second):
-    return embedding.embedding_scores([first], [second], VECTORS)[0]
+    return metrics.embedding_scores([first], [second], VECTORS)[0]
 
 
 def test_embedding_metrics_by_hand():
@@ -100,8 +100,8 @@ def test_embedding_metrics_by_hand():
 
 def test_words_without_a_vector_are_left_out_and_counted():
     said, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
-    scores, counts = embedding.embedding_scores(said, wanted, VECTORS)
-    assert scores == pytest.approx(dict.fromkeys(overlap.VECTOR_METRICS, 1 / 3))
+    scores, counts = metrics.embedding_scores(said, wanted, VECTORS)
+    assert scores == pytest.approx(dict.fromkeys(metrics.VECTOR_METRICS, 1 / 3))
     assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
 
 
@@ -110,7 +110,7 @@ def test_words_without_a_vector_are_left_out_and_counted():
 def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first, second):
     assert _scores(first, second) == pytest.approx(_scores(second, first), abs=1e-6)
     # a and c may cancel in the sum, but not to zero: 3 m = 6 n needs 0 m + 1 n = 0.
-    ones = dict.fromkeys(overlap.VECTOR_METRICS, 1.0)
+    ones = dict.fromkeys(metrics.VECTOR_METRICS, 1.0)
     assert _scores(first, first[::-1]) == pytest.approx(ones, abs=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first, second
 def test_word_vectors_of_both_text_formats(tmp_path, pack, header):
     path = tmp_path / ("v.txt.gz" if pack is gzip.compress else "v.txt")
     path.write_bytes(pack((header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()))
-    vectors = embedding.read_word_vectors(path)
+    vectors = metrics.read_word_vectors(path)
     assert (len(vectors.rows), vectors.width) == (3, 2)
     assert vectors.of(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
 
@@ -141,24 +141,24 @@ EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
 def test_malformed_vectors_are_named_by_line(tmp_path, content, says):
     (tmp_path / "v.txt").write_bytes(content)
     with bad_data(match=says):
-        embedding.read_word_vectors(tmp_path / "v.txt")
+        metrics.read_word_vectors(tmp_path / "v.txt")
 
 
 def test_places_without_vectors_are_refused(tmp_path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
     for name, says in (("vec.txt", "no such file"), (".", "is a folder"), ("cut.gz", "cut short")):
         with bad_data(match=says):
-            embedding.read_word_vectors(tmp_path / name)
+            metrics.read_word_vectors(tmp_path / name)
 
 
 def test_sentence_cosine_by_hand():
     # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
     rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
     encode = lambda texts: [rows[text] for text in texts]  # noqa: E731
-    found = embedding.sentence_cosine(["x", " "], ["y", "x"], encode)
+    found = metrics.sentence_cosine(["x", " "], ["y", "x"], encode)
     assert found == pytest.approx(math.sqrt(0.5) / 2)
     with pytest.raises(ShapeError, match="for 2 sentences"):
-        embedding.sentence_cosine(["x"], ["y"], lambda texts: [[1.0]])
+        metrics.sentence_cosine(["x"], ["y"], lambda texts: [[1.0]])
 
 
 def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path):
@@ -169,13 +169,13 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     BertModel(BertConfig(vocab_size=10, hidden_size=8, **sizes)).save_pretrained(tmp_path)
     WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
-    encode = embedding.hf_sentence_encoder(str(tmp_path), batch_size=2)
+    encode = metrics.hf_sentence_encoder(str(tmp_path), batch_size=2)
     together, alone = encode(["a", "a b c", "b"]), encode(["a"])
     assert together.shape == (3, 8)
     np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
-    assert embedding.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
+    assert metrics.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
     with bad_config(match="cannot be loaded"):
-        embedding.hf_sentence_encoder(str(tmp_path / "none"))
+        metrics.hf_sentence_encoder(str(tmp_path / "none"))
 
 
 FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(texts)}
@@ -183,19 +183,19 @@ FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(tex
 
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():
     said, wanted = ["a b .", "c"], ["a b .", "c a"]
-    full = overlap.dialogue_scores(said, wanted, **FILES)
-    assert set(full.scores) == {*overlap.DIALOGUE_METRICS, "cider_d"}
-    assert len(overlap.DIALOGUE_METRICS) == 9
+    full = metrics.dialogue_scores(said, wanted, **FILES)
+    assert set(full.scores) == {*metrics.DIALOGUE_METRICS, "cider_d"}
+    assert len(metrics.DIALOGUE_METRICS) == 9
     assert not full.not_computed
     assert full.details["words_without_a_vector"] == 2
-    bare = overlap.dialogue_scores(said, wanted)
-    assert set(bare.not_computed) == {"sentence_cosine", *overlap.VECTOR_METRICS}
+    bare = metrics.dialogue_scores(said, wanted)
+    assert set(bare.not_computed) == {"sentence_cosine", *metrics.VECTOR_METRICS}
     assert {name: full.scores[name] for name in bare.scores} == bare.scores
 
 
 def test_bleu_by_hand():
     # 5 words, 4 of them right: 4/5; reference of 7 words: brevity exp(1 - 7/5).
-    found = overlap.dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
+    found = metrics.dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
     assert found.scores["bleu_1"] == pytest.approx(100 * 0.8 * math.exp(-0.4), abs=1e-9)
     # orders 2, 3, 4: 3/3, 2/2, 1/1 of the first sentence.
     assert found.scores["bleu_4"] == pytest.approx(100 * 0.8**0.25 * math.exp(-0.4), abs=1e-9)
@@ -203,19 +203,19 @@ def test_bleu_by_hand():
 
 
 def test_empty_replies_score_zero_everywhere():
-    found = overlap.dialogue_scores(["", ""], ["a b", "c"], **FILES)
+    found = metrics.dialogue_scores(["", ""], ["a b", "c"], **FILES)
     assert set(found.scores.values()) == {0.0}
     assert found.details["empty_hypotheses"] == 2
     with pytest.raises(ShapeError, match="0 hypotheses"):
-        overlap.dialogue_scores([], [])
+        metrics.dialogue_scores([], [])
 
 
 def test_bleu_says_what_was_counted():
     references = ["the cat sat on a mat today .", "a dog ran across the field"]
-    scored = overlap.score_texts(references, references, bleu_tokens="char")
-    assert scored.scores == pytest.approx({"bleu": 100.0, "chrf": 100.0})
-    assert "tok:char" in scored.signatures["bleu"]
-    assert "nc:6" in scored.signatures["chrf"]
+    scores, signatures = metrics.score_texts(references, references, bleu_tokens="char")
+    assert scores == pytest.approx({"bleu": 100.0, "chrf": 100.0})
+    assert "tok:char" in signatures["bleu"]
+    assert "nc:6" in signatures["chrf"]
     for hypotheses in (["a"], []):
         with bad_data(match="hypotheses for"):
-            overlap.score_texts(hypotheses, [])
+            metrics.score_texts(hypotheses, [])

@@ -20,9 +20,9 @@ from wellposed.tasks.listops import ListOpsOptions as ListOpsOptions
 from wellposed.tasks.listops import ListOpsTask as ListOpsTask
 from wellposed.tasks.marked import MarkedOptions as MarkedOptions
 from wellposed.tasks.marked import MarkedTask as MarkedTask
-from wellposed.tasks.metrics.overlap import DIALOGUE_METRICS as DIALOGUE_METRICS
-from wellposed.tasks.metrics.overlap import DialogueScores as DialogueScores
-from wellposed.tasks.metrics.overlap import dialogue_scores as dialogue_scores
+from wellposed.tasks.metrics import DIALOGUE_METRICS as DIALOGUE_METRICS
+from wellposed.tasks.metrics import DialogueScores as DialogueScores
+from wellposed.tasks.metrics import dialogue_scores as dialogue_scores
 from wellposed.tasks.pathfinder import PathfinderOptions as PathfinderOptions
 from wellposed.tasks.pathfinder import PathfinderTask as PathfinderTask
 from wellposed.tasks.retrieval import RetrievalOptions as RetrievalOptions

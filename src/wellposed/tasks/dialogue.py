@@ -21,13 +21,13 @@ import numpy as np
 
 from wellposed.errors import DataError
 from wellposed.options import Size
+from wellposed.tasks import metrics
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import TextFile
 from wellposed.tasks.data.parallel import ParallelTexts
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.kinds.seq2seq import Seq2SeqOptions, Seq2SeqTask
-from wellposed.tasks.metrics import embedding, overlap
+from wellposed.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
 from wellposed.tasks.task import register_task
 
 Format = Literal["auto", "dailydialog", "personachat"]
@@ -249,8 +249,8 @@ def read_synonyms(path: Path) -> dict[str, str]:
 
 DESCRIBED = ("context", "speaker_marks", "persona")
 NEEDED = {
-    overlap.SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
-    **dict.fromkeys(overlap.VECTOR_METRICS, ("vectors", "FILE")),
+    metrics.SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
+    **dict.fromkeys(metrics.VECTOR_METRICS, ("vectors", "FILE")),
 }
 """Options without which a measure is not computed."""
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
@@ -316,7 +316,7 @@ class DialogueTask(Seq2SeqTask):
         self.options = options
         self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
         self._vectors = (
-            embedding.read_word_vectors(Path(options.vectors)) if options.vectors else None
+            metrics.read_word_vectors(Path(options.vectors)) if options.vectors else None
         )
         loaded, source = load_dialogues(options, options.format)
         train = loaded["train"][: options.limit_dialogues]
@@ -356,20 +356,19 @@ class DialogueTask(Seq2SeqTask):
         return texts, (kept, target.truncated(limit))
 
     @functools.cached_property
-    def _sentence_encoder(self) -> embedding.Encode | None:
+    def _sentence_encoder(self) -> metrics.Encode | None:
         name = self.options.sentence_encoder
-        return embedding.hf_sentence_encoder(name) if name else None
+        return metrics.hf_sentence_encoder(name) if name else None
 
-    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> overlap.TextScores:
-        found = overlap.dialogue_scores(
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
+        found = metrics.dialogue_scores(
             hypotheses,
             references,
             vectors=self._vectors,
             sentence_encoder=self._sentence_encoder,
             synonyms=self._synonyms,
         )
-        details = {name: str(value) for name, value in found.details.items()}
-        return overlap.TextScores(dict(found.scores), details)
+        return dict(found.scores), {name: str(value) for name, value in found.details.items()}
 
 
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> ParallelTexts:

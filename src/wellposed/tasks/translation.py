@@ -13,8 +13,8 @@ from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.kinds.seq2seq import Seq2SeqOptions, Seq2SeqTask
-from wellposed.tasks.metrics.overlap import TextScores, score_texts
+from wellposed.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
+from wellposed.tasks.metrics import score_texts
 from wellposed.tasks.task import register_task
 
 
@@ -101,5 +101,5 @@ class TranslationTask(Seq2SeqTask):
         source, target = map(Ragged.from_lists, rows)
         return texts, (source, target)
 
-    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores:
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
         return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)

@@ -149,7 +149,7 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
         first = _WORDS.search(stem.lower())
         if path.is_file() and first and language not in NO_LANGUAGES:
-            split = next(split for split in SPLITS if first[split])
+            split: Split = next(each for each in SPLITS if first[each])
             found[split].setdefault(stem, {}).setdefault(language, path)
     names = {language for stems in found.values() for each in stems.values() for language in each}
     if not names & set(options.both):

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.parallel import ParallelTexts
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.metrics.overlap import TextScores
 from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
 from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
@@ -63,6 +62,10 @@ class PairExamples(batches.Rows[Example]):
 
     def _row(self, index: int) -> Example:
         return {"input_ids": self.source[index].tolist(), "labels": self.target[index].tolist()}
+
+
+Scored: TypeAlias = tuple[dict[str, float], dict[str, str]]
+"""Scores in 0..100 by name, and the signature of each."""
 
 
 class Seq2SeqTask(TokenTask[PairExamples]):
@@ -214,9 +217,8 @@ class Seq2SeqTask(TokenTask[PairExamples]):
                 texts[index] = hypotheses[0].text
         finally:
             model.train(was_training)
-        scored = self._score(texts, self._pairs[split].target[: len(rows)])
-        self._signatures = dict(scored.signatures)
-        return dict(scored.scores)
+        scores, self._signatures = self._score(texts, self._pairs[split].target[: len(rows)])
+        return scores
 
     def describe_generation(self) -> dict[str, Any]:
         """Return how the scored texts were searched for, and the signature of every score."""
@@ -238,7 +240,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         return Decoding(beams=self.options.generate_beams, length_penalty=penalty)
 
     @abstractmethod
-    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> TextScores: ...
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored: ...
 
     def _describe_examples(self) -> dict[str, Any]:
         options = {name: getattr(self.options, name) for name in ("max_tokens", "lowercase")}
