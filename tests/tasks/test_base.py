@@ -34,7 +34,9 @@ def options_of(name, folder):
     return {"data": str(folder / "rows.tsv")} if name == "text_classification" else texts
 
 
-@pytest.fixture(scope="module", params=["listops", "char_lm", "word_lm", "text_classification"])
+@pytest.fixture(
+    scope="module", params=["listops", "char_lm", "word_lm", "text_classification", "image"]
+)
 def task(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     return build_task(request.param, options_of(request.param, folder))

@@ -1,7 +1,6 @@
 """ListOps: labels against an independent evaluator, the law against a plain sampler, files row by
 row."""
 
-import gzip
 import random
 import statistics
 from collections import Counter
@@ -135,7 +134,6 @@ def test_the_law_is_that_of_the_long_range_arena():
         "operators": lambda text: text.count("["),
         "depth": lambda text: shape(text)[0],
         "most arguments": lambda text: max(shape(text)[1]),
-        "root is MED": lambda text: text.startswith("[MED"),
         "share of SM": lambda text: text.count("[SM") / text.count("["),
         "value": value_of,
         "nines": lambda text: text.count("9") / len(text.split()),
@@ -167,19 +165,17 @@ def test_impossible_bounds_are_refused(monkeypatch):
 
 
 def write_rows(path, rows):
-    content = "".join(row + "\n" for row in rows)
-    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    path.write_text("".join(row + "\n" for row in rows))
     return str(path)
 
 
 GOOD = ["5\t( ( ( [SM 7 ) 8 ) ] )", "3\t[MIN 3 9 ]", "3\t( ( ( [LAST 9 ) 3 ) ] )"] * 8
 
 
-@pytest.mark.parametrize("name", ["x_train.tsv", "x_train.tsv.gz"])
-def test_files_of_label_and_expression(tmp_path, name):
+def test_files_of_label_and_expression(tmp_path):
     for split in SPLITS:
-        write_rows(tmp_path / name.replace("train", split), GOOD)
-    task = build(tmp_path / name)
+        write_rows(tmp_path / f"x_{split}.tsv", GOOD)
+    task = build(tmp_path / "x_train.tsv")
     assert [len(task.dataset(split)) for split in SPLITS] == [24, 24, 24]
     assert texts(task, "train")[:3] == ["[SM 7 8 ]", "[MIN 3 9 ]", "[LAST 9 3 ]"]
     encoded = task.tokenizer("( ( ( [SM 7 ) 8 ) ] )")["input_ids"]
@@ -200,8 +196,6 @@ def test_long_range_arena_files_with_header(tmp_path):
     ("row", "problem"),
     [
         ("4\t[SM 7 8 ]", "label '4', but the expression has the value 5"),
-        ("x\t[SM 7 8 ]", "label 'x', but the expression has the value 5"),
-        ("4\t[LAST 9 4 1 ]", "label '4', but the expression has the value 1"),
         ("5\t[SM 7 8", "'[SM' is not closed by ']'"),
         ("5\t[SM 7 8 ] ]", "token 5 is ']' without an open operator"),
         ("5\t[SM 7 18 ]", "token 3 is '18', expected 0, 1, 2"),
@@ -216,9 +210,6 @@ def test_malformed_rows_are_named(tmp_path, row, problem):
     data = write_rows(tmp_path / "train.tsv", [*GOOD[:5], row, *GOOD])
     with refused(f"{data}:6: ", problem):
         build(data)
-
-
-def test_longer_expressions_of_a_file_are_named(tmp_path):
-    data = write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
+    write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
     with refused("more than max_length = 4 tokens", f"{data}:25: 5 tokens"):
         build(data, max_length=4)

@@ -211,13 +211,13 @@ def write(path, rows):
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
 def test_the_column_text_is_the_text(tmp_path, name):
     write(tmp_path / name, TEXTS)
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "train.txt").write_text("".join(row["text"] + "\n" for row in TEXTS))
-    expected, _ = load_texts(DataOptions(str(tmp_path / "plain")))
-    for data in (tmp_path / name, tmp_path):
-        found, described = load_texts(DataOptions(str(data)))
-        assert found == expected
-        assert "sha256" in described["files"]["train"]
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "train.txt").write_text("".join(row["text"] + "\n" for row in TEXTS))
+    plain, folder, file = (
+        load_texts(DataOptions(str(path))) for path in (tmp_path / "x", tmp_path, tmp_path / name)
+    )
+    assert plain[0] == folder[0] == file[0]
+    assert "sha256" in file[1]["files"]["train"]
 
 
 @pytest.mark.parametrize("rows", [PAIRS, NESTED], ids=["columns", "nested"])
