@@ -11,7 +11,7 @@ from tests.support.refusal import bad_config, bad_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.tasks import SPLITS, build_task
-from wellposed.tasks.batches import token_batches
+from wellposed.tasks.batches import bucketed_batches
 from wellposed.tasks.kinds.seq2seq import Decoding, generate_texts
 from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
 
@@ -97,12 +97,13 @@ def test_token_batches_hold_their_limit_and_every_pair_once(corpus, limit):
 def test_token_batches_waste_little():
     draw = random.Random(1)
     lengths = [draw.randint(3, 40) for _ in range(2000)]
-    batches = token_batches(lengths, lengths, 400, 1000, shuffle="a")
+    pairs = list(zip(lengths, lengths, strict=True))
+    batches = bucketed_batches(pairs, 1000, shuffle="a", tokens=400)
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     assert sum(lengths) / padded > 0.93
     assert sum(lengths) / (400 * len(batches)) > 0.85
-    with bad_config(match=r"tokens_per_batch = 39 .* at least 40 \(the longest"):
-        token_batches([40], [3], 39, 8, shuffle="a")
+    with bad_config(match=r"tokens_per_batch = 39, .* at least 40 \(the longest"):
+        bucketed_batches([(3, 40)], 8, shuffle="a", tokens=39)
 
 
 def changed(corpus, folder, split, change):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -102,11 +102,10 @@ def pad_right(rows: Sequence[Sequence[int]], value: int) -> NDArray[np.int64]:
 
 
 POOL_BATCHES = 50
-Cut: TypeAlias = Callable[[list[int]], list[list[int]]]
 
 
 def bucketed_batches(
-    lengths: Sequence[int] | Mapping[int, int], batch_size: int, *, shuffle: str
+    lengths: Sequence[Any] | Mapping[int, Any], batch_size: int, *, shuffle: str, tokens: int = 0
 ) -> list[list[int]]:
     """Partition examples into batches of similar length; the partition is a function of its
     arguments alone.
@@ -116,63 +115,42 @@ def bucketed_batches(
     and the padding of a batch is small. Only one batch may be smaller than ``batch_size``.
     ``shuffle`` is a text that seeds the shuffling.
 
+    Where ``tokens`` is given, lengths are those of target and source, and a batch of n pairs holds
+    at most ``tokens`` / n tokens on either side of any.
+
     >>> bucketed_batches([5, 1, 4, 2], 2, shuffle="a")
     [[3, 1], [0, 2]]
-    """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size = {batch_size}, expected at least 1")
-
-    def cut(pool: list[int]) -> list[list[int]]:
-        pool.sort(key=lambda index: -lengths[index])
-        return [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
-
-    order = lengths if isinstance(lengths, Mapping) else range(len(lengths))
-    return _pooled(list(order), batch_size, cut, shuffle)
-
-
-def token_batches(
-    sources: Sequence[int], targets: Sequence[int], tokens: int, batch_size: int, *, shuffle: str
-) -> list[list[int]]:
-    """Partition pairs into batches of at most ``batch_size`` pairs and ``tokens`` padded tokens on
-    either side.
-
-    A batch of n pairs counts as n times its longest side. Pairs are pooled, sorted by target and
-    source length in a pool, cut, and the batches shuffled, as in `bucketed_batches`.
-
-    >>> token_batches([5, 1, 4, 2], [5, 1, 3, 2], 8, 3, shuffle="a")
+    >>> bucketed_batches([(5, 5), (1, 1), (3, 4), (2, 2)], 3, shuffle="a", tokens=8)
     [[2, 3], [0], [1]]
     """
-    longest = max(max(sources, default=0), max(targets, default=0))
+    order = list(lengths if isinstance(lengths, Mapping) else range(len(lengths)))
+    widths = {index: max(lengths[index]) if tokens else 0 for index in order}
+    longest = max(widths.values(), default=0)
     if batch_size < 1 or tokens < longest:
-        raise ConfigError(
-            f"tokens_per_batch = {tokens} and batch_size = {batch_size}, expected at least"
-            f" {longest} (the longest sentence of the split) and at least 1"
-        )
+        limit = f"tokens_per_batch = {tokens}, expected at least {longest} (the longest sentence)"
+        what = limit if tokens < longest else f"batch_size = {batch_size}, expected at least 1"
+        raise ConfigError(what)
 
     def cut(pool: list[int]) -> list[list[int]]:
-        pool.sort(key=lambda index: (-targets[index], -sources[index]))
+        pool.sort(key=lengths.__getitem__, reverse=True)
         batches: list[list[int]] = []
         width = 0
         for index in pool:
-            side = max(sources[index], targets[index])
-            size, width = len(batches[-1]) + 1 if batches else 1, max(width, side)
+            size, width = len(batches[-1]) + 1 if batches else 1, max(width, widths[index])
             if size == 1 or size > batch_size or width * size > tokens:
                 batches.append([])
-                width = side
+                width = widths[index]
             batches[-1].append(index)
         return batches
 
-    mean = max(1.0, sum(targets) / max(1, len(targets)))
-    size = max(1, min(batch_size, int(tokens / mean)))
-    return _pooled(list(range(len(sources))), size, cut, shuffle)
-
-
-def _pooled(order: list[int], batch_size: int, cut: Cut, shuffle: str) -> list[list[int]]:
-    """Return shuffled batches that ``cut`` makes of pools of `POOL_BATCHES` batches."""
+    usual = batch_size
+    if tokens:
+        mean = sum(lengths[index][0] for index in order) / max(1, len(order))
+        usual = max(1, min(batch_size, int(tokens / max(1.0, mean))))
     generator = random.Random(shuffle)
     generator.shuffle(order)
-    size = batch_size * POOL_BATCHES
-    pools = (order[start : start + size] for start in range(0, len(order), size))
+    step = usual * POOL_BATCHES
+    pools = (order[start : start + step] for start in range(0, len(order), step))
     batches = [batch for pool in pools for batch in cut(pool)]
     generator.shuffle(batches)
     return batches

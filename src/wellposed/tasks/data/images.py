@@ -333,21 +333,22 @@ def read_npz(path: Path) -> tuple[Images, Described]:
             f"{path}: cannot be read as npz without unpickling ({error}), expected arrays x and y;"
             f" write it with {HOW_TO_SAVE}"
         ) from None
-    missing = [name for name in ("x", "y") if name not in found]
-    if missing:
-        raise DataError(f"{path}: no array {' and '.join(missing)}; it has {', '.join(found)}")
-    x, y = found["x"], found["y"]
-    is_image = x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)
-    problems = []
-    if x.dtype != np.uint8 or not is_image or 0 in x.shape:
-        problems.append(f"x is {x.dtype} {x.shape}, expected uint8 (n, h, w) or (n, h, w, 3)")
-    if y.dtype.kind not in "iu" or y.ndim != 1:
-        problems.append(f"y is {y.dtype} of shape {y.shape}, expected whole numbers of shape (n,)")
-    elif len(x) != len(y):
-        problems.append(f"{len(x)} images and {len(y)} labels, expected as many of both")
-    elif len(y) and y.min() < 0:
-        problems.append(f"label {y.min()} of image {int(y.argmin())}, expected 0 or more")
-    files.refuse(f"{path}: the arrays do not fit", problems)
+    none = np.empty(0, bool)
+    x, y = found.get("x", none), found.get("y", none)
+    is_image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3))
+    if (
+        not is_image
+        or 0 in x.shape
+        or y.dtype.kind not in "iu"
+        or y.shape != x.shape[:1]
+        or y.min() < 0
+    ):
+        held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in found.items())
+        raise DataError(
+            f"{path}: expected x, uint8 (n, h, w) or (n, h, w, 3), and y, a whole number from 0 for"
+            f" each image; it has {held}{f', y from {min(y.ravel().tolist())}' if y.size else ''}; write it with"
+            f" {HOW_TO_SAVE}"
+        )
     return Images(x, y.astype(np.int64)), files.describe_file(path)
 
 

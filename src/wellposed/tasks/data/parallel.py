@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import ConfigError, DataError, listed, nearest_names
+from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import Table
@@ -199,6 +199,7 @@ def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
 
 
 def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) -> str | None:
+    matching = stems
     if split == "test" and test_set is not None:
         exact = [stem for stem in stems if stem == test_set]
         matching = exact or [stem for stem in stems if test_set in stem]
@@ -206,15 +207,12 @@ def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) 
             what = f"{len(matching)} test sets" if matching else "no test set"
             held = ", ".join(matching or stems) or "no test set of both languages"
             raise ConfigError(f"{root}: test_set = {test_set!r} matches {what}; there are: {held}")
-        return matching[0]
-    if len(stems) > 1:
-        remedy = "give one of the files instead of the folder"
-        raise DataError(
-            f"{root}: {len(stems)} files could be the {split} split;"
-            f" {'choose one with test_set' if split == 'test' else remedy}:\n"
-            + listed(sorted(stems))
+    if len(matching) > 1:
+        remedy = "choose one with test_set" if split == "test" else "give one instead of the folder"
+        files.refuse(
+            f"{root}: {len(stems)} files could be the {split} split; {remedy}", sorted(stems)
         )
-    return stems[0] if stems else None
+    return matching[0] if matching else None
 
 
 def _no_language(
@@ -226,11 +224,9 @@ def _no_language(
     if not lacking:
         stems = ", ".join(f"{stem} ({', '.join(sorted(held))})" for stem, held in train.items())
         return DataError(f"{root}: no train file in {options.src} and {options.tgt}, only {stems}")
-    nearest = {language: nearest_names(language, exist, count=1) for language in lacking}
-    hints = [f"{name!r} (nearest: {near[0]})" if near else name for name, near in nearest.items()]
     return DataError(
-        f"{root}: no train file for language {', '.join(hints)}; languages that exist there:"
-        f" {', '.join(exist) or 'none'}"
+        f"{root}: no train file for language {', '.join(map(repr, lacking))}; languages that exist"
+        f" there: {', '.join(exist) or 'none'}"
     )
 
 

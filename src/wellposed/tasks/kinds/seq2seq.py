@@ -158,14 +158,9 @@ class Seq2SeqTask(TokenTask[PairExamples]):
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         key = batches.shuffle_key(split, seed, epoch)
-        sources, targets = self._sides[split]
-        tokens = self.options.tokens_per_batch
-        if tokens is not None:
-            return batches.token_batches(sources, targets, tokens, batch_size, shuffle=key)
-        # One number that sorts by target length, then by source length.
-        sides, longest = zip(sources, targets, strict=True), self._max_length + 1
-        widths = [target * longest + source for source, target in sides]
-        return batches.bucketed_batches(widths, batch_size, shuffle=key)
+        lengths = list(zip(*reversed(self._sides[split]), strict=True))
+        tokens = self.options.tokens_per_batch or 0
+        return batches.bucketed_batches(lengths, batch_size, shuffle=key, tokens=tokens)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return both sides, padded; the decoder reads the target moved right by one, so that
