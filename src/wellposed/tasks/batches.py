@@ -10,18 +10,20 @@ import itertools
 import random
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from wellposed.errors import ConfigError
-from wellposed.tasks.task import IGNORED_LABEL, Example
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
 Element = TypeVar("Element")
+Example: TypeAlias = "dict[str, list[int]]"
+IGNORED_LABEL = -100
+"""Label of a position that nothing is predicted at."""
 
 
 class Rows(Sequence[Element]):

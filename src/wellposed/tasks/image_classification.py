@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.options import Size
-from wellposed.tasks.batches import Ragged, Rows, bucketed_batches, shuffle_key
+from wellposed.tasks.batches import Ragged, Rows, shuffle_key
 from wellposed.tasks.data import images as reading
 from wellposed.tasks.data.images import ImageDataOptions, Images
 from wellposed.tasks.data.splits import SPLITS, Split, shuffled
@@ -264,11 +264,13 @@ class ImageClassificationTask(LabelTask):
         return [1] * len(self._images[split])
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        key, count = shuffle_key(split, seed, epoch), len(self._images[split])
-        batches = bucketed_batches(self.lengths(split), batch_size, shuffle=key)
+        batches, count = (
+            super().batches(split, batch_size, seed=seed, epoch=epoch),
+            len(self._images[split]),
+        )
         if not (self.options.flip and split == "train"):
             return batches
-        coin = random.Random(f"flip/{key}")
+        coin = random.Random(f"flip/{shuffle_key(split, seed, epoch)}")
         return [[row + coin.getrandbits(1) * count for row in batch] for batch in batches]
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:

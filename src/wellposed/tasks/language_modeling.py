@@ -21,7 +21,7 @@ from wellposed.tasks import task
 from wellposed.tasks.batches import Ragged, Rows, bucketed_batches, pad_examples, shuffle_key
 from wellposed.tasks.data.splits import Loaded, Split
 from wellposed.tasks.data.texts import TextOptions, load_texts
-from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask, register_task
+from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenLossTask, register_task
 from wellposed.tasks.text import tokenizers
 from wellposed.tasks.text.tokenizers import Encoded, TextEncoder
 
@@ -132,7 +132,7 @@ class LineDataset(BlockDataset):
         return len(self._starts)
 
 
-class LanguageModelTask(TokenTask[BlockDataset]):
+class LanguageModelTask(TokenLossTask[BlockDataset]):
     """Prediction of the next token of a text; a subclass says what a token is and where the texts
     come from.
 
@@ -143,11 +143,8 @@ class LanguageModelTask(TokenTask[BlockDataset]):
     """
 
     kind: ClassVar[Kind] = "causal_lm"
-    higher_is_better: ClassVar[bool] = False
     noun: ClassVar[str]
     """What a token is."""
-    nats_name: ClassVar[str]
-    """Name of the mean of -ln p."""
 
     def __init__(
         self,
@@ -182,20 +179,8 @@ class LanguageModelTask(TokenTask[BlockDataset]):
         ids, padding = batch["input_ids"], batch["attention_mask"] == 0
         return {**batch, "labels": ids.masked_fill(padding, task.IGNORED_LABEL)}
 
-    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
-        total, count = self.loss_sum(logits.detach(), batch)
-        return {self.nats_name: (float(total), float(count))}
-
-    def summarize(self, totals: Sums) -> dict[str, float]:
-        total, count = totals[self.nats_name]
-        return self._metrics(total / count)
-
     def reference(self) -> dict[str, float]:
         return self._metrics(task.frequency_entropy(self._examples["valid"].tokens[1:]))
-
-    def _metrics(self, nats: float) -> dict[str, float]:
-        """Return the metrics of a mean of -ln p."""
-        return {self.nats_name: nats, "perplexity": task.perplexity(nats)}
 
     def _describe_examples(self) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, Ty
 
 from wellposed.options import build_options
 from wellposed.registry import Registry
+from wellposed.tasks.batches import IGNORED_LABEL, Example, bucketed_batches, shuffle_key
 from wellposed.tasks.data.splits import Split
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ Kind: TypeAlias = Literal[
     "sequence_pair_classification",
     "image_classification",
 ]
-Example: TypeAlias = "dict[str, list[int]]"
 Batch: TypeAlias = "Mapping[str, Tensor]"
 Sums: TypeAlias = "dict[str, tuple[float, float]]"
 """Sum and count of each metric."""
@@ -97,13 +97,14 @@ class Task(ABC):
         Of images: ``pixel_values`` (batch, channels, height, width) and ``labels``.
         """
 
-    @abstractmethod
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         """Return the batches of one pass over a split, as indices into `dataset`.
 
         Train batches are shuffled by (seed, epoch); valid and test batches are the same in every
         call. Every example is in exactly one batch; only the last-made batch may be smaller.
         """
+        key = shuffle_key(split, seed, epoch)
+        return bucketed_batches(self.lengths(split), batch_size, shuffle=key)
 
     def loss_sum(
         self, logits: Tensor, batch: Batch, *, label_smoothing: float = 0.0
@@ -219,6 +220,26 @@ class TokenTask(Task, Generic[Examples]):
         """Return the sizes of the splits."""
 
 
+class TokenLossTask(TokenTask[Examples]):
+    """A task of tokens that are predicted one by one, measured by the mean of -ln p."""
+
+    higher_is_better: ClassVar[bool] = False
+    nats_name: ClassVar[str]
+    """Name of the sum of -ln p among `metric_sums`."""
+
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
+        total, count = self.loss_sum(logits.detach(), batch)
+        return {self.nats_name: (float(total), float(count))}
+
+    def summarize(self, totals: Sums) -> dict[str, float]:
+        total, count = totals[self.nats_name]
+        return self._metrics(total / count)
+
+    def _metrics(self, nats: float) -> dict[str, float]:
+        """Return the metrics of a mean of -ln p."""
+        return {self.nats_name: nats, "perplexity": perplexity(nats)}
+
+
 @dataclass(frozen=True)
 class TaskSpec:
     """A registered task: its options class and the function that builds it from them."""
@@ -271,8 +292,6 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     return spec.build(build_options(spec.options, options or {}, where=f"task {name}"))
 
 
-IGNORED_LABEL = -100
-"""Label of a position that nothing is predicted at."""
 TARGETS = ("labels", "label_bytes")
 """What of a batch losses and metrics read, and the model does not."""
 

@@ -9,6 +9,7 @@ import hashlib
 import random
 import warnings
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,21 +222,23 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
     return images, {"source": str(root), "files": described, "splits": how}
 
 
-def _decode(images: Images, problems: list[str]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield the number and the pixels of each image; say of those that cannot be decoded why."""
+def _decode(
+    images: Images, skipped: list[str] | None = None
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield the number and the pixels of each image, and raise `DataError` naming those that cannot
+    be decoded, or add them to ``skipped``."""
+    problems: list[str] = []
     for row in range(len(images)):
         try:
             yield row, images.image(row)
         except DataError as error:
-            problems.append(str(error))
+            (problems if skipped is None else skipped).append(str(error))
+    _refuse_images(problems)
 
 
 def checked(images: Images) -> Images:
     """Return ``images`` once each was decoded, or raise `DataError` naming those that cannot be."""
-    problems: list[str] = []
-    for _ in _decode(images, problems):
-        pass
-    _refuse_images(problems)
+    deque(_decode(images), maxlen=0)
     return images
 
 
@@ -249,9 +252,7 @@ def stack_images(images: Images, *, skipped: list[str] | None = None) -> Images:
 
     Where ``skipped`` is given, images that cannot be decoded are left out and described there.
     """
-    problems: list[str] = []
-    decoded = dict(_decode(images, problems if skipped is None else skipped))
-    _refuse_images(problems)
+    decoded = dict(_decode(images, skipped))
     if not decoded:
         raise DataError(f"{images.items[0]}: none of {len(images)} images can be decoded")
     first = min(decoded)

@@ -135,10 +135,6 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
     def lengths(self, split: Split) -> Sequence[int]:
         return self._examples[split].lengths.tolist()
 
-    def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        key = batches.shuffle_key(split, seed, epoch)
-        return batches.bucketed_batches(self.lengths(split), batch_size, shuffle=key)
-
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         batch = batches.pad_examples(examples, pad_id=self._encoder.pad_id)
         return {**batch, "labels": batch["labels"][:, 0]}

@@ -17,7 +17,7 @@ from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.parallel import ParallelTexts
 from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.task import Batch, Example, Kind, Sums, TokenTask
+from wellposed.tasks.task import Example, Kind, TokenLossTask
 from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ Scored: TypeAlias = tuple[dict[str, float], dict[str, str]]
 """Scores in 0..100 by name, and the signature of each."""
 
 
-class Seq2SeqTask(TokenTask[PairExamples]):
+class Seq2SeqTask(TokenLossTask[PairExamples]):
     """A task whose answer is a text; a subclass says where the pairs come from and how texts are
     scored.
 
@@ -81,7 +81,7 @@ class Seq2SeqTask(TokenTask[PairExamples]):
 
     kind: ClassVar[Kind] = "seq2seq_lm"
     headline: ClassVar[str] = "perplexity"
-    higher_is_better: ClassVar[bool] = False
+    nats_name: ClassVar[str] = "perplexity"
     report_headline: ClassVar[str | None] = "bleu"
     shortened: ClassVar[str]
     """The value of ``overflow`` that is no error."""
@@ -170,19 +170,14 @@ class Seq2SeqTask(TokenTask[PairExamples]):
         rows = [{**each, "decoder_input_ids": ids} for each, ids in pairs]
         return batches.pad_examples(rows, pad_id=self._encoder.pad_id)
 
-    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
-        total, count = self.loss_sum(logits.detach(), batch)
-        return {"perplexity": (float(total), float(count))}
-
-    def summarize(self, totals: Sums) -> dict[str, float]:
-        total, count = totals["perplexity"]
-        return {"perplexity": task.perplexity(total / count)}
+    def _metrics(self, nats: float) -> dict[str, float]:
+        return {"perplexity": task.perplexity(nats)}
 
     def reference(self) -> dict[str, float]:
         """Return loss and perplexity of the frequencies of valid's own target tokens, which no
         fixed guess beats."""
         nats = task.frequency_entropy(self._examples["valid"].target.flat)
-        return {"loss": nats, "perplexity": task.perplexity(nats)}
+        return {"loss": nats, **self._metrics(nats)}
 
     def generate_metrics(
         self,
