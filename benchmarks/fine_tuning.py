@@ -32,9 +32,8 @@ from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOpt
 from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_run_model
-from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run, take_step
-from wellposed.training.loop.tracking import NOT_TRACKED, Trackers
+from wellposed.training.loop.tracking import NOT_TRACKED, Progress, Trackers
 
 PRODUCTS = (
     "Three products of d^3 for each held query and two for each penalised key beside a step of few"

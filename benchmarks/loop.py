@@ -24,8 +24,8 @@ from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_optimizer, build_run_model, set_learning_rate
-from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run, take_step
+from wellposed.training.loop.tracking import Progress
 
 GUARDS = (
     "The step also takes and collates its batch, counts, and tests the loss for finite numbers:"

@@ -13,8 +13,8 @@ from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.training.loop.build import build_run_model
-from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.run import Run
+from wellposed.training.loop.tracking import Progress
 
 
 def before_first_step(config: RunConfig, task: Task) -> None:

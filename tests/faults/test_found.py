@@ -238,7 +238,7 @@ def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path):
     path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
     refuses(DataError, r"vectors\.txt:1: ", read_word_vectors, path)
     path.write_text("the 1 1e300\n")
-    refuses(DataError, r"vectors\.txt:1: a number is not finite", read_word_vectors, path)
+    refuses(DataError, r"vectors\.txt:1: .*received .the 1 1e300", read_word_vectors, path)
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):

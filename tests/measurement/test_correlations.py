@@ -1,6 +1,5 @@
 """Correlations against hand-worked values and against a permutation test."""
 
-import itertools
 import math
 import statistics
 import sys
@@ -23,20 +22,6 @@ def test_by_hand():
     assert found.p_value == pytest.approx(1 - 2 * math.atan(1 / math.sqrt(3)) / math.pi)
     assert (found.first, found.second, found.n) == ("factor", "accuracy", 3)
     assert found.spearman == pytest.approx(0.5)
-
-
-def test_the_p_value_is_near_that_of_all_permutations():
-    x, y = [0.3, -1.2, 0.8, 1.9, -0.4, 0.1, 1.1], [0.5, -0.2, 0.4, 1.2, -1.0, 0.9, -0.1]
-    found = correlate(x, y)
-    others = [abs(statistics.correlation(x, order)) for order in itertools.permutations(y)]
-    exact = sum(other >= abs(found.pearson) - 1e-12 for other in others) / len(others)
-    assert found.p_value == pytest.approx(exact, abs=0.02)
-
-
-def test_ranks_share_ties_and_see_any_rising_relation():
-    assert correlate([1, 2, 3, 4], [1, 10, 100, 1e6]).spearman == pytest.approx(1.0)
-    # Ranks (1, 2.5, 2.5, 4) and (1, 2, 3, 4): 4.5 / sqrt(4.5 * 5).
-    assert correlate([1, 5, 5, 9], [1, 2, 3, 4]).spearman == pytest.approx(4.5 / math.sqrt(22.5))
 
 
 def test_every_two_quantities_across_models():

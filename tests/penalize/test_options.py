@@ -93,15 +93,6 @@ def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_lin
     assert OrthogonalityPenalty(model, **zhang)().item() == squared.item()
 
 
-def test_a_run_recorded_with_squares_keeps_them():
-    recorded = RunConfig.from_dict(
-        {"task": "listops", "penalty": {"key": 1e-2, "value": 0.5, "form": "gram_squared"}}
-    )
-    model = bert()
-    squared = OrthogonalityPenalty(model, key=1e-2, value=0.5, form="gram_squared")()
-    assert build_penalty(recorded.penalty, model)().item() == squared.item()
-
-
 def test_a_mapping_of_forms_and_bf16_products():
     model = bert()
     both = {"key": 1.0, "value": 1.0}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from wellposed.training.config import RunConfig as RunConfig
     from wellposed.training.config import TrainOptions as TrainOptions
     from wellposed.training.config import config_difference as config_difference
-    from wellposed.training.folder.manifest import verify_final as verify_final
-    from wellposed.training.folder.manifest import verify_run_file as verify_run_file
+    from wellposed.training.folder.durable_files import verify_final as verify_final
+    from wellposed.training.folder.durable_files import verify_run_file as verify_run_file
     from wellposed.training.folder.result import RunResult as RunResult
     from wellposed.training.folder.result import read_metrics as read_metrics
     from wellposed.training.folder.result import read_result as read_result
@@ -37,7 +37,7 @@ else:
                 "ConstrainOptions ModelOptions PenaltyOptions RunConfig TrainOptions "
                 "config_difference"
             ),
-            "folder.manifest": "verify_final verify_run_file",
+            "folder.durable_files": "verify_final verify_run_file",
             "folder.result": "RunResult read_metrics read_result result_schema",
             "folder.run_folder": "read_config",
             "folder.save": "load_run_model",

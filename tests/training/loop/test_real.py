@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import torch
 from tests.support.refusal import refuses
-from tests.support.runs import stop_at
+from tests.support.runs import flip, stop_at
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.report import build_report
@@ -129,6 +129,9 @@ def test_the_final_model_loads_and_gives_the_same_logits(finished):
         for folder in (finished / "final", finished / f"checkpoint-{best}"):
             loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
             assert torch.equal(loaded(input_ids=ids).logits, logits)
+    flip(finished / "final" / "model.safetensors")
+    refuses(CheckpointError, r"model\.safetensors: SHA-256", load_run_model, finished)
+    flip(finished / "final" / "model.safetensors")
 
 
 def test_a_cancelled_run_loads(text, tmp_path, monkeypatch):

@@ -13,8 +13,7 @@ from tests.support.notebook import Notebook
 from wellposed.errors import ConfigError
 from wellposed.options import flat_options
 from wellposed.training import read_config, read_metrics
-from wellposed.training.loop.progress import Progress
-from wellposed.training.loop.tracking import Tracking
+from wellposed.training.loop.tracking import Progress, Tracking
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +183,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
 
 def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch):
     clock = iter([0.0, 9.0, 10.0, 10.5, 21.0])
-    monkeypatch.setattr("wellposed.training.loop.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("wellposed.training.loop.tracking.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     with Progress(enabled=True, steps=10, description="") as progress:
@@ -196,7 +195,7 @@ def test_a_part_has_a_bar_or_a_line_every_ten_seconds(monkeypatch):
 @pytest.mark.parametrize(("done", "began", "expected"), [(5, 0.0, "0:00:10"), (0, 0.0, "-")])
 def test_eta(monkeypatch, done, began, expected):
     clock = iter([began, 10.0])
-    monkeypatch.setattr("wellposed.training.loop.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("wellposed.training.loop.tracking.time.monotonic", lambda: next(clock))
     progress = Progress(enabled=False, steps=10, description="")
     progress.start(0)
     assert progress._remaining(done) == expected

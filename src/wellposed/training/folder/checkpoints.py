@@ -21,7 +21,7 @@ from torch import nn
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed.training.folder import durable_files, manifest, tensors
+from wellposed.training.folder import durable_files, tensors
 from wellposed.training.loop.state import TrainerState
 
 MODEL = "model.safetensors"
@@ -76,13 +76,14 @@ def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) ->
     """
     folder = run_folder / f"checkpoint-{step}"
     # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
-    listed = {"format": manifest.FORMAT, "step": step, "files": manifest.describe(files)}
+    described = durable_files.describe(files)
+    listed = {"format": durable_files.FORMAT, "step": step, "files": described}
     what = f"the checkpoint of {sum(map(len, files.values())) / 1e6:.3g} MB"
     with (
         durable_files.full_disk_in_a_line(folder, what, partial(_kept, run_folder)),
         durable_files.replace_folder(folder) as temporary,
     ):
-        for name, data in {**files, manifest.NAME: to_json(listed, indent=2)}.items():
+        for name, data in {**files, durable_files.MANIFEST: to_json(listed, indent=2)}.items():
             durable_files.write_synced(temporary / name, data)
     return folder
 
@@ -98,7 +99,7 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: all missing, cut or altered files, by name.
     """
-    manifest.refuse(manifest.problems(folder, needed=(MODEL, OPTIMIZER, STATE)), _ADVICE)
+    durable_files.verify(folder, _ADVICE, needed=(MODEL, OPTIMIZER, STATE))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -108,7 +109,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: the weights are missing, cut or altered, or belong to another model.
     """
-    manifest.refuse(manifest.problems(folder, needed=(MODEL,), only=(MODEL,)), _ADVICE)
+    durable_files.verify(folder, _ADVICE, needed=(MODEL,), only=(MODEL,))
     with _misfits(folder):
         tensors.load_model_tensors(model, tensors.decode((folder / MODEL).read_bytes())[0])
 

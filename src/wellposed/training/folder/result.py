@@ -21,7 +21,7 @@ from wellposed.finite_json import from_json, to_json
 from wellposed.regular_file import read_bytes
 from wellposed.tasks import Task
 from wellposed.training.config import RunConfig
-from wellposed.training.folder import durable_files, manifest
+from wellposed.training.folder import durable_files
 from wellposed.training.folder.run_folder import RESULT, now
 from wellposed.training.loop.divergence import Divergence
 from wellposed.training.loop.state import Evaluation, TrainerState
@@ -57,7 +57,7 @@ class RunResult:
         the run has ended."""
         path, data = self.out / RESULT, to_json(self.result, indent=2)
         path.unlink(missing_ok=True)  # that of an earlier end is not what the manifest describes
-        manifest.write(self.out, manifest.RECORDS, coming={RESULT: data})
+        durable_files.write_manifest(self.out, durable_files.RECORDS, coming={RESULT: data})
         durable_files.replace_file(path, data)
 
 
@@ -75,7 +75,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     path = run_folder / RESULT
     if not path.is_file():
         return None
-    manifest.verify_run_file(path)
+    durable_files.verify_run_file(path)
     try:
         values = from_json(path.read_bytes())
         info, metrics = values["train_info"], values["results"][values["task"]]

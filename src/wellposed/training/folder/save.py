@@ -12,7 +12,7 @@ from torch import nn
 from wellposed.errors import CheckpointError, ConfigError, DataError, WellposedError
 from wellposed.finite_json import to_json
 from wellposed.tasks import Task, build_task
-from wellposed.training.folder import checkpoints, durable_files, manifest
+from wellposed.training.folder import checkpoints, durable_files
 from wellposed.training.folder.run_folder import import_recorded, read_config
 from wellposed.training.folder.tensors import encode, model_tensors
 from wellposed.training.loop.build import build_run_model
@@ -69,7 +69,7 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
         _save_into(temporary, model, task)
         for path in temporary.iterdir():
             durable_files.sync_file(path)
-        manifest.write(temporary, [path.name for path in temporary.iterdir()])
+        durable_files.write_manifest(temporary, [path.name for path in temporary.iterdir()])
         durable_files.write_synced(temporary / CARD, card.encode())
     return folder
 
@@ -132,7 +132,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 
         from wellposed.models import load_pretrained, load_saved_model, reads_images
 
-        manifest.verify_final(final)
+        durable_files.verify_final(final)
         model = load_saved_model(final)
         processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
         return model, load_pretrained(processor, final)
@@ -197,7 +197,7 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
     check_repository(repository)
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no saved model there; name a finished run or its final/")
-    manifest.verify_final(folder)
+    durable_files.verify_final(folder)
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -23,14 +23,13 @@ from wellposed.penalize import large_penalty
 from wellposed.tasks import Task
 from wellposed.tasks.task import accuracy_sums
 from wellposed.training.config import RunConfig, words_of
-from wellposed.training.folder import checkpoints, durable_files, manifest, run_folder, tensors
+from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
 from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop import batches, build
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.divergence import Blame, Divergence, first_nonfinite_module
 from wellposed.training.loop.machine import ShardedModel, is_sharded_run, sum_over_processes
 from wellposed.training.loop.processes import Cancelled, StopRequest
-from wellposed.training.loop.progress import Progress
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.training.loop.state import Evaluation, TrainerState, Window
 from wellposed.training.loop.step import (
@@ -41,7 +40,7 @@ from wellposed.training.loop.step import (
     scaled,
     training_loss,
 )
-from wellposed.training.loop.tracking import Trackers
+from wellposed.training.loop.tracking import Progress, Trackers
 from wellposed.training.loop.word_margin import word_logits
 
 HELD = "accuracy_held"
@@ -111,7 +110,7 @@ class Run:
         checkpoint, notes = run_folder.enter_run_folder(self.out, self.config, resume)
         self.environment = run_folder.environment(command, self.task)
         # Of an earlier start: what it describes grows again, and a kill must leave none that is wrong.
-        (self.out / manifest.NAME).unlink(missing_ok=True)
+        (self.out / durable_files.MANIFEST).unlink(missing_ok=True)
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         run_folder.write_environment(self.out, self.environment, step)
         self.accelerator.wait_for_everyone()

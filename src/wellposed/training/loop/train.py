@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig
-from wellposed.training.folder import checkpoints, manifest, run_folder, tensors
+from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
 from wellposed.training.folder.model_card import model_card, save_examples
 from wellposed.training.folder.result import (
     MetricsFile,
@@ -29,11 +29,17 @@ from wellposed.training.loop import build
 from wellposed.training.loop.divergence import Divergence
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.processes import Cancelled, StopRequest
-from wellposed.training.loop.progress import Progress, logger
 from wellposed.training.loop.run import Run, evaluate, fit, validate
 from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 from wellposed.training.loop.state import Evaluation, TrainerState
-from wellposed.training.loop.tracking import NOT_TRACKED, Trackers, Tracking, check_trackers
+from wellposed.training.loop.tracking import (
+    NOT_TRACKED,
+    Progress,
+    Trackers,
+    Tracking,
+    check_trackers,
+    logger,
+)
 
 GENERATE_BATCH = 64
 
@@ -165,7 +171,7 @@ def train(
             if is_main:
                 logger.warning("%s: failed: %s", out, error)
                 run_folder.enter_run_folder(out, config, resume)
-                (out / manifest.NAME).unlink(missing_ok=True)
+                (out / durable_files.MANIFEST).unlink(missing_ok=True)
                 run_folder.write_environment(out, environment, 0)
                 result.write()
             return result
@@ -181,7 +187,7 @@ def _finished(config: RunConfig, out: Path, task: Task | None, *, longer: bool) 
     trained = finished.result["config"]["train"]["steps"]
     if longer and trained != config.train.steps:
         return None
-    manifest.verify_final(out / "final")
+    durable_files.verify_final(out / "final")
     if task is not None:
         run_folder.check_data(out, task)
     return finished
