@@ -26,48 +26,10 @@ FOLDER = "/below/a/folder/"
 PROBE = f"<script>{(ROOT / 'tests/support/site_probe.js').read_text('utf-8')}</script>"
 
 
-class Server(ThreadingHTTPServer):
-    """Serves the site below a folder, and remembers what is asked for and is not there."""
-
-    daemon_threads = True
-
-    def __init__(self, site):
-        self.pages = [
-            path.relative_to(site).as_posix()
-            for path in sorted(site.rglob("*.html"))
-            if path.stem != "404"
-        ]
-        self.missing = []
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(site)))
-
-
 class Handler(SimpleHTTPRequestHandler):
-    """Puts the probe into every page."""
+    """Remembers what is asked for and is not there."""
 
     server: Any
-
-    def do_GET(self):
-        if self.path.startswith("/around"):
-            width = self.path.partition("?")[2]
-            frames = [frame(width, FOLDER + page) for page in self.server.pages]
-            self.answer(AROUND + "".join(frames))
-        elif not self.path.startswith(FOLDER):
-            self.send_error(404)
-        else:
-            self.path = "/" + self.path.removeprefix(FOLDER)
-            file = Path(self.translate_path(self.path))
-            if file.suffix == ".html" and file.is_file():
-                self.answer(file.read_text("utf-8").replace("<head>", "<head>" + PROBE, 1))
-            else:
-                super().do_GET()
-
-    def answer(self, text):
-        body = text.encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
     def send_error(self, code, *rest):
         self.server.missing.append(self.path)
@@ -78,9 +40,17 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def serving(site):
-    """Serve ``site`` from a thread."""
-    server = Server(site)
+def serving(root):
+    """Serve the site below a folder from a thread, with the probe in every page."""
+    pages = [path for path in sorted(root.rglob("*.html")) if path.stem != "404"]
+    names = [f"/{path.relative_to(root).as_posix()}" for path in pages]
+    for path in pages:
+        path.write_text(path.read_text("utf-8").replace("<head>", "<head>" + PROBE, 1), "utf-8")
+    for width in WIDTHS:
+        frames = [frame(width, name) for name in names]
+        (root / f"around{width}.html").write_text(AROUND + "".join(frames), "utf-8")
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(root)))
+    server.pages, server.missing = names, []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -100,14 +70,16 @@ def server(tmp_path_factory):
     subprocess.run(
         [ZENSICAL, "build", "--strict"], cwd=folder, check=True, capture_output=True, timeout=280
     )
-    with serving(folder / "site") as started:
+    root = tmp_path_factory.mktemp("served")
+    shutil.copytree(folder / "site", root / FOLDER.strip("/"))
+    with serving(root) as started:
         yield started
 
 
 def opened(server, profile, width):
     """Open every page in a frame of its own, where no other name resolves."""
     nowhere = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-    address = f"http://127.0.0.1:{server.server_port}/around?{width}"
+    address = f"http://127.0.0.1:{server.server_port}/around{width}.html"
     return visit(address, profile, [nowhere], milliseconds=20_000)
 
 
@@ -123,7 +95,7 @@ def test_every_page_opens_without_an_error_or_a_foreign_request(server, tmp_path
     assert len(server.pages) >= 25
     found, console = opened(server, tmp_path / "profile", width)
     assert console == []
-    assert sorted(each["page"] for each in found) == sorted(FOLDER + page for page in server.pages)
+    assert sorted(each["page"] for each in found) == sorted(server.pages)
     assert server.missing == []
     for each in found:
         faults = [*each["errors"], *each["raw"], *each["pictures"], *elsewhere(server, each)]
@@ -137,8 +109,9 @@ def test_faults_are_seen(tmp_path):
         "<html><head></head><body><img"
         ' src="http://foreign.invalid/a.png"><script>nothing()</script></body></html>'
     )
-    (tmp_path / "planted.html").write_text(planted)
-    with serving(tmp_path) as server:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "planted.html").write_text(planted)
+    with serving(tmp_path / "site") as server:
         (found,), console = opened(server, tmp_path / "profile", 390)
         assert elsewhere(server, found) == found["pictures"] == ["http://foreign.invalid/a.png"]
     assert any("nothing is not defined" in error for error in found["errors"])

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,7 @@ from wellposed.report import _figures as figures
 from wellposed.report import _runs as run_files
 from wellposed.report._aggregate import TaskComparison, VariantResult, metric_words
 from wellposed.report._artefacts import find_artefacts, overview
-from wellposed.report._charts import LEVELS, chart, fitted, forest
-from wellposed.report._figures import Groups, Numbers, Weights, mean_rows, weight_rows
+from wellposed.report._figures import LEVELS, Groups, Numbers, Weights, chart, fitted, forest
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
 from wellposed.report._runs import Run, first_alarm, is_finite
 from wellposed.text_table import MISSING, format_number
@@ -182,21 +181,22 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
         values = {name: of for name, of in run.environment.items() if name not in apart}
         values.setdefault("packages", run.result.get("versions") or {})
         described.append((f"{run.task} {run.variant} seed {run.seed}", flat_options(values)))
-    table: dict[str, dict[str, list[str]]] = {}
-    for name in (name for _, values in described for name in values):
-        table[name] = {}
-        for run, values in described:
-            table[name].setdefault(shown(values.get(name, "-")), []).append(run)
     return [
-        (
-            name,
-            [
-                (value, ", ".join(of) if groups.keys() - {value} else "")
-                for value, of in groups.items()
-            ],
-        )
-        for name, groups in table.items()
+        (name, [(value, ", ".join(of) if len(groups) > 1 else "") for value, of in groups.items()])
+        for name, groups in _by_value(described).items()
     ]
+
+
+def _by_value(
+    described: Sequence[tuple[str, Mapping[str, Any]]],
+) -> dict[str, dict[str, list[str]]]:
+    """Return, for each setting, its values as text and the names of those that have each."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in (name for _, values in described for name in values):
+        found[name] = {}
+        for of, values in described:
+            found[name].setdefault(shown(values.get(name, "-")), []).append(of)
+    return found
 
 
 def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -315,10 +315,10 @@ def _answer(name: str, task: TaskComparison, numbers: Numbers) -> dict[str, Any]
             said, bad = _sentence(task, result) if metric == task.metric else ("", False)
             mean = str(result.metrics.get(metric, MISSING))
             bars.append((result.variant, numbers[result.variant], mean, said, bad))
-            low, high = (test and test.interval) or (None, None)
-            known = {n: getattr(test, n, None) for n in ("mean_difference", "pairs", "p_value")}
-            ends = {"low": low, "high": high}
-            rows.append({"metric": metric, "variant": result.variant, **known, **ends})
+            row = {"metric": metric, "variant": result.variant}
+            row |= {n: getattr(test, n, None) for n in ("mean_difference", "pairs", "p_value")}
+            row["low"], row["high"] = (test and test.interval) or (None, None)
+            rows.append(row)
         forests.append(forest(metric_words(metric), bars, tests))
     data = csv_link(name, list(rows[0]), rows)
     return {"forests": forests, "differences": data, "learned": _all_learned(task)}
@@ -341,8 +341,8 @@ def _weights(groups: Groups) -> Weights:
     return [
         (
             variant,
-            mean_rows([run.initial.rows for run in runs if run.initial]),
-            mean_rows([run.final.rows for run in runs if run.final]),
+            figures.mean_rows([run.initial.rows for run in runs if run.initial]),
+            figures.mean_rows([run.final.rows for run in runs if run.final]),
         )
         for variant, runs in groups.items()
         if all(run.initial and run.final for run in runs)
@@ -476,14 +476,13 @@ def _training(name: str, groups: Groups) -> Table:
 
 def _settings(name: str, groups: Groups) -> Table | None:
     """Return the settings in which variants differ; None where there are none."""
-    configs = {of: flat_options(runs[0].result["config"]) for of, runs in groups.items()}
-    names = sorted({key for config in configs.values() for key in config})
-    rows = []
-    for key in names:
-        row = {variant: str(config.get(key, "not set")) for variant, config in configs.items()}
-        if key not in ("variant", "train.seed") and len(set(row.values())) > 1:
-            rows.append({"(setting)": key, **row})
-    columns = [Column("(setting)", "setting", "text"), *(Column(of, of, "text") for of in configs)]
+    configs = [(of, flat_options(runs[0].result["config"])) for of, runs in groups.items()]
+    rows = [
+        {"(setting)": key, **{variant: value for value, of in values.items() for variant in of}}
+        for key, values in sorted(_by_value(configs).items())
+        if key not in ("variant", "train.seed") and len(values) > 1
+    ]
+    columns = [Column("(setting)", "setting", "text"), *(Column(of, of, "text") for of in groups)]
     return Table(name, "Settings in which the variants differ", columns, rows) if rows else None
 
 
@@ -492,7 +491,7 @@ def _weight_table(name: str, weights: Weights) -> Table:
         "scale_free_orthogonality_error": "err_orth (best scale)", "orthogonality_error": "err_orth (raw)",
         "sigma_max": "σ max", "sigma_min": "σ min", "condition_number": "condition", "stable_rank": "stable rank",
     }  # fmt: skip
-    every = weight_rows(weights)
+    every = figures.weight_rows(weights)
     rows = []
     for row in every:
         place = [row[part] for part in ("stack", "layer", "role") if row[part] is not None]
@@ -507,12 +506,8 @@ def _weight_table(name: str, weights: Weights) -> Table:
 
 def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
     """Description of the data; a setting in which runs differ shows all its values."""
-    described = [flat_options(run.result.get("data") or {}) for group in runs for run in group]
-    names = dict.fromkeys(name for description in described for name in description)
-    return [
-        (name, " | ".join(dict.fromkeys(shown(d.get(name, "-")) for d in described)))
-        for name in names
-    ]
+    described = [("", flat_options(run.result.get("data") or {})) for of in runs for run in of]
+    return [(name, " | ".join(values)) for name, values in _by_value(described).items()]
 
 
 def shown(value: Any) -> str:
