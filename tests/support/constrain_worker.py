@@ -1,7 +1,7 @@
 """Trains one constrained model as one process, DDP x 2 and FSDP2 x 2 (gloo), and writes what
 happened as JSON.
 
-Run by test_distributed.py: ``python constrain_worker.py OUT_DIRECTORY``.
+Run by test_sharded_weights.py: ``python constrain_worker.py OUT_DIRECTORY``.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from constrained import NAMES, Mixed, problem  # beside this script
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,20 +20,8 @@ from wellposed.constrain import constrain_
 
 WORLD = 2
 STEPS = 6
-
-
-class Net(nn.Module):
-    """Square (of a size that two ranks cut unevenly), tall and wide weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.square = nn.Linear(7, 7)
-        self.tall = nn.Linear(7, 12)
-        self.wide = nn.Linear(12, 7)
-        self.head = nn.Linear(7, 2)
-
-    def forward(self, x):
-        return self.head(self.wide(nn.functional.elu(self.tall(nn.functional.elu(self.square(x))))))
+WIDTH = 7
+"""A size that two ranks cut unevenly."""
 
 
 class Attending(nn.Module):
@@ -40,24 +29,19 @@ class Attending(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens = nn.Linear(7, 40)
+        self.tokens = nn.Linear(WIDTH, 40)
         self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True, bias=False)
-        self.head = nn.Linear(8, 2)
+        self.head = nn.Linear(8, 3)
 
     def forward(self, x):
         return self.head(self.layer(self.tokens(x).unflatten(-1, (5, 8))).mean(1))
 
 
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(16, 7, generator=generator), torch.randn(16, 2, generator=generator)
-
-
 def train(kind, rank):
     torch.manual_seed(0)
-    plain = Attending() if "logits" in kind else Net()
+    plain = Attending() if "logits" in kind else Mixed(WIDTH)
     plain.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32)
-    x, y = data()
+    x, y = problem(WIDTH, rows=16)
     model = plain
     if not kind.startswith("single"):
         x, y = x.chunk(WORLD)[rank], y.chunk(WORLD)[rank]
@@ -65,20 +49,19 @@ def train(kind, rank):
         model = nn.parallel.DistributedDataParallel(plain)
     if kind.startswith("fsdp2"):
         mesh = init_device_mesh("cpu", (WORLD,))
-        for layer in (plain.get_submodule(name) for name in ("square", "tall", "wide")):
+        for layer in (plain.get_submodule(name) for name in NAMES):
             fully_shard(layer, mesh=mesh)
         model = fully_shard(plain, mesh=mesh)
     decay = 0.1 if "decay" in kind else 0.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=decay)
-    names = ["square", "tall", "wide"]
     if "spectral" in kind:
-        handle = constrain_(model, optimizer, where=names, to="spectral", bound=0.8)
+        handle = constrain_(model, optimizer, where=NAMES, to="spectral", bound=0.8)
     elif "logits" in kind:
         handle = constrain_(model, optimizer, to="logits", bound=0.1, batch=x)
     elif "columns" in kind:
-        handle = constrain_(model, optimizer, where=names, to="columns", bound=0.8)
+        handle = constrain_(model, optimizer, where=NAMES, to="columns", bound=0.8)
     else:
-        handle = constrain_(model, optimizer, where=names, weight_decay="ignore")
+        handle = constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
     losses, errors = [], {}
     for _ in range(STEPS):
         optimizer.zero_grad()

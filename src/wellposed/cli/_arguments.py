@@ -40,6 +40,8 @@ COMMON = frozenset(
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 SECTIONS = ("train", "model", "penalty", "constrain")
 """Parts of a `RunConfig` whose options are those of the command line."""
+NAMED_SECTIONS = SECTIONS[1:]
+"""Those whose options have the name of the part before them, as ``--model.norm``."""
 FINE_TUNING = configs.TrainOptions(
     epochs=3,
     learning_rate=3e-5,
@@ -210,29 +212,21 @@ def parse(
         if meant := parser.OTHER_SPELLINGS.get(name):
             raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
     task = TASKS.get(base.task)
-    hints = {
-        "command": Annotated[extra, parser.Flat],
-        "files": Annotated[FileArguments, parser.Flat],
-        "task": Annotated[task.options, parser.Flat],
-        "train": Annotated[configs.TrainOptions, parser.Flat],
-        "model": configs.ModelOptions,
-        "penalty": configs.PenaltyOptions,
-        "constrain": configs.ConstrainOptions,
-        "start": Annotated[StartArguments, parser.Flat],
-    }
-    arguments = dataclasses.make_dataclass(
-        "Arguments", list(hints.items()), frozen=True, kw_only=True
-    )
-    default = arguments(
-        command=extra(),
-        files=FileArguments(),
-        task=_task_defaults(task.options, base),
-        start=StartArguments(**dataclasses.asdict(base.start)),
+    values = {
+        "command": extra(),
+        "files": FileArguments(),
+        "task": _task_defaults(task.options, base),
         **{name: getattr(base, name) for name in SECTIONS},
-    )
+        "start": StartArguments(**dataclasses.asdict(base.start)),
+    }
+    hints = [
+        (name, type(value) if name in NAMED_SECTIONS else Annotated[type(value), parser.Flat])
+        for name, value in values.items()
+    ]
+    arguments = dataclasses.make_dataclass("Arguments", hints, frozen=True, kw_only=True)
     prog = f"wellposed {command} {base.task}"
     about = f"{summary}: {task.summary}. `wellposed compare` lists variants."
-    how = {"default": default, "prog": prog, "description": about, "common": COMMON}
+    how = {"default": arguments(**values), "prog": prog, "description": about, "common": COMMON}
     parsed: Any = parser.parse_words(arguments, words, **how)
     start = dataclasses.asdict(parsed.start)
     run = dataclasses.replace(

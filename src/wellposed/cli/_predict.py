@@ -92,9 +92,18 @@ def run(words: Sequence[str]) -> int:
     from wellposed.models import reads_images
 
     model = load_model(options.model)
-    if reads_images(model):
-        return _write(_image_labels(model, options), options)
     path, kind = options.input, type(model).__name__
+    if reads_images(model):
+        from wellposed.cli.load import load_image_processor
+        from wellposed.cli.prediction.labels import find_images, label_images
+
+        _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
+        if path is None:
+            raise ConfigError(
+                f"wellposed predict: a {kind} reads images; give --input IMAGE, FOLDER or LIST"
+            )
+        images, processor = find_images(path), load_image_processor(options.model)
+        return _write(label_images(model, processor, images, options.batch_size), options)
     if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
         raise DataError(
             f"{path}: is {'a folder' if path.is_dir() else 'an image'}, and a {kind} reads texts;"
@@ -128,20 +137,6 @@ def _write(lines: Iterable[str], options: PredictArguments) -> int:
     if options.output is not None:
         print(f"written: {options.output}", file=sys.stderr)
     return 0
-
-
-def _image_labels(model: PreTrainedModel, options: PredictArguments) -> Iterable[str]:
-    from wellposed.cli.load import load_image_processor
-    from wellposed.cli.prediction.labels import find_images, label_images
-
-    _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
-    if options.input is None:
-        raise ConfigError(
-            f"wellposed predict: a {type(model).__name__} reads images; give --input IMAGE, FOLDER"
-            " or LIST"
-        )
-    images = find_images(options.input)
-    return label_images(model, load_image_processor(options.model), images, options.batch_size)
 
 
 def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:

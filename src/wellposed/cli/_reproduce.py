@@ -174,11 +174,11 @@ def _expand(name: str) -> list[str]:
 
 
 def _listing() -> str:
-    lines = [("recipe", "mini", "medium", "paper", "what")]
+    lines = [["recipe", "mini", "medium", "paper", "what"]]
     for name in recipe_names():
         recipe = RECIPES.get(name)
         times = [recipe.time(scale) for scale in ("mini", "medium", "paper")]
-        lines.append((name, *times, recipe.summary))
+        lines.append([name, *times, recipe.summary])
     return (
         f"{aligned(lines, 'lrrrl')}\nmeasured, or ~ estimated; mini, medium: two CPU cores; paper:"
         " one large GPU, - more than a day, see docs/paper_scale.md; --plan says what each could see"

@@ -77,15 +77,15 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
         "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),
     }  # fmt: skip
-    notes, what = values.get("notes"), str(values["recipe"])
-    table, drawing = file.with_suffix(".csv"), file.with_suffix(".svg")
-    address = _SVG + base64.b64encode(drawing.read_bytes()).decode() if drawing.is_file() else ""
+    notes, what, drawing = values.get("notes"), str(values["recipe"]), file.with_suffix(".svg")
+    drawn = base64.b64encode(drawing.read_bytes()).decode() if drawing.is_file() else ""
+    table = file.with_suffix(".csv")
     return {
         "title": what,
         "facts": {name: str(value) for name, value in facts.items() if value is not None},
         "remarks": [str(note) for note in notes] if isinstance(notes, list) else [],
         "tables": [_table(table)] if table.is_file() else [],
-        "drawings": [(what, address)] if address else [],
+        "drawings": [(what, _SVG + drawn)] if drawn else [],
     }
 
 
@@ -95,10 +95,11 @@ def _table(file: Path) -> Table:
     if len(set(heading)) < len(heading) or any(len(row) != len(heading) for row in rows):
         raise csv.Error(f"{file.name}: expected different headings, and as many cells in every row")
     columns, values = [], []
-    sides = list(zip(*rows, strict=True)) or [()] * len(heading)
-    for name, texts in zip(heading, sides, strict=True):
+    for name, *texts in zip(heading, *rows, strict=True):
         numbers = [_number(text) for text in texts]
-        numeric = None not in [n for n, text in zip(numbers, texts, strict=True) if text]
+        numeric = all(
+            number is not None for number, text in zip(numbers, texts, strict=True) if text
+        )
         columns.append(Column(name, name.replace("_", " "), "number" if numeric else "text"))
         values.append(numbers if numeric else texts)
     cells = [dict(zip(heading, row, strict=True)) for row in zip(*values, strict=True)]

@@ -152,10 +152,8 @@ def _certified_caption(measured: Sequence[Any], part: str) -> str:
             " over seeds."
         )
     examples, splits, norms, attacks = (
-        ", ".join(dict.fromkeys(SPLITS.get(each, each) for each in values))
-        for values in zip(
-            *((str(r.examples), r.split, r.norm, r.attack) for r in measured), strict=True
-        )
+        ", ".join(dict.fromkeys(SPLITS.get(each, each) for each in map(str, values)))
+        for values in zip(*((r.examples, r.split, r.norm, r.attack) for r in measured), strict=True)
     )
     return (
         f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"

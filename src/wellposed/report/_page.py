@@ -321,7 +321,11 @@ def _answer(name: str, task: TaskComparison, numbers: Numbers) -> dict[str, Any]
             rows.append(row)
         forests.append(forest(metric_words(metric), bars, tests))
     data = csv_link(name, list(rows[0]), rows)
-    return {"forests": forests, "differences": data, "learned": _all_learned(task)}
+    learned = ""
+    if all(result.learned and not result.failed for result in task.variants):
+        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
+        learned = f"Every variant learned: {words} is better than the reference {reference}"
+    return {"forests": forests, "differences": data, "learned": learned}
 
 
 def _sentence(task: TaskComparison, result: VariantResult) -> tuple[str, bool]:
@@ -347,13 +351,6 @@ def _weights(groups: Groups) -> Weights:
         for variant, runs in groups.items()
         if all(run.initial and run.final for run in runs)
     ]
-
-
-def _all_learned(task: TaskComparison) -> str:
-    if any(not result.learned or result.failed for result in task.variants):
-        return ""
-    words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
-    return f"Every variant learned: {words} is better than the reference {reference}"
 
 
 def _results(name: str, task: TaskComparison) -> Table:

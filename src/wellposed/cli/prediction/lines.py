@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,25 +92,21 @@ def say_long(numbers: Sequence[int], limit: int | None, what: str = "cut to thei
         print(said, file=sys.stderr)
 
 
-def counted(chunks: Iterable[list[str]], total: int) -> Iterator[list[str]]:
-    """Yield chunks of lines and show on standard error how many are done: a bar on a terminal, a
+def counted(chunks: Sequence[list[str]]) -> Iterator[list[str]]:
+    """Yield chunks of lines and show on standard error how far they are: a bar on a terminal, a
     line every ten seconds elsewhere."""
-    done, began = 0, time.monotonic()
-    shown, bar = began, None
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import track
 
-        bar = Progress(console=Console(stderr=True), transient=True)
-        bar.add_task("lines", total=total)
-    with bar or nullcontext():
-        for chunk in chunks:
-            yield chunk
-            done += len(chunk)
-            now = time.monotonic()
-            if bar is not None:
-                bar.update(bar.task_ids[0], completed=done)
-            elif now - shown >= SECONDS_BETWEEN_LINES:
-                shown, speed = now, done / (now - began)
-                said = f"{done}/{total} lines, {speed:.3g} per second"
-                print(said, file=sys.stderr, flush=True)
+        yield from track(chunks, "lines", console=Console(stderr=True), transient=True)
+        return
+    done, total, began = 0, sum(map(len, chunks)), time.monotonic()
+    shown = began
+    for chunk in chunks:
+        yield chunk
+        done, now = done + len(chunk), time.monotonic()
+        if now - shown >= SECONDS_BETWEEN_LINES:
+            shown, speed = now, done / (now - began)
+            said = f"{done}/{total} lines, {speed:.3g} per second"
+            print(said, file=sys.stderr, flush=True)

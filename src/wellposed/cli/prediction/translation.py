@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -64,13 +63,12 @@ class Translator:
         space."""
         from wellposed.tasks.kinds.seq2seq import Hypothesis, generate_texts
 
-        encoded = zip(lines, self.encode(lines), strict=True)
-        parts = [self.pieces(line, ids) for line, ids in encoded]
+        parts = list(map(self.pieces, lines, self.encode(lines)))
         rows = [row for pieces in parts for row in pieces]
-        search = partial(generate_texts, self.model, self.tokenizer, batch_size=self.batch_size)
-        found = dict(search(rows, self.decoding))
-        numbers = iter(range(len(rows)))
-        answers = []
+        numbers, size, answers = iter(range(len(rows))), self.batch_size, []
+        found = dict(
+            generate_texts(self.model, self.tokenizer, rows, self.decoding, batch_size=size)
+        )
         for pieces in parts:
             mine = [found[next(numbers)] for _ in pieces]
             joined = [Hypothesis(" ".join(best[0].text for best in mine), None)]
@@ -105,9 +103,9 @@ def translate_lines(
             + listed([f"{source.path}:{number}: {n} tokens" for number, n in long_lines.items()])
         )
     number, size = itertools.count(1), CHUNK_BATCHES * translator.batch_size
-    chunks = (lines[start : start + size] for start in range(0, len(lines), size))
+    chunks = [lines[start : start + size] for start in range(0, len(lines), size)]
     with line_writer(output) as file:
-        for chunk in counted(chunks, len(lines)):
+        for chunk in counted(chunks):
             for hypotheses in translator.translate(chunk):
                 file.write(_rendered(next(number), hypotheses, n_best))
             file.flush()
