@@ -135,9 +135,9 @@ def test_sharded_weights_are_not_watched_for_another_optimizer(mesh):
 
 @pytest.mark.slow
 def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path):
-    script = Path(__file__).parents[1] / "support" / "constrain_worker.py"
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-m", "tests.support.constrain_worker", str(tmp_path)]
+    how = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    done = subprocess.run(command, **how, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     pairs = [("ddp", "single"), ("fsdp2", "single")]

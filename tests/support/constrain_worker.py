@@ -1,7 +1,7 @@
 """Trains one constrained model as one process, DDP x 2 and FSDP2 x 2 (gloo), and writes what
 happened as JSON.
 
-Run by test_sharded_weights.py: ``python constrain_worker.py OUT_DIRECTORY``.
+Run by test_sharded_weights.py: ``python -m tests.support.constrain_worker OUT``.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from constrained import NAMES, Mixed, problem  # beside this script
+from tests.support.constrained import NAMES, Mixed, problem
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
