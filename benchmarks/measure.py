@@ -20,7 +20,11 @@ FLAT_TOP = (
     "Lanczos stops at its own estimate of the error, and a top pair of nearly equal singular values"
     " hides a little more: the value is a lower estimate and said to be empirical."
 )
-SPECTRA = "The eigenvalues of 72 Gram matrices of 768 in float64 alone take LAPACK about 2.2 s."
+SPECTRA = (
+    "In float64, 74 Gram matrices and their eigenvalues take 3.9 s of processor time, at the rates of"
+    " torch's BLAS and LAPACK, and finding the roles .14 s more; the smallest value is found anew for"
+    " a third of the square weights."
+)
 
 
 def spectra() -> dict[str, Callable[[int, int], Tensor]]:

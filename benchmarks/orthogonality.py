@@ -9,7 +9,8 @@ parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the 
 model of ball blocks that keeping its weights below a spectral norm of 1 takes; and what QK-clip
 takes of one, and how far logits come above its bound.
 
-geotorch and orthogonium are measured when they are installed (pip install geotorch orthogonium).
+geotorch, orthogonium and the Muon of Emerging-Optimizers are measured when they are installed (pip
+install geotorch orthogonium emerging-optimizers).
 """
 
 from __future__ import annotations
@@ -245,14 +246,14 @@ def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
 
 
 def adamw_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
-    """What to="spectral" adds to a step of AdamW at each rate, from orthogonal weights, with gradients
-    of which a part is the same in every step."""
+    """What constraints add to a step of AdamW at each rate, from orthogonal weights, with gradients
+    of which a part is the same in every step; over a matmul pair and over a whole step of Muon."""
 
-    def stepping(rate: float, *, is_held: bool) -> Side:
+    def stepping(rate: float, to: Set | None) -> Side:
         model = layers(width, count, setup.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-        if is_held:
-            constrain_(model, optimizer, where="*", to="spectral")
+        if to is not None:
+            constrain_(model, optimizer, where="*", to=to)
         pushes = [0.5 * torch.randn_like(parameter) for parameter in model.parameters()]
 
         def prepare() -> None:
@@ -261,22 +262,38 @@ def adamw_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
 
         return Side(optimizer.step, prepare, 1, count)
 
-    own = layers(width, count, setup.device)
-    for parameter in own.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    muon = Side(torch.optim.Muon(own.parameters(), lr=1e-3).step, None, 1, count)
+    muons: dict[str, Side] = {}
+    for name, build in muon_classes().items():
+        own = layers(width, count, setup.device)
+        for parameter in own.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        muons[name] = Side(build(list(own.parameters()), lr=1e-3).step, None, 1, count)
     for rate in setup.size(RATES, RATES[:1]):
         sides = {
             "floor": Side(floor(width, count, setup.device), None, 1, count),
-            "free": stepping(rate, is_held=False),
-            "held": stepping(rate, is_held=True),
-            "muon": muon,
+            "free": stepping(rate, None),
+            "spectral": stepping(rate, "spectral"),
+            "orthogonal": stepping(rate, "orthogonal"),
+            **muons,
         }
         times = setup.interleave(sides, 15)
-        times["held"] = [a - b for a, b in zip(times["held"], times["free"], strict=True)]
         label = f"AdamW at {rate:g}, d = {width}, {count} matrices"
-        yield paired(f"to=spectral / matmul floor, {label}", times, "held", "floor")
-        yield paired(f"to=spectral / a step of Muon, {label}", times, "held", "muon")
+        for to in ("spectral", "orthogonal"):
+            times[to] = [a - b for a, b in zip(times[to], times["free"], strict=True)]
+            yield paired(f"to={to} / matmul floor, {label}", times, to, "floor")
+            for name in muons:
+                yield paired(f"to={to} / a step of {name}, {label}", times, to, name)
+
+
+def muon_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """Return every Muon that can be imported."""
+    found: dict[str, Callable[..., torch.optim.Optimizer]] = {"Muon": torch.optim.Muon}
+    try:
+        module: Any = importlib.import_module("emerging_optimizers.orthogonalized_optimizers")
+        found["Emerging-Optimizers' Muon"] = module.Muon
+    except ImportError:
+        pass
+    return found
 
 
 def paired(name: str, times: Times, above: str, below: str) -> Row:
