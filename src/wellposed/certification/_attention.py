@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import attrgetter
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.certification._rules import LayerBound, Refused, Site, register_rule, times
-from wellposed.linalg import Bound, MaskKind, certified_spectral_norm
+from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention, InverseDAttention
 from wellposed.nn.attention.heads import HeadProjections
 
@@ -144,11 +143,12 @@ def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
     """
     joined = weights.output_norm * (weights.value_norms * per_head).square().sum().sqrt()
     apart = (weights.path_norms * per_head).sum()
-    forms = (
-        Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)"),
-        Bound(apart, f"{form}, sum |V_h W_O,h| L_h"),
+    return least(
+        [
+            Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)"),
+            Bound(apart, f"{form}, sum |V_h W_O,h| L_h"),
+        ]
     )
-    return min(forms, key=attrgetter("value"))
 
 
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
@@ -171,7 +171,7 @@ def in_norm(
     choice = tok
     if site.norm == 2:
         by_tok = Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")
-        choice = min(frobenius(), by_tok, key=attrgetter("value"))
+        choice = least([frobenius(), by_tok])
     elif site.norm == "inf":
         choice = Bound(tok.value * math.sqrt(width), f"sqrt(D) x ({tok.form})")
     return LayerBound(float(choice.value), choice.form, out_radius=out_radius)
@@ -234,7 +234,7 @@ def dot_product_ball_bound(
         + radius / root * key_masses.amax() * (value * query_size).amax() * key_all
     )
     together = Bound(weights.output_norm * bracket, "ball R, norm 2, heads together (B5)")
-    return min(per_head, together, key=attrgetter("value"))
+    return least([per_head, together])
 
 
 @dataclass(frozen=True)

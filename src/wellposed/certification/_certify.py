@@ -46,6 +46,7 @@ _ADVICE = {
     "singular value": (
         "hold the weights at norm 1: wellposed.constrain_(model, optimizer, to='spectral')"
     ),
+    "": "smaller weights make it smaller",
 }
 _NO_PREFIX = (
     "without past_key_values: keys and values that a caller puts in need not lie in any ball (B13)"
@@ -256,29 +257,18 @@ def _explain(
         if not found[kind] < 0.99 * left:
             break
         left = found[kind]
+        bounds = [row.lipschitz for row in groups[kind]]
+        low, high = min(bounds), max(bounds)
+        each = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
+        count = f"{len(bounds)} {kind} contribute {each} each"
+        count = count if len(bounds) > 1 else f"{kind} contributes {each}"
+        told.append(f"{count} (without {'these too' if told else 'them'} {left:.3g})")
         ignored.append(kind)
-        told.append(_contribution(kind, groups[kind], left, first=len(ignored) == 1))
     if not ignored:
         return (
             f"of no use at {total:.3g}: no kind of part alone makes it so, each layer adds its own;"
             " fewer layers or smaller branches make it smaller, see ConvexResidual"
         )
-    return f"of no use at {total:.3g}: {', '.join(told)}; {_advice(groups[ignored[0]])}"
-
-
-def _contribution(kind: str, rows: Sequence[CertifiedLayer], left: float, *, first: bool) -> str:
-    low, high = min(row.lipschitz for row in rows), max(row.lipschitz for row in rows)
-    each = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
-    count = (
-        f"{len(rows)} {kind} contribute {each} each"
-        if len(rows) > 1
-        else f"{kind} contributes {each}"
-    )
-    return f"{count} (without {'them' if first else 'these too'} {left:.3g})"
-
-
-def _advice(rows: Sequence[CertifiedLayer]) -> str:
-    form = max(rows, key=lambda row: row.lipschitz).form
-    return next(
-        (text for mark, text in _ADVICE.items() if mark in form), "smaller weights make it smaller"
-    )
+    form = max(groups[ignored[0]], key=lambda row: row.lipschitz).form
+    advice = (text for mark, text in _ADVICE.items() if mark in form)
+    return f"of no use at {total:.3g}: {', '.join(told)}; {next(advice)}"
