@@ -174,7 +174,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 seen = own != self.config.pad_token_id
                 parts = self._read(own), _mean(self.model.get_input_embeddings()(own), seen)
                 norm = nn.functional.layer_norm
-                found = torch.cat([norm(part, part.shape[1:]) for part in parts], 1)
+                found = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
             self._kept.update(zip((keys[place] for place in new), found, strict=True))
         return torch.stack([self._kept[key] for key in keys])
 

@@ -70,68 +70,56 @@ def best_certificate(model: Any, seq_len: int) -> Certificate:
     return certify(model, seq_len=seq_len, radius=BALL * embedding_radius(model))
 
 
-def certify_run(
-    folder: Path,
+def certify_runs(
+    folders: Sequence[Path],
     task: Task,
     *,
     examples: int = 256,
+    announce: Callable[[str], None],
     attack_steps: int = 20,
     shares: Sequence[float] = TOKEN_SHARES,
-) -> CertifiedRun:
-    """Measure certified and attacked accuracy of a run on *test*, and keep it as ``certified.json``
-    in its folder.
+) -> list[CertifiedRun]:
+    """Measure certified and attacked accuracy of runs on *test*, and keep it as ``certified.json``
+    in the folder of each, or read what was found before in just this way.
 
     Status: certified <= robust <= attacked, see `certified_accuracy`. The perturbation moves every
     embedded token by up to a share of the median token norm, so that models with tokens of other
     sizes can be compared.
 
     Args:
-        folder: of a finished run.
-        task: of that run.
+        folders: of finished runs.
+        task: of these runs.
         examples: the first so many of *test*; of a language model, next tokens.
+        announce: called with one line before a run is measured.
         attack_steps: gradient steps of the attack for each radius.
         shares: radii in units of the median token norm, increasing.
 
     Raises:
-        ConfigError: the run neither classifies texts or pairs nor predicts the next token, or has
-        not finished.
+        ConfigError: a run neither classifies texts or pairs nor predicts the next token, or has
+            not finished.
 
-    Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples.
+    Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples,
+    for each run.
     """
-    model, _ = load_run_model(folder)
-    if not has_certified_accuracy(model):
-        raise ConfigError(
-            f"{folder}: certified accuracy is for a label of a text or a pair, or the next token of"
-            f" a text; the run holds a {type(model).__name__}"
-        )
-    batches = first_batches(task, "test", examples)
-    names = ("input_ids", "input_ids_pair")
-    longest = max(batch[name].shape[-1] for batch in batches for name in names if name in batch)
-    found = best_certificate(model, longest)
-    asked = {"radii": shares, "in_tokens": True, "attack_steps": attack_steps}
-    curve = certified_accuracy(model, batches, found, **asked)
-    made_by = key(folder, task, examples=examples, attack_steps=attack_steps)
-    return keep(folder, curve, shares, made_by)
-
-
-def certify_runs(
-    folders: Sequence[Path],
-    task: Task,
-    *,
-    examples: int,
-    announce: Callable[[str], None],
-    attack_steps: int = 20,
-    shares: Sequence[float] = TOKEN_SHARES,
-) -> list[CertifiedRun]:
-    """Certify every run, or read what was found before in just this way."""
     found = []
     for folder in folders:
         known = read_certified(folder, run_date=_date(folder))
-        wanted = key(folder, task, examples=examples, attack_steps=attack_steps)
-        if known is None or known.made_by != wanted or known.shares != list(shares):
+        made_by = key(folder, task, examples=examples, attack_steps=attack_steps)
+        if known is None or known.made_by != made_by or known.shares != list(shares):
             announce(f"certified accuracy of {folder}")
-            how = {"examples": examples, "attack_steps": attack_steps}
-            known = certify_run(folder, task, shares=shares, **how)
+            model, _ = load_run_model(folder)
+            if not has_certified_accuracy(model):
+                raise ConfigError(
+                    f"{folder}: certified accuracy is for a label of a text or a pair, or the next"
+                    f" token of a text; the run holds a {type(model).__name__}"
+                )
+            batches = first_batches(task, "test", examples)
+            names = ("input_ids", "input_ids_pair")
+            longest = max(b[name].shape[-1] for b in batches for name in names if name in b)
+            bound = best_certificate(model, longest)
+            asked = {"radii": shares, "in_tokens": True, "attack_steps": attack_steps}
+            curve = certified_accuracy(model, batches, bound, **asked)
+            known = keep(folder, curve, shares, made_by)
         found.append(known)
     return found
 

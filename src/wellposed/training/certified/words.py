@@ -165,12 +165,7 @@ class WordBounds:
     ) -> list[int]:
         """Return how many replaced words, up to ``most``, hold for each text; -1 where the answer
         is not the label."""
-        if self.reason:
-            return [
-                int(pair[0] == pair[1]) - 1
-                for pair in zip(labels, logits.argmax(1).tolist(), strict=True)
-            ]
-        return held_by_sorting(self, logits, texts, labels, most)
+        return held_by_sorting(self, logits, texts, labels, 0 if self.reason else most)
 
     def held_edits(
         self, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
@@ -364,7 +359,7 @@ def held_by_sorting(
     of, padded = torch.tensor(labels), nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
     lengths = torch.tensor([len(text) for text in texts])
     gains = padded.new_zeros(*padded.shape[:2], logits.shape[1], dtype=logits.dtype)
-    for label in of.unique().tolist():
+    for label in of.unique().tolist() if most else []:
         gains[of == label] = bounds.gains(label, padded[of == label])
     behind = torch.arange(padded.shape[1]) >= lengths[:, None]
     gains.masked_fill_(behind[..., None], 0)
