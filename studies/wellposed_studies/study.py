@@ -3,6 +3,7 @@ its best learning rate, means with their errors, and how long calls take."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -21,7 +22,7 @@ from wellposed.compare.runs import PlannedRun, train_planned
 from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
-from wellposed_studies.verdicts import LEARNED, UNCERTAINTY, levelled_off
+from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -291,6 +292,19 @@ def judged(
     seeds = len({run.seed for run in runs}) if seeds is None else seeds
     criterion = Criterion(test, seeds, uncertainty)
     return Reproduction(rows, panels, got, holds, tuple(notes), criterion)
+
+
+def proved(
+    rows: Sequence[Row],
+    got: str,
+    holds: bool | None,
+    *panels: Panel,
+    seeds: int = 0,
+    sure: str = AGREED,
+    notes: tuple[str, ...] = (),
+) -> Reproduction:
+    """Return what came out of formulas and random weights, where nothing is trained."""
+    return Reproduction(rows, panels, got, holds, notes, Criterion("", seeds, sure))
 
 
 def train_grid(
@@ -584,3 +598,19 @@ def median_seconds(
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - started)
     return {name: statistics.median(values[warmup:]) for name, values in times.items()}
+
+
+def sweep(measure: Callable[..., Row], **axes: Iterable[Any]) -> list[Row]:
+    """Return what is measured at every point of a grid, drawn by its ``seed``, which is not passed
+    on.
+
+    >>> sweep(lambda n: {"twice": 2 * n}, n=[1, 2], seed=[0])
+    [{'n': 1, 'seed': 0, 'twice': 2}, {'n': 2, 'seed': 0, 'twice': 4}]
+    """
+    rows = []
+    for values in itertools.product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        torch.manual_seed(point.get("seed", 0))
+        given = {name: value for name, value in point.items() if name != "seed"}
+        rows.append({**point, **measure(**given)})
+    return rows

@@ -23,7 +23,6 @@ from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.certified import (
     CORPORA,
     Attack,
-    Attacked,
     Curves,
     Model,
     attack_certified,
@@ -245,7 +244,7 @@ class Study:
         finished = [(run.folder, curve.median_token) for run, curve in certified if curve]
         strong = f"{scale.strong.steps} steps of attack from {scale.strong.restarts} starts"
         self.request.announce(f"{self.corpus}, {JUDGED}: {strong}")
-        attacked = Attacked(0, 0)
+        attacked = 0, 0
         for folder, token in finished[:1]:
             attacked = attack_certified(
                 folder, self.task, radius=radius * token, attack=scale.strong
@@ -260,8 +259,7 @@ class Study:
             {label: models[label].column(ACCURACY) for label in PLAIN},
             [*held, *(0.0 for _ in range(len(judged.certified) - len(held)))],
             min(scale.certified, len(self.task.dataset("test"))),
-            attacked.examples,
-            attacked.fallen,
+            *attacked,
         )
 
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.charts import Panel, Row, Series, where
+from wellposed.charts import Row, where
 from wellposed.initialize import step_change
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import exponent, mean_series, said
+from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.study import exponent, log_panel, proved, said, sweep
 from wellposed_studies.verdicts import UNCERTAINTY, every, within
 
 TOKENS = 16
@@ -59,14 +58,15 @@ def theorem_3_1(request: Request) -> Reproduction:
         toy=(1, 8), mini=(1, 64), medium=(1, 64, 256), paper=(1, 64, 512)
     )
     seeds: int = request.pick(toy=2, mini=5, medium=20, paper=20)
-    rows: list[Row] = []
-    found: dict[tuple[str, int], list[float]] = {}
-    for point in itertools.product(SETTINGS, widths):
-        mine = [measure_block(*point, *each) for each in itertools.product(blocks, range(seeds))]
-        found[point] = [
-            exponent(where(mine, seed=seed), "L", "change_over_rate") for seed in range(seeds)
+    axes = {"setting": SETTINGS, "width": widths, "L": blocks, "seed": range(seeds)}
+    rows = sweep(measure_block, **axes)
+    found = {
+        (setting, width): [
+            exponent(where(rows, setting=setting, width=width, seed=seed), "L", "change_over_rate")
+            for seed in range(seeds)
         ]
-        rows += mine
+        for setting, width in itertools.product(SETTINGS, widths)
+    }
     scalar = where(rows, width=1)
     exact, printed = (
         max(abs(row[column] / row["change_over_rate"] - 1) for row in scalar)
@@ -76,7 +76,10 @@ def theorem_3_1(request: Request) -> Reproduction:
         f"{setting}: {', '.join(f'{said(found[setting, d])} at d = {d}' for d in widths)}"
         for setting in SETTINGS
     ]
-    panels = [_panel(where(rows, width=width), width, blocks) for width in widths]
+    panels = [
+        log_panel(f"d = {of}", where(rows, width=of), "L", "change_over_rate", by="setting")
+        for of in widths
+    ]
     got = (
         f"exponent of L in |change of G| / rate, {'; '.join(texts)}; at d = 1 the closed form of the proof"
         f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
@@ -84,8 +87,7 @@ def theorem_3_1(request: Request) -> Reproduction:
     )
     meeting = [found[point] for point in itertools.product(MEETING, widths)]
     holds = judge_theorem_3_1(meeting, [found[MISSING, width] for width in widths])
-    criterion = Criterion("", seeds, UNCERTAINTY)
-    return Reproduction(rows, panels, got=got, holds=holds, criterion=criterion)
+    return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
 def judge_theorem_3_1(
@@ -97,17 +99,12 @@ def judge_theorem_3_1(
     return every(within(exponents, to - _NEAR, to + _NEAR) for to, exponents in wanted)
 
 
-def measure_block(setting: str, width: int, blocks: int, seed: int) -> dict[str, Any]:
-    """Return |change of G| / rate of a block drawn for ``blocks`` of them, and the sum in the
-    theorem's condition."""
-    torch.manual_seed(seed)
-    v, w, m = sizes = [blocks**power for power in SETTINGS[setting]]
+def measure_block(setting: str, width: int, L: int) -> Row:
+    """Return |change of G| / rate of a block drawn for L of them, and the sum in the theorem's
+    condition."""
+    v, w, m = sizes = [L**power for power in SETTINGS[setting]]
     block, y = AttentionBlock(width, sizes), draw_numbers(1, width)
     return {
-        "setting": setting,
-        "width": width,
-        "L": blocks,
-        "seed": seed,
         "condition": (v * w) ** 2 + (w * m) ** 2 + (v * m) ** 2,
         "change_over_rate": step_change(block, y, lr=None),
         **(_closed_forms(block, y) if width == 1 else {}),
@@ -134,16 +131,6 @@ def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
         memory = s**2 * (1 + (k * q * t * away) ** 2 + mixed * k * q * t * away)
         found[name] = float(weights + (v * w) ** 2 * memory.sum())
     return found
-
-
-def _panel(rows: Sequence[Row], width: int, blocks: Sequence[int]) -> Panel:
-    series = []
-    for setting in SETTINGS:
-        mine, style = where(rows, setting=setting), "dotted" if setting == MISSING else "solid"
-        series.append(mean_series(mine, "L", "change_over_rate", setting, style, bars=False))
-    series.append(Series("1 / L", blocks, [1 / count for count in blocks], "dashed"))
-    title = f"d = {width}, {'positive' if width == 1 else 'normal'} numbers"
-    return Panel(title, "blocks L", "|change of G| / rate", series, "log", "log")
 
 
 class AttentionBlock(nn.Module):

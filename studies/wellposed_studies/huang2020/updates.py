@@ -6,17 +6,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from wellposed.charts import Panel, Row, Style, medians, where
+from wellposed.charts import Row, where
 from wellposed.errors import ConvergenceError
 from wellposed.initialize import signal_propagation, step_change
 from wellposed.models import build_model
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import exponent, mean_series, means, said, spanned
+from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.study import exponent, log_panel, means, proved, said, spanned
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, agreed, every, within
 
 STACKS = ("encoder", "decoder")
@@ -86,33 +85,23 @@ def signal(request: Request) -> Reproduction:
         judge_signal(*(deepest(init=of, stack="encoder", seed=seed) for of in (T_FIXUP, "Xavier")))
         for seed in range(_DRAWS)
     ]
-    panels = [_beside_xavier(rows, stack) for stack in STACKS]
+    drawn = [
+        {**row, "of": f"{row['init']}, {row['depth']} layers"}
+        for row in rows
+        if row["ratio"] < _SHOWN["signal"]
+    ]
+    panels = [log_panel(of, where(drawn, stack=of), "layer", "ratio", by="of") for of in STACKS]
     got = (
         f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup {encoder};"
         f" Xavier {xavier}; of decoders: T-Fixup {decoder}"
     )
-    criterion = Criterion("", _DRAWS, f"{AGREED}; a ratio is a mean over all tokens")
-    return Reproduction(rows, panels, got=got, holds=agreed(by_seed), criterion=criterion)
+    sure = f"{AGREED}; a ratio is a mean over all tokens"
+    return proved(rows, got, agreed(by_seed), *panels, seeds=_DRAWS, sure=sure)
 
 
 def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
     """Say whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
     return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > _GREW
-
-
-def _beside_xavier(rows: Sequence[Row], stack: str) -> Panel:
-    shown = [row for row in where(rows, stack=stack) if row["ratio"] < _SHOWN["signal"]]
-    styles: dict[str, Style] = {"Xavier": "dashed", T_FIXUP: "solid"}
-    series = []
-    for init, style in styles.items():
-        mine = where(shown, init=init)
-        found = medians(mine, "layer", "ratio", by=_name, style=style)
-        series += [replace(each, colour=number) for number, each in enumerate(found)]
-    return Panel(stack, "layer", "|out| / |in|", series, x_scale="log", y_scale="log")
-
-
-def _name(row: Row) -> str:
-    return f"{row['init']}, {row['depth']} layers"
 
 
 def _ratios(init: str, depth: int, width: int, seed: int) -> list[Row]:
@@ -176,7 +165,8 @@ def updates(request: Request) -> Reproduction:
 
     flat = powers(T_FIXUP)
     slopes = ", ".join(f"{stack} {said(values)}" for stack, values in flat.items())
-    panels = [_change_panel(where(rows, stack=stack), stack) for stack in (ENCODER, WHOLE)]
+    drawn = [row for row in rows if row[y] < _SHOWN["change"]]
+    panels = [log_panel(of, where(drawn, stack=of), x, y, by="model") for of in (ENCODER, WHOLE)]
     got = (
         f"|change of f| / rate goes with T-Fixup as N to the power of {slopes}; of the"
         f" encoder-decoder at {', '.join(map(str, depths))} layers:"
@@ -184,8 +174,7 @@ def updates(request: Request) -> Reproduction:
         f" {told(T_FIXUP, 'change_with_biases')}"
     )
     holds = judge_updates(flat, powers(XAVIER))
-    criterion = Criterion("", seeds, UNCERTAINTY)
-    return Reproduction(rows, panels, got=got, holds=holds, criterion=criterion)
+    return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
 def judge_updates(
@@ -213,14 +202,3 @@ def _changes(label: str, depth: int, width: int, seed: int) -> list[Row]:
             row[name] = change if math.isfinite(change) else math.inf
         rows.append(row)
     return rows
-
-
-def _change_panel(rows: Sequence[Row], title: str) -> Panel:
-    x, y = "layers_each_side", "change_over_rate"
-    series = []
-    for number, label in enumerate(MODELS):
-        mine = where(rows, model=label)
-        shown = [depth for depth, mean in means(mine, x, y).items() if mean < _SHOWN["change"]]
-        mine = [row for row in mine if row[x] in shown]
-        series += [mean_series(mine, x, y, label, colour=number, bars=False)] if mine else []
-    return Panel(title, "layers each side", "|change of f| / rate", series, "log", "log")

@@ -12,10 +12,9 @@ from wellposed.charts import Panel, Row, lines, where
 from wellposed.linalg import kim2021_bound
 from wellposed.models import build_model
 from wellposed.nn import L2SelfAttention
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import LABELS
-from wellposed_studies.study import median_seconds, timing_device
-from wellposed_studies.verdicts import AGREED
+from wellposed_studies.study import log_panel, median_seconds, proved, timing_device
 
 NORMS: tuple[Literal["inf", 2], ...] = ("inf", 2)
 _CONTRACTIVE = 0.999
@@ -61,15 +60,13 @@ def bound_ratio(request: Request) -> Reproduction:
         f" {row['ratio']:.0f} times"
         for row in where(rows, D=width, N=lengths[-1], seed=0)
     ]
-    panels = []
-    for norm in NORMS:
-        mine = where(rows, norm=str(norm), seed=0)
-        series = lines(mine, "N", "ratio", by=lambda row: f"D = {row['D']}")
-        title = f"Theorem 3.2 over the sharper bound, norm {norm}"
-        panels.append(Panel(title, "N", "ratio", series, y_scale="log"))
+    panels = [
+        log_panel(f"norm {norm}", where(rows, norm=str(norm), seed=0), "N", "ratio", by="D")
+        for norm in NORMS
+    ]
     got = f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}"
     holds = judge_ratio([row["ratio"] for row in rows])
-    return Reproduction(rows, panels, got=got, holds=holds, criterion=Criterion("", seeds, AGREED))
+    return proved(rows, got, holds, *panels, seeds=seeds)
 
 
 def judge_ratio(ratios: list[float]) -> bool:
@@ -152,16 +149,12 @@ def table_1(request: Request) -> Reproduction:
         + f"; largest {worst['over_dot_product']:.2f} ({worst['attention']}, {worst['layers']}"
         " layers)"
     )
-    criterion = Criterion("", uncertainty=f"medians of {repeats} interleaved steps")
-    notes = (
-        (
-            f"median of {repeats} interleaved steps of batch {batch} on {timing_device()}; an"
-            f" epoch is {steps_per_epoch:.0f} steps; timings on a busy machine scatter"
-        ),
+    sure = f"medians of {repeats} interleaved steps"
+    note = (
+        f"{sure} of batch {batch} on {timing_device()}; an epoch is {steps_per_epoch:.0f} steps;"
+        " timings on a busy machine scatter"
     )
-    return Reproduction(
-        rows, panels, got=got, holds=judge_table_1(rows), criterion=criterion, notes=notes
-    )
+    return proved(rows, got, judge_table_1(rows), *panels, sure=sure, notes=(note,))
 
 
 def judge_table_1(rows: Sequence[Row]) -> bool:

@@ -14,10 +14,10 @@ from torch import Tensor
 from wellposed.certification import lipschitz_lower_bound
 from wellposed.charts import Row, where
 from wellposed.linalg import kim2021_bound
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
+from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
 from wellposed_studies.kim2021.layers import NORMS, theorem_bound
-from wellposed_studies.study import exponent, log_panel, said, spanned
+from wellposed_studies.study import exponent, log_panel, proved, said, spanned, sweep
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
 
 _NEAR = 0.1
@@ -129,7 +129,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
         log_panel(f"p = {p}", where(rows, p=p), "size", "norm", by="attention") for p in _ORDERS
     ]
     holds = judge_growth(powers, ratios, order)
-    return Reproduction(rows, panels, got, holds, criterion=Criterion("", seeds, UNCERTAINTY))
+    return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
 def judge_growth(
@@ -187,25 +187,20 @@ def theorem_3_2(request: Request) -> Reproduction:
         medium=([(2, 8), (8, 8), (8, 32), (32, 16)], 8, 100, 3),
         paper=([(2, 8), (8, 8), (8, 32), (64, 64)], 16, 200, 3),
     )
-    rows: list[Row] = []
-    for (tokens, width), scale, seed in itertools.product(
-        sizes, (2.0**-4, 1.0, 16.0), range(seeds)
-    ):
-        request.announce(f"N = {tokens}, D = {width}, weights x {scale:g}, seed {seed}")
-        torch.manual_seed(seed)
-        layer = random_layer("l2_tied", width, tokens).double()
-        for parameter in layer.parameters():
-            parameter.mul_(scale)
-        for norm in NORMS:
-            found = lipschitz_lower_bound(
-                layer, (tokens, width), norm=norm, restarts=restarts, steps=steps, seed=seed
-            )
-            row = {"layer": f"N = {tokens}, D = {width}", "weights": scale, "norm": str(norm)}
-            bound, second = (
-                theorem_bound(layer, tokens, norm, as_printed=of) for of in (False, True)
-            )
-            ratios = {"over_bound": found.value / bound, "over_second_power": found.value / second}
-            rows.append({**row, "attained": found.value, "bound": bound, **ratios})
+
+    def measure(layer: tuple[int, int], weights: float, norm: Any) -> Row:
+        request.announce(f"N, D = {layer}, weights x {weights:g}, norm {norm}")
+        tied: Any = random_layer("l2_tied", layer[1], layer[0]).double()
+        for parameter in tied.parameters():
+            parameter.mul_(weights)
+        how: Any = {"norm": norm, "restarts": restarts, "steps": steps}
+        found = lipschitz_lower_bound(tied, layer, **how, seed=torch.initial_seed()).value
+        bound, second = (theorem_bound(tied, layer[0], norm, as_printed=of) for of in (False, True))
+        over = {"over_bound": found / bound, "over_second_power": found / second}
+        return {"layer": "N = {}, D = {}".format(*layer), "norm": str(norm), **over}
+
+    axes = {"layer": sizes, "weights": (2.0**-4, 1.0, 16.0), "norm": NORMS}
+    rows = sweep(measure, **axes, seed=range(seeds))
     ratios = {norm: [row["over_bound"] for row in where(rows, norm=norm)] for norm in ("inf", "2")}
     second = max(row["over_second_power"] for row in where(rows, norm="2"))
     got = (
@@ -217,7 +212,7 @@ def theorem_3_2(request: Request) -> Reproduction:
         for norm in ratios
     ]
     holds = judge_bounds(list(itertools.chain(*ratios.values())))
-    return Reproduction(rows, panels, got, holds, criterion=Criterion("", seeds, _ATTAINED))
+    return proved(rows, got, holds, *panels, seeds=seeds, sure=_ATTAINED)
 
 
 def judge_bounds(over_bounds: Sequence[float]) -> bool:
@@ -271,10 +266,9 @@ def masking(request: Request) -> Reproduction:
         f" power {said(powers)}, to {max(row['over_bound'] for row in free):.2g} times the bound"
     )
     title = "a row of a token that does not see itself"
-    panels = [log_panel(title, free, "size", "over_bound", by="mask")]
-    criterion = Criterion("", seeds, f"{_ATTAINED}; {AGREED}")
-    holds = judge_growth([powers], held, 1)
-    return Reproduction(rows, panels, got, holds, criterion=criterion)
+    panel = log_panel(title, free, "size", "over_bound", by="mask")
+    holds, sure = judge_growth([powers], held, 1), f"{_ATTAINED}; {AGREED}"
+    return proved(rows, got, holds, panel, seeds=seeds, sure=sure)
 
 
 def masks(tokens: int) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.charts import Panel, Row, Series, lines, where
+from wellposed.charts import Panel, Row, Series, where
 from wellposed.linalg import polar
 from wellposed.models import build_model
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import exponent, median_seconds, timing_device
+from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.study import exponent, log_panel, median_seconds, proved, timing_device
 
 
 def transject_parameter_count(
@@ -59,6 +59,7 @@ VOCABULARY = 187
 """With it all four printed values are ten times ours after rounding; 177 to 188 fit (not
 printed)."""
 _NEAR = 0.02
+_NOT_DRAWN = "none: nothing is drawn"
 # Millions, as printed.
 PRINTED = {
     "Transformer": 190.1,
@@ -114,7 +115,7 @@ def table_5(request: Request) -> Reproduction:
     got = f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas" + (
         "; every printed value is ten times ours" if tenfold else ""
     )
-    return Reproduction(rows, panels, got=got, holds=judge_table_5(ratios), criterion=Criterion(""))
+    return proved(rows, got, judge_table_5(ratios), *panels, sure=_NOT_DRAWN)
 
 
 def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:
@@ -246,14 +247,7 @@ def table_4(request: Request) -> Reproduction:
             speedup = seconds[f"Transformer, {attention}"] / mine
             rows.append({**row, "seconds": mine, "speedup": speedup})
     panels = [
-        Panel(
-            f"{attention}, d = {width}, L = {layers}",
-            "tokens",
-            "seconds",
-            lines(where(rows, attention=attention), "tokens", "seconds", by="model"),
-            x_scale="log",
-            y_scale="log",
-        )
+        log_panel(attention, where(rows, attention=attention), "tokens", "seconds", by="model")
         for attention in ATTENTIONS
     ]
     got = "TransJect over Transformer: " + "; ".join(
@@ -264,14 +258,9 @@ def table_4(request: Request) -> Reproduction:
         if device == "cuda"
         else None
     )
-    criterion = Criterion("", uncertainty=f"medians of {repeats} interleaved passes")
-    notes = (
-        (
-            f"median of {repeats} interleaved passes without gradient, batch 1, float32, on"
-            f" {device}; the paper prints neither batch nor device"
-        ),
-    )
-    return Reproduction(rows, panels, got=got, holds=holds, criterion=criterion, notes=notes)
+    sure = f"medians of {repeats} interleaved passes"
+    note = f"{sure} without gradient, batch 1, float32, on {device}; the paper prints no batch"
+    return proved(rows, got, holds, *panels, sure=sure, notes=(note,))
 
 
 def _run(model: Any, ids: torch.Tensor, attention: str) -> None:

@@ -174,7 +174,6 @@ def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
         f"activation factor, {metric}": [of.factors[metric] for of in seeds] for metric in METRICS
     }
     quantities["entropy"] = [of.entropies for of in seeds]
-    quantities["entropy, standardized"] = [of.standardized for of in seeds]
     rows = []
     for quantity, by_seed in quantities.items():
         first = 0 if quantity.startswith("entropy") else 1

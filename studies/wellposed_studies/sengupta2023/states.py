@@ -33,17 +33,14 @@ class Layers:
     mean)."""
     entropies: list[list[float]] = field(default_factory=list)
     """For each state 0..L the mean over tokens (equation 6) of each batch, in nats."""
-    standardized: list[list[float]] = field(default_factory=list)
-    """The same of each token's values divided by their standard deviation."""
 
     def median_factor(self, metric: str = "euclidean", layer: int = -1) -> float:
         """Return the median over sequences at a layer, the last one where not given."""
         return quantile(self.factors[metric][layer], 0.5)
 
-    def entropy(self, *, standardized: bool = False) -> float:
+    def entropy(self) -> float:
         """Return the mean over the layers 1..L."""
-        rows = (self.standardized if standardized else self.entropies)[1:]
-        return statistics.fmean(statistics.fmean(row) for row in rows)
+        return statistics.fmean(map(statistics.fmean, self.entropies[1:]))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -82,9 +79,7 @@ def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
         for metric in METRICS:
             factor = activation_factor(states, metric=metric, attention_mask=mask, pairs=pairs)
             _extend(found.factors.setdefault(metric, []), factor.per_sequence)
-        for standardize, target in ((False, found.entropies), (True, found.standardized)):
-            entropy = layer_entropy(states, attention_mask=mask, standardize=standardize)
-            _extend(target, entropy.tolist())
+        _extend(found.entropies, layer_entropy(states, attention_mask=mask).tolist())
     return found
 
 

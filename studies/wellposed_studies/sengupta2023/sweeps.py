@@ -76,7 +76,6 @@ def figure_6(request: Request) -> Reproduction:
                         "seed": run.seed,
                         "activation_factor": layers.median_factor(),
                         "entropy": layers.entropy(),
-                        "entropy_standardized": layers.entropy(standardized=True),
                         "accuracy": 100 * run.metric("accuracy,test"),
                     }
                     for run in trained

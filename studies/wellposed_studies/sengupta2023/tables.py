@@ -20,7 +20,6 @@ from wellposed_studies.sengupta2023.trained import (
     LABELS,
     PAPER,
     PAPER_VALID_PERPLEXITY,
-    QUOTED,
     VARIANTS,
     Study,
     arena_studies,
@@ -163,7 +162,6 @@ def table_2(request: Request) -> Reproduction:
     means["average"] = score_means(averages)
     for (variant, value), printed in zip(means["average"].items(), PAPER["average"], strict=True):
         rows.append({"task": "average", "model": LABELS[variant], "paper": printed, "ours": value})
-    rows += _quoted("average")
     test = f"the average of TransJect over the tasks {_CRITERION}"
     holds = judge(averages, "transject")
     return _made(request, rows, studies, means, holds, runs, notes + builtin, test)
@@ -234,14 +232,7 @@ def _compare(
             rows.append({**row, "train_seconds": statistics.fmean(seconds)})
         found[study.name] = test
         trained += runs
-        rows += _quoted(study.name)
     return rows, found, trained
-
-
-def _quoted(task: str) -> list[dict[str, Any]]:
-    """Return the baselines that the paper quotes for a task; ours has no such models."""
-    quoted = QUOTED.get(task, {}).items()
-    return [{"task": task, "model": f"{model} (quoted)", "paper": value} for model, value in quoted]
 
 
 def _made(

@@ -1,9 +1,8 @@
 """Sengupta et al. (2023), what the paper proves of its layer: Theorem 1 and the sentence after it,
-Lemma 1, and the constant of Theorem 2."""
+Lemma 1, Corollary 1, and the constant of Theorem 2."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from wellposed.charts import Panel, Row, lines, where
-from wellposed.recipes.recipe import Criterion, Reproduction, Request, recipe
-from wellposed_studies.study import log_panel, spanned
-from wellposed_studies.verdicts import AGREED, every
+from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.study import log_panel, proved, spanned, sweep
+from wellposed_studies.verdicts import every
 
 _EXACT = 1e-9
 _PRESERVED = 0.1
@@ -22,6 +21,7 @@ _COLLAPSED = 0.02
 _APART = 0.05
 _RAISED = 1.01
 _STEP = 1e-4
+_ATTAINED = "factors are attained: more effort can only lower them"
 
 
 @recipe("sengupta2023/theorem-1", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 0.2})
@@ -46,9 +46,8 @@ def theorem_1(request: Request) -> Reproduction:
         f"relative difference at most {largest['difference']:.1g}, of U and V from orthogonal"
         f" {largest['turned']:.1g}, of the stretch from sigma_1^2 {largest['stretch']:.1g}"
     )
-    panels = [log_panel("normal tokens", rows, "width", "difference", by="tokens")]
-    holds = judge_identity(list(largest.values()))
-    return Reproduction(rows, panels, got, holds, criterion=_criterion(rows))
+    panel = log_panel("normal tokens", rows, "width", "difference", by="seed")
+    return proved(rows, got, judge_identity(list(largest.values())), panel, seeds=_seeds(rows))
 
 
 def judge_identity(differences: Sequence[float]) -> bool:
@@ -75,9 +74,8 @@ def distances(request: Request) -> Reproduction:
     rows = _drawn(request, _of_distances)
     least, greatest = ([row[name] for row in rows] for name in ("least", "greatest"))
     got = f"the least factor of a draw is {spanned(least)}, the greatest {spanned(greatest)}"
-    panels = [log_panel("normal tokens", rows, "width", "least", by="tokens")]
-    holds = judge_distances(least, greatest)
-    return Reproduction(rows, panels, got, holds, criterion=_criterion(rows))
+    panel = log_panel("normal tokens", rows, "width", "least", by="seed")
+    return proved(rows, got, judge_distances(least, greatest), panel, seeds=_seeds(rows))
 
 
 def judge_distances(least: Sequence[float], greatest: Sequence[float]) -> bool | None:
@@ -92,12 +90,11 @@ def _drawn(request: Request, measure: Callable[[Tensor], dict[str, float]]) -> l
     widths, seeds = request.pick(
         toy=([4], 2), mini=([8, 32], 10), medium=([8, 32, 128], 20), paper=([8, 64, 512], 20)
     )
-    rows: list[Row] = []
-    for width, seed in itertools.product(widths, range(seeds)):
-        torch.manual_seed(seed)
-        x = torch.randn(4 * width, width, dtype=torch.float64)
-        rows.append({"tokens": "normal", "width": width, "seed": seed, **measure(x)})
-    return rows
+    return sweep(
+        lambda width: measure(torch.randn(4 * width, width, dtype=torch.float64)),
+        width=widths,
+        seed=range(seeds),
+    )
 
 
 def _orthogonal(*shape: int) -> Tensor:
@@ -128,8 +125,8 @@ def _of_distances(x: Tensor) -> dict[str, float]:
     return {"least": float(factors.min()), "greatest": float(factors.max())}
 
 
-def _criterion(rows: Sequence[Row]) -> Criterion:
-    return Criterion("", len({row["seed"] for row in rows}), AGREED)
+def _seeds(rows: Sequence[Row]) -> int:
+    return len({row["seed"] for row in rows})
 
 
 @recipe("sengupta2023/lemma-1", measured={"mini": 0.3, "medium": 1.4}, estimated={"paper": 15})
@@ -156,23 +153,27 @@ def lemma_1(request: Request) -> Reproduction:
     tokens, width, restarts, steps = request.pick(
         toy=(3, 2, 4, 20), mini=(6, 3, 64, 800), medium=(6, 3, 256, 2000), paper=(12, 6, 512, 4000)
     )
-    rows: list[Row] = []
-    for (name, shape), layers in itertools.product(_SETS.items(), (2, 3, 4, 6)):
-        request.announce(f"{name}, L = {layers}")
-        torch.manual_seed(0)
+
+    def measure(inputs: str, L: int) -> Row:
+        request.announce(f"{inputs}, L = {L}")
         start = torch.randn(2, restarts, tokens, width, dtype=torch.float64)
         start[1] = start[0] + 0.3 * start[1]
-        weights = _orthogonal(2, restarts, width, width)
-        least = _least_factor(shape, start, weights, _ALPHA / layers, steps)
-        rows.append({"inputs": name, "L": layers, "proof": 1 - 3 * _ALPHA / layers, "least": least})
+        left, right = _orthogonal(2, restarts, width, width)
+
+        def layer(x: Tensor) -> Tensor:
+            return x + _ALPHA / L * torch.nn.functional.elu(x @ left @ x.mT @ x @ right)
+
+        least, _ = _nearest(layer, _SETS[inputs], start, steps)
+        return {"proof": 1 - 3 * _ALPHA / L, "least": least}
+
+    rows = sweep(measure, inputs=_SETS, L=(2, 3, 4, 6))
     ball, free = (where(rows, inputs=name) for name in _SETS)
     got = "; ".join(
         f"{name}: " + ", ".join(f"{row['least']:.2g} at L = {row['L']}" for row in mine)
         for name, mine in zip(_SETS, (ball, free), strict=True)
     )
     panels = [Panel("least factor found", "L", "factor", lines(rows, "L", "least", by="inputs"))]
-    criterion = Criterion("", uncertainty="factors are attained: more effort can only lower them")
-    return Reproduction(rows, panels, got, judge_lemma_1(ball), criterion=criterion)
+    return proved(rows, got, judge_lemma_1(ball), *panels, sure=_ATTAINED)
 
 
 def judge_lemma_1(ball: Sequence[Row]) -> bool | None:
@@ -203,28 +204,93 @@ _SETS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _least_factor(
-    shape: Callable[[Tensor], Tensor], start: Tensor, weights: Tensor, share: float, steps: int
-) -> float:
-    """Return the least |f(X) - f(Y)| / |X - Y| that Adam finds for f(X) = X + share F(X), of pairs
-    further apart than `_APART`."""
+def _nearest(
+    layer: Callable[[Tensor], Tensor], shape: Callable[[Tensor], Tensor], start: Tensor, steps: int
+) -> tuple[float, Tensor]:
+    """Return the least |f(X) - f(Y)| / |X - Y| that Adam finds of pairs further apart than `_APART`,
+    and that pair."""
     free = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([free], lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    least = math.inf
+    least, pair = math.inf, start[:, 0]
     for _ in range(steps):
         x = shape(free)
-        inner = x @ weights[0] @ x.mT @ x @ weights[1]
-        gap, apart = (y[0] - y[1] for y in (x + share * torch.nn.functional.elu(inner), x))
-        size = apart.norm(dim=(-2, -1))
-        factors = gap.norm(dim=(-2, -1)) / size
-        counted = factors.detach()[size.detach() > _APART]
-        least = min([least, *counted.tolist()])
+        size = (x[0] - x[1]).norm(dim=(-2, -1))
+        y = layer(x)
+        factors = (y[0] - y[1]).norm(dim=(-2, -1)) / size
+        counted = torch.where(size > _APART, factors, math.inf).detach()
+        if float(counted.min()) < least:
+            least, pair = float(counted.min()), x[:, int(counted.argmin())].detach()
         optimizer.zero_grad()
         ((factors + 1e-12).log() + (_APART / size).square()).sum().backward()
         optimizer.step()
         schedule.step()
-    return least
+    return least, pair
+
+
+@recipe("sengupta2023/corollary-1", measured={"mini": 0.5, "medium": 1}, estimated={"paper": 10})
+def corollary_1(request: Request) -> Reproduction:
+    """The least factor by which a layer of experts changes the distance of two inputs, by the size
+    of the weights of its gate.
+
+    Claim: the mixture of experts, its weights computed for each sample, is injective for L >= 3
+
+    Quote: "is computed for each sample, and the same expert weights are used for all tokens within a
+    sample" (section 3.3)
+
+    Test: at every L >= 3 and gate, no pair is brought nearer than the proof's factor 1 - 3 alpha / L;
+    against the claim where two inputs further apart than {_APART:g} have one image to {_EXACT:g}
+
+    Note: alpha = {_ALPHA:g}, two experts ELU(X U Sigma V), U and V orthogonal, the spectrum the same
+    for all X; the gate is the softmax over experts of w times the maximum over tokens, as in the
+    released code; |X|_2 <= 1
+
+    Note: the proof takes the weights of experts to be the same for both inputs, which is |w| = 0 in
+    the table; Newton's method takes the nearest pair found to one image
+    """
+    tokens, width, restarts, steps = request.pick(
+        toy=(3, 2, 4, 50), mini=(4, 3, 32, 600), medium=(6, 3, 128, 1500), paper=(12, 6, 512, 4000)
+    )
+
+    def measure(L: int, gate: float) -> dict[str, float]:
+        request.announce(f"L = {L}, gate of size {gate:g}")
+        start = torch.randn(2, restarts, tokens, width, dtype=torch.float64)
+        start[1] = start[0] + 0.3 * start[1]
+        left, right = _orthogonal(2, 2, width, width)
+        spectrum = torch.linspace(0.2, 1, width, dtype=torch.float64).diag()
+        w = torch.nn.functional.normalize(torch.randn(width, dtype=torch.float64), dim=0)
+
+        def layer(x: Tensor) -> Tensor:
+            inner = torch.nn.functional.elu(x[..., None, :, :] @ left @ spectrum @ right)
+            moved = x[..., None, :, :] + _ALPHA / L * inner
+            shares = (gate * moved.amax(-2) @ w).softmax(-1)
+            return (shares[..., None, None] * moved).sum(-3)
+
+        least, (x, y) = _nearest(layer, _in_ball, start, steps)
+        for _ in range(30):
+            jacobian: Tensor = torch.func.jacrev(layer)(y).reshape(y.numel(), -1)
+            step = torch.linalg.lstsq(jacobian, (layer(y) - layer(x)).reshape(-1, 1)).solution
+            y = y - step.reshape(y.shape)
+        apart, image = float((x - y).norm()), float((layer(x) - layer(y)).norm())
+        one = float(apart > _APART and image < _EXACT)
+        return {"least": least, "proof": 1 - 3 * _ALPHA / L, "apart": apart, "one_image": one}
+
+    rows = sweep(measure, L=(3, 6), gate=(0.0, 1.0, 10.0, 100.0))
+    texts = [
+        f"L = {row['L']}, |w| = {row['gate']:g}: {row['least']:.2g}"
+        + (f", two inputs {row['apart']:.2g} apart have one image" if row["one_image"] else "")
+        for row in rows
+    ]
+    panels = [Panel("least factor found", "|w|", "factor", lines(rows, "gate", "least", by="L"))]
+    got = f"least factor: {'; '.join(texts)}"
+    return proved(rows, got, judge_corollary_1(rows), *panels, sure=_ATTAINED)
+
+
+def judge_corollary_1(rows: Sequence[Row]) -> bool | None:
+    """Say whether the proof's factor holds everywhere, or two inputs have one image."""
+    if any(row["one_image"] for row in rows):
+        return False
+    return all(row["least"] >= row["proof"] - _EXACT for row in rows) or None
 
 
 @recipe("sengupta2023/theorem-2", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 0.2})
@@ -248,10 +314,7 @@ def theorem_2(request: Request) -> Reproduction:
     root of the width, and the pair shows that this is real; a spectrum of sum 1 keeps the constant
     """
     widths = request.pick(toy=[4, 64], mini=[4, 16, 64, 512], medium=[4, 16, 64, 512], paper=[512])
-    rows = [
-        _of_theorem_2(width, layers, name)
-        for width, layers, name in itertools.product(widths, (3, 6), _SCALES)
-    ]
+    rows = sweep(_of_theorem_2, width=widths, L=(3, 6), spectrum=_SCALES)
     texts = [
         f"{row['spectrum']}, D = {row['width']}, L = {row['L']}: attained {row['attained']:.3g},"
         f" printed {row['printed']:.3g}, proved {row['proved']:.3g}"
@@ -263,9 +326,9 @@ def theorem_2(request: Request) -> Reproduction:
         log_panel(name, where(long, spectrum=name, L=6), "width", "slope", by="kind")
         for name in _SCALES
     ]
-    criterion = Criterion("", uncertainty="none: one pair of inputs, in float64")
     holds = judge_theorem_2(where(rows, spectrum=next(iter(_SCALES))))
-    return Reproduction(rows, panels, "; ".join(texts), holds, criterion=criterion)
+    sure = "none: one pair of inputs, in float64"
+    return proved(rows, "; ".join(texts), holds, *panels, sure=sure)
 
 
 def judge_theorem_2(rows: Sequence[Row]) -> bool | None:
@@ -286,22 +349,19 @@ _SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _of_theorem_2(width: int, layers: int, spectrum: str) -> Row:
-    share = _ALPHA / layers
+def _of_theorem_2(width: int, L: int, spectrum: str) -> Row:
+    share = _ALPHA / L
     x = torch.eye(width, dtype=torch.float64)
     x[0, 0] = _RAISED
     moved = x.clone()
     moved[0, 0] += _STEP
-    change = _encoded(moved, layers, spectrum) - _encoded(x, layers, spectrum)
-    grown = (1 + share) ** (2 * layers)
+    change = _encoded(moved, L, spectrum) - _encoded(x, L, spectrum)
+    grown = (1 + share) ** (2 * L)
     root = math.sqrt(width) if spectrum == next(iter(_SCALES)) else 1.0
     return {
-        "width": width,
-        "L": layers,
-        "spectrum": spectrum,
         "attained": float(change.norm() / (moved - x).norm()),
-        "printed": (1 + 3 * share) ** (2 * layers),
-        "proved": grown * (1 + layers * 4 * root * share / (1 + share)),
+        "printed": (1 + 3 * share) ** (2 * L),
+        "proved": grown * (1 + L * 4 * root * share / (1 + share)),
     }
 
 

@@ -38,30 +38,6 @@ PAPER: Mapping[str, tuple[float, ...]] = {
     "ptb-words": (598.93, 147.80, 165.78, 127.59, 199.72),
 }
 PAPER_VALID_PERPLEXITY = (636.55, 161.52, 179.98, 134.82, 215.68)
-_OF_TEXTS = ("imdb", "ag_news")
-_OF_ARENA = ("lra-listops", "lra-text", "lra-retrieval", "lra-pathfinder", "lra-image", "average")
-_FROM_TAY = {"Linformer": (82.8, 86.5), "Synthesizer": (84.6, 89.1)}
-_FROM_CHEN = {
-    "Reformer": (37.7, 62.9, 79.0, 66.5, 48.9, 59.0),
-    "Big Bird": (39.3, 63.9, 80.3, 68.7, 43.2, 59.1),
-    "Linformer": (37.4, 58.9, 78.2, 60.9, 38.0, 54.7),
-    "Informer": (32.5, 62.6, 77.6, 57.8, 38.1, 53.7),
-    "Nystromformer": (38.5, 64.8, 80.5, 69.5, 41.3, 58.9),
-    "Performers": (38.0, 64.2, 80.0, 66.3, 41.4, 58.0),
-    "Skyformer": (38.7, 64.7, 82.1, 70.7, 40.8, 59.4),
-}
-QUOTED: Mapping[str, Mapping[str, float]] = {
-    **{
-        task: {name: values[i] for name, values in _FROM_TAY.items()}
-        for i, task in enumerate(_OF_TEXTS)
-    },
-    **{
-        task: {name: values[i] for name, values in _FROM_CHEN.items()}
-        for i, task in enumerate(_OF_ARENA)
-    },
-}
-"""By task: baselines that the paper quotes, of Tay et al. (2021) in table 1 and Chen et al. (2021)
-in table 2."""
 ONE_HEAD, ONE_EXPERT = -2.1, -4.7
 """Points on IMDb that the Transformer loses with a single head, and TransJect with a single expert
 (on valid)."""
@@ -218,7 +194,7 @@ def text_study(request: Request, name: str) -> Study:
             batch_size=16,
             options=few,
             warmup=40,
-            **{**_MINI, "evaluations": 12, "eval_batches": 40},
+            **{**_MINI, "seeds": 10, "evaluations": 12, "eval_batches": 40},
         ),
         medium=Sizes(
             steps, learning_rate=5e-4, options=short, warmup=150, factors=FACTORS, **_MEDIUM
@@ -292,7 +268,12 @@ def words_study(request: Request) -> Study:
     sizes = request.pick(
         toy=Sizes(2, layers=1, eval_batches=1, options=toy, **_TOY),
         mini=Sizes(
-            400, width=32, batch_size=16, options=mini, warmup=40, **{**_MINI, "evaluations": 12}
+            1000,
+            width=32,
+            batch_size=16,
+            options=mini,
+            warmup=40,
+            **{**_MINI, "seeds": 5, "evaluations": 12},
         ),
         medium=Sizes(
             2500, learning_rate=1e-2, options=medium, warmup=200, factors=FACTORS, **_MEDIUM

@@ -1,0 +1,78 @@
+"""McGrath (2024), equation 3: what his measure of orthogonality tells."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wellposed.charts import where
+from wellposed.functional import orthogonality_error
+from wellposed.linalg import polar
+from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.study import log_panel, proved, spanned, sweep
+
+_WAYS = ("to orthogonal", "to 0")
+
+
+@recipe("mcgrath2024/equation-3", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 1})
+def equation_3(request: Request) -> Reproduction:
+    """Err_orth beside the distance from the orthogonal matrices, on the way to the nearest one and
+    while a matrix shrinks.
+
+    Claim: err_orth measures the orthogonality of any matrix
+
+    Quote: "This measure then allows for us to measure the orthogonality of any input matrix"
+    (section 4.3)
+
+    Test: on two ways, straight to the nearest orthogonal matrix and straight to 0, err_orth falls
+    or rises with the distance from the nearest orthogonal matrix at every step of every draw;
+    against the claim where on one of them it moves the other way at every draw
+
+    Note: 30 % of noise on an orthogonal matrix; err_orth is of second order in the scale, so that
+    decay of weights lowers it by itself, which his figure 3 does not tell from a turn; the
+    scale-free form stands beside it there
+    """
+    widths, seeds = request.pick(
+        toy=([4], 2), mini=([16, 64], 10), medium=([16, 64, 256], 20), paper=([768], 20)
+    )
+
+    def measure(way: str, width: int) -> dict[str, float]:
+        noise = torch.randn(2, width, width, dtype=torch.float64)
+        a = polar(noise[0]) + 0.3 / math.sqrt(width) * noise[1]
+        end = polar(a) if way == "to orthogonal" else torch.zeros_like(a)
+        passed = [torch.lerp(a, end, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)]
+        errors, away = (
+            torch.tensor([float(of(each)) for each in passed])
+            for of in (orthogonality_error, _away)
+        )
+        steps = errors.diff() * away.diff()
+        ends = {
+            "error_ratio": float(errors[-1] / errors[0]),
+            "away_ratio": float(away[-1] / away[0]),
+        }
+        return {**ends, "with": float((steps > 0).double().mean())}
+
+    rows = sweep(measure, way=_WAYS, width=widths, seed=range(seeds))
+    of_ways = {way: where(rows, way=way) for way in _WAYS}
+    texts = []
+    for way, mine in of_ways.items():
+        away, error = (spanned([row[of] for row in mine]) for of in ("away_ratio", "error_ratio"))
+        texts.append(f"{way}: distance times {away}, err_orth times {error}")
+    panels = [log_panel(way, of, "width", "error_ratio", by="seed") for way, of in of_ways.items()]
+    holds = judge_equation_3([[row["with"] for row in mine] for mine in of_ways.values()])
+    return proved(rows, "; ".join(texts), holds, *panels, seeds=seeds)
+
+
+def judge_equation_3(moved: list[list[float]]) -> bool | None:
+    """Say whether the measure moves with the distance at every step, or against it at every draw of
+    a way."""
+    if all(min(of) == 1 for of in moved):
+        return True
+    return False if any(max(of) == 0 for of in moved) else None
+
+
+def _away(a: Tensor) -> float:
+    """Return the root mean square of singular values less 1."""
+    return float((torch.linalg.svdvals(a) - 1).square().mean().sqrt())
