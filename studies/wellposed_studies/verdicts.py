@@ -89,6 +89,11 @@ def some(parts: Iterable[bool | None]) -> bool | None:
     return True if True in found else None if None in found else False
 
 
+def decided(*, holds: bool, against: bool) -> bool | None:
+    """Return the side of a claim that is shown, None where neither is."""
+    return True if holds else False if against else None
+
+
 def agreed(of_seeds: Sequence[bool | None]) -> bool | None:
     """Return what every seed, or every reading of a claim, says; None where they differ.
 

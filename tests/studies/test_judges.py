@@ -20,10 +20,10 @@ from wellposed_studies.frontier import words as word_frontier
 from wellposed_studies.huang2020 import attention_block, updates
 from wellposed_studies.huang2020 import depth as deep
 from wellposed_studies.kim2021 import costs, inverses, jacobians, theorems
-from wellposed_studies.kim2021 import layers as attentions
+from wellposed_studies.mcgrath2024 import equations
 from wellposed_studies.mcgrath2024 import scores as mcgrath
 from wellposed_studies.sengupta2023 import costs as sizes
-from wellposed_studies.sengupta2023 import layers, sweeps, tables, tokens
+from wellposed_studies.sengupta2023 import layers, tables, tokens
 from wellposed_studies.sengupta2023 import theorems as layer_theorems
 from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
 from wellposed_studies.verdicts import every
@@ -72,6 +72,10 @@ def changes(experts, deeper, ours, dropout):
         (LABELS["post_ln"], "layers"): seeds(deeper),
         (LABELS["post_ln"], "dropout"): seeds(dropout),
     }
+
+
+def images(least, one_image):
+    return [{"least": least, "proof": 0.01, "one_image": one_image}]
 
 
 def by_stack(value, spread=NEAR):
@@ -185,10 +189,16 @@ VERDICTS = {
         ([seeds(-1.0), seeds(-1.01)], [seeds(-0.5)]),
         ([seeds(-1.0), seeds(-0.8)], [seeds(-0.5)]),
     ),
+    "huang2020/gradients": Fed(
+        attention_block.judge_gradients, ([seeds(0.0)] * 3,), ([seeds(0.0), seeds(3.0)],)
+    ),
+    "kim2021/lemma-f.2": Fed(
+        jacobians.judge_lemma_f_2, ([0.999, 1.0], [1.0]), ([0.999, 1.1], [1.0])
+    ),
     "kim2021/figure-2": Fed(
         jacobians.judge_figure_2, (two_bounds(0.9), STEEP), (two_bounds(0.7), STEEP)
     ),
-    "kim2021/bound-ratio": Fed(attentions.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
+    "kim2021/bound-ratio": Fed(theorems.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
     "kim2021/theorem-3.1": Fed(theorems.judge_growth, GROWN, BOUNDED, further={"order": 2}),
     "kim2021/lemma-f.1": Fed(
         theorems.judge_growth, GROWN, ([seeds(2.0)], [1.1]), further={"order": 2}
@@ -198,7 +208,7 @@ VERDICTS = {
     "kim2021/figure-3": INVERSES,
     "kim2021/figure-4": COSTS,
     "kim2021/table-1": Fed(
-        attentions.judge_table_1, ([{"over_dot_product": 1.4}],), ([{"over_dot_product": 1.6}],)
+        costs.judge_table_1, ([{"over_dot_product": 1.4}],), ([{"over_dot_product": 1.6}],)
     ),
     "kim2021/table-2": COSTS,
     "kim2021/figure-5": INVERSES,
@@ -241,6 +251,9 @@ VERDICTS = {
         layer_theorems.judge_distances, ([0.95], [1.05]), ([0.2, 0.4], [1.0, 1.0])
     ),
     "sengupta2023/lemma-1": Fed(layer_theorems.judge_lemma_1, (factors(0.2),), (factors(-0.1),)),
+    "sengupta2023/corollary-1": Fed(
+        layer_theorems.judge_corollary_1, (images(0.8, 0.0),), (images(0.001, 1.0),)
+    ),
     "sengupta2023/theorem-2": Fed(
         layer_theorems.judge_theorem_2, (slopes(2.0, 5.0),), (slopes(70.0, 90.0),)
     ),
@@ -264,13 +277,17 @@ VERDICTS = {
     ),
     "sengupta2023/figure-5": Fed(layers.judge_figure_5, ([0.1, -0.3], [0.2]), ([0.1, -0.4], [0.2])),
     "sengupta2023/figure-6": Fed(
-        sweeps.judge_figure_6,
+        layers.judge_figure_6,
         (changes(1.0, 2.0, -0.5, -1.0), LABELS["post_ln"]),
         (changes(-1.0, 2.0, 0.5, -1.0), LABELS["post_ln"]),
     ),
     "sengupta2023/figure-7": Fed(
         layers.judge_figure_7, ([0.2, 0.3], 0.25, [0.1]), ([0.1, 0.4], 0.25, [0.1])
     ),
+    "zhang2021/affinity": Fed(
+        affinity_rows.judge_affinity, ([[0.001], [0.002]],), ([[0.001], [0.2, 0.3]],)
+    ),
+    "mcgrath2024/equation-3": Fed(equations.judge_equation_3, ([[1.0], [1.0]],), ([[1.0], [0.0]],)),
     "zhang2021/theorem-2.1": Fed(affinity_rows.judge_theorem, (opposite(0.999),), (opposite(1.1),)),
     "zhang2021/table-1": BLEU,
     "zhang2021/table-2": BLEU,
@@ -309,11 +326,16 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (attention_block.judge_theorem_3_1, ([seeds(-1.0, APART)], [seeds(-0.5)])),
         (tokens.judge_figure_4, (seeds(0.9, APART), seeds(0.5))),
         (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
-        (sweeps.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
+        (layers.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
         (layers.judge_figure_5, ([0.1], [0.0])),
         (order.judge, ([[tight(0.5)], [[0.1, 0.3, 0.05]]],)),
         (small_translation.judge, ([2.0, -3.0, 0.5],)),
         (characters.judge, ([[characters.Rivalry(APART, [tight(-0.1)] * 5)]],)),
+        (attention_block.judge_gradients, ([seeds(0.2)],)),
+        (jacobians.judge_lemma_f_2, ([0.9], [0.9])),
+        (layer_theorems.judge_corollary_1, (images(0.001, 0.0),)),
+        (affinity_rows.judge_affinity, ([[0.001, 0.2]],)),
+        (equations.judge_equation_3, ([[0.5], [1.0]],)),
         (inverses.judge_figure_10, ([[0.9, 1.2]], [[1.5, 1.4]])),
         (mcgrath.judge_shares, ([tight(0.3), tight(0.9)],)),
         (sizes.judge_table_5, ([],)),
@@ -325,7 +347,7 @@ def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) - set(VERDICTS) == {"huang2020/table-1"}, "a table of settings"
-    assert len(RECIPES.names()) == 55
+    assert len(RECIPES.names()) == 60
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.says

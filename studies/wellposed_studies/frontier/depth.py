@@ -19,6 +19,7 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     listing,
+    log_panel,
     train_grid,
 )
 from wellposed_studies.verdicts import AGREED, Power
@@ -111,11 +112,9 @@ def _row(corpus: str, label: str, run: FinishedRun) -> Row:
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
+    dots = lines(rows, "blocks", "accuracy", by="model", style="dots")
     bounded = [row for row in rows if math.isfinite(row["total"])]
-    accuracies = lines(rows, "blocks", "accuracy", by="model", style="dots")
-    totals = lines(bounded, "blocks", "total", by="model", style="dots")
-    titles = "accuracy by depth, no norms", "certified total by depth"
     return [
-        Panel(titles[0], "blocks", "accuracy on test", accuracies, x_scale="log"),
-        Panel(titles[1], "blocks", "Lipschitz constant", totals, x_scale="log", y_scale="log"),
+        Panel("accuracy by depth, no norms", "blocks", "accuracy on test", dots, x_scale="log"),
+        log_panel("certified Lipschitz constant by depth", bounded, "blocks", "total", by="model"),
     ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from wellposed.charts import Panel, Row
+from wellposed.charts import Panel, Row, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.recipes.recipe import Reproduction, Request, recipe
@@ -366,21 +366,20 @@ def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
 
 
 def _panels(lengths: Sequence[Trained], found: Mapping[str, Tuned]) -> list[Panel]:
-    longest, bleu, longer = lengths[-1], [], []
+    bleu, longer = [], []
     for place, (name, label) in enumerate(LABELS.items()):
-        rows = [{"place": place, "bleu": value} for value in _column(longest[name])]
-        bleu.append(mean_series(rows, "place", "bleu", label, "dots", place))
-        if name in TRANSFORMERS:
-            rows = [
-                {"steps": _steps(of), "bleu": value}
-                for of in lengths
-                for value in _column(of[name])
-            ]
-            longer.append(mean_series(rows, "steps", "bleu", label, "solid", place))
+        rows = [
+            {"place": place, "steps": _steps(of), "bleu": value}
+            for of in lengths
+            for value in _column(of.get(name, ()))
+        ]
+        last = where(rows, steps=_steps(lengths[-1]))
+        bleu.append(mean_series(last, "place", "bleu", label, "dots", place))
+        longer.append(mean_series(rows, "steps", "bleu", label, "solid", place))
     names = {tuned.runs[0].folder: LABELS[name] for name, tuned in found.items()}
     first = [tuned.runs[0] for tuned in found.values()]
     losses = curves(first, "valid", lambda run: names[run.folder])
-    y, title = "BLEU on test", f"after {_steps(longest)} steps"
+    y, title = "BLEU on test", f"after {_steps(lengths[-1])} steps"
     return [
         Panel(title, "model", y, bleu, names=list(LABELS.values()), legend=False),
         Panel("ever longer", "steps", y, longer, x_scale="log"),

@@ -1,5 +1,6 @@
 """Huang et al. (2020), Theorem 3.1: how far a step moves one attention block, by the sizes of its
-weights and input."""
+weights and input; and what appendices B and C conclude of whole models, in the scalars they are
+derived in."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from wellposed.charts import Row, where
 from wellposed.initialize import step_change
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, sweep
-from wellposed_studies.verdicts import UNCERTAINTY, every, within
+from wellposed_studies.verdicts import UNCERTAINTY, decided, every, within
 
 TOKENS = 16
 Sizes = tuple[float, float, float]
@@ -27,7 +28,9 @@ SETTINGS: Mapping[str, Sizes] = {
 }
 *MEETING, MISSING = SETTINGS
 """The settings that meet the theorem's condition, and the one that does not."""
-_NEAR = 0.1
+_NEAR, _GROWS = 0.1, 0.5
+_PRODUCTS = ("encoder", "decoder", "memory")
+_SIZES = {"N^-1/2": (1.0, -0.5), "0.67 N^-1/4": (0.67, -0.25)}
 _BLOCKS = (60, 180, 600, 1800, 6000)
 
 
@@ -158,3 +161,87 @@ def draw_numbers(rows: int, width: int) -> Tensor:
     if width == 1:
         return 0.5 + torch.rand(rows, 1, dtype=torch.float64) / 2
     return torch.randn(rows, width, dtype=torch.float64) / math.sqrt(width)
+
+
+@recipe("huang2020/gradients", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 1})
+def gradients(request: Request) -> Reproduction:
+    """The products of gradients of appendix C by the number of layers N, in scalars.
+
+    Claim: with |v_e| = |w_e| = 0.67 N^-1/4 and |v_d| = |w_d| = |x| = |y| = (9 N)^-1/4 the products
+    of gradients of encoder, decoder and memory are of order 1 at any depth
+
+    Quote: "which by design gives" (appendix C)
+
+    Test: in one dimension with positive weights, as appendix B assumes, the exponent of N in each
+    product is within {_NEAR:g} of 0, by {UNCERTAINTY}; against the claim where one is above
+    {_GROWS:g}
+
+    Note: for |v_e| = |w_e| = N^-1/2, which meets the condition |v_e||w_e| < 1/N of the appendix, |m| /
+    |x| keeps its order; 0.67 N^-1/4 does not meet it
+
+    Note: {TOKENS} tokens; weights are at most of the stated size, at least half of it; the
+    derivation keeps 1 + sum v w of prod (1 + v w), which are of the same order up to v w
+    = 1/N; its own v w is of order N^-1/2
+
+    Note: models of any width with weights of both signs, whose sums grow as roots, are
+    `huang2020/updates` and `huang2020/signal`, which hold: the initialization does what is claimed
+    for it, by another reason than the one printed
+    """
+    depths = request.pick(toy=(2, 8), mini=(6, 20, 60), medium=(6, 20, 60, 200), paper=(6, 60, 600))
+    seeds = request.pick(toy=2, mini=5, medium=10, paper=10)
+    rows = sweep(measure_scalars, N=depths, size=_SIZES, seed=range(seeds))
+    powers = {
+        (size, of): [exponent(where(rows, size=size, seed=seed), "N", of) for seed in range(seeds)]
+        for size, of in itertools.product(_SIZES, (*_PRODUCTS, "m_over_x"))
+    }
+    got = "exponent of N: " + ", ".join(
+        f"{of.replace('_', ' ')} {said(values)} ({size})" for (size, of), values in powers.items()
+    )
+    panels = [log_panel(of, rows, "N", of, by="size") for of in (*_PRODUCTS, "m_over_x")]
+    holds = judge_gradients([powers["0.67 N^-1/4", of] for of in _PRODUCTS])
+    return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
+
+
+def judge_gradients(powers: Sequence[Sequence[float]]) -> bool | None:
+    """Say whether every product keeps its order, or one grows."""
+    grows = any(within(of, high=_GROWS) is False for of in powers)
+    return decided(holds=all(within(of, -_NEAR, _NEAR) for of in powers), against=grows)
+
+
+def measure_scalars(N: int, size: str) -> Row:
+    """Return the squared gradients of one output of a scalar encoder-decoder of N layers a side, and
+    |m| / |x|."""
+    (factor, power), decoded = _SIZES[size], (9 * N) ** -0.25
+    of_encoder, of_decoder = (
+        [
+            torch.cat([draw_numbers(2, 1), of * draw_numbers(2, 1)]).requires_grad_()
+            for _ in range(kinds * N)
+        ]
+        for of, kinds in ((factor * N**power, 2), (decoded, 3))
+    )
+    x, y = ((decoded * draw_numbers(TOKENS, 1)).requires_grad_() for _ in range(2))
+    encoded = x
+    for place, weights in enumerate(of_encoder):
+        encoded = encoded + _block(encoded, weights, encoded if place % 2 == 0 else None)
+    memory = encoded.detach().requires_grad_()
+    out = y
+    for place, weights in enumerate(of_decoder):
+        seen = (out, memory, None)[place % 3]
+        out = out + _block(out, weights, seen)
+    found = {
+        "encoder": torch.autograd.grad(encoded[0, 0], of_encoder),
+        "decoder": torch.autograd.grad(out[0, 0], of_decoder, retain_graph=True),
+        "memory": torch.autograd.grad(out[0, 0], [memory]),
+    }
+    products = {
+        of: float(sum(each.square().sum() for each in grads)) for of, grads in found.items()
+    }
+    return {**products, "m_over_x": float(memory.detach().norm() / x.detach().norm())}
+
+
+def _block(x: Tensor, weights: Tensor, seen: Tensor | None) -> Tensor:
+    """Return v w x, of what is attended to where something is seen; k and q are of order 1."""
+    key, query, value, output = weights
+    if seen is None:
+        return value * output * x
+    return (x * query @ (seen * key).mT).softmax(-1) @ seen * value * output

@@ -1,13 +1,17 @@
 """Kim et al. (2021), what bounded attention costs: character-level language models by attention and
-depth, and how deep they train."""
+depth, how deep they train, and the time of a step (table 1)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
-from wellposed.charts import Panel, Row, Series
+import torch
+
+from wellposed.charts import Panel, Row, Series, lines, where
+from wellposed.models import build_model
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import (
     CONTRACTIVE,
@@ -21,7 +25,19 @@ from wellposed_studies.kim2021.language_models import (
     train_models,
     tuned,
 )
-from wellposed_studies.study import FinishedRun, Sizes, depths_trained, judged, listing, minus, said
+from wellposed_studies.study import (
+    FinishedRun,
+    Sizes,
+    depths_trained,
+    judged,
+    listing,
+    mean_series,
+    median_seconds,
+    minus,
+    proved,
+    said,
+    timing_device,
+)
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, Power, every, within
 
 TABLE_2: Mapping[str, Mapping[int, float]] = {
@@ -303,17 +319,8 @@ def _made(
     def fails(run: FinishedRun) -> bool:
         return bool(sizes.rates) and run.variant == "dot_product" and run.depth == deepest
 
-    return judged(
-        request,
-        rows,
-        panels,
-        got,
-        holds,
-        runs,
-        uncertainty=uncertainty,
-        notes=_notes(sizes),
-        fails=fails,
-    )
+    how = {"uncertainty": uncertainty, "notes": _notes(sizes), "fails": fails}
+    return judged(request, rows, panels, got, holds, runs, **how)
 
 
 def _curves(
@@ -336,15 +343,14 @@ def _of(run: FinishedRun) -> dict[str, object]:
 
 
 def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Printed) -> Panel:
-    """Draw the mean over seeds of each depth in their range, and the best value that the paper
-    prints."""
-    series = []
-    for depth in dict.fromkeys(run.depth for run in runs):
-        of_seeds = [dict(run.curve(split)) for run in runs if run.depth == depth]
-        steps = [step for step in of_seeds[0] if all(step in curve for curve in of_seeds)]
-        losses = [[curve[step] for curve in of_seeds] for step in steps]
-        band = (list(map(min, losses)), list(map(max, losses))) if len(of_seeds) > 1 else ()
-        series.append(Series(f"{depth} layers", steps, list(map(fmean, losses)), band=band))
+    """Draw the mean over seeds of each depth, and the best value that the paper prints."""
+    rows = [
+        {"depth": f"{run.depth} layers", "step": step, "nll": loss}
+        for run in runs
+        for step, loss in run.curve(split)
+    ]
+    depths = dict.fromkeys(row["depth"] for row in rows)
+    series = [mean_series(where(rows, depth=of), "step", "nll", of) for of in depths]
     least = min(printed.get(kind, {}).values(), default=None)
     level = None if least is None else (f"paper's best on test {least:g}", least)
     return Panel(LABELS[kind], "step", f"{split} NLL", series, level=level)
@@ -387,3 +393,88 @@ def _notes(sizes: Sizes) -> tuple[str, ...]:
         f" on {read} of them",
     ]
     return tuple(filter(None, notes))
+
+
+KINDS = ("dot_product", "l2", "l2_tied", "l2_contractive")
+# Characters of the train split of the character-level Penn Treebank.
+_PTB_CHARACTERS = 5_017_483
+
+
+@recipe("kim2021/table-1", measured={"mini": 0.4}, estimated={"medium": 10, "paper": 5})
+def table_1(request: Request) -> Reproduction:
+    """Time of a training step by attention and depth.
+
+    Claim: the differences are rather small: at 5 layers 110 s (dot product), 115, 108 (tied),
+    127 (contractive) an epoch
+
+    Quote: "the differences between the models are rather small" (appendix E)
+
+    Test: no attention takes more than 1.5 times the step of dot product, at any depth
+    """
+    width, tokens, batch, depths, repeats = request.pick(
+        toy=(16, 8, 2, [1], 2),
+        mini=(128, 128, 16, [1, 3, 5], 7),
+        medium=(256, 288, 16, [1, 2, 3, 4, 5], 11),
+        paper=(512, 288, 64, [1, 2, 3, 4, 5], 20),
+    )
+    steps_per_epoch = _PTB_CHARACTERS / (tokens * batch)
+    rows: list[dict[str, Any]] = []
+    for depth in depths:
+        request.announce(f"{depth} layers")
+        steps = {kind: training_step(kind, width, tokens, batch, depth) for kind in KINDS}
+        seconds = median_seconds(steps, repeats, warmup=2)
+        rows += [
+            {
+                "attention": LABELS[kind],
+                "layers": depth,
+                "step_seconds": seconds[kind],
+                "epoch_seconds": seconds[kind] * steps_per_epoch,
+                "over_dot_product": seconds[kind] / seconds["dot_product"],
+            }
+            for kind in KINDS
+        ]
+    worst = max(rows, key=lambda row: row["over_dot_product"])
+    series = lines(rows, "layers", "step_seconds", by="attention")
+    panels = [Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)]
+    got = (
+        f"at {depths[-1]} layers, over dot product: "
+        + ", ".join(
+            f"{row['attention']} {row['over_dot_product']:.2f}"
+            for row in where(rows, layers=depths[-1])[1:]
+        )
+        + f"; largest {worst['over_dot_product']:.2f} ({worst['attention']}, {worst['layers']}"
+        " layers)"
+    )
+    sure = f"medians of {repeats} interleaved steps"
+    note = (
+        f"{sure} of batch {batch} on {timing_device()}; an epoch is {steps_per_epoch:.0f} steps;"
+        " timings on a busy machine scatter"
+    )
+    return proved(rows, got, judge_table_1(rows), *panels, sure=sure, notes=(note,))
+
+
+def judge_table_1(rows: Sequence[Row]) -> bool:
+    """Say whether the differences are small at every depth."""
+    return max(row["over_dot_product"] for row in rows) <= 1.5
+
+
+def training_step(kind: str, width: int, tokens: int, batch: int, depth: int) -> Callable[[], None]:
+    """Return one step of AdamW, forward and backward pass included, of a model with that
+    attention."""
+    device = timing_device()
+    ids = torch.randint(0, 50, (batch, tokens), device=device)
+    # Divided by the bound of the inf-norm, as in the paper.
+    options: dict[str, Any] = {"lipschitz_norm": "inf"} if kind == "l2_contractive" else {}
+    sizes = {"hidden_size": width, "num_hidden_layers": depth, "max_position_embeddings": tokens}
+    options |= {"vocab_size": 50, "num_attention_heads": 8, "attention": kind}
+    torch.manual_seed(0)
+    model: Any = build_model("wellposed", "causal_lm", **sizes, **options)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    return step

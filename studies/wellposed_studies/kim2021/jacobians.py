@@ -388,16 +388,8 @@ def figure_8(request: Request) -> Reproduction:
         f" shows for dot product only); in the other curves each round of {steps} steps also"
         " starts from the best input doubled, with the query of its first token 0",
     )
-    return judged(
-        request,
-        rows,
-        panels,
-        got,
-        holds,
-        runs,
-        uncertainty=f"{AGREED}; the norms are attained values",
-        notes=notes,
-    )
+    sure = f"{AGREED}; the norms are attained values"
+    return judged(request, rows, panels, got, holds, runs, uncertainty=sure, notes=notes)
 
 
 def judge_figure_8(

@@ -1,12 +1,12 @@
 """Kim et al. (2021), what the paper proves, attacked: Theorems 3.1 and 3.2, Lemma F.1, and masks
-(appendix G)."""
+(appendix G); and how far its bounds are from sharper ones."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch import Tensor
 from wellposed.certification import lipschitz_lower_bound
 from wellposed.charts import Row, where
 from wellposed.linalg import kim2021_bound
+from wellposed.nn import L2SelfAttention
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
-from wellposed_studies.kim2021.layers import NORMS, theorem_bound
 from wellposed_studies.study import exponent, log_panel, proved, said, spanned, sweep
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
 
+NORMS: tuple[Literal["inf", 2], ...] = ("inf", 2)
+_CONTRACTIVE = 0.999
+_INIT = 2.0**-4
 _NEAR = 0.1
 _ORDERS = (1, 2, math.inf)
 _TOKENS = 6
@@ -315,3 +318,81 @@ def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
         over = float(row) / _printed(query, 3, "inf")
         rows.append({"mask": "no diagonal", "seed": seed, "size": size, "over_bound": over})
     return rows
+
+
+@recipe("kim2021/bound-ratio", measured={"mini": 0.2, "medium": 0.2}, estimated={"paper": 1})
+def bound_ratio(request: Request) -> Reproduction:
+    """The bound of Theorem 3.2 over the sharper one, by width, tokens and norm.
+
+    Claim: Theorem 3.2 is an upper bound; contractive L2 attention is divided by it
+
+    Quote: "normalise L2-MHA by the bound on" (section 5.3)
+
+    Test: the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well
+
+    Note: two formulas are compared, no attained slope: figures 2 and 7 have those
+
+    Note: at c = {_CONTRACTIVE:g} a layer that is divided by its bound keeps c / bound of its
+    output, so that with the paper's bound the branch starts smaller by the ratio
+
+    Note: weights uniform in +-{_INIT:g} / sqrt(D), appendix I
+
+    Note: in norm 2 with the fourth power of W_Q: with the printed second power it is no bound
+    """
+    sizes, lengths, seeds = request.pick(
+        toy=([(16, 2)], [4, 8], 1),
+        mini=([(64, 8), (128, 8), (512, 8)], [64, 288], 3),
+        medium=([(64, 8), (128, 8), (512, 8), (1024, 16)], [64, 288, 1024], 5),
+        paper=([(64, 8), (128, 8), (512, 8), (1024, 16)], [64, 288, 1024], 3),
+    )
+    rows: list[dict[str, Any]] = []
+    for (width, heads), seed in itertools.product(sizes, range(seeds)):
+        request.announce(f"D = {width}, H = {heads}, seed {seed}")
+        torch.manual_seed(seed)
+        layer = L2SelfAttention(width, heads, init_scale=_INIT).requires_grad_(False)
+        for tokens, norm in itertools.product(lengths, NORMS):
+            row = {"D": width, "H": heads, "N": tokens, "norm": str(norm), "seed": seed}
+            rows.append({**row, **_bounds(layer, tokens, norm)})
+    width, heads = sizes[-1]
+    said = [
+        f"norm {row['norm']}: {row['kim2021']:.2g} against {row['sharp']:.2g},"
+        f" {row['ratio']:.0f} times"
+        for row in where(rows, D=width, N=lengths[-1], seed=0)
+    ]
+    panels = [
+        log_panel(f"norm {norm}", where(rows, norm=str(norm), seed=0), "N", "ratio", by="D")
+        for norm in NORMS
+    ]
+    got = f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}"
+    holds = judge_ratio([row["ratio"] for row in rows])
+    return proved(rows, got, holds, *panels, seeds=seeds)
+
+
+def judge_ratio(ratios: list[float]) -> bool:
+    """Say whether the printed bound is confirmed as an upper bound of the proved one."""
+    return min(ratios) >= 1
+
+
+def _bounds(layer: L2SelfAttention, tokens: int, norm: Literal["inf", 2]) -> dict[str, float]:
+    printed = theorem_bound(layer, tokens, norm)
+    sharp = float(layer.lipschitz_bound(tokens, norm=norm))
+    return {
+        "kim2021": printed,
+        "sharp": sharp,
+        "ratio": printed / sharp,
+        "branch_factor_kim2021": _CONTRACTIVE / printed,
+        "branch_factor_sharp": _CONTRACTIVE / sharp,
+    }
+
+
+def theorem_bound(
+    layer: Any, tokens: int, norm: Literal["inf", 2], *, as_printed: bool = False
+) -> float:
+    """Return the bound of Theorem 3.2 of a layer, see `kim2021_bound`."""
+    query, value = (
+        projection.weight.double().unflatten(0, (layer.num_heads, -1)).mT
+        for projection in (layer.q_proj, layer.v_proj)
+    )
+    output = layer.o_proj.weight.double().mT
+    how: dict[str, Any] = {"seq_len": tokens, "norm": norm, "as_printed": as_printed}
+    return float(kim2021_bound(query, value, output, **how))

@@ -12,6 +12,7 @@ from wellposed.functional import orthogonality_error
 from wellposed.linalg import polar
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
+from wellposed_studies.verdicts import decided
 
 _WAYS = ("to orthogonal", "to 0")
 
@@ -68,9 +69,8 @@ def equation_3(request: Request) -> Reproduction:
 def judge_equation_3(moved: list[list[float]]) -> bool | None:
     """Say whether the measure moves with the distance at every step, or against it at every draw of
     a way."""
-    if all(min(of) == 1 for of in moved):
-        return True
-    return False if any(max(of) == 0 for of in moved) else None
+    with_it, against = all(min(of) == 1 for of in moved), any(max(of) == 0 for of in moved)
+    return decided(holds=with_it, against=against)
 
 
 def _away(a: Tensor) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from wellposed.charts import Panel, Row, Series, where
+from wellposed.charts import Panel, Row, Series, medians, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
@@ -77,7 +77,6 @@ QR_TEST = (
 )
 _PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 _MAX_JOBS = 8
-_GREY = 6
 
 
 def sizes_of(request: Request) -> Sizes:
@@ -541,34 +540,25 @@ def about_qr(cells: Cells) -> str:
 
 def _sweep(cells: Cells) -> list[Panel]:
     """Return a panel a score: means by strength, a line a place or QR form, and the baseline."""
-    groups = list(dict.fromkeys(cell.group for cell in cells[1:]))
-    rows = []
-    for cell in cells[1:]:
-        # Side by side, so that bars of one strength can be told apart.
-        at = 1.12 ** (groups.index(cell.group) - 2) * cell.strength
-        rows += [{**scores, "group": cell.group, "at": at} for scores in cell.scores.values()]
+    groups = dict.fromkeys(cell.group for cell in cells[1:])
+    rows = [
+        {**scores, "group": cell.group, "strength": cell.strength}
+        for cell in cells[1:]
+        for scores in cell.scores.values()
+    ]
     panels = []
     for column, heading in HEADINGS.items():
-        series = [mean_series(where(rows, group=of), "at", column, of) for of in groups]
-        ends = [x for line in series for x in line.x]
-        if ends and cells[0].scores:
-            level = [cells[0].mean(column)[0]] * 2
-            series.append(Series(BASELINE, [min(ends), max(ends)], level, "dashed", _GREY))
-        legend = column == COLUMNS[0]
-        panels.append(Panel(heading, "strength", heading, series, "log", legend=legend))
+        series = [mean_series(where(rows, group=of), "strength", column, of) for of in groups]
+        level = (BASELINE, cells[0].mean(column)[0]) if cells[0].scores else None
+        panels.append(Panel(heading, "strength", heading, series, "log", level=level))
     return panels
 
 
 def _drift(rows: Sequence[Row]) -> list[Panel]:
     """Return a panel a role: err_orth of the baseline over its initial value, a line a layer."""
     known = [row for row in rows if row["error_over_initial"] is not None]
-    panels = []
-    for role in ROLES:
-        series = []
-        for name in dict.fromkeys(row["weight"] for row in known):
-            of, _, layer = name.partition(".")
-            if of == role:
-                mine, label = where(known, weight=name), f"layer {layer}" if layer else "all"
-                series.append(mean_series(mine, "step", "error_over_initial", label))
-        panels.append(Panel(role.replace("_", " "), "step", "err_orth / initial", series))
-    return panels
+    found = {of: [row for row in known if row["weight"].split(".")[0] == of] for of in ROLES}
+    return [
+        Panel(of, "step", "err_orth", medians(mine, "step", "error_over_initial", by="weight"))
+        for of, mine in found.items()
+    ]

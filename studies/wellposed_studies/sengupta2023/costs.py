@@ -59,7 +59,6 @@ VOCABULARY = 187
 """With it all four printed values are ten times ours after rounding; 177 to 188 fit (not
 printed)."""
 _NEAR = 0.02
-_NOT_DRAWN = "none: nothing is drawn"
 # Millions, as printed.
 PRINTED = {
     "Transformer": 190.1,
@@ -115,7 +114,7 @@ def table_5(request: Request) -> Reproduction:
     got = f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas" + (
         "; every printed value is ten times ours" if tenfold else ""
     )
-    return proved(rows, got, judge_table_5(ratios), *panels, sure=_NOT_DRAWN)
+    return proved(rows, got, judge_table_5(ratios), *panels, sure="none: nothing is drawn")
 
 
 def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:

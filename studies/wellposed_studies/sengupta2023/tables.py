@@ -14,10 +14,11 @@ from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
-from wellposed_studies.sengupta2023.sweeps import ablations
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (
     LABELS,
+    ONE_EXPERT,
+    ONE_HEAD,
     PAPER,
     PAPER_VALID_PERPLEXITY,
     VARIANTS,
@@ -27,10 +28,11 @@ from wellposed_studies.sengupta2023.trained import (
     refuse_other_data,
     text_study,
     train_study,
+    tuned_study,
     words_study,
 )
-from wellposed_studies.study import FinishedRun, judged, mean_and_error, minus
-from wellposed_studies.verdicts import Power, every
+from wellposed_studies.study import FinishedRun, judged, mean_and_error, minus, said
+from wellposed_studies.verdicts import Power, every, within
 
 _PLAIN = ("post_ln", "rezero", "orthogonal")
 _NOTES = {
@@ -274,3 +276,33 @@ def chart(study: Study, rows: Sequence[Row]) -> Panel:
     ]
     y_label = "perplexity" if study.task == "word_lm" else "accuracy (%)"
     return Panel(study.name, "", y_label, series, names=[row["model"] for row in rows])
+
+
+def ablations(request: Request, study: Study) -> tuple[list[Row], str]:
+    """Return rows and words on the Transformer with one head and TransJect with one expert on IMDb,
+    trained at the rate of the whole model, less that of the same seed; nothing on another task."""
+    rows: list[Row] = []
+    texts = []
+    for variant, option, split, printed in (
+        ("post_ln", "heads", "test", ONE_HEAD),
+        ("transject", "experts", "valid", ONE_EXPERT),
+    ):
+        if study.name != "imdb":
+            continue
+        task, whole = train_study(request, study, variants=(variant,))
+        changed = tuned_study(request, study, task, (variant,)).resized(f"{option}1", **{option: 1})
+        _, runs = train_study(request, changed, variants=(variant,), task=task)
+        scores, before = (
+            [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, whole)
+        )
+        label, changes = f"{LABELS[variant]}, one {option[:-1]}", minus(scores, before)
+        row: Row = {"task": "imdb", "model": label, "split": split, "paper_change": printed}
+        (score, error), (mean, width) = mean_and_error(scores), mean_and_error(changes)
+        row |= {"ours": score, "standard_error": error, "change": mean, "change_error": width}
+        rows.append({**row, "seeds": " ".join(f"{value:.2f}" for value in scores)})
+        verdict = {True: "a loss", False: "no loss", None: "cannot be said"}[
+            within(changes, high=0)
+        ]
+        points = f"{said(changes)} points, paper {printed:g}"
+        texts.append(f"; {label} ({split}) {points}: {verdict}")
+    return rows, "".join(texts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from wellposed.charts import Panel, Row, lines, where
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
-from wellposed_studies.verdicts import every
+from wellposed_studies.verdicts import decided
 
 _EXACT = 1e-9
 _PRESERVED = 0.1
@@ -80,9 +80,8 @@ def distances(request: Request) -> Reproduction:
 
 def judge_distances(least: Sequence[float], greatest: Sequence[float]) -> bool | None:
     """Say whether distances stay, or some distance is halved at every draw."""
-    if min(least) >= 1 - _PRESERVED and max(greatest) <= 1 + _PRESERVED:
-        return True
-    return False if max(least) < 0.5 else None
+    kept = min(least) >= 1 - _PRESERVED and max(greatest) <= 1 + _PRESERVED
+    return decided(holds=kept, against=max(least) < 0.5)
 
 
 def _drawn(request: Request, measure: Callable[[Tensor], dict[str, float]]) -> list[Row]:
@@ -288,9 +287,8 @@ def corollary_1(request: Request) -> Reproduction:
 
 def judge_corollary_1(rows: Sequence[Row]) -> bool | None:
     """Say whether the proof's factor holds everywhere, or two inputs have one image."""
-    if any(row["one_image"] for row in rows):
-        return False
-    return all(row["least"] >= row["proof"] - _EXACT for row in rows) or None
+    kept = all(row["least"] >= row["proof"] - _EXACT for row in rows)
+    return decided(holds=kept, against=any(row["one_image"] for row in rows))
 
 
 @recipe("sengupta2023/theorem-2", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 0.2})
@@ -333,13 +331,9 @@ def theorem_2(request: Request) -> Reproduction:
 
 def judge_theorem_2(rows: Sequence[Row]) -> bool | None:
     """Say whether the printed constant is proved everywhere, or an attained slope exceeds it."""
-    return every(
-        True
-        if row["proved"] <= row["printed"]
-        else False
-        if row["attained"] > row["printed"]
-        else None
-        for row in rows
+    return decided(
+        holds=all(row["proved"] <= row["printed"] for row in rows),
+        against=any(row["attained"] > row["printed"] for row in rows),
     )
 
 

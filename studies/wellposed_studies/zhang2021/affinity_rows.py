@@ -18,6 +18,7 @@ from torch import Tensor
 from wellposed.charts import Row, where
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
+from wellposed_studies.verdicts import decided
 
 _ROUNDING = 1e-9
 _NEAR = 0.01
@@ -215,6 +216,5 @@ def affinity(request: Request) -> Reproduction:
 
 def judge_affinity(away: Sequence[Sequence[float]]) -> bool | None:
     """Say whether rows end orthonormal at every draw, or at none of some number of tokens."""
-    if all(max(of) <= _NEAR for of in away):
-        return True
-    return False if any(min(of) > _NEAR for of in away) else None
+    all_draws, no_draw = all(max(of) <= _NEAR for of in away), any(min(of) > _NEAR for of in away)
+    return decided(holds=all_draws, against=no_draw)

@@ -338,15 +338,13 @@ def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Pan
     """Return a panel for each measure that was computed: means and errors by strength."""
     strengths = list(dict.fromkeys(row["strength"] for row in rows))
     names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    found = []
     placed = [{**row, "place": strengths.index(row["strength"])} for row in rows]
+    found = []
     for metric in metrics:
-        column = f"{metric}_ours"
+        column, series = f"{metric}_ours", []
         known = [row for row in placed if row[column] is not None]
-        series = []
-        for number, variant in enumerate(variants):
-            mine, shift = where(known, variant=variant), 0.12 * (number - (len(variants) - 1) / 2)
+        for number, variant in enumerate(dict.fromkeys(row["variant"] for row in known)):
+            mine, shift = where(known, variant=variant), 0.12 * (number - 2)
             series.append(mean_series(mine, "place", column, variant, "dots", number, shift=shift))
         if known:
             title, y = f"{label}, {metric}", f"{metric} on test"
