@@ -193,24 +193,21 @@ def lemma_f_2(request: Request) -> Reproduction:
     Note: phi(c) = c exp(c + 1), by the Lambert function; the ascent does not know at which input the
     proof attains it
     """
-    sizes, restarts, steps = request.pick(
-        toy=([(3, 1)], 2, 20),
-        mini=([(2, 1), (10, 4), (100, 16)], 8, 500),
-        medium=([(2, 1), (2, 16), (10, 1), (10, 16), (100, 1), (100, 16), (1000, 4)], 16, 1000),
-        paper=([(2, 1), (10, 64), (100, 64), (1000, 64)], 32, 2000),
+    counts, widths, restarts, steps = request.pick(
+        toy=([3], [1], 2, 20),
+        mini=([2, 10, 100], [1, 4], 8, 500),
+        medium=([2, 10, 100], [1, 4, 16], 16, 1000),
+        paper=([2, 10, 100, 1000], [1, 64], 32, 2000),
     )
 
-    def measure(size: tuple[int, int]) -> Row:
-        count, width = size
-        request.announce(f"N, D = {size}")
-        x = _drawn(restarts, (count - 1) * width, torch.Generator().manual_seed(0))
-        best, inputs = _ascend(lambda x: _spread(x, width)[0], x / math.sqrt(width), steps)
-        distance, trace = _spread(inputs, width)
-        over = float(best.max()) / phi_inverse(count - 1.0)
-        row = {"N": count, "D": width, "trace_over_distance": float((trace / distance).max())}
-        return {**row, "over_bound": over}
+    def measure(N: int, D: int) -> Row:
+        x = _drawn(restarts, (N - 1) * D, torch.Generator().manual_seed(0))
+        best, inputs = _ascend(lambda x: _spread(x, D)[0], x / math.sqrt(D), steps)
+        distance, trace = _spread(inputs, D)
+        over = float(best.max()) / phi_inverse(N - 1.0)
+        return {"over_bound": over, "trace_over_distance": float((trace / distance).max())}
 
-    rows = sweep(measure, size=sizes)
+    rows = sweep(measure, N=counts, D=widths)
     ratios = [row["over_bound"] for row in rows]
     got = f"the largest found over phi^-1(N - 1): {spanned(ratios)} over {len(rows)} sizes"
     panel = log_panel("distance over bound", rows, "N", "over_bound", by="D")

@@ -189,17 +189,19 @@ def affinity(request: Request) -> Reproduction:
         unit = torch.eye(tokens, dtype=torch.float64)
         optimizer = torch.optim.Adam([parts], lr=0.05)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for step in range(steps + 1):
-            matrix = (parts[0] @ parts[1].mT / math.sqrt(_WIDTH)).softmax(-1)
-            loss = (matrix.mT @ matrix - unit).square().sum()
-            if step < steps:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-        away = float((matrix @ matrix.mT - unit).detach().abs().max())
-        one_each = float((matrix.detach().amax(0) > 0.5).double().mean())
-        return {"from_orthonormal": away, "loss": float(loss.detach()), "columns_used": one_each}
+
+        def matrix() -> Tensor:
+            return (parts[0] @ parts[1].mT / math.sqrt(_WIDTH)).softmax(-1)
+
+        for _ in range(steps):
+            optimizer.zero_grad()
+            a = matrix()
+            (a.mT @ a - unit).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+        a = matrix().detach()
+        away = float((a @ a.mT - unit).abs().max())
+        return {"from_orthonormal": away, "columns_used": float((a.amax(0) > 0.5).double().mean())}
 
     rows = sweep(measure, tokens=counts, seed=range(seeds))
     away = [[row["from_orthonormal"] for row in rows if row["tokens"] == of] for of in counts]
