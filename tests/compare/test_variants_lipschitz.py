@@ -11,9 +11,7 @@ import wellposed as wp
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
 from wellposed.models import build_model, input_vectors, model_keywords
-from wellposed.tasks import build_task
-from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_model, train
-from wellposed.training.certified.accuracy import certified_accuracy
+from wellposed.training import ModelOptions, RunConfig
 from wellposed.training.loop.build import build_constraint
 
 SIZES = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2)
@@ -114,29 +112,3 @@ BALL = {"attention": "ball"}
 def test_options_out_of_range_unread_or_beyond_the_bound_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         build_model("wellposed", "causal_lm", **options)
-
-
-def test_a_trained_run_keeps_its_budget_and_its_certified_examples(tmp_path):
-    words = {"good": "fine great lovely", "bad": "awful dull poor"}
-    each = [(i, label, text.split()) for i in range(60) for label, text in words.items()]
-    rows = [f"{label}\t{text[i % 3]} film {i % 7}" for i, label, text in each]
-    (tmp_path / "train.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
-    data = {"data": str(tmp_path / "train.tsv"), "max_length": 8}
-    options = TrainOptions(steps=60, batch_size=16, learning_rate=0.004, eval_every=60)
-    base = RunConfig(
-        "text_classification", data, model=replace(SIZES, hidden_size=8), train=options
-    )
-    config = apply_variant("lipschitz:2", base)
-    result = train(config, tmp_path / "run", progress=False, command=[])
-    assert result.status == "success", result.message
-    model, _ = load_run_model(tmp_path / "run")
-    certificate = wp.certify(model, seq_len=8).require()
-    assert 0.3 < certificate.total <= 2 * OFF
-    found = wp.lipschitz_lower_bound(model, (8, 8), restarts=4, steps=20)
-    assert found.ratio(certificate) <= 1 + 1e-6
-    task = build_task("text_classification", data)
-    examples = task.dataset("test")
-    batch = task.collate([examples[index] for index in range(len(examples))])
-    curve = certified_accuracy(model, [batch], certificate, radii=[0.05, 0.2, 0.4], attack_steps=20)
-    assert curve.certified[0] >= 0.9
-    assert all(sure <= seen for sure, seen in zip(curve.certified, curve.attacked, strict=True))
