@@ -14,7 +14,7 @@ from tests.support.refusal import bad_config, bad_data, refused
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, build_task
-from wellposed.tasks.language_modeling import BlockDataset, LineDataset, encode_with_bytes
+from wellposed.tasks.language_modeling import BlockDataset, encode_with_bytes
 from wellposed.tasks.text.tokenizers import build_encoder
 
 TEXT = "The naïve café — 10 € — 🙂 said: don't!\n\n  Two  spaces,\ttabs\nand 漢字 too.\n" * 30
@@ -266,7 +266,7 @@ def test_too_short_text_and_block_are_refused():
 @pytest.mark.parametrize("seq_len", [2, 3, 5, 50])
 def test_every_token_but_the_first_is_predicted_once_within_its_line(text, seq_len):
     tokens = np.array([ord(character) for character in text])
-    lines = LineDataset(tokens, line_feed=ord("\n"), seq_len=seq_len, where="text")
+    lines = BlockDataset(tokens, line_feed=ord("\n"), seq_len=seq_len, where="text")
     rows = [line["input_ids"] for line in lines]
     assert all(2 <= len(row) <= seq_len for row in rows)
     assert [token for row in rows for token in row[1:]] == tokens[1:].tolist()

@@ -7,9 +7,8 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -30,21 +29,28 @@ if TYPE_CHECKING:
 
 
 class BlockDataset(Rows[Example]):
-    """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it.
+    """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it; or
+    lines.
 
     A block of n tokens holds n - 1 predictions, so the one-token overlap makes the blocks'
     predictions a partition of tokens 1..N-1. Index ``b`` below ``len(self)`` is block b at offset
     0. The text can also be cut at an offset o in 1..seq_len-2: first a block of o + 1 tokens, then
-      full ones. Those blocks have the indices of `indices(o)`,
-    all above ``len(self)``, so that an epoch's cut is part of its batches and needs no state. Where
-    the bytes that each token stands for are known, they are the ``label_bytes`` of a block.
+    full ones. Those blocks have the indices of `indices(o)`, all above ``len(self)``, so that an
+    epoch's cut is part of its batches and needs no state. Where the bytes that each token stands
+    for are known, they are the ``label_bytes`` of a block.
 
-    >>> import numpy as np
+    Where ``line_feed`` is given, its token ends a line, and an example is one line after the line
+    feed that ended the line before it, which is only context. A line of more than ``seq_len``
+    tokens is cut into blocks. There is one cut, whatever the epoch.
+
     >>> blocks = BlockDataset(np.arange(6), seq_len=3, where="text")
     >>> [block["input_ids"] for block in blocks]
     [[0, 1, 2], [2, 3, 4], [4, 5]]
     >>> [blocks[index]["input_ids"] for index in blocks.indices(1)]
     [[0, 1], [1, 2, 3], [3, 4, 5]]
+    >>> tokens = np.array([5, 6, 0, 7, 8, 9, 0])
+    >>> [line["input_ids"] for line in BlockDataset(tokens, line_feed=0, seq_len=3, where="text")]
+    [[5, 6, 0], [0, 7, 8], [8, 9, 0]]
     """
 
     def __init__(
@@ -54,41 +60,50 @@ class BlockDataset(Rows[Example]):
         seq_len: int,
         where: str,
         token_bytes: NDArray[np.integer] | None = None,
+        line_feed: int | None = None,
     ) -> None:
         if seq_len < 2:
             raise ConfigError(f"seq_len = {seq_len}, expected 2 or more: seq_len - 1 are predicted")
         if len(tokens) < 2:
             raise DataError(f"{where}: {len(tokens)} tokens, expected at least 2: one is context")
-        self.tokens, self.token_bytes = tokens, token_bytes
-        self.stride = seq_len - 1
-        self._slots = len(self) + 1
-        self.num_offsets = min(self.stride, len(tokens) - 1)
+        self.tokens, self.token_bytes, self._stride = tokens, token_bytes, seq_len - 1
+        self._feeds = None if line_feed is None else np.flatnonzero(tokens[:-1] == line_feed)
+        self.num_offsets = 1 if self._feeds is not None else min(self._stride, len(tokens) - 1)
         """Number of different cuts."""
+        self._cut = -1, list[int]()
+        self._slots = len(self) + 1
 
     def __len__(self) -> int:
-        return self._count(0)
+        return len(self._starts(0))
 
     def indices(self, offset: int) -> list[int]:
         """Return the indices of the blocks of one cut, in the order of the text."""
-        return [offset * self._slots + block for block in range(self._count(offset))]
+        return [offset * self._slots + block for block in range(len(self._starts(offset)))]
 
     def sizes(self, offset: int) -> dict[int, int]:
         """Return the tokens of each block of one cut by its index."""
-        spans = {index: self.bounds(index) for index in self.indices(offset)}
-        return {index: stop - start for index, (start, stop) in spans.items()}
+        sides = itertools.pairwise([*self._starts(offset), len(self.tokens) - 1])
+        sizes = [last - first + 1 for first, last in sides]
+        return dict(zip(self.indices(offset), sizes, strict=True))
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Return the first token of a block and the one after its last."""
         offset, block = divmod(index, self._slots)
-        if not (0 <= offset < self.num_offsets and block < self._count(offset)):
+        starts = self._starts(offset) if 0 <= offset < self.num_offsets else []
+        if block >= len(starts):
             raise IndexError(f"no block has index {index}")
-        if offset and block == 0:
-            return 0, offset + 1
-        start = offset + (block - (offset > 0)) * self.stride
-        return start, min(start + self.stride + 1, len(self.tokens))
+        is_last = block + 1 == len(starts)
+        return starts[block], len(self.tokens) if is_last else starts[block + 1] + 1
 
-    def _count(self, offset: int) -> int:
-        return (offset > 0) - ((offset - (len(self.tokens) - 1)) // self.stride)
+    def _starts(self, offset: int) -> list[int]:
+        """Return the first token of each block of one cut; a block ends with that of the next."""
+        if self._cut[0] != offset:
+            lines = np.unique(np.append(0, [offset] if self._feeds is None else self._feeds))
+            stops = np.append(lines[1:], len(self.tokens) - 1)
+            counts = -((lines - stops) // self._stride)
+            place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            self._cut = offset, (np.repeat(lines, counts) + place * self._stride).tolist()
+        return self._cut[1]
 
     def _row(self, index: int) -> Example:
         start, stop = self.bounds(index + len(self) if index < 0 else index)
@@ -96,40 +111,6 @@ class BlockDataset(Rows[Example]):
         if self.token_bytes is None:
             return block
         return {**block, "label_bytes": self.token_bytes[start:stop].tolist()}
-
-
-class LineDataset(BlockDataset):
-    """One line an example, with the line feed that ends it, after the line feed that ended the line
-    before it.
-
-    That line feed is the start token of a line, and only context, so that the lines' predictions
-    are a partition of tokens 1..N-1, as those of blocks are. A line of more than ``seq_len`` tokens
-    is cut into pieces that overlap by one token. There is one cut, whatever the epoch.
-
-    >>> lines = LineDataset(np.array([5, 6, 0, 7, 8, 9, 0]), line_feed=0, seq_len=3, where="text")
-    >>> [line["input_ids"] for line in lines]
-    [[5, 6, 0], [0, 7, 8], [8, 9, 0]]
-    """
-
-    def __init__(
-        self, tokens: NDArray[np.integer], *, line_feed: int, seq_len: int, where: str
-    ) -> None:
-        feeds = np.flatnonzero(tokens[:-1] == line_feed)
-        starts, stops = np.append(0, feeds), np.append(feeds + 1, len(tokens))
-        pieces = -((1 - (stops - starts)) // max(1, seq_len - 1))
-        place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._starts = np.repeat(starts, pieces) + place * (seq_len - 1)
-        self._stops = np.minimum(self._starts + seq_len, np.repeat(stops, pieces))
-        super().__init__(tokens, seq_len=seq_len, where=where)
-        self.num_offsets = 1
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        """Return the first token of a line and the one after its last."""
-        return int(self._starts[index]), int(self._stops[index])
-
-    def _count(self, offset: int) -> int:
-        del offset
-        return len(self._starts)
 
 
 class LanguageModelTask(TokenLossTask[BlockDataset]):
@@ -152,14 +133,14 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         encoded: Mapping[Split, Encoded],
         seq_len: int,
         described: Mapping[str, Any],
-        cut: Callable[..., BlockDataset] = BlockDataset,
+        line_feed: int | None = None,
         **parts: Any,
     ) -> None:
         blocks: dict[Split, BlockDataset] = {}
         for split, found in encoded.items():
-            held = {} if found.token_bytes is None else {"token_bytes": found.token_bytes}
+            how: dict[str, Any] = {"token_bytes": found.token_bytes, "line_feed": line_feed}
             where = f"{described['source']} ({split})"
-            blocks[split] = cut(found.ids.flat, seq_len=seq_len, where=where, **held)
+            blocks[split] = BlockDataset(found.ids.flat, seq_len=seq_len, where=where, **how)
         unknown = {split: found.unknown_description() for split, found in encoded.items()}
         described = {**described, f"unknown_{self.noun}s": unknown}
         super().__init__(examples=blocks, max_length=seq_len, described=described, **parts)
@@ -399,20 +380,20 @@ class CharLMTask(LanguageModelTask):
     def __init__(self, options: CharLMOptions) -> None:
         self.options = options
         texts, source = _load(options, options.format)
-        cut, encoder = BlockDataset, tokenizers.CharacterEncoder(set(texts["train"]))
+        line_feed, encoder = None, tokenizers.CharacterEncoder(set(texts["train"]))
         if options.examples == "lines":
             if "\n" not in texts["train"]:
                 raise DataError(
                     f"{options.data}: the train text of {len(texts['train'])} characters has no"
                     " line feed, so it is one line; give examples='blocks'"
                 )
-            cut = partial(LineDataset, line_feed=int(encoder.encode(["\n"]).ids.flat[0]))
+            line_feed = int(encoder.encode(["\n"]).ids.flat[0])
         super().__init__(
             encoder=encoder,
             encoded={split: encoder.encode([text]) for split, text in texts.items()},
             seq_len=options.seq_len,
             described={**source, "examples": options.examples},
-            cut=cut,
+            line_feed=line_feed,
         )
 
     def _metrics(self, nats: float) -> dict[str, float]:
