@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from scipy import stats
+from tests.support.refusal import refuses_config
 from torch import nn
 
 from wellposed.compare.compare import compare
 from wellposed.compare.rounding import rounded, rounded_model
-from wellposed.errors import ConfigError
 from wellposed.report import aggregate
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
 from wellposed.watch import kurtosis
@@ -73,5 +73,4 @@ def test_a_comparison_has_a_column_for_each_format(tmp_path):
     table = aggregate(runs.folders).table()
     assert "accuracy@int4,test" in table
     assert "lost@int8,test" in table
-    with pytest.raises(ConfigError, match="int3"):
-        compare(base, ["dyt"], out=tmp_path / "new", round_to=["int3"], **how)
+    refuses_config("int3", compare, base, ["dyt"], out=tmp_path / "new", round_to=["int3"], **how)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.refusal import refuses_config
 from tests.support.runs import rows
 from tests.support.words import words as typed
 
@@ -113,8 +114,7 @@ def test_orthogonality_levels_are_nested():
     ],
 )
 def test_bad_variants_are_refused(spec, says):
-    with pytest.raises(ConfigError, match=says):
-        apply_variant(spec, BASE)
+    refuses_config(says, apply_variant, spec, BASE)
 
 
 def test_folder_and_summary():

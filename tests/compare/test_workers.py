@@ -9,12 +9,13 @@ import time
 
 import pytest
 from tests.support import worker_jobs
+from tests.support.refusal import refuses_config
 from tests.support.words import words as typed
 from tests.support.worker_jobs import one_of_two
 
 from wellposed.cli import main
 from wellposed.compare.runs import SPAWN, Workers, check_jobs
-from wellposed.errors import ConfigError, DataError, WellposedError
+from wellposed.errors import DataError, WellposedError
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
 WORDS = typed("compare listops --variants post_ln,key:1e38 --seeds 2 --steps 3 --schedule "
@@ -50,8 +51,7 @@ def test_impossible_jobs(monkeypatch, capsys):
         assert "jobs = 0, expected" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="jobs = 2 under torchrun"):
-        check_jobs(2)
+    refuses_config("jobs = 2 under torchrun", check_jobs, 2)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What an error says, part by part."""
 
 import functools
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -12,15 +13,18 @@ from wellposed.errors import ConfigError, DataError, ShapeError
 def refused(*parts, kind=DataError):
     """Expect an error of ``kind`` that holds every one of ``parts``."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     for part in parts:
         assert str(part) in str(caught.value)
 
 
 def refuses(kind, says, call, *arguments, **keywords):
-    """Expect that the call raises ``kind`` with a message that the pattern ``says`` is found in."""
-    with pytest.raises(kind, match=says):
+    """Expect that the call raises ``kind`` with a message that the pattern ``says`` is found in, or
+    each text of a tuple."""
+    parts = says if isinstance(says, tuple) else ()
+    with refused(*parts, kind=kind) as caught:
         call(*arguments, **keywords)
+    assert parts or re.search(says, str(caught.value))
 
 
 def each_refused(kind, calls):
@@ -36,3 +40,7 @@ bad_config = functools.partial(pytest.raises, ConfigError)
 """Expect a `ConfigError` whose message the pattern ``match`` is found in."""
 bad_shape = functools.partial(pytest.raises, ShapeError)
 """Expect a `ShapeError` whose message the pattern ``match`` is found in."""
+refuses_data = functools.partial(refuses, DataError)
+"""`refuses` with a `DataError`."""
+refuses_config = functools.partial(refuses, ConfigError)
+"""`refuses` with a `ConfigError`."""

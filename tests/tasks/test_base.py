@@ -9,7 +9,7 @@ import sys
 from itertools import chain
 
 import pytest
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import bad_data, refuses_config
 
 from wellposed.tasks import SPLITS, TASKS, build_task
 
@@ -112,8 +112,7 @@ DRAWN_HERE = ": says what is drawn, no effect on"
     ],
 )
 def test_options_without_an_effect_are_refused(name, options, says):
-    with bad_config(match=says):
-        build_task(name, options)
+    refuses_config(says, build_task, name, options)
 
 
 def test_lengths_are_those_of_the_examples(task):

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.support.refusal import bad_data
+from tests.support.refusal import bad_data, refuses_data
 
 from wellposed.tasks import build_task
 from wellposed.tasks.data.files import TextFile
@@ -188,11 +188,9 @@ def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path):
 
 
 def test_places_without_dialogues_are_errors(tmp_path):
-    with bad_data(match="no train file; looked for names like"):
-        _task(tmp_path)
+    refuses_data("no train file; looked for names like", _task, tmp_path)
     (_fill(tmp_path, DAILY) / "train.txt").write_text("alone __eou__\n")
-    with bad_data(match=r"\(train\): no dialogue has a reply"):
-        _task(tmp_path)
+    refuses_data(r"\(train\): no dialogue has a reply", _task, tmp_path)
 
 
 def test_synonyms_are_groups_of_words_each_in_one(tmp_path):
@@ -220,8 +218,7 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
     assert (scores["bleu_1"], scores["rouge_l"]) == pytest.approx((100, 100))
     # "hi ." and "fine ." have a vector, "how are you ?" has none: two pairs of three.
     assert scores["embedding_average"] == pytest.approx(200 / 3)
-    with bad_data(match="no such file"):
-        _task(data, vectors=str(tmp_path / "none.vec"))
+    refuses_data("no such file", _task, data, vectors=str(tmp_path / "none.vec"))
 
 
 @pytest.mark.data

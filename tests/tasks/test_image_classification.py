@@ -10,7 +10,7 @@ import torch
 import transformers
 from PIL import Image
 from tests.support.images import class_folders, image_config
-from tests.support.refusal import bad_config, bad_data, refused
+from tests.support.refusal import bad_config, bad_data, refused, refuses_config, refuses_data
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.tasks import SPLITS, build_task, image_classification
@@ -162,8 +162,7 @@ def test_what_does_not_fit_is_said_in_one_line(npz, tmp_path):
         (cat, "cat: holds 6 images, such as 01.jpg, and nothing says of which class"),
         (pets / "cat" / "01.jpg", "01.jpg: is an image, and nothing says of which class"),
     ):
-        with bad_data(match=says):
-            build(data)
+        refuses_data(says, build, data)
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     five = image_config(tmp_path / "five", num_channels=5)
     for kind, processor, says in (
@@ -178,8 +177,7 @@ def test_what_does_not_fit_is_said_in_one_line(npz, tmp_path):
     with bad_data(match="the processor gives images of different shapes"):
         pixels(build(pets, processor=f"hf:{tmp_path / 'ragged'}"))
     np.savez(tmp_path / "train.npz", x=np.zeros_like(X), y=Y)
-    with bad_data(match="every train image has the same pixels"):
-        build(tmp_path)
+    refuses_data("every train image has the same pixels", build, tmp_path)
     with bad_config(match="has no tokenizer: its model reads images"):
         _ = build().tokenizer
 
@@ -202,13 +200,11 @@ def test_images_of_the_hub_are_those_of_a_folder(tmp_path, monkeypatch):
         assert torch.equal(pixels(hub, split), pixels(folder, split))
     assert len(build("hf:pets", processor=config, limit_train=30).dataset("train")) == 30
     held["train"] = held["train"].rename_column("image", "picture")
-    with bad_data(match=r"expected a column of images.*it has picture, label"):
-        build("hf:pets")
+    refuses_data(r"expected a column of images.*it has picture, label", build, "hf:pets")
     columns["image"][3] = str(root / "cat" / "broken.png")
     (root / "cat" / "broken.png").write_bytes(b"no image")
     held["train"] = datasets.Dataset.from_dict(columns, features=features)
-    with bad_data(match=r"hf:pets \(train\):4: cannot be decoded"):
-        build("hf:pets")
+    refuses_data(r"hf:pets \(train\):4: cannot be decoded", build, "hf:pets")
 
 
 PIXELS_X = np.random.default_rng(0).integers(0, 256, (30, 4, 4, 3), dtype=np.uint8)
@@ -267,15 +263,13 @@ def test_the_binary_version_of_cifar(tmp_path):
         (b"123", "3 bytes, expected records of 3073"),
     ):
         (tmp_path / "test_batch.bin").write_bytes(content)
-        with bad_data(match=says):
-            build_pixels(tmp_path)
+        refuses_data(says, build_pixels, tmp_path)
 
 
 def test_the_pickles_of_cifar_are_refused_unopened(tmp_path):
     (tmp_path / "data_batch_1").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     for data in (tmp_path, tmp_path / "data_batch_1"):
-        with bad_data(match=r"data_batch_1: .* pickles.*take the binary version"):
-            build_pixels(data)
+        refuses_data(r"data_batch_1: .* pickles.*take the binary version", build_pixels, data)
 
 
 def test_folders_of_images_of_one_size_become_pixels(tmp_path):
@@ -287,11 +281,9 @@ def test_folders_of_images_of_one_size_become_pixels(tmp_path):
     task = build_pixels(tmp_path)
     assert all((row["input_ids"][0] - 2) % 10 == row["labels"][0] for row in task.dataset("train"))
     Image.fromarray(np.zeros((5, 4), np.uint8)).save(tmp_path / "dog" / "99.png")
-    with bad_data(match=r"99.png: 4 x 5 pixels, expected 4 x 4"):
-        build_pixels(tmp_path)
+    refuses_data(r"99.png: 4 x 5 pixels, expected 4 x 4", build_pixels, tmp_path)
     (tmp_path / "bird").mkdir()
-    with bad_data(match=r"bird: no file named .png"):
-        build_pixels(tmp_path)
+    refuses_data(r"bird: no file named .png", build_pixels, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -308,8 +300,7 @@ def test_folders_of_images_of_one_size_become_pixels(tmp_path):
 )
 def test_arrays_that_cannot_be_used(tmp_path, arrays, message):
     write_npz(tmp_path, **arrays)
-    with bad_data(match=message):
-        build_pixels(tmp_path)
+    refuses_data(message, build_pixels, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n", b"label,text\n", b"PK\x03\x04 cut short"])
@@ -322,19 +313,16 @@ def test_files_that_are_no_npz_are_said_to_be_none(tmp_path, content, name):
 
 def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path):
     write_npz(tmp_path)
-    with bad_data(match="size = 3 does not divide the"):
-        build_pixels(tmp_path, size=3)
+    refuses_data("size = 3 does not divide the", build_pixels, tmp_path, size=3)
     for arrays, says in (
         ({"x": PIXELS_X, "y": Y + 1}, r"labels that train lacks: .*'test': \[3\]"),
         ({"x": PIXELS_X[:, :2], "y": Y}, "splits of shapes"),
         ({"z": PIXELS_X}, "expected x, .*; it has z uint8"),
     ):
         np.savez(tmp_path / "test.npz", **arrays)
-        with bad_data(match=says):
-            build_pixels(tmp_path)
+        refuses_data(says, build_pixels, tmp_path)
     write_npz(tmp_path, x=PIXELS_X[..., 0])
-    with bad_config(match="the images are gray"):
-        build_pixels(tmp_path, color="rgb")
+    refuses_config("the images are gray", build_pixels, tmp_path, color="rgb")
 
 
 def test_builtin_shapes_are_balanced_and_told_apart_by_their_pixels():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import bad_config, bad_data, refused
+from tests.support.refusal import bad_data, refuses_config, refuses_data
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, build_task
@@ -112,8 +112,7 @@ def test_the_tokenizer_and_what_it_loses_are_described(folder):
     assert described["bytes_per_token"] == "by position, from the tokenizer's offsets"
     assert described["tokenizer"]["kind"].startswith("hf:")
     assert {len(task.lengths(split)) > 0 for split in SPLITS} == {True}
-    with bad_config(match="use the task word_lm"):
-        build(folder, "word")
+    refuses_config("use the task word_lm", build, folder, "word")
 
 
 def build_chars(data, **options):
@@ -161,8 +160,7 @@ def test_malformed_spaced_lines_are_named(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a b c d e\n" * 60 + "a bc d\nx  y\n")
     says = f"{path}:61: expected single characters separated by single spaces: 'a bc d'"
-    with refused(says, f"{path}:62: ", "give format='plain'"):
-        build_chars(path)
+    refuses_data((says, f"{path}:62: ", "give format='plain'"), build_chars, path)
     assert build_chars(path, format="plain").description()["characters"]["train"] > 0
 
 
@@ -190,8 +188,7 @@ def test_hub_texts_are_joined_by_line_feeds(monkeypatch):
     assert decoded(task, "test") == "one\ntwo\nthree\n" * 20
     assert task.description()["cut_from_train"] == {"valid": "contiguous 5%"}
     splits["train"] = datasets.Dataset.from_dict({"body": ["a"]})
-    with bad_data(match=r"hf:name \(train\): no column 'text'; it has body"):
-        build_chars("hf:name")
+    refuses_data(r"hf:name \(train\): no column 'text'; it has body", build_chars, "hf:name")
 
 
 def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
@@ -258,8 +255,7 @@ def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(to
 def test_too_short_text_and_block_are_refused():
     with bad_data(match=r"valid\.txt: 1 tokens, expected at least 2"):
         BlockDataset(np.arange(1), seq_len=4, where="valid.txt")
-    with bad_config(match="seq_len = 1"):
-        BlockDataset(np.arange(9), seq_len=1, where="valid.txt")
+    refuses_config("seq_len = 1", BlockDataset, np.arange(9), seq_len=1, where="valid.txt")
 
 
 @pytest.mark.parametrize("text", ["ab\ncde\n\nf", "\n\n", "abcdefgh", "\na\nbcdefghi\n", "ab"])

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter, defaultdict
 
 import pytest
-from tests.support.refusal import bad_config
+from tests.support.refusal import refuses_config
 
 from wellposed.tasks import SPLITS, MarkedTask, build_task
 from wellposed.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_distinct
@@ -78,5 +78,4 @@ RECALL = {"question": "recall"}
     ],
 )
 def test_what_cannot_be_drawn_is_refused(options, says):
-    with bad_config(match=says):
-        build_task("marked", {**SMALL, **options})
+    refuses_config(says, build_task, "marked", {**SMALL, **options})

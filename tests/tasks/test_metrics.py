@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import refuses, refuses_config, refuses_data
 
 from wellposed.errors import ShapeError
 from wellposed.tasks import metrics
@@ -71,8 +71,7 @@ def test_cider_by_hand():
 
 def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
     assert metrics.cider([["a", "b"]], [["a", "b"]]) == [0.0]
-    with pytest.raises(ShapeError, match="2 hypotheses for 1 references"):
-        metrics.cider([["a"], ["b"]], [["a"]])
+    refuses(ShapeError, "2 hypotheses for 1 references", metrics.cider, [["a"], ["b"]], [["a"]])
 
 
 ROWS = {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}
@@ -140,15 +139,13 @@ EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
 )
 def test_malformed_vectors_are_named_by_line(tmp_path, content, says):
     (tmp_path / "v.txt").write_bytes(content)
-    with bad_data(match=says):
-        metrics.read_word_vectors(tmp_path / "v.txt")
+    refuses_data(says, metrics.read_word_vectors, tmp_path / "v.txt")
 
 
 def test_places_without_vectors_are_refused(tmp_path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
     for name, says in (("vec.txt", "no such file"), (".", "is a folder"), ("cut.gz", "cut short")):
-        with bad_data(match=says):
-            metrics.read_word_vectors(tmp_path / name)
+        refuses_data(says, metrics.read_word_vectors, tmp_path / name)
 
 
 def test_sentence_cosine_by_hand():
@@ -174,8 +171,7 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
     assert together.shape == (3, 8)
     np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
     assert metrics.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
-    with bad_config(match="cannot be loaded"):
-        metrics.hf_sentence_encoder(str(tmp_path / "none"))
+    refuses_config("cannot be loaded", metrics.hf_sentence_encoder, str(tmp_path / "none"))
 
 
 FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(texts)}
@@ -206,8 +202,7 @@ def test_empty_replies_score_zero_everywhere():
     found = metrics.dialogue_scores(["", ""], ["a b", "c"], **FILES)
     assert set(found.scores.values()) == {0.0}
     assert found.details["empty_hypotheses"] == 2
-    with pytest.raises(ShapeError, match="0 hypotheses"):
-        metrics.dialogue_scores([], [])
+    refuses(ShapeError, "0 hypotheses", metrics.dialogue_scores, [], [])
 
 
 def test_bleu_says_what_was_counted():
@@ -217,5 +212,4 @@ def test_bleu_says_what_was_counted():
     assert "tok:char" in signatures["bleu"]
     assert "nc:6" in signatures["chrf"]
     for hypotheses in (["a"], []):
-        with bad_data(match="hypotheses for"):
-            metrics.score_texts(hypotheses, [])
+        refuses_data("hypotheses for", metrics.score_texts, hypotheses, [])

@@ -4,7 +4,7 @@ everything that is wrong."""
 import gzip
 
 import pytest
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import bad_data, refuses_config, refuses_data
 
 from wellposed.tasks.data import splits
 from wellposed.tasks.data.parallel import ParallelOptions, load_parallel
@@ -57,12 +57,10 @@ def test_a_test_set_is_chosen_among_several(tmp_path):
     for count, stem in enumerate(("test_2017_mscoco", "test_2016_flickr", "val", "train"), start=3):
         write_split(tmp_path, stem, count)
     says = r"2 files could be the test split; choose one with test_set:\n  test_2016_fl"
-    with bad_data(match=says):
-        load(tmp_path)
+    refuses_data(says, load, tmp_path)
     assert len(load(tmp_path, test_set="2017")[0]["test"]) == 3
     says = r"'2018' matches no test set; there are: test_2016_flickr, test_2017"
-    with bad_config(match=says):
-        load(tmp_path, test_set="2018")
+    refuses_config(says, load, tmp_path, test_set="2018")
 
 
 def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
@@ -73,8 +71,7 @@ def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
     assert sorted(row for texts in pairs.values() for row in rows_of(texts)) == sorted(PAIRS[:40])
     assert pairs["valid"].where(0, 1).startswith(f"{tmp_path / 'train.en'}:")
     write_split(tmp_path, "train", 39)
-    with bad_data(match="39 pairs are too few"):
-        load(tmp_path)
+    refuses_data("39 pairs are too few", load, tmp_path)
 
 
 @pytest.mark.parametrize("header", [False, True])
@@ -90,13 +87,10 @@ def test_a_table_of_pairs(tmp_path, header):
 def test_columns_without_names_are_refused(tmp_path):
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
     says = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
-    with bad_config(match=says):
-        load(path)
-    with bad_config(match="columns = 'de,fr' must hold en once"):
-        load(path, columns="de,fr")
+    refuses_config(says, load, path)
+    refuses_config("columns = 'de,fr' must hold en once", load, path, columns="de,fr")
     write(tmp_path, "all.tsv", ["a\tb", "one", "c\td"])
-    with bad_data(match=r"all\.tsv:2: 1 columns"):
-        load(path, columns="de,en")
+    refuses_data(r"all\.tsv:2: 1 columns", load, path, columns="de,en")
 
 
 ENGLISH = [en for _, en in PAIRS]
@@ -110,18 +104,15 @@ EMPTY = r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is em
 def test_lines_without_a_partner_are_named(tmp_path, texts, says):
     write_split(tmp_path, "train", 40)
     write(tmp_path, "train.en", texts)
-    with bad_data(match=says):
-        load(tmp_path)
+    refuses_data(says, load, tmp_path)
 
 
 def test_an_unknown_language_names_those_that_exist(tmp_path):
     write_split(tmp_path, "train", 40)
     with bad_data(match=r"no train file for language 'fr'.*languages that exist there: de, en"):
         load(tmp_path, "de", "fr")
-    with bad_config(match="expected two languages"):
-        load(tmp_path, "de", "de")
-    with bad_data(match="no such file or folder"):
-        load(tmp_path / "nowhere")
+    refuses_config("expected two languages", load, tmp_path, "de", "de")
+    refuses_data("no such file or folder", load, tmp_path / "nowhere")
 
 
 def test_pairs_of_the_hub(monkeypatch):
@@ -134,8 +125,7 @@ def test_pairs_of_the_hub(monkeypatch):
     pairs, _ = load("hf:some/pairs:de-en")
     assert rows_of(pairs["train"]) == PAIRS
     assert list(pairs["valid"].target) == ENGLISH[:3]
-    with bad_data(match=r"hf:some/pairs \(train\): no cs, only de, en"):
-        load("hf:some/pairs", "cs", "en")
+    refuses_data(r"hf:some/pairs \(train\): no cs, only de, en", load, "hf:some/pairs", "cs", "en")
 
 
 def test_a_test_set_from_elsewhere(tmp_path, monkeypatch):
@@ -156,7 +146,5 @@ def test_a_test_set_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "load_hub", lambda data, split: asked.append((data, split)) or rows)
     assert rows_of(load(train, test="hf:wmt/wmt14:de-en")[0]["test"]) == [("nein", "no")]
     assert asked == [("hf:wmt/wmt14:de-en", "test")]
-    with bad_data(match="no such file"):
-        load(train, test=other / "newstest2013.en")
-    with bad_config(match="give one"):
-        load(train, test_set="2014", test=file)
+    refuses_data("no such file", load, train, test=other / "newstest2013.en")
+    refuses_config("give one", load, train, test_set="2014", test=file)

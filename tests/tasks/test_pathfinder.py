@@ -3,7 +3,7 @@ folders, bad input."""
 
 import numpy as np
 import pytest
-from tests.support.refusal import bad_config, bad_data, refused
+from tests.support.refusal import bad_config, refuses_data
 
 from wellposed.tasks import SPLITS, build_task, pathfinder
 
@@ -162,8 +162,7 @@ def test_damaged_releases_are_named_by_line(tmp_path):
     write_release(tmp_path)
     (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     metadata = tmp_path / "metadata" / "0.npy"
-    with refused(f"{metadata}:4: ", "give unreadable='skip'"):
-        build(tmp_path)
+    refuses_data((f"{metadata}:4: ", "give unreadable='skip'"), build, tmp_path)
 
     def skipped(count, says):
         task = build(tmp_path, unreadable="skip")
@@ -174,19 +173,16 @@ def test_damaged_releases_are_named_by_line(tmp_path):
     (tmp_path / "imgs" / "1" / "sample_5.png").write_bytes(b"no image")
     lines = metadata.read_text().splitlines(True)
     metadata.write_text("".join(line for line in lines if "sample_3" not in line))
-    with bad_data(match=r"imgs/1/sample_5.png: cannot be decoded"):
-        build(tmp_path)
+    refuses_data(r"imgs/1/sample_5.png: cannot be decoded", build, tmp_path)
     skipped(28, "sample_5.png: cannot be decoded")
     for content, says in (
         (b"imgs/0 caf\xe9.png 0 1\n", "0.npy:1: not UTF-8: byte 0xe9"),
         (b"imgs/0 sample_0.png 0 2\n", "0.npy:1: expected folder, file, number, label"),
     ):
         metadata.write_bytes(content)
-        with bad_data(match=says):
-            build(tmp_path, unreadable="skip")
+        refuses_data(says, build, tmp_path, unreadable="skip")
     np.save(metadata, np.zeros(3))
-    with bad_data(match="control bytes"):
-        build(tmp_path)
+    refuses_data("control bytes", build, tmp_path)
 
 
 def test_folders_near_the_release_are_told_apart(tmp_path):
@@ -194,13 +190,10 @@ def test_folders_near_the_release_are_told_apart(tmp_path):
     for name in ("curv_baseline", "curv_contour_length_9"):
         (root / name / "metadata").mkdir(parents=True)
         (root / name / "imgs").mkdir()
-    with refused("holds 2 releases; give one, as"):
-        build(root)
-    with bad_data(match=r"metadata: no .npy file of text"):
-        build(root / "curv_baseline")
+    refuses_data(("holds 2 releases; give one, as"), build, root)
+    refuses_data(r"metadata: no .npy file of text", build, root / "curv_baseline")
     (root / "curv_baseline" / "metadata").rmdir()
-    with bad_data(match="holds imgs but no metadata"):
-        build(root / "curv_baseline")
+    refuses_data("holds imgs but no metadata", build, root / "curv_baseline")
 
 
 def test_npz_files_are_read_and_drawing_options_refused(tmp_path):
@@ -209,5 +202,4 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path):
         np.savez(tmp_path / f"{split}.npz", x=x, y=np.array([0, 1, 0, 1]))
     assert [len(build(tmp_path).dataset(split)) for split in SPLITS] == [4, 4, 4]
     np.savez(tmp_path / "train.npz", x=x, y=np.array([0, 1, 2, 1]))
-    with bad_data(match=r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)"):
-        build(tmp_path)
+    refuses_data(r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)", build, tmp_path)

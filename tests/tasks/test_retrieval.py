@@ -4,7 +4,7 @@ training loop."""
 from collections import Counter
 
 import pytest
-from tests.support.refusal import bad_config, bad_data, refused
+from tests.support.refusal import bad_config, bad_data, refused, refuses_data
 
 from wellposed.tasks import SPLITS, build_task
 
@@ -93,8 +93,7 @@ def test_every_pair_is_as_likely_and_one_more_than_there_are_is_refused(tmp_path
         share = 3 / 6 if len({int(text[-1]) % 2 for text in pair}) == 1 else 3 / 9
         assert abs(count - 60 * share) < 5 * (60 * share * (1 - share)) ** 0.5
     assert len(counts) == 15
-    with bad_data(match=r"train.tsv: 6 pairs of one label, 7 wanted"):
-        build(tmp_path, num_train=13, **few)
+    refuses_data(r"train.tsv: 6 pairs of one label, 7 wanted", build, tmp_path, num_train=13, **few)
 
 
 def test_builtin_passages_share_no_section_between_splits():

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.support.refusal import bad_config, bad_data
+from tests.support.refusal import bad_config, bad_data, refuses_data
 
 from wellposed.tasks.data.files import read_text
 from wellposed.tasks.data.parallel import ParallelOptions, load_parallel
@@ -109,8 +109,7 @@ def test_explicit_files_win(tmp_path):
     found, how = find(tmp_path / "train.tsv", valid=tmp_path / "mine.tsv")
     assert found[1] == "mine.tsv"
     assert "valid given" in how
-    with bad_data(match="no such file"):
-        find(tmp_path / "train.tsv", test=tmp_path / "absent.tsv")
+    refuses_data("no such file", find, tmp_path / "train.tsv", test=tmp_path / "absent.tsv")
 
 
 @pytest.mark.parametrize(
@@ -124,8 +123,7 @@ def test_explicit_files_win(tmp_path):
 )
 def test_folders_that_leave_a_split_open(tmp_path, names, says):
     touch(tmp_path, *names.split())
-    with bad_data(match=says):
-        find(tmp_path)
+    refuses_data(says, find, tmp_path)
 
 
 def test_hub_data_set_by_name_and_config(monkeypatch):
@@ -150,13 +148,10 @@ def test_hub_failures_are_data_errors(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with bad_data(match="hf:name: cannot be loaded: it is not in the cache"):
-        load_hub_dataset("hf:name")
-    with bad_data(match="no data set is named"):
-        load_hub_dataset("hf:")
+    refuses_data("hf:name: cannot be loaded: it is not in the cache", load_hub_dataset, "hf:name")
+    refuses_data("no data set is named", load_hub_dataset, "hf:")
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"everything": None})
-    with bad_data(match="no split named train; it has everything"):
-        load_hub_dataset("hf:name")
+    refuses_data("no split named train; it has everything", load_hub_dataset, "hf:name")
 
 
 class Numbers(tuple[int, ...]):

@@ -12,9 +12,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from tests.support.refusal import refused
+from tests.support.refusal import refused, refuses_config, refuses_data
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import ConfigError
 from wellposed.tasks import SPLITS, build_task
 from wellposed.tasks.data.texts import labelled_docstrings
 
@@ -170,8 +170,7 @@ def test_bad_rows_are_named(tmp_path, name, row, problem, tokenizer):
     lines.insert(7, row)
     path = tmp_path / name
     path.write_text("".join(line + "\n" for line in lines))
-    with refused(f"{path}:8: ", problem):
-        build(path, tokenizer=tokenizer)
+    refuses_data((f"{path}:8: ", problem), build, path, tokenizer=tokenizer)
 
 
 def test_all_bad_rows_of_a_file_are_in_one_message_by_the_lines_of_the_file(tmp_path):
@@ -194,8 +193,7 @@ def test_parquet_of_other_values_than_texts_is_named(tmp_path):
     with refused("a.parquet:1: 'label' is date, expected a string"):
         build(write_parquet(path, text=labels, label=days))
     path.write_text("no parquet")
-    with refused("cannot be read as parquet"):
-        build(path)
+    refuses_data("cannot be read as parquet", build, path)
 
 
 def test_labels_of_thousands_of_digits_are_names(tmp_path):
@@ -266,8 +264,7 @@ def test_columns_that_are_asked_for(tmp_path):
         build(path, header="no", label_column="7")
     with refused("label and text are both column 1"):
         build(path, header="no", label_column="1", text_column="1,3")
-    with refused("columns body without a header", kind=ConfigError):
-        build(path, text_column="body", header="no")
+    refuses_config("columns body without a header", build, path, text_column="body", header="no")
 
 
 @pytest.mark.parametrize(
@@ -284,8 +281,7 @@ def test_columns_that_are_asked_for(tmp_path):
 )
 def test_files_that_cannot_be_used(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with refused(tmp_path / name, message):
-        build(tmp_path / name)
+    refuses_data((tmp_path / name, message), build, tmp_path / name)
 
 
 def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path):
@@ -356,8 +352,7 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     assert texts(build("hf:dbpedia_14"), "test") == EXPECTED
     assert build("hf:dbpedia_14").description()["splits"] == "published"
     held["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
-    with refused("hf:name (test):1: the row has no 'label'"):
-        build("hf:name")
+    refuses_data(("hf:name (test):1: the row has no 'label'",), build, "hf:name")
 
 
 def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path):
@@ -408,15 +403,12 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path):
 def test_bad_files_of_the_release_are_named(tmp_path):
     bad = write_folders(tmp_path) / "test" / "pos" / "9_9.txt"
     bad.write_bytes(b"caf\xe9")
-    with refused(f"{bad}: not UTF-8: byte 0xe9 at offset 3"):
-        build(tmp_path)
+    refuses_data(f"{bad}: not UTF-8: byte 0xe9 at offset 3", build, tmp_path)
     (tmp_path / "test" / "zero").mkdir()
-    with refused("zero: no file named .txt"):
-        build(tmp_path)
+    refuses_data("zero: no file named .txt", build, tmp_path)
     (tmp_path / "test" / "zero").rmdir()
     bad.write_text(" ")
-    with refused("pos/9_9.txt: the text is empty"):
-        build(tmp_path, tokenizer="word")
+    refuses_data("pos/9_9.txt: the text is empty", build, tmp_path, tokenizer="word")
     for inside in ("train", "train/pos"):
         with refused(f"is in a folder of texts by class; give that: {tmp_path}"):
             build(tmp_path / inside)
@@ -442,5 +434,4 @@ def test_the_task_cuts_splits_and_takes_no_files_beside():
 
 def test_a_library_without_source_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match="no source here; give data=FILE"):
-        labelled_docstrings.__wrapped__()
+    refuses_data("no source here; give data=FILE", labelled_docstrings.__wrapped__)

@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, refuses_config
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import python
 
@@ -137,8 +137,7 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
         ("hf:/no/such/folder", r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"),
         (f"hf:{tmp_path}", "neither a pad nor an eos token"),
     ):
-        with bad_config(match=says):
-            build_encoder(name, [], max_words=1)
+        refuses_config(says, build_encoder, name, [], max_words=1)
 
 
 PAIR_TEXTS = [

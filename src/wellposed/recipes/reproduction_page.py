@@ -104,31 +104,24 @@ def _section(values: Mapping[str, Any]) -> str:
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
         "notes": "; ".join(map(str, values["notes"])) or "none",
-        **_origin_row(values.get("made_with")),
     }
+    if made := values.get("made_with"):  # none in files of before these were kept
+        source = f" at {str(made['source'])[:7]}" if made["source"] else ""
+        versions = f"wellposed {made['wellposed']}{source}, torch {made['torch']}"
+        rows["made"] = f"{made['date']}, {versions}, {made['machine']}"
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     return "\n".join([f"\n## {_title(values)}\n", "| | |", "|---|---|", *table])
 
 
 def _needs(recipe: Recipe, scale: str) -> str:
     """Return what a larger run of a recipe would take, in hours and hardware."""
-    larger: Sequence[Scale] = SCALES[SCALES.index(scale) + 1 :]
-    machines = {"medium": "two CPU cores", "paper": "one large GPU"}
+    machines: dict[Scale, str] = {"medium": "two CPU cores", "paper": "one large GPU"}
     times = [
-        f"--scale {each}: {recipe.time(each)} on {machines[each]}"
-        for each in larger
-        if each in recipe.minutes
+        f"--scale {larger}: {recipe.time(larger)} on {machines[larger]}"
+        for larger in SCALES[SCALES.index(scale) + 1 :]
+        if larger in recipe.minutes
     ]
     return "; ".join(times) or "the paper's sizes: docs/paper_scale.md"
-
-
-def _origin_row(made_with: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return date, versions and machine; nothing where the file is of before these were kept."""
-    if made_with is None:
-        return {}
-    source = f" at {str(made_with['source'])[:7]}" if made_with["source"] else ""
-    versions = f"wellposed {made_with['wellposed']}{source}, torch {made_with['torch']}"
-    return {"made": f"{made_with['date']}, {versions}, {made_with['machine']}"}
 
 
 def _cell(value: object) -> str:

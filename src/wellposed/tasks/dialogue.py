@@ -323,7 +323,12 @@ class DialogueTask(Seq2SeqTask):
         dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": train}
         repetitions = _count_repetitions(dialogues)
         if options.drop_repeated_test:
-            dialogues["test"] = _without_repeated(dialogues, options.data)
+            test = dialogues["test"]
+            known = set(repeated(test, [*train, *dialogues["valid"]]))
+            dialogues["test"] = [each for place, each in enumerate(test) if place not in known]
+            if not dialogues["test"]:
+                what = "drop_repeated_test leaves no test dialogue"
+                raise DataError(f"{options.data}: {what}; leave it out")
         self._cut: dict[Split, dict[str, int]] = {}
         super().__init__(
             pairs={split: _pairs(dialogues[split], options, split) for split in SPLITS},
@@ -436,12 +441,3 @@ def _count_repetitions(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[st
             for split in SPLITS[1:]
         },
     }
-
-
-def _without_repeated(dialogues: Mapping[Split, Sequence[Dialogue]], where: str) -> list[Dialogue]:
-    test = dialogues["test"]
-    known = set(repeated(test, [*dialogues["train"], *dialogues["valid"]]))
-    kept = [dialogue for index, dialogue in enumerate(test) if index not in known]
-    if not kept:
-        raise DataError(f"{where}: drop_repeated_test leaves no test dialogue; leave it out")
-    return kept

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, import_extra
-from wellposed.tasks.data.files import bounded_lines, missing_file, refuse
+from wellposed.tasks.data.files import missing_file, refuse
 
 ORDERS = (1, 2, 3, 4)
 SIGMA = 6.0
@@ -289,7 +290,7 @@ def _greedy(first: Vectors, second: Vectors) -> float:
     return float(cosines.max(1).mean() + cosines.max(0).mean()) / 2
 
 
-def _unit(vectors: Vectors) -> Vectors:
+def _unit(vectors: NDArray[Any]) -> NDArray[Any]:
     norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
     norms[norms == 0] = 1
     return vectors / norms
@@ -336,6 +337,7 @@ def read_word_vectors(path: Path) -> WordVectors:
     return WordVectors(rows, width or 0)
 
 
+LONGEST_LINE = 1 << 26
 _HEADER = re.compile(r"(\d{1,18}) (\d{1,18})", re.ASCII)
 
 
@@ -348,7 +350,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
-            for number, line in enumerate(bounded_lines(path, file), start=1):
+            for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
+                if len(line) == LONGEST_LINE:  # as zeros without end are
+                    what = f"over {LONGEST_LINE:,} bytes in a line; is it text?"
+                    raise DataError(f"{path}:{number}: {what}")
                 yield number, line.decode("utf-8").rstrip("\r\n ")
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
@@ -385,9 +390,8 @@ def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode
     rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts):
         raise ShapeError(f"sentence encoder: shape {rows.shape} for {len(texts)} sentences")
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    rows = rows / np.where(norms > 0, norms, 1)
-    return float((rows[::2] * rows[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
+    units = _unit(rows)
+    return float((units[::2] * units[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
 
 
 def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 128) -> Encode:

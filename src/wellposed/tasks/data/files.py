@@ -15,9 +15,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from wellposed import regular_file
 from wellposed.errors import DataError, import_extra, listed, nearest_names
@@ -29,7 +28,6 @@ TABLE_SUFFIXES = (".tsv", ".csv", *OBJECT_SUFFIXES, ".parquet")
 BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
-LONGEST_LINE = 1 << 26
 BOMB_BYTES, BOMB_RATIO = 1 << 28, 100
 """Packed data may unpack to so many bytes, or to so many times its own size where that is more."""
 # Line ends, tabs, form feeds, ESC and everything from the space on: what UTF-8 and LATIN1 texts are
@@ -107,15 +105,6 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
         return content.getvalue()
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: gzip damaged or cut short ({error}); copy it again") from None
-
-
-def bounded_lines(name: object, file: IO[bytes] | io.BufferedIOBase) -> Iterator[bytes]:
-    """Yield the lines of a file; one of more than `LONGEST_LINE` bytes, as zeros without end are,
-    is a `DataError`."""
-    for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE + 1), b""), start=1):
-        if len(line) > LONGEST_LINE:
-            raise DataError(f"{name}:{number}: over {LONGEST_LINE:,} bytes in a line; is it text?")
-        yield line
 
 
 def refuse_bomb(path: Path, stored: int, unpacked: int) -> None:
