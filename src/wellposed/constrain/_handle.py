@@ -25,7 +25,7 @@ from wellposed.constrain._weight import (
     reads_weight_size,
 )
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.linalg import QUADRATIC_LIMIT, Retraction, Workspace, full_precision
+from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision
 from wellposed.linalg.sharded import is_sharded
 
 # Key among the hooks of an optimizer; torch's own keys are numbers.
@@ -221,10 +221,7 @@ class Constraint:
             return [line for weight in group for line in self._retract([weight])]
         for weight in group:
             weight.mark_state(taken.drift)
-        self._say_if_large(group[0], taken)
-        return []
-
-    def _say_if_large(self, weight: Weight, taken: Retraction) -> None:
+        weight = group[0]
         if taken.method == "unseen":
             self._say(
                 "unseen",
@@ -241,6 +238,7 @@ class Constraint:
                 " Silence with warnings.filterwarnings('ignore', category="
                 "wellposed.constrain.ConstraintWarning)",
             )
+        return []
 
     def _say(self, kind: str, message: str) -> None:
         if kind not in self._said:

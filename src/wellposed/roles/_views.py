@@ -187,28 +187,15 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
     parameter as one."""
     result: list[WeightView] = []
     for view in views:
-        last = result[-1] if result else None
-        joint = _joint_rows(last, view) if last is not None else None
-        if last is not None and joint is not None:
-            whole = replace(last, spans=None)
-            is_all = joint == (0, whole.shape[0])
-            result[-1] = whole if is_all else last.of_rows(*joint)
+        last = result[-1] if result else view
+        parts = [(each.owner, each.attribute, each.entry) for each in (last, view)]
+        rows = (*last.spans, *view.spans) if last.spans and view.spans else ()
+        if parts[0] == parts[1] and len(rows) == 2 and rows[0][1] == rows[1][0]:
+            whole, joint = replace(last, spans=None), last.of_rows(rows[0][0], rows[1][1])
+            result[-1] = whole if whole.shape == joint.shape else joint
         else:
             result.append(view)
     return tuple(result)
-
-
-def _joint_rows(first: WeightView, second: WeightView) -> tuple[int, int] | None:
-    """Return the rows of both where the second's follow the first's in one parameter."""
-    same = (first.owner, first.attribute, first.entry) == (
-        second.owner,
-        second.attribute,
-        second.entry,
-    )
-    blocks = [view.spans[0] for view in (first, second) if view.spans and len(view.spans) == 1]
-    if not same or len(blocks) != 2 or blocks[0][1] != blocks[1][0]:
-        return None
-    return blocks[0][0], blocks[1][1]
 
 
 def spans_of(rows: Iterable[int]) -> Spans:

@@ -29,11 +29,6 @@ class LocatedModule:
     module: nn.Module
     model: nn.Module
 
-    @property
-    def name(self) -> str:
-        """Last segment of the path."""
-        return self.path.rpartition(".")[2]
-
     def join(self, dotted: str) -> str:
         """Return the full path of something inside this module."""
         return f"{self.path}.{dotted}" if self.path else dotted
@@ -53,7 +48,8 @@ class LocatedModule:
     @property
     def kind(self) -> Literal["self", "cross"]:
         """Self- or cross-attention, by the names the families use."""
-        named = _CROSS.fullmatch(self.name) or type(self.module).__name__.endswith("CrossAttention")
+        name = self.path.rpartition(".")[2]
+        named = _CROSS.fullmatch(name) or type(self.module).__name__.endswith("CrossAttention")
         cross = named or getattr(self.module, "is_cross_attention", False)
         return "cross" if cross else "self"
 
