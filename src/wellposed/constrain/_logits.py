@@ -105,12 +105,9 @@ class HeadLogits(Weight):
 
     def hooks(self) -> list[Any]:
         """Watch the forward passes that have gradients."""
-        role = replace(self.role, path="")
-        return [
-            AttentionWatcher(
-                self.module, [role], self._see, wanted=lambda _: torch.is_grad_enabled()
-            )
-        ]
+        roles = [replace(self.role, path="")]
+        see = {"wanted": lambda _: torch.is_grad_enabled()}
+        return [AttentionWatcher(self.module, roles, self._see, **see)]
 
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
@@ -289,9 +286,7 @@ def held_logits(
                 expected = before[path] * factors.to(before[path])[:, None, None]
                 off = (found[path] - expected).abs().amax((0, 2, 3))
                 if bool((off > 1e-3 * expected.abs().amax((0, 2, 3))).any()):
-                    wrong.append(
-                        f"{weight.path}: scaling rows of its heads does not scale its logits"
-                    )
+                    wrong.append(f"{weight.path}: scaling rows of its heads does not scale logits")
     finally:
         watcher.remove()
     if wrong:

@@ -252,9 +252,8 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
     result: dict[str, Candidate] = {}
     bare: list[str] = []
     pairs = [(other, other.parameter) for other in candidates]
-    trained = [
-        other for other, own in pairs if own is not None and own.requires_grad and own.ndim == 2
-    ]
+    matrices = ((other, own) for other, own in pairs if own is not None and own.ndim == 2)
+    trained = [other for other, own in matrices if own.requires_grad]
     for place in found:
         inside, base = f"{place.layer_path}.", f"{place.layer_path}.{_BASE}"
         own = [
@@ -308,9 +307,8 @@ def _matching(asked: Asked, candidates: list[Candidate]) -> set[int]:
     # Parameter names only where no module path matches, or "layers.0*" would take the biases of
     # its modules too.
     by_path = {id(found) for found in main if _names(asked, found.module_path, found.layer_path)}
-    return by_path or {
-        id(found) for found in candidates if _names(asked, found.parameter_name, found.label)
-    }
+    named = (each for each in candidates if _names(asked, each.parameter_name, each.label))
+    return by_path or set(map(id, named))
 
 
 def _names(pattern: str, *names: str) -> bool:

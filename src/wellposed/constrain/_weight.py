@@ -252,9 +252,8 @@ class SpectralWeight(Weight):
         """Cap the singular values of all; the largest is reported."""
         values = [weight.value for weight in weights]
         matrices = [read(value) for value in values]
-        capped = cap_spectral_norms_(
-            matrices, bound=weights[0].gain, before=[weight.before for weight in weights]
-        )
+        before = [weight.before for weight in weights]
+        capped = cap_spectral_norms_(matrices, bound=weights[0].gain, before=before)
         for weight, cap in zip(weights, capped, strict=True):
             weight.before = cap.before
         if is_sharded(values[0]):

@@ -293,9 +293,8 @@ def _measured_inputs(
     }
     with quiet_run(model), reading([*meters, *entering.values()]):
         call_model(model, batch)
-    measured = [
-        replace(row, input_norm=meter.mean) for row, meter in zip(rows, meters, strict=True)
-    ]
+    pairs = zip(rows, meters, strict=True)
+    measured = [replace(row, input_norm=meter.mean) for row, meter in pairs]
     return measured, {stack: meter.mean for stack, meter in entering.items() if meter.mean}
 
 
@@ -373,9 +372,8 @@ def dt_fixup_(
     (1.0, 0.125, 16)
     """
     if not isinstance(loader, Iterable):
-        raise ConfigError(
-            f"loader: received {type(loader).__name__}; expected batches, as a list or a DataLoader"
-        )
+        kind = type(loader).__name__
+        raise ConfigError(f"loader: received {kind}; expected batches, as a list or a DataLoader")
     new = _submodule(model, layers)
     target = copy.deepcopy(new) if dry_run else new
     roles = find_roles(target, patterns=patterns)

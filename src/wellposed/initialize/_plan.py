@@ -135,10 +135,8 @@ class InitializationReport:
     def line(self) -> str:
         """Return what was done in one line."""
         drawn = sum(row.drawn for row in self.rows)
-        return (
-            f"{self.title}: {drawn} of {len(self.rows)} weights drawn,"
-            f" {len(self.norms_removed)} norms removed"
-        )
+        did = f"{drawn} of {len(self.rows)} weights drawn, {len(self.norms_removed)} norms removed"
+        return f"{self.title}: {did}"
 
 
 @dataclass(frozen=True)
@@ -330,11 +328,9 @@ def _embedding_steps(
 ) -> list[Step]:
     """Return one step for each table, tied ones once; one that is used outside the decoder too takes
     the encoder's factor."""
-    tables = {
-        id(table.weight.parameter): (f"{table.kind}_embedding", table.weight)
-        for table in roles.embeddings
-    }
-    places = {id(table.weight.parameter): [table.path] for table in roles.embeddings}
+    known = [(id(table.weight.parameter), table) for table in roles.embeddings]
+    tables = {key: (f"{table.kind}_embedding", table.weight) for key, table in known}
+    places = {key: [table.path] for key, table in known}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Embedding):
             key = id(module.weight)
@@ -389,9 +385,8 @@ def _left_alone(
         if entry not in known and not any(matches(name, [entry]) for name, _ in named)
     ]
     if unknown:
-        raise ConfigError(
-            "leave: expected roles or patterns on parameter names, received\n" + listed(unknown)
-        )
+        expected = "expected roles or patterns on parameter names, received"
+        raise ConfigError(f"leave: {expected}\n{listed(unknown)}")
     left = {id(parameter) for name, parameter in named if matches(name, leave)}
     left |= {key for role, key in played if role in leave}
     return [

@@ -85,11 +85,7 @@ def tie_queries_and_keys_(
             " one weight; build the model with as many key heads as query heads:\n"
             + listed(misshapen)
         )
-    problems = [
-        f"{role.path or 'the model'}: {why}"
-        for role in roles
-        if (why := _obstacle(role)) is not None
-    ]
+    problems = [f"{role.path or 'the model'}: {why}" for role in roles if (why := _obstacle(role))]
     if problems:
         raise ConfigError("tie_queries_and_keys_ cannot tie:\n" + listed(problems))
     names: list[str] = []
@@ -131,9 +127,8 @@ def _tie_fused(role: AttentionRole) -> None:
     query, owner = role.query, role.query.owner
     for name, dim in ((query.attribute, int(query.transposed)), (_BIAS_OF[query.attribute], 0)):
         if getattr(owner, name, None) is not None:
-            parametrize.register_parametrization(
-                owner, name, _KeyIsQuery(_rows(query), _rows(role.key), dim)
-            )
+            tie = _KeyIsQuery(_rows(query), _rows(role.key), dim)
+            parametrize.register_parametrization(owner, name, tie)
     owner.register_state_dict_post_hook(_save_fused)
     owner.register_load_state_dict_pre_hook(_load_fused)
 
@@ -148,10 +143,8 @@ def _load_fused(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     for name, tie in _tied_names(owner).items():
         whole = state.pop(f"{prefix}{name}", None)
         if whole is not None:
-            query, key = (
-                whole.narrow(tie.dim, start, stop - start) for start, stop in (tie.query, tie.key)
-            )
-            _check_equal(f"{prefix}{name}", query, key)
+            parts = [whole.narrow(tie.dim, a, b - a) for a, b in (tie.query, tie.key)]
+            _check_equal(f"{prefix}{name}", *parts)
             state[f"{prefix}parametrizations.{name}.original"] = tie.right_inverse(whole)
 
 

@@ -146,10 +146,9 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
 def _max(site: Site) -> LayerBound:
     """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known
     here."""
-    bound = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
-    return LayerBound(
-        bound, "largest of each coordinate", out_radius=math.sqrt(site.seq_len) * site.radius
-    )
+    most = math.sqrt(site.seq_len)
+    bound = most if site.norm == "tok" else 1.0
+    return LayerBound(bound, "largest of each coordinate", out_radius=most * site.radius)
 
 
 _POOLINGS: Any = {mean_pool: certification.mean_pooling, max_pool: _max}
@@ -190,10 +189,8 @@ def _slope(head: PairHead, site: Site, radius: float) -> float:
     if site.norm == 2:
         apart = site.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
         return margin * min(apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius**2))
-    halves = min(
-        math.sqrt(2.0) * site.spectral_norm(linear),
-        sum(map(site.spectral_norm, linear.chunk(2, dim=1))),
-    )
+    apart = sum(map(site.spectral_norm, linear.chunk(2, dim=1)))
+    halves = min(math.sqrt(2.0) * site.spectral_norm(linear), apart)
     whole = site.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
     return margin * min(halves + 2.0 * radius * longest, whole)
 

@@ -141,10 +141,8 @@ def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, 
         **options,
     )
     removed = tuple(f"{path}." for path in _change_as_recorded_(model))
-    return model, {
-        **found,
-        "missing_keys": {key for key in found["missing_keys"] if not key.startswith(removed)},
-    }
+    missing = {key for key in found["missing_keys"] if not key.startswith(removed)}
+    return model, {**found, "missing_keys": missing}
 
 
 def refuse_other_shapes(

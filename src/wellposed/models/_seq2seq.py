@@ -330,13 +330,10 @@ class WellposedForSeq2SeqLM(
     ) -> nn.Embedding:
         """Change the number of tokens of source and target alike; arguments as in transformers."""
         source = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        embeddings = self.model.decoder.embeddings
-        if (
-            embeddings.token is not None
-            and embeddings.token.num_embeddings != source.num_embeddings
-        ):
+        embeddings, rows = self.model.decoder.embeddings, source.num_embeddings
+        if embeddings.token is not None and embeddings.token.num_embeddings != rows:
             embeddings.token = self._get_resized_embeddings(
-                embeddings.token, source.num_embeddings, mean_resizing=mean_resizing
+                embeddings.token, rows, mean_resizing=mean_resizing
             )
             self.tie_weights()
         return cast(nn.Embedding, source)

@@ -190,9 +190,8 @@ class TransJectModel(TransJectPreTrainedModel):
             x = self.embeddings(given.input_ids, positions[0] if len(positions) == 1 else positions)
         # What is cached is in the running sums already; its part of the mask has been used.
         padding = None if read.padding is None else read.padding[:, -read.length :]
-        output = self.stack(
-            x, key_padding_mask=padding, cache=cache, output_hidden_states=self.keeps_states(given)
-        )
+        how = {"cache": cache, "output_hidden_states": self.keeps_states(given)}
+        output = self.stack(x, key_padding_mask=padding, **how)
         return TransJectModelOutput(
             last_hidden_state=output.last_hidden_state,
             past_key_values=cache,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -39,6 +39,9 @@ from wellposed.roles.adapters import has_lora
 from wellposed.roles.families import FAMILIES, LocatedModule, Role, attention_role, first_of
 from wellposed.roles.layer_paths import layer_index
 
+Kind: TypeAlias = Literal["token", "position"]
+Part: TypeAlias = AttentionRole | FeedForwardRole
+Patterns: TypeAlias = Mapping[str, str | Sequence[str]]
 _NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
@@ -48,7 +51,7 @@ def find_roles(
     model: nn.Module,
     batch: Any = None,
     *,
-    patterns: Mapping[str, str | Sequence[str]] | None = None,
+    patterns: Patterns | None = None,
 ) -> Roles:
     """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
 
@@ -267,9 +270,7 @@ def _in_stacks(
 def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[EmbeddingRole, ...]:
     """Return the tables that the pass shows, and those that have a name of one; what is looked up by
     given numbers may be of segments, which only a name tells."""
-    kinds: dict[int, Literal["token", "position"]] = {
-        id(table.weight.parameter): table.kind for table in seen
-    }
+    kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in seen}
     found: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding)
@@ -284,9 +285,7 @@ def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[E
     return tuple(found.values())
 
 
-def _named_kind(
-    path: str, name: str, *, is_table: bool
-) -> Literal["token", "position", "none"] | None:
+def _named_kind(path: str, name: str, *, is_table: bool) -> Kind | Literal["none"] | None:
     """Return what a name says that a parameter is, or nothing."""
     if not is_table:
         return "position" if _POSITION_TABLE.fullmatch(name) else None
@@ -296,32 +295,26 @@ def _named_kind(
     return "position" if "pos" in name or name == "wpe" else "token"
 
 
-def _with_patterns(
-    model: nn.Module, patterns: Mapping[str, str | Sequence[str]], found: Roles
-) -> Roles:
+def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
     """Return ``found`` with every role named in ``patterns`` replaced by what its patterns
     match; what is left of a part that lost one of its weights is grouped anew."""
     matched = _match(model, patterns)
-    torn = {
-        role
-        for roles in (ATTENTION, FEEDFORWARD)
-        if not matched.keys().isdisjoint(roles)
-        for role in roles
-    }
+    groups = [roles for roles in (ATTENTION, FEEDFORWARD) if not matched.keys().isdisjoint(roles)]
+    torn = {role for roles in groups for role in roles}
     parts = [each for each in found.weights() if each.role in torn - matched.keys()]
     parts += [weight for weights in matched.values() for weight in weights]
     tables = [table for table in found.embeddings if f"{table.kind}_embedding" not in matched]
     attention = [] if "query" in torn else [*found.attention]
     networks = [] if "feedforward_in" in torn else [*found.feedforward]
     loose: list[RoleWeight] = []
-    groups: dict[tuple[bool, str], list[RoleWeight]] = {}
+    by_place: dict[tuple[bool, str], list[RoleWeight]] = {}
     for weight in parts:
         if weight.role.endswith("_embedding"):
             kind = "token" if weight.role == "token_embedding" else "position"
             tables.append(EmbeddingRole(weight.path, kind, weight.view))
         else:
-            groups.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
-    for (_, path), group in groups.items():
+            by_place.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
+    for (_, path), group in by_place.items():
         role = _grouped(LocatedModule(path, model.get_submodule(path), model), group)
         if isinstance(role, AttentionRole):
             attention.append(role)
@@ -339,9 +332,7 @@ def _with_patterns(
     )
 
 
-def _grouped(
-    place: LocatedModule, weights: Sequence[RoleWeight]
-) -> AttentionRole | FeedForwardRole | None:
+def _grouped(place: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None:
     """Return the part that the weights of one module make up, or nothing."""
     views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in weights}
     stack = weights[0].stack
@@ -355,9 +346,7 @@ def _grouped(
     return None
 
 
-def _match(
-    model: nn.Module, patterns: Mapping[str, str | Sequence[str]]
-) -> dict[str, list[RoleWeight]]:
+def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
     parameters = dict(model.named_parameters())
     empty: list[str] = []
     flat: list[str] = []
@@ -396,9 +385,7 @@ def patterns_of(name: str, given: Any) -> tuple[str, ...]:
     """Return one pattern or several as a tuple; ``name`` is the argument that an error names."""
     patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
-        raise ConfigError(
-            f"{name}: received {given!r:.80}; expected a shell-style pattern, or several"
-        )
+        raise ConfigError(f"{name}: received {given!r:.80}; expected shell-style pattern(s)")
     return tuple(patterns)
 
 
@@ -415,11 +402,8 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
 
 
 def _nothing_found(model: nn.Module, notes: Sequence[str]) -> RoleNotFoundError:
-    seen = [
-        f"{name} {tuple(weight.shape)}"
-        for name, weight in model.named_parameters()
-        if weight.ndim == 2
-    ]
+    matrices = ((name, weight) for name, weight in model.named_parameters() if weight.ndim == 2)
+    seen = [f"{name} {tuple(weight.shape)}" for name, weight in matrices]
     known = ", ".join(FAMILIES.names())
     return RoleNotFoundError(
         f"no attention or feed-forward weight was recognised in {type(model).__name__}; families"

@@ -88,11 +88,8 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
     record = tracer.record
     eager = torch.compiler.set_stance("force_eager")
     with observing_paused(), quiet_run(model), torch.enable_grad(), eager:
-        with (
-            register_module_forward_pre_hook(tracer.entered),
-            register_module_forward_hook(tracer.left),
-            tracer,
-        ):
+        before, after = register_module_forward_pre_hook, register_module_forward_hook
+        with before(tracer.entered), after(tracer.left), tracer:
             output = call_model(inner, tree_map_only(Tensor, tracer.given, batch))
         tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         reader = _Reader(model, record, tensors)
@@ -258,7 +255,7 @@ class _Reader:
             or len(down.rows) != ups[0].source.shape[-1]
         ):
             return []
-        parts = self._gate_and_up(down, ups)
+        parts = self._gated(down, ups)
         if parts is None:
             return []
         (up, up_rows), gate = parts
@@ -271,9 +268,7 @@ class _Reader:
             roles.append(FeedForwardRole(place.path, place.stack, place.layer, **views))
         return roles
 
-    def _gate_and_up(
-        self, down: Product, ups: Sequence[Product]
-    ) -> tuple[_Part, _Part | None] | None:
+    def _gated(self, down: Product, ups: Sequence[Product]) -> tuple[_Part, _Part | None] | None:
         """Return the part that passes the activation alone, or that a gate multiplies, and the
         gate: the factor that is not linear in what its product computes."""
         factors = [self.record.gates.get(node) for node in ancestors([down.source])]
@@ -426,9 +421,8 @@ def _bends(tensor: Tensor, product: Product) -> bool:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    return first is second or (
-        first.data_ptr() == second.data_ptr() and first.shape[-1] == second.shape[-1]
-    )
+    same_place = first.data_ptr() == second.data_ptr()
+    return first is second or (same_place and first.shape[-1] == second.shape[-1])
 
 
 def _entries(product: Product) -> Iterable[int | None]:

@@ -12,14 +12,8 @@ from wellposed.text_table import MISSING, aligned, format_number
 ATTENTION = ("query", "key", "value", "output")
 FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
 """Role -> field of `FeedForwardRole`."""
-ROLE_NAMES = (
-    *ATTENTION,
-    *FEEDFORWARD,
-    "latent",
-    "adapter",
-    "token_embedding",
-    "position_embedding",
-)
+_TABLES = ("token_embedding", "position_embedding")
+ROLE_NAMES = (*ATTENTION, *FEEDFORWARD, "latent", "adapter", *_TABLES)
 
 Stack = Literal["encoder", "decoder"]
 

@@ -166,9 +166,8 @@ class Tracer(TorchFunctionMode):
                 if weight is not None and weight.numel():
                     view = self._of_parameter(modules, path, name)
                     self._know(weight, view)
-                    if weight.ndim == 2 or (
-                        weight.ndim == 3 and len(weight) == 1 != weight.shape[1]
-                    ):
+                    is_row = weight.ndim == 3 and len(weight) == 1 != weight.shape[1]
+                    if weight.ndim == 2 or is_row:
                         self._rows[_name(view)] = view
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.numel():

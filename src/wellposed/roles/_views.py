@@ -69,9 +69,8 @@ class WeightView:
     @property
     def parameter_name(self) -> str:
         """Full dotted name of the real `torch.nn.Parameter`."""
-        name = (
-            f"parametrizations.{self.attribute}.original" if self._parametrized else self.attribute
-        )
+        name = self.attribute
+        name = f"parametrizations.{name}.original" if self._parametrized else name
         return f"{self.owner_path}.{name}" if self.owner_path else name
 
     @property
@@ -174,10 +173,8 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
     index, count = chunk
     rows = view.shape[0]
     if rows % count:
-        raise ShapeError(
-            f"{view.parameter_name} has {rows} output rows, which {count} fused weights cannot"
-            " share"
-        )
+        problem = f"{rows} output rows, which {count} fused weights cannot share"
+        raise ShapeError(f"{view.parameter_name} has {problem}")
     size = rows // count
     return view.of_rows(index * size, (index + 1) * size)
 

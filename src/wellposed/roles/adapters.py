@@ -34,9 +34,8 @@ class AdaptedView(WeightView):
     @property
     def trainable(self) -> bool:
         """Whether W or a factor of an active adapter receives a gradient."""
-        return super().trainable or any(
-            factor.requires_grad for a, b, _ in self._factors() for factor in (a, b)
-        )
+        factors = (factor for a, b, _ in self._factors() for factor in (a, b))
+        return super().trainable or any(factor.requires_grad for factor in factors)
 
     def tensor(self) -> torch.Tensor:
         """Return the sum, shape ``shape``: a new tensor, part of the graph of W and of the
@@ -85,9 +84,8 @@ def adapted_view(model: nn.Module, view: WeightView) -> WeightView:
 
 def has_lora(module: nn.Module) -> bool:
     """Tell whether a module holds LoRA factors by name of adapter, as PEFT's linear layers do."""
-    return all(
-        isinstance(getattr(module, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B")
-    )
+    factors = (getattr(module, name, None) for name in ("lora_A", "lora_B"))
+    return all(isinstance(each, nn.ModuleDict) for each in factors)
 
 
 def _active(layer: Any) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from torch import nn
 
@@ -125,8 +125,9 @@ def _first_count(holder: object, names: Sequence[str]) -> int | None:
 
 
 Role = TypeVar("Role", AttentionRole, FeedForwardRole)
-ReadAttention = Callable[[LocatedModule], AttentionRole | None]
-ReadFeedForward = Callable[[LocatedModule], FeedForwardRole | None]
+Reader: TypeAlias = Callable[[LocatedModule], Role | None]
+ReadAttention = Reader[AttentionRole]
+ReadFeedForward = Reader[FeedForwardRole]
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,7 @@ def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedFo
     return read
 
 
-def first_of(
-    *readers: Callable[[LocatedModule], Role | None],
-) -> Callable[[LocatedModule], Role | None]:
+def first_of(*readers: Reader[Role]) -> Reader[Role]:
     """Return the first reader's answer that is not None."""
     return lambda place: next(filter(None, (reader(place) for reader in readers)), None)
 
@@ -219,9 +218,8 @@ def _l2_attention(place: LocatedModule) -> AttentionRole | None:
     if not views:
         return None
     views |= _linear_views(place, {"key": "k_proj"}) or {"key": views["query"]}
-    return attention_role(
-        place, {"value": views["key"], **views, **_linear_views(place, {"value": "v_proj"})}
-    )
+    own = _linear_views(place, {"value": "v_proj"}) or {"value": views["key"]}
+    return attention_role(place, views | own)
 
 
 def _phi3_feedforward(place: LocatedModule) -> FeedForwardRole | None:
