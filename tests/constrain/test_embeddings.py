@@ -58,9 +58,8 @@ def test_columns_stay_orthogonal_at_the_size_they_had_while_training_works():
 
 @pytest.mark.parametrize("vocab", [DIM, DIM - 1])
 def test_a_small_table_with_a_vector_of_padding_gives_it_a_direction_of_its_own(vocab):
-    model = nn.Sequential(
-        nn.Embedding(vocab, DIM, padding_idx=0), nn.Flatten(), nn.Linear(2 * DIM, 2)
-    )
+    table = nn.Embedding(vocab, DIM, padding_idx=0)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(2 * DIM, 2))
     _, optimizer, handle = held("adamw", "0", model=model, lr=3e-2, embeddings="fit")
     ids = torch.randint(0, vocab, (32, 2))
     descend(lambda: nn.functional.cross_entropy(model(ids), ids[:, 0] % 2), optimizer, 50)
@@ -86,9 +85,8 @@ def test_a_token_that_is_never_seen_moves_by_the_common_turn_alone():
     after = model.words.weight.detach()
     # one d x d matrix, fitted on six of the eight unseen vectors, explains the other two
     turn = torch.linalg.solve(before[rare][:DIM].double(), after[rare][:DIM].double())
-    torch.testing.assert_close(
-        before[rare].double() @ turn, after[rare].double(), atol=1e-4, rtol=0
-    )
+    turned = before[rare].double() @ turn
+    torch.testing.assert_close(turned, after[rare].double(), atol=1e-4, rtol=0)
     assert float((after - before)[: VOCAB - 8].norm(dim=1)[1:].min()) > 0.1
 
 

@@ -1,6 +1,8 @@
 """Weights of all experts in one parameter: each expert's matrices are held by themselves, rows that
 alternate too."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.support.constrained import descend, goes_on_bit_for_bit
@@ -94,9 +96,8 @@ def test_a_step_is_that_of_each_matrix_alone(name, to):
                 tall = point.shape[0] >= point.shape[1]
                 at, slope = (point, gradient) if tall else (point.T, gradient.T)
                 inner = at.T @ slope
-                left, _, right = torch.linalg.svd(
-                    at - 0.02 * (slope - at @ (inner + inner.T) / 2), full_matrices=False
-                )
+                moved = at - 0.02 * (slope - at @ (inner + inner.T) / 2)
+                left, _, right = torch.linalg.svd(moved, full_matrices=False)
                 point.copy_(left @ right if tall else (left @ right).T)
     assert float((both.detach() - expected).abs().max()) <= 1e-5
 
@@ -128,11 +129,8 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision():
         groups = parameter_groups(model, 0.1, roles=ROLES)
         return model, torch.optim.AdamW(groups, lr=1e-2)
 
-    goes_on_bit_for_bit(
-        build,
-        lambda *pair: constrain_(*pair, roles=ROLES),
-        lambda *run: train("gpt-oss", *run),
-    )
+    attach = partial(constrain_, roles=ROLES)
+    goes_on_bit_for_bit(build, attach, partial(train, "gpt-oss"))
 
 
 def test_a_matrix_is_held_once_and_a_stack_that_nothing_reads_is_refused():

@@ -117,9 +117,8 @@ def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too():
         query = f"layers.0.self_attn.q_{'b_' if name == 'deepseek-v3' else ''}proj.weight"
         same = (built.state_dict()[query] == start[query]).unflatten(0, (4, -1)).flatten(1).all(1)
         assert same.tolist() == low
-        changed = [
-            key for key, value in start.items() if not torch.equal(value, built.state_dict()[key])
-        ]
+        after = built.state_dict()
+        changed = [key for key, value in start.items() if not torch.equal(value, after[key])]
         assert query in changed
         assert not any(part in key for part in kept for key in changed)
 
@@ -128,27 +127,21 @@ def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too():
 @pytest.mark.parametrize("above", [-math.inf, 1.0, 1e6])
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_largest_logit_is_exact_above_what_is_asked_and_bounded_below(masked, above, fused):
-    query, key = (
-        torch.randn(3, 4, 7, 8) * torch.tensor([0.1, 1, 3, 9])[:, None, None],
-        torch.randn(3, 2, 7, 8),
-    )
+    query = torch.randn(3, 4, 7, 8) * torch.tensor([0.1, 1, 3, 9])[:, None, None]
+    key = torch.randn(3, 2, 7, 8)
     keep = torch.rand(3, 1, 7, 7) > 0.4
-    mask = {"bool": keep, "float": torch.zeros(3, 1, 7, 7).masked_fill(~keep, -torch.inf)}.get(
-        masked
-    )
+    closed = torch.zeros(3, 1, 7, 7).masked_fill(~keep, -torch.inf)
+    mask = {"bool": keep, "float": closed}.get(masked)
     call = ScaledDotProductCall(query, key, mask, masked == "causal", None)
-    logits = (
-        torch.einsum("bhid,bhjd->bhij", query.double(), key.double().repeat_interleave(2, 1))
-        / 8**0.5
-    )
+    wide = query.double(), key.double().repeat_interleave(2, 1)
+    logits = torch.einsum("bhid,bhjd->bhij", *wide) / 8**0.5
     is_open = {"none": torch.ones(7, 7), "causal": torch.ones(7, 7).tril()}.get(masked, keep).bool()
     exact = logits.masked_fill(~is_open, -math.inf).amax((0, 2, 3))
     output = query
     if fused:  # the kernel's sums decide, where they can
         query = query.requires_grad_()
-        output = F.scaled_dot_product_attention(
-            query, key, key, mask, is_causal=masked == "causal", enable_gqa=True
-        )
+        how = {"is_causal": masked == "causal", "enable_gqa": True}
+        output = F.scaled_dot_product_attention(query, key, key, mask, **how)
         assert hasattr(output.grad_fn, "_saved_logsumexp")
     found = largest_logits(call, output, above=above).double()
     assert ((found - exact).abs() <= 1e-5 * exact.abs())[found > above].all()

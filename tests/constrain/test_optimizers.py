@@ -36,9 +36,8 @@ SHAPES = [(8, 8), (12, 5), (5, 12)]
 )
 @pytest.mark.parametrize("kind", TAKEN)
 def test_fifty_steps_stay_within_the_tolerance(kind, dtype, tolerance):
-    layers = nn.ModuleList(
-        nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
-    )
+    matrices = (nn.Linear(n, m, bias=False, dtype=dtype) for m, n in SHAPES)
+    layers = nn.ModuleList(matrices)
     optimizer = TAKEN[kind](layers.parameters())
     handle = constrain_(layers, optimizer, where=nn.Linear)
     start = [weight.detach().clone() for weight in layers.parameters()]
@@ -73,9 +72,8 @@ class Momentum(torch.optim.SGD):
 
 def layers():
     torch.manual_seed(0)
-    return nn.ModuleDict(
-        {"square": nn.Linear(5, 5, bias=False), "tall": nn.Linear(4, 7, bias=False)}
-    )
+    square, tall = nn.Linear(5, 5, bias=False), nn.Linear(4, 7, bias=False)
+    return nn.ModuleDict({"square": square, "tall": tall})
 
 
 def push(model, optimizer, gradients):
@@ -198,9 +196,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("shapes", "options", "together"), TOGETHER)
-def test_weights_of_one_shape_dtype_and_size_are_put_back_together(
-    shapes, options, together, monkeypatch
-):
+def test_weights_of_one_shape_and_size_step_together(shapes, options, together, monkeypatch):
     layers = nn.ModuleList(nn.Linear(n, m, bias=False) for m, n in shapes)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
     handle = constrain_(layers, optimizer, where=nn.Linear, **options)

@@ -155,9 +155,7 @@ class Hooked:
     ],
     ids=["of another model", "a look-alike", "a word"],
 )
-def test_an_optimizer_that_is_none_or_of_others_is_refused_and_nothing_is_changed(
-    optimizer, message
-):
+def test_an_optimizer_that_is_none_or_of_others_is_refused(optimizer, message):
     model = Mixed()
     before = copy.deepcopy(model.state_dict())
     with bad_config(match=message):
@@ -172,9 +170,8 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind):
     flags = {"foreach": kind == "foreach", "fused": kind == "fused"}
     other = torch.optim.AdamW(model.parameters(), lr=1e-3, **flags)
     train(model, other, 3)
-    with pytest.warns(
-        ConstraintWarning, match=r"took no step: another optimizer(.|\n)*square\.weight"
-    ):
+    said = r"took no step: another optimizer(.|\n)*square\.weight"
+    with pytest.warns(ConstraintWarning, match=said):
         train(model, other, 1)
     train(model, other, 4)  # a second warning would be an error
 
@@ -224,9 +221,8 @@ def constrained(kind="adamw", where=NAMES):
 def test_a_copied_pair_warns_at_its_first_step(how, kind, where):
     model, optimizer, _ = constrained(kind, where)
     other, copied = COPIES[how]((model, optimizer))
-    with pytest.warns(
-        ConstraintWarning, match=r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"
-    ):
+    said = r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"
+    with pytest.warns(ConstraintWarning, match=said):
         train(other, copied, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,9 +17,8 @@ transformers = pytest.importorskip("transformers")
 def cut(model, known):
     """A part of a fused weight in (out, in) orientation, cut by hand."""
     whole = model.get_parameter(known.parameter)
-    return (whole.T if known.transposed else whole)[
-        slice(*known.rows) if known.rows else slice(None)
-    ]
+    rows = slice(*known.rows) if known.rows else slice(None)
+    return (whole.T if known.transposed else whole)[rows]
 
 
 def sgd(model, rate=0.3):
@@ -173,9 +172,8 @@ def test_a_factor_that_starts_at_zero_has_no_orthogonal_neighbour(adapted):
 
 
 def test_weights_without_an_adapter_are_named(adapted):
-    with pytest.raises(
-        ConfigError, match=r"no factor of an adapter(.|\n)*attention\.self\.key\.weight"
-    ):
+    said = r"no factor of an adapter(.|\n)*attention\.self\.key\.weight"
+    with pytest.raises(ConfigError, match=said):
         constrain_(adapted, sgd(adapted), roles=("query", "key"), adapters=True)
 
 
@@ -233,9 +231,8 @@ def test_accelerate_wrapper_is_looked_through():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
-    model, optimizer = accelerator.prepare(
-        plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    )
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    model, optimizer = accelerator.prepare(plain, adamw)
     handle = constrain_(model, optimizer, where="0")
     start = plain[0].weight.detach().clone()
     moved = []

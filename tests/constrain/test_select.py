@@ -111,9 +111,8 @@ def test_a_function_and_a_model_without_weights():
     def never(path, module):
         return False
 
-    with pytest.raises(
-        RoleNotFoundError, match=r"matched by the function 'never'; types that hold one: Linear$"
-    ):
+    said = r"matched by the function 'never'; types that hold one: Linear$"
+    with pytest.raises(RoleNotFoundError, match=said):
         select_weights(nn.Sequential(nn.Linear(2, 2)), never)
     with pytest.raises(RoleNotFoundError, match="the model has no weights"):
         select_weights(nn.ReLU(), "a")
@@ -151,9 +150,8 @@ def test_its_steps_are_those_of_muon_and_of_adamw():
 
 
 def test_embeddings_and_what_is_tied_to_them_go_to_adamw():
-    model = nn.ModuleDict(
-        {"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)}
-    )
+    parts = {"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4)}
+    model = nn.ModuleDict({**parts, "head": nn.Linear(4, 9, bias=False)})
     model["head"].weight = model["words"].weight
     optimizer = MuonAndAdamW(model)
     first = optimizer.param_groups[0]

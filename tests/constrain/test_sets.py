@@ -44,9 +44,8 @@ class TestSpectral:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
     @pytest.mark.parametrize("bound", [1e-3, 0.3, 1.0, 1e3])
     def test_steps_of_any_size_end_inside(self, dtype, bound):
-        layers = nn.ModuleList(
-            nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
-        )
+        matrices = (nn.Linear(n, m, bias=False, dtype=dtype) for m, n in SHAPES)
+        layers = nn.ModuleList(matrices)
         options = {"model": layers, "lr": 1.0, "to": "spectral", "bound": bound}
         _, optimizer, handle = held("sgd", nn.Linear, **options)
         for size in [1e-4, 1e-2, 0.05, 0.1, 0.3, 1.0, 30.0, 1e3] * 3:

@@ -35,9 +35,8 @@ class Trained:
     def __init__(self, kind, dtype, mesh, **options):
         torch.manual_seed(0)
         self.mesh = mesh
-        self.layers = nn.ModuleList(
-            nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES
-        )
+        matrices = (nn.Linear(n, m, bias=False, dtype=dtype) for m, n in SHAPES)
+        self.layers = nn.ModuleList(matrices)
         for layer in self.layers:
             layer.weight = nn.Parameter(self.cut(layer.weight.detach()))
         self.optimizer = OPTIMIZERS[kind](self.layers.parameters())
@@ -56,9 +55,7 @@ class Trained:
 
     def weights(self):
         found = [layer.weight.detach() for layer in self.layers]
-        return [
-            weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in found
-        ]
+        return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
 
 
 CASES = [
@@ -86,22 +83,17 @@ def test_shards_take_the_steps_of_plain_weights(kind, dtype, options, mesh):
         gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
         plain.step(gradients)
         sharded.step(gradients)
-        for name, first, second in zip(
-            ["square", "tall", "wide"], plain.weights(), sharded.weights(), strict=True
-        ):
+        pairs = zip(plain.weights(), sharded.weights(), strict=True)
+        for name, (first, second) in zip(["square", "tall", "wide"], pairs, strict=True):
             assert float((first - second).float().abs().max()) <= tolerance, (step, name)
         assert sharded.handle.error().worst <= tolerance
-        assert sharded.handle.error().by_path == pytest.approx(
-            plain.handle.error().by_path, abs=tolerance
-        )
-    assert all(
-        float((now - before).norm()) > 1e-2
-        for now, before in zip(sharded.weights(), start, strict=True)
-    )
+        exact = plain.handle.error().by_path
+        assert sharded.handle.error().by_path == pytest.approx(exact, abs=tolerance)
+    pairs = zip(sharded.weights(), start, strict=True)
+    assert all(float((now - before).norm()) > 1e-2 for now, before in pairs)
     sharded.handle.remove()
-    assert not any(
-        "wellposed" in str(key) for state in sharded.optimizer.state.values() for key in state
-    )
+    keys = [str(key) for state in sharded.optimizer.state.values() for key in state]
+    assert not any("wellposed" in key for key in keys)
 
 
 def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh):
@@ -116,9 +108,8 @@ def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh):
 
 def test_a_part_of_a_sharded_fused_weight_is_refused(mesh):
     attention = nn.MultiheadAttention(4, 2, bias=False)
-    attention.in_proj_weight = nn.Parameter(
-        distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)])
-    )
+    cut = distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)])
+    attention.in_proj_weight = nn.Parameter(cut)
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="a part of a fused weight that is sharded"):
         constrain_(attention, optimizer, roles="query")
@@ -153,9 +144,8 @@ def test_ddp_and_fsdp2_train_as_one_process_does(tmp_path):
             losses = ranks[0][reference]["losses"]
             assert found[kind]["losses"] == pytest.approx(losses, rel=rel)
             if kind == "ddp logits":  # by how much the first passes of either process were above
-                assert found[kind]["errors"] == pytest.approx(
-                    ranks[0][reference]["errors"], rel=1e-3
-                )
+                errors = ranks[0][reference]["errors"]
+                assert found[kind]["errors"] == pytest.approx(errors, rel=1e-3)
                 assert found[kind]["errors"]["layer.self_attn"] > 0.01
             else:
                 assert max(found[kind]["errors"].values()) <= (4e-3 if half else 1e-5)

@@ -71,9 +71,8 @@ def test_ignored_weight_decay_is_exactly_no_weight_decay(kind):
         constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
         train(model, optimizer, 10)
         results.append(model.state_dict())
-    assert all(
-        torch.allclose(results[0][name], results[1][name], atol=1e-12) for name in results[0]
-    )
+    one, other = results
+    assert all(torch.allclose(one[name], other[name], atol=1e-12) for name in one)
 
 
 def test_two_optimizers_share_the_weights():
@@ -116,13 +115,11 @@ def test_batched_products_give_the_same_training(gain):
 
     def run(*, batched):
         torch.manual_seed(0)
-        model = nn.Sequential(
-            *[nn.Linear(*s) for s in [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]]
-        ).double()
+        sizes = [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]
+        model = nn.Sequential(*[nn.Linear(*size) for size in sizes]).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-        handle = constrain_(
-            model, optimizer, where=[str(index) for index in range(5)], gain=gain, batched=batched
-        )
+        where = [str(index) for index in range(5)]
+        handle = constrain_(model, optimizer, where=where, gain=gain, batched=batched)
         losses = train(model, optimizer, 20, width=8)
         assert handle.error().worst <= 1e-11
         for parameter in model.parameters():

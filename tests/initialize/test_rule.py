@@ -66,9 +66,8 @@ def test_there_is_no_warm_up_under_any_schedule(schedule, kept):
 
 
 def test_the_variant_has_no_norms_and_its_own_weights():
-    plain, fixed = (
-        apply_variant(name, RunConfig("listops")).model for name in ("post_ln", "t_fixup")
-    )
+    configs = (apply_variant(name, RunConfig("listops")) for name in ("post_ln", "t_fixup"))
+    plain, fixed = (config.model for config in configs)
     assert (fixed.norm, fixed.init) == ("none", "t_fixup")
     models = (build_model("wellposed", "causal_lm", **model_keywords(m)) for m in (plain, fixed))
     sizes = [sum(p.numel() for p in model.parameters()) for model in models]

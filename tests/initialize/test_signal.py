@@ -70,12 +70,10 @@ def test_rows_are_the_hidden_states_of_the_model():
     sizes = [state[real].square().sum(-1).mean().sqrt().item() for state in states]
     assert [row.norm_in for row in rows] == pytest.approx(sizes[:-1], rel=1e-5)
     assert [row.norm_out for row in rows] == pytest.approx(sizes[1:], rel=1e-5)
-    assert [row.ratio for row in rows] == pytest.approx(
-        [size / sizes[0] for size in sizes[1:]], rel=1e-5
-    )
-    assert [(row.path, row.depth) for row in rows] == [
-        (f"encoder.layer.{i}", i + 1) for i in range(3)
-    ]
+    ratios = [size / sizes[0] for size in sizes[1:]]
+    assert [row.ratio for row in rows] == pytest.approx(ratios, rel=1e-5)
+    places = [(f"encoder.layer.{i}", i + 1) for i in range(3)]
+    assert [(row.path, row.depth) for row in rows] == places
 
 
 def test_encoder_and_decoder_are_told_apart_and_the_model_is_left_as_it_was():
@@ -146,14 +144,12 @@ def test_a_step_is_measured_and_taken_back():
 
 
 def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u():
-    model = nn.Sequential(
-        nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)
-    ).double()
+    first, last = nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)
+    model = nn.Sequential(first, nn.Tanh(), last).double()
     x = 3 * torch.randn(1, 3, dtype=torch.float64)
     weights = dict(model.named_parameters())
-    jacobians = torch.func.jacrev(lambda given: torch.func.functional_call(model, given, (x,))[0])(
-        weights
-    )
+    call = torch.func.functional_call
+    jacobians = torch.func.jacrev(lambda given: call(model, given, (x,))[0])(weights)
     dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
     torch.manual_seed(1)
     direction = torch.randn(1, 2, dtype=torch.float64)[0]

@@ -84,9 +84,8 @@ def test_every_family_by_the_rule(name):
     assert report.norms_removed
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     model(**batch_for(model))[0].square().mean().backward()
-    unused = [
-        key for key, value in model.named_parameters() if value.requires_grad and value.grad is None
-    ]
+    trained = ((key, value) for key, value in model.named_parameters() if value.requires_grad)
+    unused = [key for key, value in trained if value.grad is None]
     assert [key for key in unused if "pooler" not in key] == []
 
 
@@ -98,16 +97,12 @@ def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name):
     after = by_role(model, "query", "key")
     assert kept
     assert all(torch.equal(kept[key], after[key]) for key in kept)
-    assert all(
-        not row.drawn and row.factor == 1.0 for row in report.rows if row.role in ("query", "key")
-    )
-    assert (
-        f"left as they were: {sum(not row.drawn for row in report.rows)} (query, key"
-        in report.table()
-    )
-    biases = [
-        key for key, value in model.state_dict().items() if key.endswith("bias") and value.ndim == 1
-    ]
+    left = [row for row in report.rows if row.role in ("query", "key")]
+    assert all(not row.drawn and row.factor == 1.0 for row in left)
+    count = sum(not row.drawn for row in report.rows)
+    assert f"left as they were: {count} (query, key" in report.table()
+    vectors = (key for key, value in model.state_dict().items() if value.ndim == 1)
+    biases = [key for key in vectors if key.endswith("bias")]
     assert biases
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in biases)
 
@@ -119,9 +114,8 @@ def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones():
     kept = {row.name for row in report.rows if not row.drawn}
     assert kept == {"transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"}
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in kept)
-    assert not torch.equal(
-        model.transformer.h[1].attn.c_attn.weight, before["transformer.h.1.attn.c_attn.weight"]
-    )
+    other = "transformer.h.1.attn.c_attn.weight"
+    assert not torch.equal(model.get_parameter(other), before[other])
 
 
 def test_a_weight_that_is_query_and_key_is_left_under_either_role():
@@ -167,9 +161,8 @@ def test_tied_embedding_is_scaled_once_and_shared_takes_the_encoders_depth():
 def test_separate_embeddings_take_their_own_depth():
     model = bart(2, 5)
     model.model.decoder.embed_tokens = nn.Embedding(30, D, padding_idx=0)
-    factors = {
-        row.name: row.factor for row in t_fixup_(model).rows if row.role == "token_embedding"
-    }
+    tables = (row for row in t_fixup_(model).rows if row.role == "token_embedding")
+    factors = {row.name: row.factor for row in tables}
     assert factors["model.shared.weight"] == pytest.approx((9 * 2) ** -0.25)
     assert factors["model.decoder.embed_tokens.weight"] == pytest.approx((9 * 5) ** -0.25)
 
@@ -227,11 +220,8 @@ def test_batch_measures_what_enters():
 def test_value_of_torch_cross_attention_is_measured_on_the_memory():
     model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     report = t_fixup_(model, batch=(torch.randn(2, 3, 8), torch.zeros(2, 4, 8)))
-    cross = {
-        row.role: row
-        for row in report.rows
-        if row.name.startswith("decoder.layers.0.multihead_attn")
-    }
+    crossing = (row for row in report.rows if ".0.multihead_attn" in row.name)
+    cross = {row.role: row for row in crossing}
     assert cross["value"].input_norm > 1.0
     assert cross["query"].input_norm < cross["value"].input_norm
 
@@ -243,9 +233,8 @@ def test_input_scale_is_the_factor_of_embeddings():
 
 
 def test_zero_biases():
-    model = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
-    )
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     assert t_fixup_(copy.deepcopy(model)).largest_bias > 0
     assert t_fixup_(model, zero_biases=True).largest_bias == 0
     assert model.layers[1].linear2.bias.abs().max() == 0
@@ -398,9 +387,8 @@ def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(t
     report = t_fixup_(loaded)
     moved = float((query.detach() - before).norm() / before.norm())
     assert moved > 0.1
-    (row,) = (
-        row for row in report.rows if row.name.endswith("layer.0.attention.self.query.weight")
-    )
+    place = "encoder.layer.0.attention.self.query.weight"
+    (row,) = (row for row in report.rows if row.name == place)
     assert row.moved == pytest.approx(moved, rel=1e-5)
     (line,) = caplog.records
     assert "moved by" in line.getMessage()
@@ -429,17 +417,14 @@ def test_init_t_fixup_of_our_models():
     for first, second in zip(built.model.layers, plain.model.layers, strict=True):
         assert torch.equal(first.attention.q_proj.weight, second.attention.q_proj.weight)
         assert torch.equal(first.attention.k_proj.weight, second.attention.k_proj.weight)
-    ratio = (
-        built.model.layers[1].attention.v_proj.weight.std()
-        / plain.model.layers[1].attention.v_proj.weight.std()
-    )
+    drawn, whole = (m.model.layers[1].attention.v_proj.weight.std() for m in (built, plain))
+    ratio = drawn / whole
     assert ratio.item() == pytest.approx((6 * 3) ** -0.25, rel=0.15)
     assert built.lm_head.weight is built.model.embeddings.token.weight
     with pytest.raises(ConfigError, match="norm='none'"):
         ours(init="t_fixup")
-    assert (
-        ours(norm="none", init="t_fixup", qk_norm=True).model.layers[0].attention.q_norm is not None
-    )
+    kept = ours(norm="none", init="t_fixup", qk_norm=True)
+    assert kept.model.layers[0].attention.q_norm is not None
 
 
 IWSLT = {

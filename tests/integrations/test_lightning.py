@@ -110,11 +110,8 @@ def test_every_logger_gets_the_vital_signs_that_a_monitor_gives(tmp_path):
     fit(tmp_path, net, plain, callback, logger=kept)
     assert [step for step, _ in plain.rows] == [1, 3, 5]
     assert kept.rows == plain.rows
-    assert {
-        "logit_max",
-        "vital/encoder.0.head1/entropy",
-        "vital/encoder.0.key/update",
-    } <= kept.rows[0][1].keys()
+    names = {"logit_max", "vital/encoder.0.head1/entropy", "vital/encoder.0.key/update"}
+    assert names <= kept.rows[0][1].keys()
     assert callback.monitor.alarms == plain.monitor.alarms
     assert not any(module._forward_hooks for module in net.modules())
     with pytest.raises(ConfigError, match="one optimizer can be watched, not 2"):

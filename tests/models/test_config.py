@@ -139,11 +139,8 @@ def test_xavier_bounds_and_spread():
     # The variance of n draws of U(-b, b) is b^2/3 up to about b^2 * 0.3 / sqrt(n); n = 16384.
     assert weight.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
     assert model.model.embeddings.token.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
-    assert all(
-        not p.any()
-        for name, p in model.named_parameters()
-        if name.endswith(("bias", "residual.scale"))
-    )
+    zeros = ("bias", "residual.scale")
+    assert not any(p.any() for name, p in model.named_parameters() if name.endswith(zeros))
     assert (layer.attention_norm.weight == 1).all()
     states = model(input_ids=torch.arange(100)[None], output_hidden_states=True).hidden_states[0]
     assert states.var().item() == pytest.approx(2.0, rel=0.1)
@@ -212,9 +209,8 @@ def test_cosine_eps_reaches_the_layer_and_its_bound():
 @pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
 def test_init_kim2021_draws_from_the_scale_and_leaves_the_rest_to_xavier(name, scale, expected):
     options = {} if scale is None else {"l2_init_scale": scale}
-    model = models.WellposedModel(
-        models.WellposedConfig(**L2_SIZES, attention=name, init="kim2021", **options)
-    )
+    config = models.WellposedConfig(**L2_SIZES, attention=name, init="kim2021", **options)
+    model = models.WellposedModel(config)
     bound = expected / math.sqrt(16)
     layer = model.layers[0]
     for projection in (layer.attention.q_proj, layer.attention.v_proj, layer.attention.o_proj):

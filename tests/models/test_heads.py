@@ -88,9 +88,8 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
     ids = torch.randint(1, 13, (4, 6))
     items = ids[:, 1:].numel()
     whole = model(input_ids=ids, labels=ids, num_items_in_batch=items)
-    parts = [
-        model(input_ids=row, labels=row, num_items_in_batch=items).loss for row in ids.split(1)
-    ]
+    how = {"num_items_in_batch": items}
+    parts = [model(input_ids=row, labels=row, **how).loss for row in ids.split(1)]
     assert_close(sum(parts), whole.loss)
     assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
 
@@ -120,10 +119,8 @@ class HiddenOfBoth(nn.Module):
             scale = 1 / math.sqrt(10)
         else:
             scale = 1.0
-        return (
-            torch.cat([a, b, a * b, a - b], -1) @ self.head.hidden.weight.T * scale
-            + self.head.hidden.bias
-        )
+        features = torch.cat([a, b, a * b, a - b], -1) * scale
+        return features @ self.head.hidden.weight.T + self.head.hidden.bias
 
 
 def head_of(width, hidden, *, unit, seed=0):
@@ -206,24 +203,19 @@ def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz():
 
 
 def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands():
-    kind, how = (
-        models.WellposedForSequencePairClassification,
-        {"norm": "none", "attention": "l2_tied"},
-    )
+    how = {"norm": "none", "attention": "l2_tied"}
+    kind = models.WellposedForSequencePairClassification
     model = tiny(kind, **how).eval()
     certificate = wp.certify(model, seq_len=4)
     assert certificate.total == math.inf
     assert [layer.path for layer in certificate.uncertified] == ["classifier"]
-    with pytest.raises(
-        NotLipschitzError, match=r"classifier \(PairHead\): two inputs meet in a product"
-    ):
+    said = r"classifier \(PairHead\): two inputs meet in a product"
+    with pytest.raises(NotLipschitzError, match=said):
         certificate.require()
     on_a_ball = wp.certify(model, seq_len=4, radius=2.0)
     assert math.isfinite(on_a_ball.total)
-    assert (
-        wp.lipschitz_lower_bound(model, (8, 12), radius=2.0, restarts=2, steps=10).ratio(on_a_ball)
-        <= 1
-    )
+    found = wp.lipschitz_lower_bound(model, (8, 12), radius=2.0, restarts=2, steps=10)
+    assert found.ratio(on_a_ball) <= 1
 
 
 def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
@@ -234,10 +226,8 @@ def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
         models.PairHead(4, 7, 2, unit_lipschitz=True)
 
 
-FIRST, SECOND = (
-    torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]),
-    torch.tensor([[5, 8, 9], [7, 9, 0]]),
-)
+FIRST = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
+SECOND = torch.tensor([[5, 8, 9], [7, 9, 0]])
 SIDES = ("input_ids", "attention_mask", "input_ids_pair", "attention_mask_pair")
 
 
@@ -266,9 +256,8 @@ def test_the_logits_are_those_of_the_formula(pooling):
             for ids in (FIRST, SECOND)
         )
         features = torch.cat([a, b, a * b, a - b])
-        hidden = (
-            weights["classifier.hidden.weight"] @ features + weights["classifier.hidden.bias"]
-        ).clamp(min=0)
+        hidden = weights["classifier.hidden.weight"] @ features
+        hidden = (hidden + weights["classifier.hidden.bias"]).clamp(min=0)
         expected = weights["classifier.output.weight"] @ hidden + weights["classifier.output.bias"]
         within(run(model)[row], expected, 1e-12)
 

@@ -58,11 +58,8 @@ def step(model, given):
         loss = model(input_ids=IDS, attention_mask=MASK, **given).loss
     kept = sum(stored)
     loss.backward()
-    return (
-        loss.detach(),
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-        kept,
-    )
+    named = ((name, p.grad) for name, p in model.named_parameters())
+    return loss.detach(), {name: grad for name, grad in named if grad is not None}, kept
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -102,9 +102,8 @@ def test_a_tied_output_layer_of_transject_is_the_embedding():
 
 def test_a_classifier_comes_back_with_its_labels(tmp_path):
     labels = {0: "bad", 1: "fair", 2: "good"}
-    config = WellposedConfig(
-        **SIZES, id2label=labels, label2id={name: i for i, name in labels.items()}
-    )
+    numbers = {name: index for index, name in labels.items()}
+    config = WellposedConfig(**SIZES, id2label=labels, label2id=numbers)
     WellposedForSequenceClassification(config).save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert loaded.config.id2label == labels
@@ -168,14 +167,11 @@ def test_models_without_norms_load_without_norms(make, tmp_path):
     model = make()
     removed = wp.t_fixup_(model).norms_removed
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["wellposed"] == {
-        "removed_norms": list(removed)
-    }
+    noted = json.loads((tmp_path / "config.json").read_text())["wellposed"]
+    assert noted == {"removed_norms": list(removed)}
     loaded = load_saved_model(tmp_path)
     assert torch.equal(logits(loaded), logits(model))
-    assert [name for name, _ in loaded.named_parameters()] == [
-        name for name, _ in model.named_parameters()
-    ]
+    assert [*dict(loaded.named_parameters())] == [*dict(model.named_parameters())]
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load_saved_model(tmp_path / "again")), logits(model))
 
@@ -208,10 +204,8 @@ def test_a_run_starts_from_a_model_without_norms(tmp_path):
     for folder in ("body", "whole"):
         start = start_model(tmp_path / folder, "sequence_classification", {"vocab_size": 40})
         assert not any("LayerNorm" in name for name, _ in start.model.named_parameters())
-        states = [
-            each.bert(input_ids=CHANGED_IDS).last_hidden_state
-            for each in (start.model.eval(), model.eval())
-        ]
+        models = (start.model.eval(), model.eval())
+        states = [each.bert(input_ids=CHANGED_IDS).last_hidden_state for each in models]
         assert torch.equal(*states)
 
 
@@ -286,9 +280,8 @@ def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
     assert {name: again[name] for name in values if name not in grown} == {
         name: values[name] for name in values if name not in grown
     }
-    model = build_model(
-        config.model.architecture, "causal_lm", vocab_size=5, **model_keywords(config.model)
-    )
+    sizes = {"vocab_size": 5, **model_keywords(config.model)}
+    model = build_model(config.model.architecture, "causal_lm", **sizes)
     for name, value in values["model"].items():
         assert getattr(model.config, name, value) == value
 
@@ -344,9 +337,8 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
     tensors = load_file(path)
     del tensors["encoder.layer.0.attention.self.query.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"
-    ):
+    said = r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"
+    with pytest.raises(CheckpointError, match=said):
         start_model(body, CLASSES, LABELS)
 
 

@@ -51,12 +51,8 @@ def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
         ids, mask = padded(SOURCES, source_side, extra=2)
         targets, target_mask = padded(TARGETS, target_side, extra=1)
         given = None if target_side == "right" else target_mask
-        logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            decoder_input_ids=targets,
-            decoder_attention_mask=given,
-        ).logits
+        ours = {"decoder_input_ids": targets, "decoder_attention_mask": given}
+        logits = model(input_ids=ids, attention_mask=mask, **ours).logits
         rows = zip(logits, target_mask, SOURCES, TARGETS, strict=True)
         for row, row_mask, source, target in rows:
             expected = slow_logits(slow, source, target)
@@ -79,12 +75,9 @@ def test_with_l2_attention_the_cross_attention_is_cosine():
 def test_a_source_of_padding_gives_finite_values_and_gradients(cross):
     model = build(cross_attention=cross)
     ids, target = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[1, 8], [1, 9]])
-    output = model(
-        input_ids=ids,
-        attention_mask=torch.tensor([[1, 1], [0, 0]]),
-        decoder_input_ids=target,
-        labels=target,
-    )
+    mask = torch.tensor([[1, 1], [0, 0]])
+    given = {"decoder_input_ids": target, "labels": target}
+    output = model(input_ids=ids, attention_mask=mask, **given)
     output.loss.backward()
     alone = model(input_ids=ids[:1], decoder_input_ids=target[:1]).logits
     within(output.logits[:1], alone, 1e-12)
@@ -94,18 +87,15 @@ def test_a_source_of_padding_gives_finite_values_and_gradients(cross):
 
 @pytest.mark.parametrize("attention", ["dot_product", "cosine", "l2_tied"])
 @pytest.mark.parametrize("portions", [[1] * 4, [2, 2]])
-def test_a_cache_in_any_portions_gives_the_logits_of_one_call_and_reads_the_source_once(
-    attention, portions
-):
+def test_a_cache_in_any_portions_gives_the_logits_of_one_call(attention, portions):
     model = build(attention=attention, num_hidden_layers=2, num_decoder_layers=3)
     ids, mask = padded(SOURCES[:2], "right")
     target = torch.tensor([[1, 7, 8, 2], [1, 10, 11, 12]])
     full = model(input_ids=ids, attention_mask=mask, decoder_input_ids=target)
     assert full.past_key_values is None
     projected = []
-    model.model.decoder.layers[2].cross_attention.k_proj.register_forward_hook(
-        lambda *_: projected.append(1)
-    )
+    crossing = model.model.decoder.layers[2].cross_attention
+    crossing.k_proj.register_forward_hook(lambda *_: projected.append(1))
     cache, parts, start = None, [], 0
     read = model.model.encoder(ids, attention_mask=mask)
     for size in portions:
@@ -308,9 +298,8 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached, changes
     assert any(END in target for _, target in expected)
     # what follows the end is transformers' affair: with padding token 0 its beam search fills up
     # with end tokens
-    assert [up_to_end(row) for row in output.sequences.tolist()] == [
-        up_to_end(target) for _, target in expected
-    ]
+    rows = [up_to_end(row) for row in output.sequences.tolist()]
+    assert rows == [up_to_end(target) for _, target in expected]
     scores = torch.tensor([score for score, _ in expected])
     assert_close(output.sequences_scores, scores, rtol=1e-5, atol=1e-5)
 

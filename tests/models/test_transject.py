@@ -66,11 +66,8 @@ def test_the_auxiliary_loss_is_that_of_training_alone():
     output = model(input_ids=IDS, attention_mask=MASK, labels=labels)
     expected = []
     for row, length in enumerate(MASK.sum(1).tolist()):
-        x = (
-            model.model(input_ids=IDS[row : row + 1, :length], output_hidden_states=True)
-            .hidden_states[0][0]
-            .double()
-        )
+        states = model.model(input_ids=IDS[row : row + 1, :length], output_hidden_states=True)
+        x = states.hidden_states[0][0].double()
         gram, basis = x.T @ x, spectrum.basis.weight.double()  # rows are the vectors u_k
         rebuilt = basis.T @ torch.diag(torch.diag(basis @ gram @ basis.T)) @ basis
         expected.append(float(((gram - rebuilt) ** 2).sum() / (gram**2).sum()))
@@ -92,9 +89,8 @@ def test_the_auxiliary_loss_is_that_of_training_alone():
 def test_sines_go_on_beyond_the_positions_and_a_table_does_not():
     ids = torch.randint(0, 13, (1, 15))
     computed = awake(TransJectModel(CONFIG))
-    longer = awake(
-        TransJectModel(TransJectConfig(**{**SIZES, "max_position_embeddings": 20}, num_experts=2))
-    )
+    sizes = {**SIZES, "max_position_embeddings": 20}
+    longer = awake(TransJectModel(TransJectConfig(**sizes, num_experts=2)))
     longer.load_state_dict(computed.state_dict())
     assert_close(computed(input_ids=ids)[0], longer(input_ids=ids)[0], rtol=1e-5, atol=1e-5)
     learned = TransJectModel(TransJectConfig(**SIZES, position="learned"))
@@ -172,8 +168,7 @@ def test_generation_with_a_cache_is_that_without(settings, how):
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     how = {"max_new_tokens": 5, "do_sample": False, **how}
     cached, whole = (
-        model.generate(IDS, attention_mask=mask, use_cache=use_cache, **how)
-        for use_cache in (True, False)
+        model.generate(IDS, attention_mask=mask, use_cache=use, **how) for use in (True, False)
     )
     assert torch.equal(cached, whole)
     alone = model.generate(IDS[:1, 2:], **how)
@@ -210,18 +205,16 @@ def test_a_piece_of_padding_is_no_error_in_training_with_a_cache():
         model.train()
         first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
         assert first.auxiliary_loss is None
-        second = model(
-            input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values
-        )
+        cache = first.past_key_values
+        second = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=cache)
     assert_close(second.logits, expected[:, 5:])
 
 
 def test_a_token_of_zeros_meets_no_division_by_zero_at_the_smallest_eps():
     with bad_config(match="spectrum_eps: received 1e-60"):
         TransJectConfig(**SIZES, spectrum_eps=1e-60)
-    model = awake(
-        TransJectForCausalLM(TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized"))
-    )
+    config = TransJectConfig(**SIZES, spectrum_eps=2.0**-126, gating="normalized")
+    model = awake(TransJectForCausalLM(config))
     assert bool(model(inputs_embeds=torch.zeros(1, 2, 16)).logits.isfinite().all())
 
 
@@ -244,15 +237,11 @@ def orthogonality_error(model):
     """Return the largest |W^T W - I| of every square weight of attention, feed-forward and
     spectrum, in float64."""
     names = ("left", "right", "up_proj", "down_proj", "basis")
-    weights = [
-        parameter.detach().double()
-        for path, parameter in model.named_parameters()
-        if path.split(".")[-2] in names
-    ]
+    named = ((path.split(".")[-2], weight) for path, weight in model.named_parameters())
+    weights = [weight.detach().double() for name, weight in named if name in names]
     assert len(weights) >= 4
-    return max(
-        float((weight.T @ weight - torch.eye(len(weight))).abs().max()) for weight in weights
-    )
+    grams = (weight.T @ weight for weight in weights)
+    return max(float((gram - torch.eye(len(gram))).abs().max()) for gram in grams)
 
 
 @pytest.fixture(scope="module")
@@ -299,25 +288,18 @@ def test_distances_of_tokens_stay_within_the_bounds(trained, which):
     if which == "trained":
         model = trained.model
     else:
-        model = awake(
-            TransJectModel(TransJectConfig(**SIZES, num_experts=2)),
-            0.4 if which == "random" else 4.0,
-        )
+        config = TransJectConfig(**SIZES, num_experts=2)
+        model = awake(TransJectModel(config), 0.4 if which == "random" else 4.0)
     lower, upper = bounds(model)
     for _ in range(20):
         with torch.no_grad():
             output = model(input_ids=torch.randint(0, 13, (1, 6)), output_hidden_states=True)
         for index, state in enumerate(output.hidden_states):
-            distances, starts = (
-                torch.cdist(x[0].double(), x[0].double()) for x in (state, output.hidden_states[0])
-            )
+            ends = (x[0].double() for x in (state, output.hidden_states[0]))
+            distances, starts = (torch.cdist(x, x) for x in ends)
             ratios = (distances / starts)[~torch.eye(6, dtype=torch.bool)]
-            assert (
-                lower[index] * (1 - 1e-5)
-                <= float(ratios.min())
-                <= float(ratios.max())
-                <= upper[index] * (1 + 1e-5)
-            )
+            least, most = float(ratios.min()), float(ratios.max())
+            assert lower[index] * (1 - 1e-5) <= least <= most <= upper[index] * (1 + 1e-5)
 
 
 @torch.no_grad()

@@ -35,9 +35,8 @@ STRUCTURES += [("dyt", "plain", True)]
 
 @pytest.mark.parametrize(("norm", "residual", "qk_norm"), STRUCTURES)
 def test_language_model_logits(norm, residual, qk_norm):
-    model = build(
-        WellposedForCausalLM, norm=norm, residual=residual, qk_norm=qk_norm, activation="relu"
-    )
+    how = {"norm": norm, "residual": residual, "qk_norm": qk_norm}
+    model = build(WellposedForCausalLM, activation="relu", **how)
     slow = SlowTransformer(model)
     for side in ("left", "right"):
         ids, mask = padded(ROWS, side, extra=1)
@@ -51,9 +50,8 @@ def test_language_model_logits(norm, residual, qk_norm):
     ("pooling", "position"), [("mean", "sinusoidal"), ("first", "learned"), ("max", "learned")]
 )
 def test_classifier_logits(pooling, position):
-    model = build(
-        WellposedForSequenceClassification, pooling=pooling, position=position, num_labels=5
-    )
+    how = {"pooling": pooling, "position": position, "num_labels": 5}
+    model = build(WellposedForSequenceClassification, **how)
     slow = SlowTransformer(model)
     pool = {
         "mean": lambda h: sum(h) / len(h),
@@ -134,9 +132,8 @@ def test_given_positions_are_used():
     model, ids = build_padded(WellposedForCausalLM), torch.tensor([[1, 2, 3]])
     counted = model(input_ids=ids).logits
     assert torch.equal(model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]])).logits, counted)
-    assert (
-        model(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]])).logits - counted
-    ).abs().max() > 1e-3
+    moved = model(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]])).logits
+    assert (moved - counted).abs().max() > 1e-3
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
@@ -227,9 +224,8 @@ def test_generation_starts_from_given_vectors():
     model = build_writing()
     vectors = model.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
     mask = torch.ones(1, 5, dtype=torch.long)
-    tokens = model.generate(
-        inputs_embeds=vectors, attention_mask=mask, max_new_tokens=NEW, do_sample=False
-    )
+    given = {"inputs_embeds": vectors, "attention_mask": mask}
+    tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False)
     assert tokens[0].tolist() == greedy(model, PROMPTS[0])
 
 
@@ -261,9 +257,8 @@ def test_bf16_autocast_is_close_in_value_and_gradient(kind, changes, roundings):
     assert (output.logits - exact.logits).norm() <= tolerance * exact.logits.norm()
     assert output.loss.dtype == torch.float32
     total = torch.stack([g.norm() for g in gradients.values()]).norm()
-    error = torch.stack(
-        [(p.grad - gradients[name]).norm() for name, p in model.named_parameters()]
-    ).norm()
+    errors = [(p.grad - gradients[name]).norm() for name, p in model.named_parameters()]
+    error = torch.stack(errors).norm()
     assert error <= 2 * tolerance * total
 
 

@@ -46,10 +46,8 @@ def test_views_of_multihead_attention_rebuild_its_output(widths):
     def split(tensor):
         return tensor.unflatten(-1, (HEADS, role.head_dim)).transpose(1, 2)
 
-    query, key, value = (
-        split(part @ view.tensor().T)
-        for part, view in ((x, role.query), (y, role.key), (z, role.value))
-    )
+    pairs = ((x, role.query), (y, role.key), (z, role.value))
+    query, key, value = (split(part @ view.tensor().T) for part, view in pairs)
     mixed = (query @ key.mT / role.head_dim**0.5).softmax(-1) @ value
     expected = mixed.transpose(1, 2).flatten(2) @ role.output.tensor().T
     torch.testing.assert_close(module(x, y, z)[0], expected, rtol=1e-12, atol=1e-12)
@@ -62,10 +60,8 @@ def test_patterns_find_a_model_of_no_family():
         ("layers.0.mix", 0, HEADS), ("layers.1.mix", 1, HEADS),
     ]  # fmt: skip
     assert roles.attention[1].key.parameter is model.layers[1].mix["wk"].weight
-    assert [part.down.parameter_name for part in roles.feedforward] == [
-        "layers.0.mlp.w2.weight",
-        "layers.1.mlp.w2.weight",
-    ]
+    downs = [part.down.parameter_name for part in roles.feedforward]
+    assert downs == [f"layers.{layer}.mlp.w2.weight" for layer in range(2)]
     assert [table.path for table in roles.embeddings] == ["tokens"]
     assert not roles.loose
 
@@ -203,10 +199,8 @@ def test_neighbouring_rows_of_a_fused_weight_join_into_one_view():
     assert whole.tensor() is role.query.parameter
     assert output is role.output
     assert [view.rows for view in joined_views((role.key, role.value))] == [(D, 3 * D)]
-    assert [view.rows for view in joined_views((role.query, role.value))] == [
-        (0, D),
-        (2 * D, 3 * D),
-    ]
+    apart = joined_views((role.query, role.value))
+    assert [view.rows for view in apart] == [(0, D), (2 * D, 3 * D)]
 
 
 def test_heads_that_are_left_are_counted_by_their_width():

@@ -126,9 +126,7 @@ class TiedKeyValue(Layout):
 
 def labels(roles):
     (part,) = roles.attention
-    return {
-        role: getattr(part, role).parameter_name[0] for role in ("query", "key", "value", "output")
-    }
+    return {role: getattr(part, role).parameter_name[0] for role in PLAIN}
 
 
 PLAIN = {"query": "a", "key": "b", "value": "c", "output": "d"}

@@ -389,10 +389,8 @@ def test_names_that_the_pass_contradicts_are_shown_beside_it():
     patterns = {name: f"{name[0]}_proj.weight" for name in ("query", "output")}
     patterns |= {"key": "v_proj.weight", "value": "k_proj.weight"}
     (part,) = find_roles(Swapped(), torch.randn(2, 5, 8), patterns=patterns).attention
-    assert (part.key.parameter_name, part.value.parameter_name) == (
-        "v_proj.weight",
-        "k_proj.weight",
-    )
+    names = part.key.parameter_name, part.value.parameter_name
+    assert names == ("v_proj.weight", "k_proj.weight")
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
@@ -401,9 +399,8 @@ def test_torchs_own_attention_is_seen_inside(batch_first):
     model = nn.Transformer(16, 2, 1, 1, 24, batch_first=batch_first)
     pair = (torch.randn(3, 5, 16), torch.randn(3, 4, 16))
     roles = find_roles(model, pair if batch_first else tuple(x.transpose(0, 1) for x in pair))
-    assert [w.view.label for w in roles.weights()] == [
-        w.view.label for w in find_roles(model).weights()
-    ]
+    named = [weight.view.label for weight in find_roles(model).weights()]
+    assert [weight.view.label for weight in roles.weights()] == named
     assert [part.kind for part in roles.attention] == ["self", "self", "cross"]
     assert roles.attention[0].heads["key"] == (((16, 24),), ((24, 32),))
 
@@ -468,9 +465,8 @@ class Rectified(nn.Module):
             self.both.bias[3] = -100.0
 
     def forward(self, x):
-        q, k, v = (
-            layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
+        parts = (layer(x).unflatten(-1, (2, 4)) for layer in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(F.relu(q), k, v)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         gate, up = self.both(x).chunk(2, -1)

@@ -28,9 +28,8 @@ def penalize(model, batch):
 
 def constrain(model, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    handle = wp.constrain_(
-        model, optimizer, roles=("query", "key"), per="head", batch=batch, gain=1.0
-    )
+    how = {"roles": ("query", "key"), "per": "head", "batch": batch, "gain": 1.0}
+    handle = wp.constrain_(model, optimizer, **how)
     model(**batch)[0].square().sum().backward()
     optimizer.step()
     handle.remove()
