@@ -156,9 +156,8 @@ class MuonAndAdamW(Optimizer):
                 f"MuonAndAdamW: {type(model).__name__} has no trainable matrix beside embeddings"
                 f" and adamw={adamw!r}; use torch.optim.AdamW"
             )
-        self._parts: dict[str, Optimizer] = {
-            "muon": torch.optim.Muon(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
-        }
+        muon = torch.optim.Muon(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
+        self._parts: dict[str, Optimizer] = {"muon": muon}
         if rest:
             self._parts["adamw"] = torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, eps=eps)
         pairs = [(name, group) for name, part in self._parts.items() for group in part.param_groups]

@@ -173,12 +173,8 @@ class Constraint:
 
     def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
         """Return the weight decay of every parameter by its id; raise where a held weight must have none."""
-        decay = {
-            id(parameter): group.get("weight_decay", 0)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
         pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.decays]
         decayed = {f"{w.path}: weight_decay={own}": w.optimizer for w, own in pairs if own != 0}
         if decayed and not self._ignore_decay:

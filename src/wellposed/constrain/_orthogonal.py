@@ -51,9 +51,8 @@ class Orthogonal(nn.Module):
                 value = based_cayley(point, self.base.to(point.dtype))
             else:
                 # B = H diag(signs, I) with the orthogonal H of a Householder QR
-                reflectors, scales, signs = (
-                    part.to(point.dtype) for part in (self.reflectors, self.scales, self.signs)
-                )
+                parts = (self.reflectors, self.scales, self.signs)
+                reflectors, scales, signs = (part.to(point.dtype) for part in parts)
                 value, columns = cayley(point), len(signs)
                 value = torch.cat([signs.unsqueeze(-1) * value[:columns], value[columns:]])
                 value = torch.ormqr(reflectors, scales, value)

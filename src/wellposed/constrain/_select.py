@@ -151,11 +151,9 @@ def select_weights(
     except WellposedError as error:
         # No model needs roles to be selected from by name; whoever asks for a role is told.
         problem = error
-    candidates = [
-        part
-        for found in _candidates(model)
-        for part in _parts(found, weights.get((id(found.module), found.name), []), per=per)
-    ]
+    candidates: list[Candidate] = []
+    for each in _candidates(model):
+        candidates += _parts(each, weights.get((id(each.module), each.name), []), per=per)
     chosen: set[int] = set()
     unmatched: list[str] = []
     for asked in [] if where is None else _asked(where):
@@ -221,11 +219,8 @@ def _blocks(
     whole: Candidate, weights: Sequence[RoleWeight], *, per: Literal["head"] | None
 ) -> list[Candidate]:
     """Return the blocks of rows of one matrix, or all of it where what plays a role is no block."""
-    pieces = [
-        (spans, weight.role)
-        for weight in weights
-        for spans in ((per and weight.heads) or (weight.view.spans,))
-    ]
+    held = [(w.role, (per and w.heads) or (w.view.spans,)) for w in weights]
+    pieces = [(spans, role) for role, several in held for spans in several]
     if not pieces or whole.parameter is None or any(spans is None for spans, _ in pieces):
         return [replace(whole, roles=frozenset(weight.role for weight in weights))]
     roles: dict[range | None, set[str]] = {}
@@ -256,12 +251,8 @@ def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> lis
     trained = [other for other, own in matrices if own.requires_grad]
     for place in found:
         inside, base = f"{place.layer_path}.", f"{place.layer_path}.{_BASE}"
-        own = [
-            other
-            for other in trained
-            if other.module_path.startswith(inside)
-            and not f"{other.module_path}.".startswith(f"{base}.")
-        ]
+        near = (other for other in trained if other.module_path.startswith(inside))
+        own = [other for other in near if not f"{other.module_path}.".startswith(f"{base}.")]
         if not place.is_adapted or not own:
             bare.append(place.label)
         result.update((other.label, other) for other in own if place.is_adapted)

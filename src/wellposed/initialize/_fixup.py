@@ -409,10 +409,9 @@ def dt_fixup_(
     middle = norms.kthvalue(max(1, math.ceil(quantile * norms.numel()))).values.item()
     chosen = norms.max().item() if mu == "max" else middle
     factor = dt_fixup_factor(only.layers, chosen)
-    steps = [
-        replace(step, factor=factor) if step.draw != "kept" and step.role in SCALED_ROLES else step
-        for step in steps
-    ]
+    for index, step in enumerate(steps):
+        if step.draw != "kept" and step.role in SCALED_ROLES:
+            steps[index] = replace(step, factor=factor)
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
     rows = carry_out(steps, generator, zero_biases=zero_biases)
     removed = take_out(target, gone)

@@ -450,11 +450,8 @@ def largest_bias(steps: Sequence[Step]) -> float:
 
 
 def _biases(steps: Sequence[Step]) -> list[Tensor]:
-    biases = [
-        getattr(step.view.owner, "bias", None)
-        for step in steps
-        if step.role in SCALED_ROLES and step.role != "value"
-    ]
+    scaled = (step.view for step in steps if step.role in SCALED_ROLES and step.role != "value")
+    biases = [getattr(view.owner, "bias", None) for view in scaled]
     return [bias.detach() for bias in biases if isinstance(bias, Tensor)]
 
 

@@ -128,11 +128,10 @@ class SignalPropagation:
         layers.0  encoder      1        2         3         1.5
         """
         head = ("layer", "stack", "depth", "norm in", "norm out", "|out|/|in|")
-        body = [
-            (row.path, row.stack, str(row.depth), *(f"{each:.4g}" for each in sizes))
-            for row in self.rows
-            for sizes in [(row.norm_in, row.norm_out, row.ratio)]
-        ]
+        body = []
+        for row in self.rows:
+            sizes = (f"{each:.4g}" for each in (row.norm_in, row.norm_out, row.ratio))
+            body.append((row.path, row.stack, str(row.depth), *sizes))
         return aligned([head, *body], "llr")
 
     def __str__(self) -> str:

@@ -74,11 +74,8 @@ def tie_queries_and_keys_(
             " its query, key, value and output weights with patterns="
         )
     roles = [role for role in found if not _is_tied(role)]
-    misshapen = [
-        f"{role.key.parameter_name}: query {role.query.shape}, key {role.key.shape}"
-        for role in roles
-        if role.query.shape != role.key.shape
-    ]
+    pairs = [(role.query, role.key) for role in roles if role.query.shape != role.key.shape]
+    misshapen = [f"{key.parameter_name}: query {q.shape}, key {key.shape}" for q, key in pairs]
     if misshapen:
         raise ShapeError(
             "tie_queries_and_keys_: queries and keys of different shape (grouped heads) cannot be"

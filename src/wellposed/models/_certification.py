@@ -166,11 +166,8 @@ def before_output(head: PairHead, site: Site) -> LayerBound:
     grown = site.spectral_norm(head.hidden.weight) * radius
     reach = grown * math.sqrt(6.0 + radius * radius) / head.divisor
     bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
-    joint = LayerBound(
-        _slope(head, site, radius) / head.divisor,
-        "both vectors move (B12)",
-        out_radius=reach + bias,
-    )
+    slope = _slope(head, site, radius) / head.divisor
+    joint = LayerBound(slope, "both vectors move (B12)", out_radius=reach + bias)
     hidden = site.record(head.hidden, "hidden", joint)
     active = site.child(head.activation, "activation", radius=hidden.out_radius)
     return site.product([ball, dropout, hidden, active])

@@ -369,13 +369,8 @@ class LSTMForCausalLM(heads.LanguageHead[outputs.CausalLMOutput], PreTrainedMode
         super().__init__(config)
         between = config.dropout if config.num_hidden_layers > 1 else 0.0
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lstm = nn.LSTM(
-            config.hidden_size,
-            config.hidden_size,
-            config.num_hidden_layers,
-            batch_first=True,
-            dropout=between,
-        )
+        width, depth = config.hidden_size, config.num_hidden_layers
+        self.lstm = nn.LSTM(width, width, depth, batch_first=True, dropout=between)
         self.dropout = nn.Dropout(config.dropout)
         self.add_head(config.hidden_size, config.vocab_size)
         self.post_init()

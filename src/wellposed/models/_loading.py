@@ -132,14 +132,8 @@ def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, 
     are made again: norms that were removed, and another attention.
     """
     _refuse_pickles(Path(name), kind)
-    model, found = _load(
-        kind,
-        str(name),
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+    how = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = _load(kind, str(name), **how, **options)
     removed = tuple(f"{path}." for path in _change_as_recorded_(model))
     missing = {key for key in found["missing_keys"] if not key.startswith(removed)}
     return model, {**found, "missing_keys": missing}
@@ -260,13 +254,9 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:
+        how = {"trust_remote_code": False, "local_files_only": folder.exists() or not hub_answers()}
         with quiet_transformers():
-            return kind.from_pretrained(
-                name,
-                trust_remote_code=False,
-                local_files_only=folder.exists() or not hub_answers(),
-                **options,
-            )
+            return kind.from_pretrained(name, **how, **options)
     except MemoryError:
         raise
     except Exception as error:  # a damaged file raises what its parser does, bare Exception too

@@ -234,10 +234,8 @@ def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
     kinds = ("ForSequenceClassification", "ForImageClassification")
     if not any(kind in name for name in config.architectures or () for kind in kinds):
         return
-    has, names = (
-        [labels[index] for index in sorted(labels)]
-        for labels in (cast(Mapping[int, str], config.id2label), wanted)
-    )
+    tables = (cast(Mapping[int, str], config.id2label), wanted)
+    has, names = ([labels[index] for index in sorted(labels)] for labels in tables)
     unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
     if len(has) != len(names) or not (unnamed or has == names):
         raise ConfigError(

@@ -218,11 +218,8 @@ class WellposedBody(WellposedPreTrainedModel):
             if keep:
                 states.append(x)
         x = self.final_norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=cast(Any, x),
-            past_key_values=cache,
-            hidden_states=cast(Any, (*states[:-1], x) if keep else None),
-        )
+        kept: Any = (*states[:-1], x) if keep else None
+        return BaseModelOutputWithPast(cast(Any, x), cache, kept)
 
     def _has_blocks(self) -> bool:
         return len(self.layers) > 0

@@ -95,14 +95,13 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         reader = _Reader(model, record, tensors)
         attention = [role for call in record.of_kind(Attention) for role in reader.attention(call)]
         networks = [role for down in record.of_kind(Product) for role in reader.feedforward(down)]
-        norms = [
-            path
-            for path, module in model.named_modules(remove_duplicate=False)
-            if module in record.alike and _ignores_scale(module, record.alike[module])
-        ]
+        every = model.named_modules(remove_duplicate=False)
+        alike = [(path, module, record.alike.get(module)) for path, module in every]
+        norms = [path for path, m, like in alike if like is not None and _ignores_scale(m, like)]
     norms = [path for path in norms if not any(n.startswith(f"{path}.") for n in norms)]
     widths = {role.query.shape[1] for role in attention} | {role.up.shape[1] for role in networks}
     tables = record.tables.values()
+    inline = (path for path, module in model.named_modules() if module in record.inline_norms)
     roles = Roles(
         tuple(_once(attention)),
         tuple(_once(networks)),
@@ -112,11 +111,7 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
             if kind == "token" or view.shape[1] in widths
         ),
         norms=tuple(norms),
-        inline_norms=tuple(
-            path
-            for path, module in model.named_modules()
-            if path not in norms and module in record.inline_norms
-        ),
+        inline_norms=tuple(path for path in inline if path not in norms),
         not_added=tuple(reader.not_added),
     )
     return Trace(roles, reader.incomplete, record)
@@ -218,11 +213,8 @@ class _Reader:
         whole: dict[str, Any] = {name: each for name, each in found.items() if each is not None}
         views = {name: whole[name].views[0] for name in _PROJECTIONS}
         views["output"] = outputs[0].view_of()
-        further = [
-            (name.split()[0], view)
-            for name, each in whole.items()
-            for view in each.views[name in _PROJECTIONS :]
-        ]
+        beside = ((name, each.views[name in _PROJECTIONS :]) for name, each in whole.items())
+        further = [(name.split()[0], view) for name, views_ in beside for view in views_]
         further += [("latent", view) for view in self._latents(own)]
         heads = {name: whole[name].heads for name in _PROJECTIONS}
         cross = self._is_cross(whole["query"].products[0], whole["key"].products[0])

@@ -135,24 +135,17 @@ class Roles:
         places: dict[object, list[RoleWeight]] = {}
         for weight in self.weights():
             places.setdefault(weight.view.key, []).append(weight)
-        return tuple(
-            f"{group[0].view.parameter_name} is "
-            + " and ".join(f"{item.role} of {item.path}" for item in group)
-            for group in places.values()
-            if len(group) > 1
-        )
+        lines: list[str] = []
+        for group in places.values():
+            roles = " and ".join(f"{item.role} of {item.path}" for item in group)
+            lines += [f"{group[0].view.parameter_name} is {roles}"] if len(group) > 1 else []
+        return tuple(lines)
 
     def __str__(self) -> str:
-        rows = [
-            (
-                item.stack or MISSING,
-                format_number(item.layer),
-                item.role,
-                "x".join(map(str, item.view.shape)),
-                item.view.label,
-            )
-            for item in self.weights()
-        ]
-        table = aligned([("stack", "layer", "role", "shape", "parameter"), *rows], "lrlrl")
+        rows = [("stack", "layer", "role", "shape", "parameter")]
+        for item in self.weights():
+            place, shape = (item.stack or MISSING, format_number(item.layer)), item.view.shape
+            rows.append((*place, item.role, "x".join(map(str, shape)), item.view.label))
+        table = aligned(rows, "lrlrl")
         unnamed = f"no role: {', '.join(self.unnamed)}" if self.unnamed else ""
         return "\n".join(line for line in (table, unnamed, *self.notes) if line)
