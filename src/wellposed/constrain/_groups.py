@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from wellposed.constrain._select import Where, select_weights, unwrap_model
 from wellposed.errors import ConfigError
 from wellposed.options import Strength
 
+Group: TypeAlias = dict[str, Any]
 _METHOD = "method"
 
 
@@ -67,7 +68,7 @@ def parameter_groups(
 
 def decay_groups(
     model: nn.Module, weight_decay: float, *, constrained: Iterable[nn.Parameter] = ()
-) -> list[dict[str, object]]:
+) -> list[Group]:
     """Return the groups of `parameter_groups` where the ``constrained`` parameters are known
     already."""
     kept = set(map(id, constrained))
@@ -182,8 +183,6 @@ class MuonAndAdamW(Optimizer):
         return {**super().__getstate__(), "_parts": self._parts}
 
 
-def _part(
-    groups: list[dict[str, Any]], belongs: Callable[[nn.Parameter], bool]
-) -> list[dict[str, Any]]:
+def _part(groups: list[Group], belongs: Callable[[nn.Parameter], bool]) -> list[Group]:
     chosen = [{**group, "params": list(filter(belongs, group["params"]))} for group in groups]
     return [group for group in chosen if group["params"]]

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision
 from wellposed.linalg.sharded import is_sharded
 
+Args: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+Call: TypeAlias = tuple[Args, Keywords]
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
 # Changes by others before it is said; weights that are loaded or edited by hand change once.
@@ -131,9 +134,7 @@ class Constraint:
     def __repr__(self) -> str:
         return f"Constraint({len(self.weights)} weights, {'' if self.active else 'in'}active)"
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Keywords) -> Call | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._prepare(optimizer)
@@ -194,9 +195,7 @@ class Constraint:
         return decay
 
     @torch.no_grad()
-    def _after_step(
-        self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, *_: Any) -> None:
         pending, self._pending = self._pending, []
         with _full_precision(pending):
             groups = batches(pending, batched=self._batched)

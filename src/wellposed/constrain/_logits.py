@@ -286,7 +286,8 @@ def held_logits(
                 expected = before[path] * factors.to(before[path])[:, None, None]
                 off = (found[path] - expected).abs().amax((0, 2, 3))
                 if bool((off > 1e-3 * expected.abs().amax((0, 2, 3))).any()):
-                    wrong.append(f"{weight.path}: scaling rows of its heads does not scale logits")
+                    said = "scaling rows of its heads does not scale its logits"
+                    wrong.append(f"{weight.path}: {said}")
     finally:
         watcher.remove()
     if wrong:

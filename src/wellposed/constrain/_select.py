@@ -24,6 +24,7 @@ from wellposed.errors import (
 from wellposed.roles import ROLE_NAMES, RoleWeight, block_of, find_roles, spans_of
 
 Asked: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Per: TypeAlias = Literal["head"] | None
 Where: TypeAlias = Asked | Sequence["str | type[nn.Module]"]
 # Adapters (LoRA and kin) keep the layer that they adapt under this name.
 _BASE = "base_layer"
@@ -124,7 +125,7 @@ def select_weights(
     *,
     roles: str | Sequence[str] | None = None,
     adapters: bool = False,
-    per: Literal["head"] | None = None,
+    per: Per = None,
     batch: Any = None,
 ) -> list[Candidate]:
     """Return what ``where`` matches or what plays one of the ``roles``, in the order of
@@ -192,9 +193,7 @@ def _check_roles(
         raise RoleNotFoundError(f"no weight of the model plays the role {missing}; it has {have}")
 
 
-def _parts(
-    found: Candidate, weights: Sequence[RoleWeight], *, per: Literal["head"] | None
-) -> list[Candidate]:
+def _parts(found: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
     """Return the matrices of a parameter: of each entry of a stack the blocks of rows that play roles
     (with ``per``, those of each head) and what lies between them, or the weight as a whole, with the
     roles it plays."""
@@ -215,9 +214,7 @@ def _parts(
     ]
 
 
-def _blocks(
-    whole: Candidate, weights: Sequence[RoleWeight], *, per: Literal["head"] | None
-) -> list[Candidate]:
+def _blocks(whole: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
     """Return the blocks of rows of one matrix, or all of it where what plays a role is no block."""
     held = [(w.role, (per and w.heads) or (w.view.spans,)) for w in weights]
     pieces = [(spans, role) for role, several in held for spans in several]

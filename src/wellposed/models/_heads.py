@@ -175,9 +175,7 @@ class Classifier(Head[Output]):
         """Make what maps the pooled vectors to logits."""
         raise NotImplementedError
 
-    def pooled(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, **given: Any
-    ) -> tuple[Tensor, Any]:
+    def pooled(self, input_ids: Any, attention_mask: Any, **given: Any) -> tuple[Tensor, Any]:
         """Return one vector per sequence, (batch, width), and the output of the body."""
         given |= {"input_ids": input_ids, "attention_mask": attention_mask}
         output = self.run_body(use_cache=False, **given)
