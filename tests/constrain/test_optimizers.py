@@ -167,20 +167,6 @@ def test_plain_sgd_notes_the_drift_of_square_weights_alone_and_ends_without_a_st
     assert not optimizer.state
 
 
-def test_a_half_weights_copy_lies_beside_the_moments_until_the_end():
-    model, optimizer, handle = held("adamw", nn.Linear, model=layers().to(torch.bfloat16))
-    push(model, optimizer, noise(model))
-    for weight in handle.weights:
-        saved = optimizer.state[weight.parameter]["wellposed_float32"]
-        assert saved.dtype == torch.uint8
-        assert weight.master is not None
-        assert torch.equal(saved.view(torch.float32), weight.master)
-    handle.remove()
-    for weight in handle.weights:
-        assert weight.master is None
-        assert "wellposed_float32" not in optimizer.state[weight.parameter]
-
-
 SMALL, COLUMNS = [(8, 8)] * 3, {"to": "columns"}
 MIXED = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
 TOGETHER = [

@@ -19,16 +19,9 @@ class Special(nn.Linear):
 
 
 def model():
-    attention = nn.MultiheadAttention(4, 2)
-    return nn.Sequential(
-        OrderedDict(
-            emb=nn.Embedding(5, 4),
-            encoder=nn.Linear(4, 4),
-            norm=nn.LayerNorm(4),
-            special=Special(4, 3, bias=False),
-            att=attention,
-        )
-    )
+    parts = {"emb": nn.Embedding(5, 4), "encoder": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    rest = {"special": Special(4, 3, bias=False), "att": nn.MultiheadAttention(4, 2)}
+    return nn.Sequential(OrderedDict({**parts, **rest}))
 
 
 def labels(where, owner=None, **options):
@@ -198,15 +191,7 @@ def test_a_model_without_hidden_matrices_is_refused():
 
 
 def test_groups_by_what_may_decay():
-    owner = nn.ModuleDict(
-        {
-            "emb": nn.Embedding(5, 4),
-            "encoder": nn.Linear(4, 4),
-            "norm": nn.LayerNorm(4),
-            "special": nn.Linear(4, 3, bias=False),
-            "att": nn.MultiheadAttention(4, 2),
-        }
-    )
+    owner = model()
     owner.norm.requires_grad_(False)
     names = {id(parameter): name for name, parameter in owner.named_parameters()}
     free, held = parameter_groups(owner, 0.1, where=["encoder", "emb"])

@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-import transformers as hf
 from tests.support.zoo import HEADS, ZOO, D
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -206,30 +205,3 @@ def test_patterns_name_the_weights_of_an_unknown_family():
     assert found == ("block.wb.weight",)
     assert model["block"].wb.weight is model["block"].wa.weight
     assert model["block"].wb.bias is model["block"].wa.bias
-
-
-def test_l2_attention_on_a_line_has_a_slope_without_bound_untied_and_a_small_one_tied():
-    """Theory note B4: three tokens whose first lies as far from the keys of the second as from
-    those of the third."""
-    wp.integrations.register_attention()
-    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-    config = hf.BertConfig(**dict.fromkeys(names, 1), vocab_size=3)
-    model = hf.BertModel._from_config(config, attn_implementation="wellposed_l2").double().eval()
-    attention = model.encoder.layer[0].attention
-    with torch.no_grad():
-        for name, weight in (("query", 1.0), ("key", 0.5), ("value", 1.0)):
-            layer = attention.self.get_submodule(name)
-            layer.weight.fill_(weight)
-            layer.bias.zero_()
-
-    def slopes():
-        places = [size * torch.tensor([[[1.0], [1.2], [2.8]]]).double() for size in (1, 10, 100)]
-        jacobian = torch.autograd.functional.jacobian
-        found = [jacobian(lambda tokens: attention.self(tokens)[0], place) for place in places]
-        return [torch.linalg.matrix_norm(each.reshape(3, 3), 2).item() for each in found]
-
-    untied = slopes()
-    assert untied[1] > 50
-    assert untied[2] > 90 * untied[1]
-    wp.tie_queries_and_keys_(attention)
-    assert max(slopes()) < 2

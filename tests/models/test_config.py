@@ -129,9 +129,8 @@ def test_build_model_names_what_is_unknown():
 
 
 def test_xavier_bounds_and_spread():
-    model = models.WellposedForCausalLM(
-        models.WellposedConfig(vocab_size=500, hidden_size=64, norm="pre", residual="rezero")
-    )
+    sizes = {"vocab_size": 500, "hidden_size": 64, "norm": "pre", "residual": "rezero"}
+    model = models.WellposedForCausalLM(models.WellposedConfig(**sizes))
     layer = model.model.layers[0]
     bound = (6 / (64 + 256)) ** 0.5
     weight = layer.feedforward.up_proj.weight
@@ -150,11 +149,8 @@ def test_a_whole_model_initializer_runs_once_on_a_fresh_model_only(tmp_path):
     calls = []
     name = "counted-for-this-test"
     if name not in models.INITS:
-        models.INITS.register(name)(
-            models.Initializer(
-                module=models.xavier_, model=lambda model: calls.append(type(model).__name__)
-            )
-        )
+        note = models.Initializer(models.xavier_, lambda model: calls.append(type(model).__name__))
+        models.INITS.register(name)(note)
     model = models.WellposedForCausalLM(models.WellposedConfig(init=name, **SIZES))
     assert calls == ["WellposedForCausalLM"]
     model.save_pretrained(tmp_path)

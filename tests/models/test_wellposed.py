@@ -203,11 +203,8 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(portions, name):
     cache, parts, start = DynamicCache(config=model.config), [], 0
     for size in portions:
         end = start + size
-        output = model(
-            input_ids=inputs["input_ids"][:, start:end],
-            attention_mask=inputs["attention_mask"][:, :end],
-            past_key_values=cache,
-        )
+        given = inputs["input_ids"][:, start:end], inputs["attention_mask"][:, :end]
+        output = model(*given, past_key_values=cache)
         assert output.past_key_values is cache
         parts.append(output.logits)
         start = end
@@ -294,9 +291,5 @@ def test_a_compiled_language_model_has_no_graph_break():
     model = language_model(norm="pre").eval()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for mask in (None, MASK):
-        assert_close(
-            compiled(input_ids=IDS, attention_mask=mask).logits,
-            model(input_ids=IDS, attention_mask=mask).logits,
-            rtol=1e-5,
-            atol=1e-5,
-        )
+        found, exact = (net(input_ids=IDS, attention_mask=mask).logits for net in (compiled, model))
+        assert_close(found, exact, rtol=1e-5, atol=1e-5)

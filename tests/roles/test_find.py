@@ -132,14 +132,6 @@ def test_quantised_layers_are_refused():
         find_roles(module)
 
 
-def test_adapters_are_looked_through():
-    module = _family_like(HEADS)
-    wrapper = nn.Module()
-    wrapper.base_layer = module.k_proj
-    module.k_proj = wrapper
-    assert find_roles(module).attention[0].key.parameter_name == "k_proj.base_layer.weight"
-
-
 def test_a_weight_in_two_roles_is_reported():
     module = _family_like(HEADS)
     module.k_proj = module.q_proj

@@ -102,8 +102,6 @@ def test_rows_between_those_of_other_roles_are_held_by_head_alone():
         penalty.accumulate_()
     handle = wp.constrain_(model, optimizer, roles="query", per="head")
     labels = [row.path for row in handle.report.rows]
-    assert labels[:2] == [
-        "layers.0.attention.query_key_value.weight[0:8]",
-        "layers.0.attention.query_key_value.weight[24:32]",
-    ]
+    fused = "layers.0.attention.query_key_value.weight"
+    assert labels[:2] == [f"{fused}[0:8]", f"{fused}[24:32]"]
     assert len(labels) == 2 * 4
