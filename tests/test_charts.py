@@ -13,15 +13,13 @@ def texts(path):
 
 
 def panel(values, *, y_label="loss", label="a", **more):
-    return Panel(
-        "panel", "step", y_label, [Series(label, range(1, len(values) + 1), values)], **more
-    )
+    series = Series(label, range(1, len(values) + 1), values)
+    return Panel("panel", "step", y_label, [series], **more)
 
 
 def numbers(path):
-    return [
-        float(each.replace("−", "-")) for each in texts(path) if re.fullmatch(r"[−0-9.e+-]+", each)
-    ]
+    found = [each.replace("−", "-") for each in texts(path)]
+    return [float(each) for each in found if re.fullmatch(r"[0-9.e+-]+", each)]
 
 
 def test_panels_of_one_quantity_share_its_axis(tmp_path):
@@ -43,9 +41,8 @@ def test_a_logarithmic_axis_has_three_numbers_however_short(tmp_path, values, le
 def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path):
     draw([panel([1, 2], label="same"), panel([1, 3], label="same")], tmp_path / "one.svg")
     assert texts(tmp_path / "one.svg").count("same") == 1
-    other = Panel(
-        "panel", "step", "loss", [Series("first", [1, 2], [1, 2]), Series("same", [1, 2], [1, 2])]
-    )
+    two = [Series(name, [1, 2], [1, 2]) for name in ("first", "same")]
+    other = Panel("panel", "step", "loss", two)
     draw([panel([1, 2], label="same"), other], tmp_path / "two.svg")
     assert texts(tmp_path / "two.svg").count("same") == 2
     draw([panel([1, 2], legend=False)], tmp_path / "none.svg")
@@ -59,10 +56,8 @@ def test_many_long_labels_leave_room_for_the_axes(tmp_path):
         ("two", [Panel("p", "x", "y", s) for s in (many, many[1:])]),
     ):
         draw(panels, tmp_path / f"{name}.svg")
-        height = float(
-            re.findall(r'height="([0-9.]+)pt"', (tmp_path / f"{name}.svg").read_text())[0]
-        )
-        assert height > 3 * 72
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert float(re.findall(r'height="([0-9.]+)pt"', drawn)[0]) > 3 * 72
 
 
 def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path):
@@ -80,9 +75,7 @@ def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
     panels = [Panel("p", "model", "y", dots, names=names), Panel("q", "step", "z", curves)]
     draw(panels, tmp_path / "two.svg")
     drawn = (tmp_path / "two.svg").read_text(encoding="utf-8")
-    width, height = (
-        float(each) for each in re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0]
-    )
+    width, height = map(float, re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0])
     places = re.findall(r'<text [^>]* x="([-0-9.]+)" y="([-0-9.]+)"', drawn)
     assert len(places) > 4 * len(names)
     assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
@@ -96,11 +89,8 @@ def test_boxes_of_two_models_stand_beside_each_other(tmp_path):
     ]
     draw([Panel("entropy", "layer", "nats", boxes)], tmp_path / "boxes.svg")
     drawn = (tmp_path / "boxes.svg").read_text(encoding="utf-8")
-    faces = re.findall(
-        r'<path d="M ([0-9.]+) [^"]*" [^>]*style="fill: #[0-9a-f]+; opacity: 0.35', drawn
-    )
-    assert len(faces) == 4
-    assert len(set(faces)) == 4
+    faces = re.findall(r'<path d="M ([0-9.]+) [^>]*style="fill: #\w+; opacity: 0.35', drawn)
+    assert len(faces) == len(set(faces)) == 4
     assert {"ours", "plain"} <= set(texts(tmp_path / "boxes.svg"))
 
 

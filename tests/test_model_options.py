@@ -55,14 +55,11 @@ def test_every_number_of_a_run_has_a_range(name):
 
 
 def test_heads_must_divide_the_width_of_a_model_that_has_heads():
-    with pytest.raises(
-        ConfigError, match="hidden_size = 30 is not divisible by num_attention_heads = 4"
-    ):
+    said = "hidden_size = 30 is not divisible by num_attention_heads = 4"
+    with pytest.raises(ConfigError, match=said):
         model_options.ModelOptions(hidden_size=30)
-    assert (
-        model_options.ModelOptions(architecture="transject", hidden_size=30).num_attention_heads
-        == 4
-    )
+    headless = model_options.ModelOptions(architecture="transject", hidden_size=30)
+    assert headless.num_attention_heads == 4
 
 
 def test_an_option_leaves_with_the_part_that_read_it():
@@ -70,9 +67,8 @@ def test_an_option_leaves_with_the_part_that_read_it():
     kept = options.with_parts(attention="l2")
     assert (kept.attention, kept.contractive, kept.query_width) == ("l2", None, 2)
     assert options.with_parts(attention="dot_product") == model_options.ModelOptions()
-    other = model_options.ModelOptions(norm="none", position="sinusoidal", dropout=0.1).with_parts(
-        architecture="transject"
-    )
+    other = model_options.ModelOptions(norm="none", position="sinusoidal", dropout=0.1)
+    other = other.with_parts(architecture="transject")
     assert (other.norm, other.position, other.dropout) == ("post", "sinusoidal", 0.1)
 
 
@@ -105,9 +101,8 @@ def test_an_attention_from_outside_brings_its_options(tmp_path):
     assert layer.attention.window == 3
     config.save_pretrained(str(tmp_path))
     assert WellposedConfig.from_pretrained(str(tmp_path)).to_dict()["window_for_this_test"] == 3
-    with pytest.raises(
-        ConfigError, match="window_for_this_test: received 0; expected an integer >= 1"
-    ):
+    wrong = "window_for_this_test: received 0; expected an integer >= 1"
+    with pytest.raises(ConfigError, match=wrong):
         WellposedConfig(attention=NAME, window_for_this_test=0)
     with pytest.raises(ConfigError, match=f"which only attention {NAME!r} reads; leave it 64"):
         WellposedConfig(window_for_this_test=3)

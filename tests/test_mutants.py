@@ -2,12 +2,12 @@
 ends."""
 
 import os
+import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.words import python
 from tools.mutants.__main__ import forked
 from tools.mutants.changes import mutants
 
@@ -62,25 +62,19 @@ SURVIVORS = [
 
 @pytest.fixture
 def toy(tmp_path):
-    for name, text in {
-        "src/toy/__init__.py": "",
-        "src/toy/numbers.py": SOURCE,
-        "tests/test_numbers.py": TESTS,
-    }.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    (tmp_path / "src/toy").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "src/toy/__init__.py").touch()
+    (tmp_path / "src/toy/numbers.py").write_text(SOURCE)
+    (tmp_path / "tests/test_numbers.py").write_text(TESTS)
     return tmp_path
 
 
 def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy):
     words = f"--source {toy}/src --packages toy --tests {toy}/tests --sample 99"
-    command = [sys.executable, "-m", "tools.mutants", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m tools.mutants", words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert [
-        line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")
-    ] == SURVIVORS
+    assert re.findall("^- (.*)", done.stdout, re.MULTILINE) == SURVIVORS
     listed = mutants(toy / "src/toy/numbers.py", toy / "src")
     killed = len(listed) - len(SURVIVORS)
     assert f"| toy | {len(listed)} | {len(listed)} | {killed} | {len(SURVIVORS)} | " in done.stdout

@@ -46,9 +46,8 @@ class Bounded(CheckedOptions):
     ],
 )
 def test_types_of_options(values, expected):
-    assert option_problems(Sized, values, where="x") == (
-        [] if expected is None else [f"x: {expected}"]
-    )
+    found = option_problems(Sized, values, where="x")
+    assert found == ([] if expected is None else [f"x: {expected}"])
 
 
 def test_generic_types_are_looked_at_from_outside():
@@ -69,9 +68,8 @@ class Outer:
 
 
 def test_tables_are_built_and_every_problem_of_every_table_is_named():
-    built = build_options(
-        Outer, {"name": "a", "sized": {"wide": True}, "bounded": {"value": 2}}, where="x"
-    )
+    values = {"name": "a", "sized": {"wide": True}, "bounded": {"value": 2}}
+    built = build_options(Outer, values, where="x")
     assert built == Outer("a", Sized(wide=True), Bounded(2))
     wrong = {"nome": "a", "sized": {"size": "huge", "widee": 1}, "bounded": {"value": 0}}
     with pytest.raises(OptionsError) as caught:

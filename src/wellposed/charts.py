@@ -306,9 +306,8 @@ def _label_powers(axis: Any, scale: str) -> None:
     if scale == "symlog":
         # Powers below the smallest value would stand on the zero.
         first = math.ceil(math.log10(axis.get_transform().linthresh) - 1e-9)
-        axis.set_major_locator(
-            FixedLocator([0, *(10.0**k for k in range(first, math.floor(math.log10(high)) + 1))])
-        )
+        powers = range(first, math.floor(math.log10(high)) + 1)
+        axis.set_major_locator(FixedLocator([0, *(10.0**power for power in powers)]))
     elif scale == "log" and high < 3 * low:
         axis.set_major_locator(MaxNLocator(5))
         axis.set_minor_locator(NullLocator())

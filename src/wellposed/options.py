@@ -147,9 +147,8 @@ def misfits(values: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[tup
         if not fits(value, hints[name]):
             *most, last = [_described(*allowed) for allowed in _alternatives(hints[name])]
             expected = f"{', '.join(most)} or {last}" if most else last
-            advice = [
-                said for said in getattr(hints[name], "__metadata__", ()) if type(said) is str
-            ]
+            beside = getattr(hints[name], "__metadata__", ())
+            advice = [said for said in beside if type(said) is str]
             yield name, value, "; ".join([expected, *advice])
 
 

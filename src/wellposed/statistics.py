@@ -98,10 +98,8 @@ class PairedComparison:
         p = f"p = {self.p_value:.3g}{holm}"
         if self.p_holm >= SIGNIFICANCE:
             return f"no significant difference ({self.mean_difference:+.4g}; {p}, {seeds})"
-        better = (self.mean_difference > 0) == self.higher_is_better
-        return (
-            f"{'better' if better else 'worse'} by {abs(self.mean_difference):.4g} ({p}, {seeds})"
-        )
+        side = "better" if (self.mean_difference > 0) == self.higher_is_better else "worse"
+        return f"{side} by {abs(self.mean_difference):.4g} ({p}, {seeds})"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -216,10 +214,8 @@ def compare_seeds(
     shared = sorted(variant.values.keys() & baseline.values.keys())
     obstacles = [str(variant)] if variant.failures else []
     if baseline.failures:
-        name = f"the baseline {baseline.name}"
-        obstacles.append(
-            f"{name}: {baseline}" if baseline.values else f"{name} {baseline.ended} on all seeds"
-        )
+        said = f": {baseline}" if baseline.values else f" {baseline.ended} on all seeds"
+        obstacles.append(f"the baseline {baseline.name}{said}")
     if not shared and not obstacles:
         obstacles.append(f"no seed is shared with the baseline {baseline.name}")
     values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))

@@ -28,9 +28,8 @@ def printable(text: str, keep: str = "") -> str:
     >>> printable("a\\tb\\x1b[2J"), printable("a\\tb", keep="\\t")
     ('a\\\\tb\\\\x1b[2J', 'a\\tb')
     """
-    return "".join(
-        each if each.isprintable() or each in keep else repr(each)[1:-1] for each in text
-    )
+    shown = (each.isprintable() or each in keep for each in text)
+    return "".join(c if plain else repr(c)[1:-1] for c, plain in zip(text, shown, strict=True))
 
 
 def text_table(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.films import write_films
-from tests.support.words import Cli, succeed
+from tests.support.words import SMALLEST, Cli, succeed
 from tests.support.words import words as typed
 
 
@@ -17,10 +17,7 @@ def small_run(tmp_path_factory):
     table = write_films(folder / "train.tsv")
     words = typed("train text_classification --data", [table], "--max-length 6 --steps 6 --quiet")
     words += typed("--eval-every 3 --checkpoint-every 3 --batch-size 8 --model.norm none")
-    words += typed(
-        "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
-    )
-    succeed(words, "--variant l2_contractive --out", [folder / "run"])
+    succeed(words, SMALLEST, "--variant l2_contractive --out", [folder / "run"])
     return folder / "run"
 
 

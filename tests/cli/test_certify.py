@@ -5,14 +5,11 @@ import csv
 import json
 
 import pytest
-from tests.support.words import succeed
+from tests.support.words import SMALLEST, succeed
 from tests.support.words import words as typed
 from transformers import BartConfig, BartModel
 
-SHORT = typed(
-    "--max-length 6 --steps 6 --eval-every 6 --checkpoint-every 6 --batch-size 8",
-    "--quiet --model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2",
-)
+SHORT = "--max-length 6 --steps 6 --eval-every 6 --checkpoint-every 6 --batch-size 8 --quiet"
 
 
 def test_a_classifier_run_gives_table_curve_and_files(small_run, tmp_path, cli):
@@ -57,7 +54,7 @@ def test_a_layer_without_a_bound_is_named(tmp_path, cli):
 
 def test_a_total_of_no_use_says_so_first_and_costs_no_attack(small_run, tmp_path, cli):
     words = typed("train text_classification --data", [small_run.parent / "train.tsv"], SHORT)
-    succeed(words, "--variant l2_tied --out", [tmp_path / "run"])
+    succeed(words, SMALLEST, "--variant l2_tied --out", [tmp_path / "run"])
     text = cli(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")]).out
     first = text.splitlines()[0]
     assert first.startswith("of no use: L = ")
@@ -82,7 +79,7 @@ def plain_folder(small_run, tmp_path_factory):
     only."""
     out = tmp_path_factory.mktemp("plain") / "run"
     words = typed("train text_classification --data", [small_run.parent / "train.tsv"], SHORT)
-    succeed(words, "--model.norm none --out", [out])
+    succeed(words, SMALLEST, "--model.norm none --out", [out])
     return out
 
 

@@ -87,9 +87,7 @@ def test_the_card_and_the_result_tell_how_images_were_read(run):
 
 def test_a_trained_model_goes_on_with_its_own_processor(run, pets, tmp_path):
     succeed(train(run, tmp_path / "more", "--data", pets), "--epochs 1 --quiet")
-    first, second = (
-        folder / "final" / "preprocessor_config.json" for folder in (run, tmp_path / "more")
-    )
+    first, second = (of / "final/preprocessor_config.json" for of in (run, tmp_path / "more"))
     assert first.read_bytes() == second.read_bytes()
     assert f'processor = "hf:{run / "final"}"' in (tmp_path / "more" / "config.toml").read_text()
     info = json.loads((tmp_path / "more" / "result.json").read_text())["train_info"]

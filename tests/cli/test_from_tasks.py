@@ -44,9 +44,8 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
     words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
     succeed(words, "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet")
     found = results(run)
-    task = build_task(
-        "language_modeling", {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"}
-    )
+    options = {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"}
+    task = build_task("language_modeling", options)
     assert 0 < found["bits_per_byte,valid"] < task.reference()["bits_per_byte"]
     assert found["perplexity,valid"] == pytest.approx(
         torch.tensor(found["nats_per_token,valid"]).exp().item()
@@ -185,9 +184,8 @@ def seq2seq_folder(folder, family):
 
 def pairs_table(path):
     """Sentences of one word and their translation, the next word twice."""
-    rows = [
-        f"{word}\t{WORDS[(i + 1) % 4]} {WORDS[(i + 1) % 4]}" for i, word in enumerate(WORDS[:4])
-    ]
+    follows = zip(WORDS[:4], (*WORDS[1:4], WORDS[0]), strict=True)
+    rows = [f"{word}\t{following} {following}" for word, following in follows]
     path.write_text("\n".join(["de\ten", *rows * 30]) + "\n")
     return path
 
@@ -224,10 +222,8 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path):
 
 
 def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(tmp_path, cli):
-    model = transformers.BertForSequenceClassification(
-        transformers.BertConfig(**SIZES, vocab_size=20)
-    )
-    model.save_pretrained(tmp_path / "bare")
+    config = transformers.BertConfig(**SIZES, vocab_size=20)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bare")
     said = cli(["predict", str(tmp_path / "bare"), "--text", "w0"], status=1).err
     assert "the folder has no tokenizer, so no text can be read" in said
     table = pair_table(tmp_path / "pairs.tsv")

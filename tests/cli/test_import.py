@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.films import write_films
-from tests.support.words import Cli, python
+from tests.support.words import SMALLEST, Cli, python
 from tests.support.words import words as typed
 
 from wellposed.errors import ConfigError
@@ -53,10 +53,7 @@ def mine(base):
     """My attention."""
     return replace(base, model=replace(base.model, attention="mine"))
 '''
-TINY = typed(
-    "--steps 2 --eval-every 2 --batch-size 8 --quiet --model.hidden-size 8",
-    "--model.num-hidden-layers 1 --model.num-attention-heads 2",
-)
+TINY = typed("--steps 2 --eval-every 2 --batch-size 8 --quiet", SMALLEST)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +71,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_run_records_what_it_imported(folder):
-    config = tomllib.loads(
-        (folder / "runs" / "mine" / "seed-0" / "config.toml").read_text(encoding="utf-8")
-    )
+    config = tomllib.loads((folder / "runs/mine/seed-0/config.toml").read_text("utf-8"))
     file = folder / "my.py"
     assert (config["task"], config["model"]["attention"]) == ("films", "mine")
     assert config["imports"] == {str(file.resolve()): sha256(file.read_bytes()).hexdigest()}
@@ -138,9 +133,8 @@ def test_an_installed_package_brings_its_names_by_entry_points(folder, tmp_path)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     groups = ("tasks", "variants", "attentions", "families")
-    (info / "entry_points.txt").write_text(
-        "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups)
-    )
+    told = "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups)
+    (info / "entry_points.txt").write_text(told)
     code = (
         "import json; from wellposed.tasks import TASKS; found = ['films' in TASKS];from"
         " wellposed.nn import ATTENTIONS; from wellposed.compare.variants import VARIANTS;from"

@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.support.words import SMALLEST
 from tests.support.words import words as typed
 
 from wellposed.cli import main
 
 SAVED = Path(__file__).parent / "saved"
-TRAINED = typed(
-    "--max-length 6 --eval-every 2 --checkpoint-every 2 --batch-size 8 --variant l2_contractive",
-    "--model.norm none --quiet --model.hidden-size 8 --model.num-hidden-layers 1",
-    "--model.num-attention-heads 2",
-)
+TRAINED = "--max-length 6 --eval-every 2 --checkpoint-every 2 --batch-size 8 --quiet"
 
 
 @pytest.fixture(params=["run_0_1", "run_0_2"])
@@ -33,16 +30,16 @@ def old_run(request, tmp_path, monkeypatch):
 
 
 def resume(run, steps):
-    words = ["train", "text_classification", "--data", "films.tsv", *TRAINED, "--steps", str(steps)]
-    return main([*words, "--resume", "auto", "--out", str(run)])
+    words = typed("train text_classification --data films.tsv", TRAINED, SMALLEST)
+    words += typed("--variant l2_contractive --model.norm none --resume auto --steps", [steps])
+    return main([*words, "--out", str(run)])
 
 
 @pytest.mark.parametrize("command", ["certify", "measure", "report"])
 def test_a_command_takes_the_run(old_run, command, cli):
     said = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
-    assert {"certify": "certified", "measure": "token_embedding", "report": "0.839"}[
-        command
-    ] in said
+    known = {"certify": "certified", "measure": "token_embedding", "report": "0.839"}
+    assert known[command] in said
 
 
 def test_predictions_are_of_the_weights_it_saved(old_run, cli):

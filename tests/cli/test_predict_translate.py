@@ -27,10 +27,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict")
     draw = random.Random(0)
     rows = [draw.choices(list(WORDS), k=draw.randint(1, 4)) for _ in range(60)]
-    (folder / "train.de").write_text("".join(" ".join(row) + "\n" for row in rows))
-    (folder / "train.en").write_text(
-        "".join(" ".join(WORDS[w] for w in row) + "\n" for row in rows)
-    )
+    (folder / "train.de").write_text("\n".join(map(" ".join, rows)))
+    (folder / "train.en").write_text("\n".join(" ".join(WORDS[w] for w in row) for row in rows))
     options = {"data": str(folder), "src": "de", "tgt": "en", "vocab_size": 60, "max_tokens": LIMIT}
     task = build_task("translation", options)
     torch.manual_seed(0)
@@ -45,10 +43,8 @@ def predict(folder, lines, *more):
     source, out = folder / "in.txt", folder / "out.txt"
     source.write_bytes(lines.encode() if isinstance(lines, str) else lines)
     out.unlink(missing_ok=True)
-    words = typed(
-        "predict", [folder / "model"], "--input", [source], "--output", [out], "--batch-size 3"
-    )
-    return main([*words, "--beams", "1", "--max-new-tokens", "4", *more]), out
+    words = typed("predict", [folder / "model"], "--input", [source], "--output", [out])
+    return main(typed(words, "--batch-size 3 --beams 1 --max-new-tokens 4", more)), out
 
 
 def some_lines(count):

@@ -93,12 +93,9 @@ def write_run(
     (folder / "config.toml").write_text(tomli_w.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "env.json").write_text(json.dumps({**machine, "starts": starts}))
-    (folder / "measure-initial.json").write_text(
-        json.dumps(measurement(seed, error=0.4, layers=layers))
-    )
-    (folder / "measure-final.json").write_text(
-        json.dumps(measurement(seed + 9, error=0.2, layers=layers))
-    )
+    for when, shift, error in (("initial", 0, 0.4), ("final", 9, 0.2)):
+        measured = json.dumps(measurement(seed + shift, error=error, layers=layers))
+        (folder / f"measure-{when}.json").write_text(measured)
     return folder
 
 

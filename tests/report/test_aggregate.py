@@ -3,12 +3,11 @@ them."""
 
 import csv
 import json
-import subprocess
-import sys
 
 import pytest
 import scipy.stats
 from tests.support.edited import edited
+from tests.support.words import python
 
 from wellposed.errors import DataError
 from wellposed.report import aggregate, build_report
@@ -78,9 +77,8 @@ def test_a_repeated_run_counts_once_the_newest(compare, make_run, tmp_path):
     )
     comparison = aggregate([folder, newer])
     assert comparison.tasks[0].variants[0].metrics["accuracy,test"].values == (0.6, 0.5)
-    assert [(run.status, run.folder.name) for run in comparison.excluded] == [
-        ("repeated", "seed-0")
-    ]
+    (repeated,) = comparison.excluded
+    assert (repeated.status, repeated.folder.name) == ("repeated", "seed-0")
 
 
 def test_configurations_are_never_pooled(make_run, tmp_path):
@@ -151,16 +149,11 @@ def test_table_csv_and_json(compare, tmp_path):
 
 def test_aggregating_does_not_import_torch(compare):
     code = (
-        "import sys; from pathlib import Path; from wellposed.report import aggregate;"
-        " print(aggregate([Path(sys.argv[1])]).table()); sys.exit('torch' in sys.modules or"
-        " 'matplotlib' in sys.modules)"
+        "import pathlib, sys; from wellposed.report import aggregate;"
+        " print(aggregate([pathlib.Path(sys.argv[1])]).table());"
+        " sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(compare(VALUES))],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = python(["-c", code, compare(VALUES)], check=True)
     assert "post_ln" in done.stdout
 
 
@@ -170,9 +163,8 @@ def runs(tmp_path, make_run):
     targets."""
     for variant, scores, loss in (("post_ln", (20.0, 22.0), 2.0), ("oc3", (25.0, 26.0), 6.0)):
         for seed, score in enumerate(scores):
-            folder = make_run(
-                tmp_path / variant / f"seed-{seed}", task="translation", variant=variant, seed=seed
-            )
+            told = {"task": "translation", "variant": variant, "seed": seed}
+            folder = make_run(tmp_path / variant / f"seed-{seed}", **told)
             values = {"bleu": score, "loss": loss}
             with edited(folder / "result.json") as result:
                 named = {f"{name},{split}": v for name, v in values.items() for split in SPLITS}

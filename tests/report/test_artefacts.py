@@ -24,10 +24,8 @@ def write_artefact(folder, claim=CLAIM):
     folder.mkdir(exist_ok=True)
     (folder / "kim2021-figure-2.json").write_text(json.dumps(claim))
     (folder / "kim2021-figure-2.csv").write_text("bound,name,tokens\n0.5,=1+1,100\n0.25,<b>,1000\n")
-    draw(
-        [Panel("bound", "tokens", "ratio", [Series("upper", [100, 1000], [1, 2])])],
-        folder / "kim2021-figure-2.svg",
-    )
+    panel = Panel("bound", "tokens", "ratio", [Series("upper", [100, 1000], [1, 2])])
+    draw([panel], folder / "kim2021-figure-2.svg")
 
 
 @pytest.mark.parametrize(
@@ -56,9 +54,7 @@ def test_a_claim_stands_with_its_verdict_and_the_test_of_it(tmp_path, holds, ver
 def test_runs_and_artefacts_share_a_page(compare, tmp_path):
     folder = compare({"post_ln": [0.4]})
     write_artefact(tmp_path / "out")
-    page = Page(
-        build_report([folder, tmp_path / "out"], tmp_path / "page.html").read_text(encoding="utf-8")
-    )
+    page = Page(build_report([folder, tmp_path / "out"], tmp_path / "page.html").read_text("utf-8"))
     assert "1 finished run, 1 task" in page.words
     assert "kim2021/figure-2" in page.words
 

@@ -8,16 +8,12 @@ SIZES = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
     "patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-CONFIGS = {
-    "vit": transformers.ViTConfig,
-    "deit": transformers.DeiTConfig,
-    "beit": transformers.BeitConfig,
-}
 
 
 def image_config(folder, family="vit", **changes):
     """Write the ``config.json`` of a small model; return its path."""
-    CONFIGS[family](**{**SIZES, **changes}).save_pretrained(folder)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **changes})
+    config.save_pretrained(folder)
     return folder / "config.json"
 
 

@@ -147,9 +147,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     out, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     dropout, resume = (float(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 4 else (0.1, "auto")
-    config = make_config(
-        steps=steps, dropout=dropout, log_every=1, eval_every=5, checkpoint_every=3
-    )
+    every = {"log_every": 1, "eval_every": 5, "checkpoint_every": 3}
+    config = make_config(steps=steps, dropout=dropout, **every)
     try:
         result = run(config, out, resume=resume, task=StubTask(delay), progress=True)
     except WellposedError as error:

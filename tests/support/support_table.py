@@ -262,9 +262,8 @@ def row(family):
 
 def table(rows):
     """Return rows as Markdown: yes, or the number of the reason below the table."""
-    reasons = list(
-        dict.fromkeys(cell for cells in rows.values() for cell in cells if cell != "yes")
-    )
+    every = dict.fromkeys(cell for cells in rows.values() for cell in cells)
+    reasons = [cell for cell in every if cell != "yes"]
     marks = {"yes": "yes", **{reason: f"no ({number})" for number, reason in enumerate(reasons, 1)}}
     lines = [["family", *(f"`{verb}`" for verb in VERBS)]]
     lines += [[family, *(marks[cell] for cell in cells)] for family, cells in rows.items()]

@@ -3,15 +3,15 @@
 import subprocess
 import sys
 
+SMALLEST = "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
 TINY = "--model.hidden-size 16 --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
 """Options of a model that trains in no time."""
 
 
 def words(*parts):
     """Return the words of texts, split at white space, and the items of lists as they are."""
-    return [
-        str(word) for part in parts for word in (part.split() if isinstance(part, str) else part)
-    ]
+    split = (part.split() if isinstance(part, str) else part for part in parts)
+    return [str(word) for words in split for word in words]
 
 
 def succeed(*parts):

@@ -158,11 +158,8 @@ def start_config(
             check_start(source, kind)
     folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
-    found = {
-        option: find(source, folder, random)
-        for option, find in READ_BY.items()
-        if option in known and option not in given
-    }
+    asked = [option for option in READ_BY if option in known and option not in given]
+    found = {option: READ_BY[option](source, folder, random) for option in asked}
     train = configs.TrainOptions() if random else FINE_TUNING
     task_options = {option: value for option, value in found.items() if value}
     start = configs.StartOptions(source, from_scratch=from_scratch)

@@ -159,9 +159,8 @@ def _plan(name: str, options: ReproduceArguments) -> str:
         f"  claim:        {recipe.says}",
     ]
     if "data" in recipe.takes:
-        lines.append(
-            f"  data:         --data{f', or {recipe.builtin}' if recipe.builtin else ' is needed'}"
-        )
+        other = f", or {recipe.builtin}" if recipe.builtin else " is needed"
+        lines.append(f"  data:         --data{other}")
     if recipe.power is None:
         return "\n".join([*lines, "  nothing is trained, so no seeds are compared"])
     plan = recipe.power(Request(options.scale, options.out))

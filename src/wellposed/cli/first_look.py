@@ -35,10 +35,9 @@ def first_look(
     for name in values:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         parser.add_argument(*spellings, dest=name)
+    flag: Any = {"action": argparse.BooleanOptionalAction, "default": False}
     for name in flags:
-        parser.add_argument(
-            f"--{name}", dest=name, action=argparse.BooleanOptionalAction, default=False
-        )
+        parser.add_argument(f"--{name}", dest=name, **flag)
     for name in many:
         parser.add_argument(f"--{name}", dest=name, action="append", default=[])
     try:

@@ -151,12 +151,9 @@ def described(
             hint = Annotated[hint, tyro.conf.Suppress]
         else:
             nothing = any(value is each for each in (None, False, "", tyro.MISSING))
-            hint = Annotated[
-                hint,
-                tyro.conf.arg(
-                    help=help_of.get(item.name), help_behavior_hint="" if nothing else None
-                ),
-            ]
+            said = "" if nothing else None
+            about = tyro.conf.arg(help=help_of.get(item.name), help_behavior_hint=said)
+            hint = Annotated[hint, about]
         values[item.name] = value
         fields.append((item.name, hint, field(default=value)))
     made = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
@@ -166,10 +163,9 @@ def described(
 
 def _help_of(cls: type[Any]) -> dict[str, str]:
     """Return the docstring below each option of a dataclass, as one line."""
-    found = [parse_from_object(base).params for base in reversed(cls.__mro__[:-1])]
-    return {
-        each.arg_name: " ".join((each.description or "").split()) for of in found for each in of
-    }
+    bases = reversed(cls.__mro__[:-1])
+    found = [each for base in bases for each in parse_from_object(base).params]
+    return {each.arg_name: " ".join((each.description or "").split()) for each in found}
 
 
 def unchecked(options: type[Arguments], values: Mapping[str, Any]) -> Arguments:

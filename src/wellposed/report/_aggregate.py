@@ -220,9 +220,8 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         raise DataError(
             f"runs of task {name} report different headline metrics; compare runs of one version"
         )
-    metric = next(
-        m for m in (f"{headline},test", f"{headline},valid", *runs[0].values) if m in runs[0].values
-    )
+    known = runs[0].values
+    metric = next(m for m in (f"{headline},test", f"{headline},valid", *known) if m in known)
     higher = bool(directions.get(headline, True))
     given = runs[0].result.get("reference") or {}
     reference = {name: float(value) for name, value in given.items() if value is not None}
@@ -232,7 +231,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     several = only is None and "loss" in reference and headline not in reference
     judged = "loss" if several else headline
     expected = reference.get(judged, only)
-    known = f"{judged},valid" if f"{judged},valid" in runs[0].values else metric
+    judging = f"{judged},valid" if f"{judged},valid" in known else metric
     groups = _by_label(found, lambda run: run.variant, _variant_settings)
     finished = [
         tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
@@ -250,8 +249,8 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         values = {m: tuple(float(run.values[m]) for run in mine) for m in names}
         metrics = {m: Summary(*statistics.mean_and_standard_error(v), v) for m, v in values.items()}
         learned = None
-        if expected is not None and known in metrics:
-            mean = metrics[known].mean
+        if expected is not None and judging in metrics:
+            mean = metrics[judging].mean
             learned = mean > expected if directions.get(judged, True) else mean < expected
         seeds = tuple(run.seed for run in mine)
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
@@ -262,7 +261,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
             notes.append(f"{label} {said}")
         results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
     columns = tuple(results), tuple(finished), tuple(notes)
-    return TaskComparison(name, metric, higher, reference, known, expected, *columns)
+    return TaskComparison(name, metric, higher, reference, judging, expected, *columns)
 
 
 def _comparisons(
@@ -346,11 +345,8 @@ def _task_table(task: TaskComparison) -> str:
         )
     title = f"{task.task}: {task.metric}, mean ± standard error ({reference})"
     first, *others = task.variants
-    said = [
-        f"{of.variant} against {first.variant}: {of.comparison.verdict}"
-        for of in others
-        if of.comparison
-    ]
+    verdicts = ((of.variant, of.comparison.verdict) for of in others if of.comparison)
+    said = [f"{variant} against {first.variant}: {found}" for variant, found in verdicts]
     said += [f"note: {note}" for note in task.notes]
     return "\n".join([text_table(title, columns, rows), *said])
 

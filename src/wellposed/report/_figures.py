@@ -110,11 +110,8 @@ def curve_figures(
         ]
         if means[0] == means[1] and headline != "loss":
             drawn.pop(places[1], None)  # nats per character are the loss: one panel is enough
-        panels = [
-            _curve_panel(*place, rows, task.reference, numbers)
-            for place, rows in drawn.items()
-            if rows
-        ]
+        shown = [(place, rows) for place, rows in drawn.items() if rows]
+        panels = [_curve_panel(*place, rows, task.reference, numbers) for place, rows in shown]
         every = [row for rows in drawn.values() for row in rows]
         if every:
             said = caption, csv_link(f"{name}-{part}", list(every[0]), every)
@@ -127,10 +124,8 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
     number of replaced words."""
     figures = []
     for part, (places, axis, scale) in CERTIFIED.items():
-        known = {
-            of: [getattr(run, part) for run in runs if getattr(run, part)]
-            for of, runs in groups.items()
-        }
+        measured = {of: [getattr(run, part) for run in runs] for of, runs in groups.items()}
+        known = {of: list(filter(None, found)) for of, found in measured.items()}
         rows = [row for of, found in known.items() for row in _certified_rows(of, found, places)]
         every = [run for found in known.values() for run in found]
         panels = []
@@ -171,9 +166,8 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
 
     def curve(values: Sequence[float]) -> list[float]:
         largest_first = np.sort(np.asarray(values, float))[::-1]
-        return np.interp(
-            places, (np.arange(len(values)) + 0.5) / len(values), largest_first
-        ).tolist()
+        shares = (np.arange(len(values)) + 0.5) / len(values)
+        return np.interp(places, shares, largest_first).tolist()
 
     drawn: dict[str, list[Panel]] = {}
     for variant, *pair in weights:
@@ -186,9 +180,8 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
             lines += [line(np.median(starts, 0).tolist(), "dashed")] if starts else []
             # Embeddings are of another size than the weights of layers.
             axis = "of embeddings" if role.endswith("_embedding") else "of layers"
-            drawn.setdefault(variant, []).append(
-                Panel(short_role(role), "", axis, lines, legend=False)
-            )
+            panel = Panel(short_role(role), "", axis, lines, legend=False)
+            drawn.setdefault(variant, []).append(panel)
     columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
     rows = weight_rows(weights)
     for row in rows:
@@ -210,10 +203,8 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure 
         for variant, *pair in weights
         for when, rows in zip(("before", "after"), pair, strict=True)
     ]
-    values = [
-        value for *_, heat in found for line in heat.values for value in line if value is not None
-    ]
-    bounds = level_bounds(value for value in values if 0 < value < math.inf)
+    values = [value for *_, heat in found for line in heat.values for value in line]
+    bounds = level_bounds(value for value in values if value and 0 < value < math.inf)
     if not bounds:
         return None
     maps: dict[str, list[Any]] = {}
@@ -364,22 +355,16 @@ def fitted(panels: Sequence[Panel]) -> list[tuple[Panel, str]]:
     three or more and at most a third of them, leaves the others three times the room, the axis ends
     where theirs do; the first tenth of the steps may begin above it.
     """
-    axes = {
-        panel.y_label: _limits([p for p in panels if p.y_label == panel.y_label])
-        for panel in panels
-    }
+    labels = dict.fromkeys(panel.y_label for panel in panels)
+    axes = {label: _limits([p for p in panels if p.y_label == label]) for label in labels}
     found = []
     for panel in panels:
         scale, limits, left = axes[panel.y_label]
-        names = {series.label for series in panel.series}
-        out = ", ".join(
-            f"{name} (up to {format_number(top, 3)})" for name, top in left.items() if name in names
-        )
+        mine = [each.label for each in panel.series if each.label in left]
+        out = ", ".join(f"{name} (up to {format_number(left[name], 3)})" for name in mine)
         note = f"Beyond the chart: {out}." if out else ""
-        kept = panel.y_limits is not None
-        found.append(
-            (panel, "") if kept else (replace(panel, y_scale=scale, y_limits=limits), note)
-        )
+        drawn = replace(panel, y_scale=scale, y_limits=limits)
+        found.append((drawn, note) if panel.y_limits is None else (panel, ""))
     return found
 
 

@@ -77,9 +77,8 @@ class Table:
     @property
     def body(self) -> list[list[ShownCell]]:
         """The rows that the page shows."""
-        return [
-            [_shown(row.get(c.name), c) for c in self.headings] for row in self.rows[:SHOWN_ROWS]
-        ]
+        rows = self.rows[:SHOWN_ROWS]
+        return [[_shown(row.get(c.name), c) for c in self.headings] for row in rows]
 
     @property
     def left_out(self) -> str:
@@ -92,10 +91,8 @@ class Table:
         """The whole table as CSV."""
         if self.data is not None:
             return self.data
-        rows = [
-            {name: v.value if isinstance(v, Cell) else v for name, v in row.items()}
-            for row in self.rows
-        ]
+        plain = lambda value: value.value if isinstance(value, Cell) else value  # noqa: E731
+        rows = [{name: plain(value) for name, value in row.items()} for row in self.rows]
         return csv_link(self.name, [column.name for column in self.columns], rows)
 
 

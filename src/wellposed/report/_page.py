@@ -151,9 +151,8 @@ def _assets(environment: Any) -> dict[str, Any]:
     """Return style and script, and the hash by which the page's policy knows its one script."""
     from markupsafe import Markup
 
-    style, script = (
-        environment.loader.get_source(environment, f"report.{kind}")[0] for kind in ("css", "js")
-    )
+    source = environment.loader.get_source
+    style, script = (source(environment, f"report.{kind}")[0] for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
 
@@ -204,9 +203,8 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         command = shlex.join(run.command) if run.command else "(started from Python)"
-        made = (
-            f"{run.task} {run.variant} seed {run.seed}: {run.folder}, finished {run.result['date']}"
-        )
+        made = f"{run.task} {run.variant} seed {run.seed}: {run.folder}"
+        made += f", finished {run.result['date']}"
         resumed = [str(start["from_step"]) for start in run.environment.get("starts", ())[1:]]
         made += f", resumed from step {', '.join(resumed)}" if resumed else ""
         groups.setdefault(command, []).append(made)
@@ -357,9 +355,8 @@ def _results(name: str, task: TaskComparison) -> Table:
     """Return every number of every variant: each seed, the means, the test."""
     first = task.variants[0].variant
     seeds = sorted({seed for result in task.variants for seed in (*result.seeds, *result.failed)})
-    reference = ", ".join(
-        f"{metric_words(f'{k},valid')} {format_number(v)}" for k, v in task.reference.items()
-    )
+    references = {metric_words(f"{name},valid"): value for name, value in task.reference.items()}
+    reference = ", ".join(f"{name} {format_number(value)}" for name, value in references.items())
     words, direction = metric_words(task.metric), "higher" if task.higher_is_better else "lower"
     several = any(len(result.seeds) > 1 for result in task.variants)
     each = [Column(f"seed {seed}", f"seed {seed}") for seed in seeds]

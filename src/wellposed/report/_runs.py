@@ -84,11 +84,8 @@ class Run:
     @property
     def values(self) -> Mapping[str, float]:
         """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
-        scores = {
-            name: value
-            for name, value in self.result["results"][self.task].items()
-            if is_finite(value)
-        }
+        every = self.result["results"][self.task]
+        scores = {name: value for name, value in every.items() if is_finite(value)}
         for found in (self.certified, self.words, self.rounded):
             scores |= {} if found is None else found.metrics()
         return scores
@@ -350,11 +347,8 @@ def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
         order = variant_order(run.folder)
         folder = run.folder.resolve()
         given = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
-        return (
-            order.index(run.variant) if run.variant in order else len(order),
-            given,
-            str(run.result["date"]),
-        )
+        place = order.index(run.variant) if run.variant in order else len(order)
+        return place, given, str(run.result["date"])
 
     return sorted(runs, key=key)
 
@@ -410,16 +404,14 @@ def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedR
     finished."""
     newest: dict[str, Run] = {}
     for run in runs:
-        key = json.dumps(
-            [run.task, run.variant, run.seed, run.result["config"]], sort_keys=True, default=str
-        )
+        made_by = [run.task, run.variant, run.seed, run.result["config"]]
+        key = json.dumps(made_by, sort_keys=True, default=str)
         newest[key] = max(newest.get(key, run), run, key=_rank)
     kept = {id(run) for run in newest.values()}
     repeated = [run for run in runs if id(run) not in kept and run.failure is None]
-    reason = "a newer run has the same configuration"
-    return [run for run in runs if id(run) in kept], [
-        ExcludedRun.of(run, "repeated", reason) for run in repeated
-    ]
+    why = "repeated", "a newer run has the same configuration"
+    excluded = [ExcludedRun.of(run, *why) for run in repeated]
+    return [run for run in runs if id(run) in kept], excluded
 
 
 def _rank(run: Run) -> tuple[bool, str]:

@@ -145,9 +145,8 @@ def find_images(path: Path) -> list[Path]:
         return [path]
     source = read_source(None, path)
     named = [(place, Path(line)) for place, line in source.lines() if line.strip()]
-    problems = [
-        f"{source.path}:{at}: {image}: no such file" for at, image in named if not image.is_file()
-    ]
+    missing = [f"{at}: {image}: no such file" for at, image in named if not image.is_file()]
+    problems = [f"{source.path}:{each}" for each in missing]
     if problems or not named:
         raise DataError(
             f"{source.path}: expected an image ({suffixes}), a folder, or the path of an image on each"

@@ -65,10 +65,9 @@ class Translator:
 
         parts = list(map(self.pieces, lines, self.encode(lines)))
         rows = [row for pieces in parts for row in pieces]
-        numbers, size, answers = iter(range(len(rows))), self.batch_size, []
-        found = dict(
-            generate_texts(self.model, self.tokenizer, rows, self.decoding, batch_size=size)
-        )
+        numbers, answers = iter(range(len(rows))), []
+        of = self.model, self.tokenizer, rows, self.decoding
+        found = dict(generate_texts(*of, batch_size=self.batch_size))
         for pieces in parts:
             mine = [found[next(numbers)] for _ in pieces]
             joined = [Hypothesis(" ".join(best[0].text for best in mine), None)]
