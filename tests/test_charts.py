@@ -83,10 +83,8 @@ def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
 
 def test_boxes_of_two_models_stand_beside_each_other(tmp_path):
     band, whiskers = ([1.0, 2.0], [3.0, 4.0]), ([0.0, 1.0], [5.0, 6.0])
-    boxes = [
-        Series(name, [1, 2], [2.0, 3.0], "boxes", band=band, whiskers=whiskers)
-        for name in ("ours", "plain")
-    ]
+    ends = {"band": band, "whiskers": whiskers}
+    boxes = [Series(of, [1, 2], [2.0, 3.0], "boxes", **ends) for of in ("ours", "plain")]
     draw([Panel("entropy", "layer", "nats", boxes)], tmp_path / "boxes.svg")
     drawn = (tmp_path / "boxes.svg").read_text(encoding="utf-8")
     faces = re.findall(r'<path d="M ([0-9.]+) [^>]*style="fill: #\w+; opacity: 0.35', drawn)

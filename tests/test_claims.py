@@ -81,13 +81,8 @@ def test_the_page_of_the_command_lists_every_variant_and_every_task(
 ) -> None:
     page = (ROOT / "docs" / "command.md").read_text("utf-8")
     rows = page.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
-    names = [
-        name
-        for row in rows
-        if row.startswith("| `")
-        for name in re.findall(r"`(\w+)`", row.split("|")[1])
-    ]
-    assert sorted(names) == sorted(registered)
+    first = "".join(row.split("|")[1] for row in rows if row.startswith("| `"))
+    assert sorted(re.findall(r"`(\w+)`", first)) == sorted(registered)
 
 
 def table_rows(text, heading):

@@ -21,11 +21,8 @@ REGISTRIES = {
     "position": POSITIONS,
     "residual": RESIDUALS,
 }
-NUMBERS = [
-    item.name
-    for item in fields(model_options.ModelOptions)
-    if "int" in str(item.type) or "float" in str(item.type)
-]
+OPTIONS = {item.name: str(item.type) for item in fields(model_options.ModelOptions)}
+NUMBERS = [name for name, kind in OPTIONS.items() if "int" in kind or "float" in kind]
 
 
 def test_every_part_that_reads_options_is_registered():
@@ -35,12 +32,8 @@ def test_every_part_that_reads_options_is_registered():
 
 def test_no_option_is_declared_twice():
     owners = {}
-    declared = {
-        options
-        for kind in REGISTRIES
-        for classes in model_options.readers(kind).values()
-        for options in classes
-    }
+    classes = [of for kind in REGISTRIES for of in model_options.readers(kind).values()]
+    declared = {options for each in classes for options in each}
     for base in {base for options in declared for base in options.__mro__}:
         for name in vars(base).get("__annotations__", {}):
             owners.setdefault(name, set()).add(base)

@@ -31,9 +31,8 @@ def test_all_holds_every_extra_of_a_user():
 def test_the_tests_run_on_all_extras_at_the_pinned_versions():
     makefile = (ROOT / "Makefile").read_text()
     assert "--constraint constraints.txt" in makefile
-    assert re.search(
-        r"installed-develop:.*\n\t\$\(PIP\) --editable '\.\[all,test,lint,docs\]'", makefile
-    )
+    wanted = r"installed-develop:.*\n\t\$\(PIP\) --editable '\.\[all,test,lint,docs\]'"
+    assert re.search(wanted, makefile)
 
 
 def test_every_package_of_an_extra_is_pinned():
@@ -70,10 +69,8 @@ def test_the_citation_is_of_this_version_and_names_every_paper():
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == wellposed.__version__
     assert citation["license"] == SETTINGS["project"]["license"]
-    papers = {
-        f"{paper['authors'][0]['family-names'].lower()}{paper['year']}"
-        for paper in citation["references"]
-    }
+    firsts = [(of["authors"][0]["family-names"], of["year"]) for of in citation["references"]]
+    papers = {f"{name.lower()}{year}" for name, year in firsts}
     recipes = {path.stem for path in (ROOT / "studies/wellposed_studies").iterdir()}
     assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes
 

@@ -2,11 +2,10 @@
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.words import python
 
 import wellposed
 
@@ -32,12 +31,8 @@ def seen_by_type_checkers(package):
     reads them."""
     tree = ast.parse(Path(str(importlib.import_module(package).__file__)).read_text("utf-8"))
     lines = [line for line in ast.walk(tree) if isinstance(line, ast.ImportFrom)]
-    return {
-        alias.name: str(line.module)
-        for line in lines
-        for alias in line.names
-        if alias.asname == alias.name
-    }
+    every = [(alias, str(line.module)) for line in lines for alias in line.names]
+    return {alias.name: home for alias, home in every if alias.asname == alias.name}
 
 
 def test_the_public_names_are_these():
@@ -81,9 +76,5 @@ def test_an_unknown_attribute_is_an_attribute_error(package):
 
 @pytest.mark.parametrize("package", LAZY)
 def test_importing_a_lazy_package_does_not_import_torch(package):
-    code = (
-        f"import sys, {package}; print('torch' in sys.modules, 'torch' in sys.modules or"
-        f" dir({package}) == [])"
-    )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said.split() == ["False", "False"]
+    code = f"import sys, {package}; sys.exit('torch' in sys.modules or not dir({package}))"
+    assert python(["-c", code]).returncode == 0

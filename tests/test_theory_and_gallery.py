@@ -48,18 +48,15 @@ def files(*folders):
 def test_no_formula_is_left_as_text(page):
     text = prose(page)
     assert unrendered(text) == []
-    assert [line for line in text.splitlines() if line.startswith("#") and "\\" in line] == [], (
-        "the menu shows it raw"
-    )
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert not any("\\" in line for line in headings), "the menu shows it raw"
     rows = [line for line in text.splitlines() if line.lstrip().startswith("|")]
-    assert [formula for row in rows for formula in FORMULA.findall(row) if "|" in formula] == [], (
-        "it ends the cell"
-    )
+    cells = [formula for row in rows for formula in FORMULA.findall(row)]
+    assert not any("|" in formula for formula in cells), "it ends the cell"
     for block in re.findall(r"^ *\\\[.+?\\\]$", text, re.DOTALL | re.MULTILINE):
         assert "\n\n" not in block
-        assert re.search(r"\n\s*\n" + re.escape(block) + r"(\n\s*\n|\s*$)", text), (
-            f"blank lines around {block}"
-        )
+        apart = re.search(r"\n\s*\n" + re.escape(block) + r"(\n\s*\n|\s*$)", text)
+        assert apart, f"blank lines around {block}"
 
 
 def test_a_formula_outside_its_delimiters_is_found():
@@ -71,9 +68,8 @@ def test_a_formula_outside_its_delimiters_is_found():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_is_one_that_the_site_can_render(page):
     assets = ROOT / "docs" / "assets"
-    known = (assets / "katex" / "katex.min.js").read_text("utf-8") + (
-        assets / "render_math.js"
-    ).read_text("utf-8")
+    scripts = (assets / "katex" / "katex.min.js", assets / "render_math.js")
+    known = "".join(script.read_text("utf-8") for script in scripts)
     used = set(COMMAND.findall(" ".join(FORMULA.findall(prose(page)))))
     environments = {rf"\{word}" for word in ("begin", "end")}
     unknown = [command for command in sorted(used - environments) if f'"\\{command}"' not in known]
@@ -83,9 +79,8 @@ def test_every_command_is_one_that_the_site_can_render(page):
 def test_every_note_that_is_named_has_its_anchor():
     anchors = [anchor for page in PAGES for anchor in ANCHOR.findall(page.read_text("utf-8"))]
     assert sorted(set(anchors)) == sorted(anchors)
-    assert {f"B{number}" for number in range(1, 14)} | {
-        f"L{number}" for number in range(1, 7)
-    } <= set(anchors)
+    notes = [f"B{number}" for number in range(1, 14)] + [f"L{number}" for number in range(1, 7)]
+    assert set(notes) <= set(anchors)
     missing = [
         f"{path.relative_to(ROOT)}: {note}"
         for path in files("src", "tests", "docs")
@@ -112,11 +107,8 @@ def test_every_link_to_a_note_leads_to_its_anchor():
 def test_every_picture_is_drawn_and_shown():
     drawn = {path.stem for path in (FOLDER / "pictures").glob("*.svg")}
     numbered = {path.stem for path in (FOLDER / "pictures").glob("*.json")}
-    shown = {
-        name
-        for page in PAGES
-        for name in re.findall(r"\]\(pictures/([\w-]+)\.svg\)", page.read_text("utf-8"))
-    }
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    shown = set(re.findall(r"\]\(pictures/([\w-]+)\.svg\)", text))
     assert drawn == numbered == shown == set(PICTURES)
 
 
@@ -134,11 +126,8 @@ def test_a_picture_shows_the_bounds_of_today_above_the_attacks(name):
             assert curve["bound"] == pytest.approx(bounds, rel=1e-6)
             assert (curve["attack"] is None) == (today.attack is None)
             if today.attack is not None:
-                ratios = [
-                    attack / bound
-                    for attack, bound in zip(curve["attack"], curve["bound"], strict=True)
-                ]
-                assert all(0 < ratio <= 1 + 1e-9 for ratio in ratios), ratios
+                for attack, bound in zip(curve["attack"], curve["bound"], strict=True):
+                    assert 0 < attack / bound <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES))

@@ -187,11 +187,8 @@ def option_problems(
     ["run.toml: size = 'huge', expected 'small', 'large' or None", "run.toml: option 'steps' is missing"]
     """
     hints, none = checked_hints(options_class), dataclasses.MISSING
-    problems = [
-        f"unknown option {name!r}; nearest: {', '.join(nearest_names(name, hints))}"
-        for name in values
-        if name not in hints
-    ]
+    unknown = {name: nearest_names(name, hints) for name in values if name not in hints}
+    problems = [f"unknown option {n!r}; nearest: {', '.join(near)}" for n, near in unknown.items()]
     known = {name: value for name, value in values.items() if name in hints}
     problems += value_problems(known, hints)
     for item in dataclasses.fields(options_class):

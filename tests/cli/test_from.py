@@ -36,10 +36,8 @@ def files(tmp_path_factory):
     shutil.copytree(folder / "bert", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    bert = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder / "bert", num_labels=3
-    )
-    bert.save_pretrained(folder / "three")
+    bert = transformers.BertForSequenceClassification
+    bert.from_pretrained(folder / "bert", num_labels=3).save_pretrained(folder / "three")
     transformers.AutoTokenizer.from_pretrained(folder / "bert").save_pretrained(folder / "three")
     tokenizer = byte_level_bpe(["a text"])
     tokenizer.save_pretrained(folder / "gpt2")
@@ -114,9 +112,7 @@ def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypa
 def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, tmp_path, cli):
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
     succeed(start(files, run, "--steps 2"))
-    kept = (  # with both ends, the 16 tokens of training
-        "w1 good w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"
-    )
+    kept = f"good {' '.join(f'w{n}' for n in range(13))}"  # with both ends, 16 tokens
     lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
     said = cli(["predict", "--from", str(run), "--input", str(lines)])
     first, second, _ = said.out.splitlines()
@@ -162,10 +158,8 @@ def test_epochs_are_counted_in_steps_of_the_data():
 
     task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     for epochs, batch, accumulation, processes in ((1, 32, 1, 1), (0.5, 32, 3, 1), (2, 7, 1, 2)):
-        config = RunConfig(
-            "char_lm",
-            train=TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation),
-        )
+        train = TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation)
+        config = RunConfig("char_lm", train=train)
         batches = -(-len(task.dataset("train")) // batch)
         expected = -(-int(2 * epochs * batches) // (2 * accumulation * processes))
         assert counted_in_steps(config, task, processes=processes).train.steps == expected

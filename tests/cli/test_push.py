@@ -36,9 +36,8 @@ class Hub:
 
     def upload_folder(self, *, repo_id, folder_path, ignore_patterns):
         assert repo_id in self.private
-        self.files.update(
-            {p.name: p.read_bytes() for p in folder_path.iterdir() if p.name not in ignore_patterns}
-        )
+        sent = [path for path in folder_path.iterdir() if path.name not in ignore_patterns]
+        self.files.update({path.name: path.read_bytes() for path in sent})
 
     def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id):
         assert repo_id in self.private

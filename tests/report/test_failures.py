@@ -10,10 +10,7 @@ from wellposed.report import aggregate, build_report
 from wellposed.training import result_schema
 
 BETTER = {"post_ln": [0.40, 0.41, 0.42], "rezero": [0.50, 0.52, 0.53], "pre_ln": [0.45, 0.46, 0.48]}
-DIVERGED = (
-    "step 40, learning rate 0.001: loss is nan; first at model.layers.0: 3 NaN; lower the learning"
-    " rate"
-)
+DIVERGED = "step 40: loss is nan; first at model.layers.0: 3 NaN; lower the learning rate"
 
 
 def fail(folder, variant, seed, *, status="failed", reason=DIVERGED):
@@ -157,9 +154,8 @@ def test_where_everything_failed_that_is_said(compare, tmp_path):
 def test_a_run_that_was_repeated_with_success_has_not_failed(compare, make_run, tmp_path):
     folder = compare(BETTER)
     fail(folder, "rezero", 2)
-    again = make_run(
-        tmp_path / "again", variant="rezero", seed=2, value=0.53, date="2026-02-01T00:00:00+00:00"
-    )
+    mended = {"variant": "rezero", "seed": 2, "value": 0.53}
+    again = make_run(tmp_path / "again", **mended, date="2026-02-01T00:00:00+00:00")
     found = aggregate([folder, again])
     assert comparison_of(found, "rezero").verdict.startswith("better by ")
     assert [run.status for run in found.excluded] == ["failed"]

@@ -25,9 +25,8 @@ def probed(page, *, dark=False):
     """Open a copy of ``page`` with the probe in it at both widths."""
     text = page.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
-    text = text.replace("script-src '", f"script-src 'sha256-{digest}' '").replace(
-        "</body>", f"<script>{PROBE}</script></body>"
-    )
+    text = text.replace("script-src '", f"script-src 'sha256-{digest}' '")
+    text = text.replace("</body>", f"<script>{PROBE}</script></body>")
     page.with_name("probed.html").write_text(text, encoding="utf-8")
     frames = [frame(width, "probed.html") for width in WIDTHS] + [frame(1400, "probed.html#attack")]
     around = page.with_name("frames.html")

@@ -24,9 +24,8 @@ def watching(runs, out):
     """Start the command; a session in the background ignores Ctrl-C and would hand that down."""
     words = [sys.executable, "-m", "wellposed", "report", str(runs), "--watch", "--out", str(out)]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heard
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, **pipes, preexec_fn=heard)
 
 
 def refreshes(page):

@@ -72,9 +72,8 @@ def vit_config(width, **options):
 def bart_config(width, **options):
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder")
              for name, value in (("layers", LAYERS), ("attention_heads", 2), ("ffn_dim", 2 * width))}  # fmt: skip
-    return transformers.BartConfig(
-        d_model=width, vocab_size=11, max_position_embeddings=MAX_TOKENS, **{**sizes, **options}
-    )
+    sizes |= {"d_model": width, "vocab_size": 11, "max_position_embeddings": MAX_TOKENS}
+    return transformers.BartConfig(**{**sizes, **options})
 
 
 def like(kind, config, **options):
@@ -93,12 +92,8 @@ _IN_FLOAT32 = (llama_config, phi3_config, t5_config)
 
 def _model(kind, config, **how):
     options = how.pop("options", {})
-    asked = {
-        "keeps_width": False,
-        "takes_mask": "tokens" not in how,
-        "in_float32": config in _IN_FLOAT32,
-        **how,
-    }
+    asked = {"takes_mask": "tokens" not in how, "in_float32": config in _IN_FLOAT32, **how}
+    asked = {"keeps_width": False, **asked}
     return Sample(lambda width: awake(kind(config(width, **options))), **asked)
 
 

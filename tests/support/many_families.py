@@ -121,10 +121,8 @@ def model(family, *written):
     return build
 
 
-FAMILIES = {
-    name: model(*words)
-    for name, *words in map(str.split, re.sub("\n +", " ", _TABLE).strip().splitlines())
-}
+_LINES = re.sub("\n +", " ", _TABLE).strip().splitlines()
+FAMILIES = {name: model(*words) for name, *words in map(str.split, _LINES)}
 
 BATCHES = {
     "perceiver": lambda: {"inputs": torch.randn(1, 6, 16)},

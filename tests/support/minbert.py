@@ -19,16 +19,14 @@ def write_minbert(folder):
             text, other = words(), words()
             sst.append(f"{index}\tx\t{text}\t{min(4, text.count('good') * 2)}")
             para.append(f"{index}\tx\t{text}\t{text if index % 2 else other}\t{float(index % 2)}")
-            sts.append(
-                f"{index}\tx\t{text}\t{other}\t{min(5, len(set(text.split()) & set(other.split()))):.1f}"
-            )
+            shared = len(set(text.split()) & set(other.split()))
+            sts.append(f"{index}\tx\t{text}\t{other}\t{min(5, shared):.1f}")
         for name, label, rows in (
             ("ids-sst", "sentiment", sst),
             ("quora", "is_duplicate", para),
             ("sts", "similarity", sts),
         ):
             columns = "sentence" if name == "ids-sst" else "sentence1\tsentence2"
-            (folder / f"{name}-{split}.csv").write_text(
-                f"\tid\t{columns}\t{label}\n" + "\n".join(rows) + "\n"
-            )
+            table = [f"\tid\t{columns}\t{label}", *rows]
+            (folder / f"{name}-{split}.csv").write_text("\n".join(table) + "\n")
     return folder

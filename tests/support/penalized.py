@@ -35,9 +35,8 @@ def step(model, penalty, inputs):
     model.zero_grad()
     loss = model(**inputs)[0].square().mean() + penalty()
     loss.backward()
-    return loss.detach(), {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    grown = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {name: gradient.clone() for name, gradient in grown.items()}
 
 
 class Hidden(nn.Module):

@@ -68,9 +68,8 @@ def _transject_stack(*, certifiable=True, **options):
 
 
 def _contraction(width, **options):
-    return ours.L2SelfAttention(
-        width, 2, **{"contractive": 0.9, "max_tokens": MAX_TOKENS, **options}
-    )
+    settings = {"contractive": 0.9, "max_tokens": MAX_TOKENS, **options}
+    return ours.L2SelfAttention(width, 2, **settings)
 
 
 def _shared_twice(width):
@@ -80,10 +79,8 @@ def _shared_twice(width):
 
 def _encoder_layer(*, needs_ball=False, **options):
     sizes = {"batch_first": True, "layer_norm_eps": 0.1, "dropout": 0.1, **options}
-    return _plain(
-        lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, **sizes),
-        needs_ball=needs_ball,
-    )
+    build = lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, **sizes)  # noqa: E731
+    return _plain(build, needs_ball=needs_ball)
 
 
 def _ball_block(width, residual, **options):

@@ -13,10 +13,8 @@ class SlowTransformer:
 
     def __init__(self, model):
         self.config = model.config
-        self.weights = {
-            name.removeprefix("model."): value.detach()
-            for name, value in model.state_dict().items()
-        }
+        weights = {name: value.detach() for name, value in model.state_dict().items()}
+        self.weights = {name.removeprefix("model."): value for name, value in weights.items()}
 
     def linear(self, name, x):
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
@@ -88,10 +86,8 @@ class SlowTransformer:
         decoder = side == "decoder."
         count = self.config.num_decoder_layers if decoder else self.config.num_hidden_layers
         for layer in range(count):
-            own, cross, feed = (
-                f"{side}layers.{layer}.{part}"
-                for part in ("attention", "cross_attention", "feedforward")
-            )
+            parts = ("attention", "cross_attention", "feedforward")
+            own, cross, feed = (f"{side}layers.{layer}.{part}" for part in parts)
             x = self.half(own, x, lambda h, p=own: self.attend(p, h, h, is_causal=is_causal))
             if memory is not None:
                 x = self.half(

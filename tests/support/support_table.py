@@ -269,20 +269,14 @@ def table(rows):
     lines += [[family, *(marks[cell] for cell in cells)] for family, cells in rows.items()]
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join(
-        [head, "|" + "---|" * (1 + len(VERBS)), *body, *(["", *notes] if notes else [])]
-    )
+    notes = ["", *notes] if notes else []
+    return "\n".join([head, "|" + "---|" * (1 + len(VERBS)), *body, *notes])
 
 
 def read_table(text):
     """Return the rows that a `table` was made of."""
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
-    cells = [
-        [part.strip() for part in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line[:1] == "|"
-    ]
-    return {
-        name: [reasons[found[4:-1]] if found.startswith("no (") else found for found in marks]
-        for name, *marks in cells[2:]
-    }
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
+    reasons = {f"no ({number})": reason for number, reason in reasons.items()}
+    rows = [list(map(str.strip, parts)) for parts in lines[2:]]
+    return {name: [reasons.get(found, found) for found in marks] for name, *marks in rows}

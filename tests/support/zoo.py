@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from wellposed.models import build_model
 
 D, F, V, HEADS = 16, 24, 30, 4  # width, feed-forward width, vocabulary, heads; head_dim 4
-PLAIN = {
-    "hidden_size": D,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": F,
-    "vocab_size": V,
-}
+PLAIN = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+PLAIN |= {"intermediate_size": F, "vocab_size": V}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SEQ2SEQ = {
     "vocab_size": V, "d_model": D, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
@@ -134,11 +129,10 @@ def grouped(known):
 
 
 def fused(parameter, output, transposed=False):
-    thirds = {
-        r: Known(parameter, (D, D), (i * D, (i + 1) * D), transposed)
-        for i, r in enumerate(("query", "key", "value"))
-    }
-    return thirds | {"output": Known(output, transposed=transposed)}
+    known = {"output": Known(output, transposed=transposed)}
+    for i, role in enumerate(("query", "key", "value")):
+        known[role] = Known(parameter, (D, D), (i * D, (i + 1) * D), transposed)
+    return known
 
 
 BERT_PARTS = ("self.query", "self.key", "self.value", "output.dense")
@@ -157,10 +151,8 @@ TORCH_FF = {
 
 
 def t5(**options):
-    config = hf.T5Config(
-        vocab_size=V, d_model=D, d_kv=4, d_ff=F, num_layers=2, num_heads=HEADS, **SPECIAL, **options
-    )
-    return hf.T5Model(config)
+    sizes = {"d_model": D, "d_kv": 4, "d_ff": F, "num_layers": 2, "num_heads": HEADS}
+    return hf.T5Model(hf.T5Config(vocab_size=V, **sizes, **SPECIAL, **options))
 
 
 def ours(kind):

@@ -269,14 +269,10 @@ def _curve_rows(
     variant: str, split: str, metric: str, group: Sequence[Run]
 ) -> list[dict[str, Any]]:
     fixed = {"variant": variant, "split": split, "metric": metric, "seeds": len(group)}
-    columns = [
-        {
-            int(row["step"]): float(row[metric])
-            for row in where(run.metrics, split=split)
-            if is_finite(row.get(metric))
-        }
-        for run in group
-    ]
+    columns = []
+    for run in group:
+        known = [row for row in where(run.metrics, split=split) if is_finite(row.get(metric))]
+        columns.append({int(row["step"]): float(row[metric]) for row in known})
     return [
         {**fixed, "step": step, "mean": _mean(values), "low": min(values), "high": max(values)}
         for step, values in _shared(columns).items()
@@ -302,14 +298,11 @@ def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[di
         for run in measured
     ]
     fixed = {"variant": variant, "seeds": len(measured)}
-    return [
-        {
-            **fixed,
-            "radius": at,
-            **dict(zip(LEFT, map(_mean, zip(*values, strict=True)), strict=True)),
-        }
-        for at, values in _shared(pairs).items()
-    ]
+    rows = []
+    for at, values in _shared(pairs).items():
+        certified, attacked = map(_mean, zip(*values, strict=True))
+        rows.append({**fixed, "radius": at, "certified": certified, "attacked": attacked})
+    return rows
 
 
 class Axis:
@@ -477,14 +470,10 @@ def _hover(panel: Panel, places: Sequence[float], axis: Axis) -> dict[str, Any]:
     if len(places) > POINTS:
         places = [places[round(i * (len(places) - 1) / (POINTS - 1))] for i in range(POINTS)]
     said = [_said(series) for series in panel.series]
-    points = [
-        [
-            round(SIDE * axis.place(x), 1),
-            f"{panel.x_label}: {x:.4g}",
-            [each.get(x, "") for each in said],
-        ]
-        for x in places
-    ]
+    points = []
+    for x in places:
+        told = f"{panel.x_label}: {x:.4g}", [each.get(x, "") for each in said]
+        points.append([round(SIDE * axis.place(x), 1), *told])
     return {"series": [[each.colour or 0, each.label] for each in panel.series], "points": points}
 
 

@@ -112,11 +112,8 @@ def build_report(
 def figure_images(*run_dirs: Path) -> dict[str, Any]:
     """Return the figures of the page on some runs as pixels, by the names of their data."""
     *_, sections = _read(run_files.find_runs(run_dirs))
-    return {
-        figure["data"].file.removesuffix(".csv"): pixels(figure["panels"])
-        for section in sections
-        for figure in section["figures"]
-    }
+    drawn = [(each["data"].file, each["panels"]) for of in sections for each in of["figures"]]
+    return {file.removesuffix(".csv"): pixels(panels) for file, panels in drawn}
 
 
 def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, ...]:
@@ -138,13 +135,9 @@ def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, 
 
 def _environment() -> Any:
     jinja2 = import_extra("jinja2", "report", "HTML reports")
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("wellposed.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader, strict = jinja2.PackageLoader("wellposed.report"), jinja2.StrictUndefined
+    how = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
+    return jinja2.Environment(loader=loader, undefined=strict, **how)
 
 
 def _assets(environment: Any) -> dict[str, Any]:
