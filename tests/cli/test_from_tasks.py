@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 import transformers
+from tests.support import tiny
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
 from tests.support.words import succeed
 from tests.support.words import words as typed
@@ -28,10 +29,10 @@ def results(run):
 def gpt2_folder(folder):
     tokenizer = byte_level_bpe(LINES)
     tokenizer.save_pretrained(folder)
-    config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+    sizes = tiny.options(
+        "n_embd=16 n_layer=1 n_head=2 n_positions=32 bos_token_id=0 eos_token_id=0"
+    )
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -54,10 +55,10 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
 
 
 WORDS = [f"w{number}" for number in range(12)]
-SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-    "max_position_embeddings": 32,
-}  # fmt: skip
+SIZES = tiny.options(
+    "hidden_size=16 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32"
+)
+SIZES["max_position_embeddings"] = 32
 
 
 def pair_table(path):
@@ -158,11 +159,9 @@ def seq2seq_folder(folder, family):
     tokenizer = word_level(WORDS, single, **marks)
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "d_model": 32, "pad_token_id": 0, "eos_token_id": 2}
-    layers = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 64))
-    }
+    layers = {}
+    for side in ("encoder", "decoder"):
+        layers |= tiny.options(f"{side}_layers=1 {side}_attention_heads=2 {side}_ffn_dim=64")
     drawn = {"forced_eos_token_id": None, "dropout": 0.0, "init_std": 0.1}
     bart = {**sizes, **layers, **drawn, "max_position_embeddings": 32, "bos_token_id": 3}
     t5 = {**sizes, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}

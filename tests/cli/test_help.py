@@ -82,11 +82,8 @@ def test_a_shell_completes_commands_tasks_options_and_choices(cli, tmp_path):
     }.items():
         words = f"COMP_WORDS=(wellposed {typed})"
         ask = f"source {script}; {words}; COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))"
-        done = subprocess.run(
-            ["bash", "-c", f"{ask}; _wellposed; echo ${{COMPREPLY[*]}}"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert done.stdout.strip() == expected, typed
+        command = ["bash", "-c", f"{ask}; _wellposed; echo ${{COMPREPLY[*]}}"]
+        assert subprocess.check_output(command, text=True).strip() == expected, typed
     assert cli("--print-completion zsh").out.startswith("autoload -U +X bashcompinit")
     assert "nearest: zsh, bash" in cli("--print-completion fish", status=2).err
 

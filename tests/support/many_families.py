@@ -8,33 +8,18 @@ import transformers as hf
 
 from .tiny import options
 
-PLAIN = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-    "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-SMALL = {"vocab_size": 40, "hidden_size": 32}
-GPT = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
-VISION = {"image_size": 16, "patch_size": 8, "num_channels": 3}
-SOUND = {
-    "conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (2,), "num_feat_extract_layers": 1,
-    "num_conv_pos_embedding_groups": 2, "num_conv_pos_embeddings": 4,
-}  # fmt: skip
-SEQ2SEQ = {
-    "vocab_size": 40, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
-SIZES = {
-    "PLAIN": PLAIN,
-    "GROUPED": {**PLAIN, "num_key_value_heads": 2},
-    "SMALL": SMALL,
-    "GPT": GPT,
-    "VISION": VISION,
-    "SOUND": SOUND,
-    "SEQ2SEQ": SEQ2SEQ,
-}
+_SIZES = """
+PLAIN    hidden_size=32 num_hidden_layers=2 num_attention_heads=4 intermediate_size=48 vocab_size=40
+         max_position_embeddings=64 pad_token_id=0 bos_token_id=1 eos_token_id=2
+SMALL    vocab_size=40 hidden_size=32
+GPT      vocab_size=40 n_embd=32 n_layer=2 n_head=4 n_inner=48 n_positions=64
+VISION   image_size=16 patch_size=8 num_channels=3
+SOUND    conv_dim=(16,) conv_kernel=(4,) conv_stride=(2,) num_feat_extract_layers=1
+         num_conv_pos_embedding_groups=2 num_conv_pos_embeddings=4
+SEQ2SEQ  vocab_size=40 d_model=32 encoder_layers=2 decoder_layers=2 encoder_attention_heads=4
+         decoder_attention_heads=4 encoder_ffn_dim=48 decoder_ffn_dim=48 max_position_embeddings=64
+         pad_token_id=0 bos_token_id=1 eos_token_id=2 decoder_start_token_id=2
+"""
 
 _TABLE = """
 modernbert      ModernBert PLAIN global_attn_every_n_layers=2 local_attention=8
@@ -109,6 +94,16 @@ segformer       Segformer num_encoder_blocks=2 depths=[1,1] sr_ratios=[2,1] hidd
 """Name, classes of transformers without Model and Config, sizes, and further options."""
 
 
+def rows_of(table):
+    """Return the words of each line of a table; one that begins with blanks goes on with the line
+    before."""
+    return list(map(str.split, re.sub("\n +", " ", table).strip().splitlines()))
+
+
+SIZES = {name: options(" ".join(words)) for name, *words in rows_of(_SIZES)}
+SIZES["GROUPED"] = {**SIZES["PLAIN"], "num_key_value_heads": 2}
+
+
 def model(family, *written):
     """Return what builds a model of transformers, by the words of a line of the table."""
 
@@ -121,8 +116,7 @@ def model(family, *written):
     return build
 
 
-_LINES = re.sub("\n +", " ", _TABLE).strip().splitlines()
-FAMILIES = {name: model(*words) for name, *words in map(str.split, _LINES)}
+FAMILIES = {name: model(*words) for name, *words in rows_of(_TABLE)}
 
 BATCHES = {
     "perceiver": lambda: {"inputs": torch.randn(1, 6, 16)},

@@ -17,11 +17,8 @@ TIMING = ("seconds", "tokens_per_second")
 
 def rows(folder, split=""):
     """Return the rows of metrics (of one split) without what a clock decides."""
-    return [
-        {key: value for key, value in row.items() if key not in TIMING}
-        for row in read_metrics(folder)
-        if split in ("", row["split"])
-    ]
+    mine = [row for row in read_metrics(folder) if split in ("", row["split"])]
+    return [{key: row[key] for key in row if key not in TIMING} for row in mine]
 
 
 def final(folder):
@@ -69,13 +66,9 @@ def flip(path):
 
 def start_stub(*words):
     """Start the script of the stub in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, stub_task.__file__, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, stub_task.__file__, *map(str, words)]
+    return subprocess.Popen(command, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def wait_for_rows(process, out, count):

@@ -9,13 +9,9 @@ def byte_level_bpe(lines, *, size=300):
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(lines, trainer)
+    how = {"vocab_size": size, "special_tokens": ["<|endoftext|>"], "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(lines, trainers.BpeTrainer(initial_alphabet=alphabet, **how))
     special = dict.fromkeys(("eos_token", "bos_token", "unk_token"), "<|endoftext|>")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
@@ -28,9 +24,8 @@ def word_level(words, single, pair=None, **special):
     inner = Tokenizer(models.WordLevel(vocabulary, special["unk_token"]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = [(token, vocabulary[token]) for token in tokens]
-    inner.post_processor = processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=marks
-    )
+    around = {"single": single, "pair": pair, "special_tokens": marks}
+    inner.post_processor = processors.TemplateProcessing(**around)
     names = ["input_ids", *(["token_type_ids"] if pair and ":1" in pair else []), "attention_mask"]
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, model_input_names=names, **special

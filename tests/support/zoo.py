@@ -14,11 +14,10 @@ D, F, V, HEADS = 16, 24, 30, 4  # width, feed-forward width, vocabulary, heads; 
 PLAIN = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": HEADS}
 PLAIN |= {"intermediate_size": F, "vocab_size": V}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SEQ2SEQ = {
-    "vocab_size": V, "d_model": D, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_ffn_dim": F, "decoder_ffn_dim": F, "max_position_embeddings": 32,
-    "decoder_start_token_id": 2, "forced_eos_token_id": None, **SPECIAL,
-}  # fmt: skip
+SEQ2SEQ = {**SPECIAL, "vocab_size": V, "d_model": D, "max_position_embeddings": 32}
+SEQ2SEQ |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
+for name, size in (("layers", 2), ("attention_heads", HEADS), ("ffn_dim", F)):
+    SEQ2SEQ |= {f"encoder_{name}": size, f"decoder_{name}": size}
 
 
 @dataclass(frozen=True)
