@@ -9,18 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellposed import watch
 from wellposed.functional import attention_entropy, softmax_sensitivity
 from wellposed.measurement._measurement import PER_HEAD
 from wellposed.roles import AttentionRole, FeedForwardRole, Roles
 from wellposed.roles.layer_paths import shared_segments
-from wellposed.watch import (
-    AttentionCall,
-    AttentionWatcher,
-    call_model,
-    first_tensor,
-    quiet_run,
-    real_tokens,
-)
 
 
 @dataclass
@@ -65,18 +58,20 @@ def measure_activations(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return one row per layer, attention and feed-forward module, and notes on what was not
     seen."""
-    real = {stack: real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")}
+    real = {
+        stack: watch.real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")
+    }
     places = _places(roles)
 
-    def found(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
+    def found(role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
             places[role.path].add(call.weights(), real[role.stack])
 
     handles = [_note_norms(model, place, real[place.stack]) for place in places.values()]
-    watcher = AttentionWatcher(model, roles.attention, found)
+    watcher = watch.AttentionWatcher(model, roles.attention, found)
     try:
-        with quiet_run(model):
-            call_model(model, batch)
+        with watch.quiet_run(model):
+            watch.call_model(model, batch)
     finally:
         for handle in (*handles, watcher):
             handle.remove()
@@ -140,7 +135,7 @@ def _note_norms(model: nn.Module, place: _Place, real: Tensor | None) -> Any:
     )
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        tokens = first_tensor(output)
+        tokens = watch.first_tensor(output)
         if tokens is None:
             return
         lengths = torch.linalg.vector_norm(tokens.detach().float(), dim=-1)

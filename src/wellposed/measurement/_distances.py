@@ -13,13 +13,8 @@ from torch import Tensor
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.measurement._states import (
-    States,
-    checked_mask,
-    read_states,
-    refuse_non_finite,
-    sequences,
-)
+from wellposed.measurement import _states
+from wellposed.measurement._states import States
 from wellposed.options import Size
 
 DistanceMetric = Literal["euclidean", "cosine", "dot"]
@@ -57,15 +52,13 @@ class ActivationFactor:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per layer, for `wellposed.measurement.write_csv`."""
-        return [
-            {
-                "layer": index + 1,
-                "metric": self.metric,
-                **{name: getattr(self, name)[index] for name in _BY_LAYER},
-                "status": self.status,
-            }
-            for index in range(len(self.mean))
-        ]
+        rows = []
+        for layer, numbers in enumerate(
+            zip(*(getattr(self, n) for n in _BY_LAYER), strict=True), 1
+        ):
+            named = dict(zip(_BY_LAYER, numbers, strict=True))
+            rows.append({"layer": layer, "metric": self.metric, **named, "status": self.status})
+        return rows
 
 
 @checked_arguments
@@ -112,13 +105,13 @@ def activation_factor(
     >>> [round(factor, 4) for factor in activation_factor([x, 2 * x, x + 1]).mean]
     [2.0, 1.0]
     """
-    found = read_states(states)
+    found = _states.read_states(states)
     generator = torch.Generator().manual_seed(seed)
-    real = checked_mask(attention_mask, found[0])
-    refuse_non_finite(found, real, "activation_factor")
+    real = _states.checked_mask(attention_mask, found[0])
+    _states.refuse_non_finite(found, real, "activation_factor")
     tallies: list[_Tally] = []
     left_out = 0
-    for sequence in sequences(found, real):
+    for sequence in _states.sequences(found, real):
         tally = _Tally(len(found) - 1, cosine=metric == "cosine")
         for distances in _distances_of_pairs(sequence, metric, pairs, generator):
             left_out += tally.add(distances)
@@ -177,8 +170,8 @@ def token_distances(
     >>> moved[0].tolist()
     [[0.0, 3.0], [3.0, 0.0]]
     """
-    found = read_states(states)
-    real = checked_mask(attention_mask, found[0])
+    found = _states.read_states(states)
+    real = _states.checked_mask(attention_mask, found[0])
     both = real.unsqueeze(1) & real.unsqueeze(2)
     wide = torch.float32 if real.device.type == "mps" else torch.float64
     between = (_between(state.to(wide), state.to(wide), metric) for state in found)

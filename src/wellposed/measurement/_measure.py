@@ -11,20 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellposed import linalg
 from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.functional.orthogonality import (
-    OrthogonalityErrors,
-    errors_of_gram,
-    orthogonality_errors,
-)
-from wellposed.linalg import (
-    Spectrum,
-    largest_singular_value,
-    singular_values,
-    spectrum,
-    with_smallest,
-)
+from wellposed.functional import orthogonality
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
@@ -157,15 +147,15 @@ def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
     }
 
 
-def _exact(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
-    found = spectrum(matrix)
-    errors_of = errors_of_gram([found.gram])
+def _exact(matrix: Tensor) -> tuple[orthogonality.OrthogonalityErrors, dict[str, Any]]:
+    found = linalg.spectrum(matrix)
+    errors_of = orthogonality.errors_of_gram([found.gram])
     # The squares lose digits of the smallest value first.
     if not _as_printed(found):
-        found = with_smallest(matrix, found)
+        found = linalg.with_smallest(matrix, found)
     values, errors, _ = found
     if not _as_printed(found):
-        values = singular_values(matrix)
+        values = linalg.singular_values(matrix)
         errors = values[:1] * len(values) * torch.finfo(values.dtype).eps
     names = ("sigma_max", "sigma_min", "condition_number", "stable_rank")
     return errors_of, {
@@ -176,7 +166,7 @@ def _exact(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
     }
 
 
-def _as_printed(found: Spectrum) -> bool:
+def _as_printed(found: linalg.Spectrum) -> bool:
     """Whether the errors change no digit that `table` prints."""
     below, above = found.values - found.errors, found.values + found.errors
     pairs = zip(_numbers(below, above), _numbers(above, below), strict=True)
@@ -191,11 +181,13 @@ def _numbers(tops: Tensor, bottoms: Tensor) -> list[float | None]:
     return [largest, smallest, ratio, rank]
 
 
-def _quick(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
-    largest = largest_singular_value(matrix)
+def _quick(matrix: Tensor) -> tuple[orthogonality.OrthogonalityErrors, dict[str, Any]]:
+    largest = linalg.largest_singular_value(matrix)
     wide = torch.promote_types(matrix.dtype, torch.float32)
     frobenius = torch.linalg.vector_norm(matrix, dtype=wide).item()
-    return orthogonality_errors(matrix if len(matrix) <= matrix.shape[1] else matrix.mT), {
+    return orthogonality.orthogonality_errors(
+        matrix if len(matrix) <= matrix.shape[1] else matrix.mT
+    ), {
         "sigma_max": largest,
         "sigma_min": None,
         "condition_number": None,

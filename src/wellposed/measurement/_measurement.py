@@ -22,32 +22,16 @@ from wellposed.text_table import format_number, text_table
 SCHEMA_VERSION = 1
 
 IDENTITY = ("stack", "layer", "role", "path")
-WEIGHT_COLUMNS = (
-    *IDENTITY,
-    "kind",
-    "parameter",
-    "rows",
-    "cols",
-    "scale_free_orthogonality_error",
-    "orthogonality_error",
-    "gram",
-    "sigma_max",
-    "sigma_min",
-    "condition_number",
-    "stable_rank",
-    "sigma_max_status",
-    "singular_value_error",
-)
+_ERRORS = ("scale_free_orthogonality_error", "orthogonality_error")
+_SPECTRAL = ("sigma_max", "sigma_min", "condition_number", "stable_rank")
+_STATUS = ("sigma_max_status", "singular_value_error")
+_PLACE = (*IDENTITY, "kind", "parameter", "rows", "cols")
+WEIGHT_COLUMNS = (*_PLACE, *_ERRORS, "gram", *_SPECTRAL, *_STATUS)
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
-_SHOWN = {
-    "err_orth (best scale)": "scale_free_orthogonality_error",
-    "err_orth (raw)": "orthogonality_error",
-    "sigma max": "sigma_max",
-    "sigma min": "sigma_min",
-    "condition": "condition_number",
-    "stable rank": "stable_rank",
-}
+_HEADINGS = ("err_orth (best scale)", "err_orth (raw)")
+_HEADINGS += ("sigma max", "sigma min", "condition", "stable rank")
+_SHOWN = dict(zip(_HEADINGS, (*_ERRORS, *_SPECTRAL), strict=True))
 """Heading of the table -> entry of a row."""
 _SHOWN_OF_MODULES = {
     "mean norm": "mean_norm",

@@ -12,18 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed import watch
 from wellposed.measurement._measurement import row_names
 from wellposed.roles import AttentionRole, Roles
 from wellposed.roles.layer_paths import split_path
-from wellposed.watch import (
-    AttentionCall,
-    AttentionWatcher,
-    MultiheadCall,
-    ObservingHook,
-    ScaledDotProductCall,
-    first_tensor,
-    kurtosis,
-)
 
 QUERIES = 64
 """Queries of a sequence whose logits are computed."""
@@ -61,9 +53,9 @@ class VitalSigns:
             return
         eager: Any = torch.compiler.set_stance("force_eager")
         given = (self._model, self._roles.attention, self._attended)
-        self._handles = [AttentionWatcher(*given, wanted=lambda _: self._counts())]
+        self._handles = [watch.AttentionWatcher(*given, wanted=lambda _: self._counts())]
         for path, module in self._model.named_modules():
-            hook = ObservingHook(self._returned, path)
+            hook = watch.ObservingHook(self._returned, path)
             self._handles.append(module.register_forward_hook(hook))
         if self._optimizer is not None:
             self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
@@ -90,13 +82,15 @@ class VitalSigns:
         return self._due() and torch.is_grad_enabled()
 
     @torch.no_grad()
-    def _attended(self, role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
+    def _attended(
+        self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
+    ) -> None:
         """Note the largest logit, the entropy as a share of the logarithm of the keys that are
         open, and the longest query and key, by head."""
         for call, _ in calls:
-            if isinstance(call, MultiheadCall) and not call.readable:
+            if isinstance(call, watch.MultiheadCall) and not call.readable:
                 continue
-            call = call.scaled() if isinstance(call, MultiheadCall) else call
+            call = call.scaled() if isinstance(call, watch.MultiheadCall) else call
             logits = call.logits(QUERIES)
             is_open = logits > torch.finfo(torch.float32).min / 4
             weights = logits.softmax(-1)
@@ -106,7 +100,7 @@ class VitalSigns:
                 "logit_max": logits.where(is_open, -math.inf).amax((0, 2, 3)),
                 "entropy": entropy / most.clamp_min(1e-6) if most.any() else torch.ones_like(most),
             }
-            if isinstance(call, ScaledDotProductCall):
+            if isinstance(call, watch.ScaledDotProductCall):
                 for name, vectors in (("query_norm", call.query), ("key_norm", call.key)):
                     lengths = torch.linalg.vector_norm(vectors.detach().float(), dim=-1)
                     found[name] = lengths.amax((0, 2))
@@ -115,7 +109,7 @@ class VitalSigns:
                     self._numbers[f"vital/{self._attention[role.path]}.head{head}/{name}"] = value
 
     def _returned(self, path: str, _module: nn.Module, _given: Any, output: Any) -> None:
-        tokens = first_tensor(output) if self._counts() else None
+        tokens = watch.first_tensor(output) if self._counts() else None
         if tokens is None:
             return
         values = tokens.detach().float()
@@ -128,7 +122,7 @@ class VitalSigns:
             rms = largest * (values / scale).square().mean().sqrt()
             self._numbers[f"vital/{name}/activation_max"] = largest
             self._numbers[f"vital/{name}/activation_rms"] = rms
-            self._numbers[f"vital/{name}/kurtosis"] = kurtosis(values)
+            self._numbers[f"vital/{name}/kurtosis"] = watch.kurtosis(values)
 
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:

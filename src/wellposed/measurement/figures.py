@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLOUR_MAP = "viridis"
 SPECTRUM_POINTS = 48
 # `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
-ROLE_ORDER = (
+_LAYER = (
     "query",
     "key",
     "value",
@@ -27,11 +27,8 @@ ROLE_ORDER = (
     "feedforward_in",
     "feedforward_gate",
     "feedforward_out",
-    "latent",
-    "adapter",
-    "token_embedding",
-    "position_embedding",
 )
+ROLE_ORDER = (*_LAYER, "latent", "adapter", "token_embedding", "position_embedding")
 
 
 class HeatMap(NamedTuple):

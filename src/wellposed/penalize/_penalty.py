@@ -15,18 +15,8 @@ from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.options import Size
-from wellposed.penalize._terms import (
-    PAPER_FORMS,
-    AffinityCapture,
-    Form,
-    PenaltyForm,
-    adapted_terms,
-    check_in_place,
-    chosen_forms,
-    frozen_weights,
-    penalty_of_call,
-    weight_terms,
-)
+from wellposed.penalize import _terms
+from wellposed.penalize._terms import Form
 from wellposed.roles import AttentionRole, Roles, find_roles
 
 Strength = float | Callable[[int], float]
@@ -159,19 +149,18 @@ class OrthogonalityPenalty:
         given = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
         given |= {"query": query, "key": key, "value": value, "embedding": embedding}
         self._strengths = _active(given)
-        forms = chosen_forms(form, [name for name in PAPER_FORMS if name in self._strengths])
+        forms = _terms.chosen_forms(
+            form, [name for name in _terms.PAPER_FORMS if name in self._strengths]
+        )
         self.step = 0
         self.every = every
         self.removed = False
         self.roles = find_roles(model, batch, patterns=patterns)
-        self._terms, notes = weight_terms(
-            self.roles,
-            {name: PenaltyForm(each, qr_method, gram_dtype) for name, each in forms.items()},
-            joint=attention_mode == "joint",
-            cross_attention=cross_attention,
-        )
+        how = {"qr_method": qr_method, "gram_dtype": gram_dtype, "cross_attention": cross_attention}
+        joint = attention_mode == "joint"
+        self._terms, notes = _terms.weight_terms(self.roles, forms, joint=joint, **how)
         if adapters:
-            self._terms = adapted_terms(model, self._terms)
+            self._terms = _terms.adapted_terms(model, self._terms)
         self._warned = False
         self.notes = tuple(notes)
         if notes:
@@ -235,7 +224,7 @@ class OrthogonalityPenalty:
                 "accumulate_() adds gradients without a graph, which affinities need: use penalty()"
                 " and backward(), or a second OrthogonalityPenalty for the affinity alone"
             )
-        check_in_place(self._terms)
+        _terms.check_in_place(self._terms)
         self._check_trained()
         strengths = self._advance()
         if strengths is None:
@@ -279,7 +268,7 @@ class OrthogonalityPenalty:
         return {name: _at(name, strength, step) * self.every for name, strength in given}
 
     def _check_trained(self) -> None:
-        frozen = frozen_weights(self._terms)
+        frozen = _terms.frozen_weights(self._terms)
         if frozen and not self._warned:
             self._warned = True
             warnings.warn(
@@ -294,7 +283,7 @@ class OrthogonalityPenalty:
         if self._capture is None:
             return
         calls = self._capture.take()
-        shown = [(role, penalty_of_call(call, self._estimate)) for role, call in calls]
+        shown = [(role, _terms.penalty_of_call(call, self._estimate)) for role, call in calls]
         if torch.is_grad_enabled():
             _check_gradients(shown)
         scale = strengths["affinity"] * self._capture.scale
@@ -369,7 +358,7 @@ def _is_strength(value: object) -> bool:
 
 def _attach(
     model: nn.Module, roles: Roles, layers_per_step: int | None, step: Callable[[], int | None]
-) -> AffinityCapture:
+) -> _terms.AffinityCapture:
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
         raise RoleNotFoundError(
@@ -387,4 +376,4 @@ def _attach(
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)
         )
-    return AffinityCapture(model, attention, step=step, layers_per_step=layers_per_step)
+    return _terms.AffinityCapture(model, attention, step=step, layers_per_step=layers_per_step)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellposed import watch
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import affinity_penalty_from_logits, gram_penalty, qr_penalty
 from wellposed.functional.penalties import accumulate_gram_penalty_, check_weights
@@ -26,35 +27,12 @@ from wellposed.roles import (
     joined_views,
 )
 from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
-from wellposed.watch import (
-    AttentionCall,
-    AttentionWatcher,
-    MultiheadCall,
-    ObservingHook,
-    ScaledDotProductCall,
-    SoftmaxCall,
-)
 
 Form = Literal["paper", "gram_squared", "gram", "qr"]
-PAPER_FORMS = {
-    "attention": "gram_squared",  # Zhang et al. (2021)
-    "feedforward": "gram_squared",
-    "query": "gram",  # McGrath (2024)
-    "key": "gram",
-    "value": "gram",
-    "embedding": "gram",
-}
-"""The form that each strength on weights has in the paper it comes from."""
+PAPER_FORMS = dict.fromkeys(("attention", "feedforward"), "gram_squared")
+PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
+"""The form that each strength on weights has in the paper it comes from: Zhang et al. (2021), McGrath (2024)."""
 _SINGLE_ROLES = ("query", "key", "value")
-
-
-@dataclass(frozen=True)
-class PenaltyForm:
-    """How the distance to orthogonality is measured: ``gram_squared``, ``gram`` or ``qr``."""
-
-    name: str
-    qr_method: Any
-    gram_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -64,14 +42,16 @@ class Term:
     strength: str  # the keyword whose strength it carries
     label: str
     views: tuple[WeightView, ...]
-    form: PenaltyForm
+    form: str  # gram_squared, gram or qr
+    qr_method: Any
+    gram_dtype: torch.dtype | None
 
     def value(self) -> Tensor:
         """Return the distance to orthogonality, before its strength."""
         weights = [view.tensor() for view in self.views]
-        if self.form.name == "qr":
+        if self.form == "qr":
             stack = weights[0] if len(weights) == 1 else torch.cat(weights)
-            return qr_penalty(stack, self.form.qr_method)
+            return qr_penalty(stack, self.qr_method)
         return gram_penalty(weights, **self._gram)
 
     @torch.no_grad()
@@ -84,10 +64,10 @@ class Term:
     @property
     def _gram(self) -> dict[str, Any]:
         return {
-            "squared": self.form.name == "gram_squared",
+            "squared": self.form == "gram_squared",
             # whether columns or rows are to be orthonormal
             "side": "columns" if self.strength in ("attention", "feedforward") else "rows",
-            "gram_dtype": self.form.gram_dtype,
+            "gram_dtype": self.gram_dtype,
         }
 
 
@@ -118,13 +98,13 @@ def chosen_forms(
 
 
 def weight_terms(
-    roles: Roles, forms: Mapping[str, PenaltyForm], *, joint: bool, cross_attention: bool
+    roles: Roles, forms: Mapping[str, str], *, joint: bool, cross_attention: bool, **how: Any
 ) -> tuple[list[Term], list[str]]:
-    """Return the terms of the strengths in use and, one line each, the shared weights that were
-    counted once."""
+    """Return the terms of the strengths in use, measured as ``how`` says, and, one line each, the
+    shared weights that were counted once."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
     terms = [
-        Term(strength, label, views, form)
+        Term(strength, label, views, form, **how)
         for strength, form in forms.items()
         for label, views in _weights_of(strength, roles, attention, joint)
     ]
@@ -174,7 +154,7 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
 
 def check_in_place(terms: Sequence[Term]) -> None:
     """Raise `ConfigError` for terms whose gradient only autograd can give; every one is named."""
-    offenders = [f"{term.strength}: form 'qr'" for term in terms if term.form.name == "qr"]
+    offenders = [f"{term.strength}: form 'qr'" for term in terms if term.form == "qr"]
     for view in (view for term in terms for view in term.views):
         if isinstance(view, AdaptedView):
             problem = "the gradient goes to the factors of its adapters"
@@ -310,20 +290,22 @@ class AffinityCapture:
         self._chosen: Sequence[str] = ()
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
-        self._seen: dict[str, list[Callable[[], AttentionCall | None]]] = {}
+        self._seen: dict[str, list[Callable[[], watch.AttentionCall | None]]] = {}
         self._handles = [
-            model.register_forward_pre_hook(ObservingHook(self._begin)),
-            model.register_forward_hook(ObservingHook(self._end), always_call=True),
+            model.register_forward_pre_hook(watch.ObservingHook(self._begin)),
+            model.register_forward_hook(watch.ObservingHook(self._end), always_call=True),
         ]
         given = (model, attention, self._found)
-        self._watcher = AttentionWatcher(*given, wanted=lambda role: role.path in self._chosen)
+        self._watcher = watch.AttentionWatcher(
+            *given, wanted=lambda role: role.path in self._chosen
+        )
 
     @property
     def scale(self) -> float:
         """Factor that makes a sum over the watched layers an unbiased sum over all of them."""
         return len(self.attention) / self.layers_per_step
 
-    def take(self) -> list[tuple[AttentionRole, AttentionCall]]:
+    def take(self) -> list[tuple[AttentionRole, watch.AttentionCall]]:
         """Hand over, once, what the last forward pass showed.
 
         Raises:
@@ -383,15 +365,17 @@ class AffinityCapture:
     def _end(self, *_: Any) -> None:
         self._chosen = ()
 
-    def _found(self, role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
+    def _found(
+        self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
+    ) -> None:
         self._entered.add(role.path)
         for call, output in calls:
             if call.attends_to_itself and getattr(call, "readable", True):
                 self._note(role.path, call, output)
-            elif not (call.attends_to_itself or isinstance(call, SoftmaxCall)):
+            elif not (call.attends_to_itself or isinstance(call, watch.SoftmaxCall)):
                 self._skipped.add(role.path)  # a cache, or another sequence
 
-    def _note(self, path: str, call: AttentionCall, output: Tensor) -> None:
+    def _note(self, path: str, call: watch.AttentionCall, output: Tensor) -> None:
         """Keep ``call`` for as long as the graph of ``output`` lives; without a graph, until the
         next forward pass."""
         notes = self._seen.setdefault(path, [])
@@ -403,14 +387,14 @@ class AffinityCapture:
         notes.append(weakref.ref(call))
 
 
-def penalty_of_call(call: AttentionCall, estimate: Callable[..., Tensor]) -> Tensor:
+def penalty_of_call(call: watch.AttentionCall, estimate: Callable[..., Tensor]) -> Tensor:
     """Return |A^T A - I|_F^2 of a call, shape (batch, heads), by ``estimate`` of query and key."""
-    if isinstance(call, SoftmaxCall):
+    if isinstance(call, watch.SoftmaxCall):
         # The logits are there already, so probes would save nothing.
         return affinity_penalty_from_logits(call.given)
-    if isinstance(call, ScaledDotProductCall):
+    if isinstance(call, watch.ScaledDotProductCall):
         masks = {"attn_mask": call.attn_mask, "is_causal": call.is_causal, "scale": call.scale}
         return estimate(call.query, call.key, **masks)
-    assert isinstance(call, MultiheadCall)
+    assert isinstance(call, watch.MultiheadCall)
     query, key, mask, padding = call.projected()
     return estimate(query, key, attn_mask=mask, key_padding_mask=padding)

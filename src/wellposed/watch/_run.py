@@ -19,16 +19,6 @@ _PADDING = {
     "src_key_padding_mask": "attention_mask",
     "tgt_key_padding_mask": "decoder_attention_mask",
 }
-_FAILURES = (
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""Errors that models raise for batches they do not take."""
 
 
 @contextmanager
@@ -82,7 +72,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         return model(*arguments, **keywords)
     except (WellposedError, torch.OutOfMemoryError):
         raise
-    except _FAILURES as error:
+    except Exception as error:
         taken = inspect.signature(model.forward).parameters
         given = [*keywords.items(), *(("argument", value) for value in arguments)]
         received = [_described(name, value) for name, value in given]

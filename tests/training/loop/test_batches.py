@@ -40,13 +40,13 @@ def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task():
 def test_a_stream_resumes_from_its_position(taken):
     whole, first = ids(stream().take(20)), stream()
     first.take(taken)
-    second = stream(epoch=first.epoch, index=first.index)
+    second = stream(start=(first.epoch, first.index))
     assert ids(second.take(20 - taken)) == whole[taken:]
 
 
 def test_processes_share_one_stream():
     whole = ids(stream().take(12))
-    parts = [ids(stream(rank=rank, world=3).take(4)) for rank in range(3)]
+    parts = [ids(stream(process=(rank, 3)).take(4)) for rank in range(3)]
     assert [batch for step in zip(*parts, strict=True) for batch in step] == whole
 
 
@@ -70,10 +70,10 @@ def test_a_split_without_batches_is_an_error():
     refuses(DataError, "train split has 0 examples", MicroBatches, Empty(), 4, seed=0)
 
 
-@pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 3)])
-def test_workers_give_the_same_batches_at_the_same_positions(rank, world):
+@pytest.mark.parametrize("process", [(0, 1), (1, 3)])
+def test_workers_give_the_same_batches_at_the_same_positions(process):
     before = torch.get_rng_state()
-    at = {"seed": 3, "epoch": 1, "index": 2, "rank": rank, "world": world}
+    at = {"seed": 3, "start": (1, 2), "process": process}
     kinds = [stream(**at, workers=workers) for workers in (0, 2)]
     for count in (1, 3, 0, 9):
         one, other = (each.take(count) for each in kinds)

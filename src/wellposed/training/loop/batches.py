@@ -66,8 +66,8 @@ class MicroBatches:
 
     The stream depends on ``(task, batch_size, seed)`` and on nothing of the model, so that every
     variant of a seed sees the same batches in the same order. The position ``(epoch, index)`` is
-    all the state there is. With several processes, process r of W takes the micro-batches r, r + W,
-    ...
+    all the state there is: ``start`` is that of the first. Of several processes, ``process`` = (r, W)
+    takes the micro-batches r, r + W, ...
     """
 
     def __init__(
@@ -76,17 +76,15 @@ class MicroBatches:
         batch_size: int,
         seed: int,
         *,
-        epoch: int = 0,
-        index: int = 0,
-        rank: int = 0,
-        world: int = 1,
+        start: tuple[int, int] = (0, 0),
+        process: tuple[int, int] = (0, 1),
         workers: int = 0,
     ) -> None:
         self._task, self._batch_size, self._seed = task, batch_size, seed
-        self._rank, self._world = rank, world
-        self.epoch, self.index = epoch, index
+        self._rank, self._world = process
+        self.epoch, self.index = start
         self._ahead: deque[tuple[int, int]] = deque()
-        members = self._members(self._order(epoch), epoch, index)
+        members = self._members(self._order(self.epoch), *start)
         self._batches = collated(task, "train", members, workers=workers)
 
     def take(self, count: int) -> list[Batch]:

@@ -69,17 +69,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def describe_start(model: str, start: Start) -> dict[str, Any]:
-    """Return the entry ``started_from`` of ``train_info``; nothing where the run starts from no
-    model."""
-    if not model:
-        return {}
-    names = {"new_weights": list(start.new_weights), "left_out": list(start.left_out)}
-    return {"started_from": {"model": model, **names}}
-
-
 def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
-    """Return in one line what `describe_start` tells of a model with these parameters.
+    """Return in one line what ``started_from`` of ``train_info`` tells of a model with these parameters.
 
     >>> start_line({"model": "bert", "new_weights": ["classifier.bias"], "left_out": []}, ["a", "classifier.bias"])
     'starts from bert; drawn at random: classifier.bias'

@@ -107,11 +107,6 @@ class ShardedModel:
         return found.to(device).train(self.model.training)
 
 
-def is_sharded_run(options: TrainOptions, accelerator: Accelerator) -> bool:
-    """Whether weights are cut: asked for, and more than one process to hold them."""
-    return options.parallel == "fsdp" and accelerator.num_processes > 1
-
-
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers that hold an attention each, but those that share a weight with another
     part of the model."""

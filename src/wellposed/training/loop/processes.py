@@ -53,11 +53,7 @@ class StopRequest:
             self._outer.requested = True
 
 
-SHARDING_BY_LAUNCHER = {
-    "FSDP": "ACCELERATE_USE_FSDP",
-    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
-    "Megatron": "ACCELERATE_USE_MEGATRON_LM",
-}
+SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def is_first() -> bool:
@@ -78,8 +74,8 @@ def refuse_sharding() -> None:
     Raises:
         ConfigError: it asks for FSDP, DeepSpeed or Megatron.
     """
-    for name, variable in SHARDING_BY_LAUNCHER.items():
-        if os.environ.get(variable, "").lower() in ("true", "1"):
+    for name in SHARDING_BY_LAUNCHER:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ConfigError(
                 f"accelerate launch is to shard the weights ({name}), which a run does by an option"
                 " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"

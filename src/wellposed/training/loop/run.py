@@ -26,20 +26,13 @@ from wellposed.training.config import RunConfig, words_of
 from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
 from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop import batches, build
+from wellposed.training.loop import step as steps
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.divergence import Blame, Divergence, first_nonfinite_module
-from wellposed.training.loop.machine import ShardedModel, is_sharded_run, sum_over_processes
+from wellposed.training.loop.machine import ShardedModel, sum_over_processes
 from wellposed.training.loop.processes import Cancelled, StopRequest
 from wellposed.training.loop.schedules import learning_rate
 from wellposed.training.loop.state import Evaluation, TrainerState, Window
-from wellposed.training.loop.step import (
-    Penalty,
-    StepNumbers,
-    autocast,
-    compute_gradients,
-    scaled,
-    training_loss,
-)
 from wellposed.training.loop.tracking import Progress, Trackers
 from wellposed.training.loop.word_margin import word_logits
 
@@ -71,7 +64,7 @@ class Run:
         self.accelerator = accelerator
         averaged = config.train.average_checkpoints
         self.history = checkpoints.WeightHistory(out, averaged) if averaged else None
-        sharded = is_sharded_run(config.train, accelerator)
+        sharded = config.train.parallel == "fsdp" and accelerator.num_processes > 1
         # FSDP2 moves one block at a time to the device.
         self.model = (model if sharded else model.to(accelerator.device)).train()
         if config.train.gradient_checkpointing:
@@ -158,9 +151,9 @@ class Run:
                 f" takes {total} micro-batches, {self.micro_batches} in each process; dropout draws"
                 " other numbers"
             )
-        position = {"epoch": state.epoch, "index": state.batch_index, "rank": rank, "world": world}
-        position |= {"workers": options.num_workers}
-        self.batches = MicroBatches(self.task, options.batch_size, options.seed, **position)
+        at = {"start": (state.epoch, state.batch_index), "process": (rank, world)}
+        given = (self.task, options.batch_size, options.seed)
+        self.batches = MicroBatches(*given, **at, workers=options.num_workers)
         self._began = time.monotonic() - state.seconds
         self.progress.start(state.step)
 
@@ -319,7 +312,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     }
     while True:
         scale = state.loss_scale if scaled_loss else 1.0
-        numbers = compute_gradients(*where, micro_batches, options, loss_scale=scale, **asked)
+        numbers = steps.compute_gradients(*where, micro_batches, options, loss_scale=scale, **asked)
         if numbers.finite:
             break
         tensors.restore_torch_states(random_states)
@@ -428,9 +421,9 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
 @torch.no_grad()
 def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
     words, sums = words_of(run.options.margin_loss), {}
-    with autocast(run.accelerator.device, run.options):
+    with steps.autocast(run.accelerator.device, run.options):
         raw, _, output = batches.forward_with_auxiliary(run.prepared, batch)
-        logits = scaled(raw, run.options)
+        logits = steps.scaled(raw, run.options)
         loss_sum, count = run.task.loss_sum(logits, batch)
         if words:
             reached = word_logits(raw, batch, run.model, words, getattr(output, "votes", None))
@@ -439,7 +432,7 @@ def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
     return {**sums, "loss": (float(loss_sum), float(count))}
 
 
-def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
+def _penalty_of_step(run: Run, penalty: steps.Penalty | None) -> steps.Penalty | None:
     """Return the penalty of this step; with ``every`` = k it is on at every k-th step and counts
     k-fold."""
     every = run.config.penalty.every
@@ -448,7 +441,9 @@ def _penalty_of_step(run: Run, penalty: Penalty | None) -> Penalty | None:
     return penalty if every == 1 else lambda: penalty() * every
 
 
-def _divergence(run: Run, numbers: StepNumbers, again: list[Batch], rate: float) -> Divergence:
+def _divergence(
+    run: Run, numbers: steps.StepNumbers, again: list[Batch], rate: float
+) -> Divergence:
     terms = {"loss": numbers.loss_sum, "penalty": numbers.penalty}
     terms |= {"auxiliary loss": numbers.auxiliary or 0.0, "gradient norm": numbers.grad_norm}
     bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
@@ -469,11 +464,15 @@ def _blame(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
     return blame
 
 
-def _losses(run: Run, model: nn.Module, penalty: Penalty | None, batch: Batch) -> dict[str, Any]:
+def _losses(
+    run: Run, model: nn.Module, penalty: steps.Penalty | None, batch: Batch
+) -> dict[str, Any]:
     """Return every term of the loss of ``batch`` by the name that a message gives it."""
     batch = batches.to_device(batch, run.accelerator.device)
     given = (model, model, run.task, batch, run.options)
-    loss, _, auxiliary = training_loss(*given, progress=(run.state.step + 1) / run.options.steps)
+    loss, _, auxiliary = steps.training_loss(
+        *given, progress=(run.state.step + 1) / run.options.steps
+    )
     extra = None if penalty is None else penalty()
     found = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
     return {name: value for name, value in found.items() if value is not None}

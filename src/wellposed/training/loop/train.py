@@ -15,31 +15,18 @@ from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
+from wellposed.training.folder import result as results
 from wellposed.training.folder.model_card import model_card, save_examples
-from wellposed.training.folder.result import (
-    MetricsFile,
-    RunResult,
-    Status,
-    describe_result,
-    read_result,
-)
 from wellposed.training.folder.run_folder import only_writer
 from wellposed.training.folder.save import save_final
 from wellposed.training.loop import build
+from wellposed.training.loop import tracking as trackers
 from wellposed.training.loop.divergence import Divergence
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.processes import Cancelled, StopRequest
 from wellposed.training.loop.run import Run, evaluate, fit, validate
 from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 from wellposed.training.loop.state import Evaluation, TrainerState
-from wellposed.training.loop.tracking import (
-    NOT_TRACKED,
-    Progress,
-    Trackers,
-    Tracking,
-    check_trackers,
-    logger,
-)
 
 GENERATE_BATCH = 64
 
@@ -54,9 +41,9 @@ def train(
     task: Task | None = None,
     model: build.ModelFactory | None = None,
     longer: bool = False,
-    tracking: Tracking = NOT_TRACKED,
+    tracking: trackers.Tracking = trackers.NOT_TRACKED,
     test_batches: int | None = None,
-) -> RunResult:
+) -> results.RunResult:
     """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are
     those on *valid*.
 
@@ -127,7 +114,7 @@ def train(
     'success'
     """
     resume = str(resume)
-    check_trackers(tracking.names)
+    trackers.check_trackers(tracking.names)
     accelerator = build_accelerator(config.train)
     is_main = accelerator.is_main_process
     if config.train.epochs is not None or config.train.warmup_share:
@@ -155,7 +142,9 @@ def train(
             if model is None:
                 start = build.build_start(config, task)
                 run = Run(config, out, task, start.model, accelerator)
-                run.started = build.describe_start(config.start.model, start)
+                drawn = {"new_weights": [*start.new_weights], "left_out": [*start.left_out]}
+                told = {"started_from": {"model": config.start.model, **drawn}}
+                run.started = told if config.start.model else {}
             else:
                 run = Run(config, out, task, model(config, task), accelerator)
             run.test_batches = test_batches
@@ -166,10 +155,10 @@ def train(
             # loss is not finite.
             environment = run_folder.environment(command, task)
             given = ("failed", config, task, TrainerState(), environment)
-            values = describe_result(*given, message=str(error))
-            result = RunResult("failed", out, values, str(error))
+            values = results.describe_result(*given, message=str(error))
+            result = results.RunResult("failed", out, values, str(error))
             if is_main:
-                logger.warning("%s: failed: %s", out, error)
+                trackers.logger.warning("%s: failed: %s", out, error)
                 run_folder.enter_run_folder(out, config, resume)
                 (out / durable_files.MANIFEST).unlink(missing_ok=True)
                 run_folder.write_environment(out, environment, 0)
@@ -180,8 +169,10 @@ def train(
                 run.close()
 
 
-def _finished(config: RunConfig, out: Path, task: Task | None, *, longer: bool) -> RunResult | None:
-    finished = read_result(out)
+def _finished(
+    config: RunConfig, out: Path, task: Task | None, *, longer: bool
+) -> results.RunResult | None:
+    finished = results.read_result(out)
     if finished is None or finished.status != "success" or not (out / "final").is_dir():
         return None
     trained = finished.result["config"]["train"]["steps"]
@@ -194,19 +185,28 @@ def _finished(config: RunConfig, out: Path, task: Task | None, *, longer: bool) 
 
 
 def _train_from(
-    run: Run, checkpoint: Path | None, notes: list[str], tracking: Tracking, *, progress: bool
-) -> RunResult:
+    run: Run,
+    checkpoint: Path | None,
+    notes: list[str],
+    tracking: trackers.Tracking,
+    *,
+    progress: bool,
+) -> results.RunResult:
     config, is_main = run.config, run.is_main
     title = f"{config.task} {config.variant} seed {config.train.seed}"
-    shown = Progress(enabled=progress and is_main, steps=config.train.steps, description=title)
+    shown = trackers.Progress(
+        enabled=progress and is_main, steps=config.train.steps, description=title
+    )
     with shown as run.progress, StopRequest() as run.stop:
         for note in notes:
             run.progress.say(note, warn="damaged" in note)
         run.begin(checkpoint)
-        rows = MetricsFile(run.out, rows=run.state.metrics_rows, enabled=is_main)
+        rows = results.MetricsFile(run.out, rows=run.state.metrics_rows, enabled=is_main)
         how = {"title": title, "config": config.to_dict(), "step": run.state.step}
         warn = partial(run.progress.say, warn=True)
-        records = Trackers(tracking if is_main else NOT_TRACKED, run.out, warn=warn, **how)
+        records = trackers.Trackers(
+            tracking if is_main else trackers.NOT_TRACKED, run.out, warn=warn, **how
+        )
         with rows as run.metrics, records as run.trackers:
             try:
                 fit(run)
@@ -223,7 +223,7 @@ def _train_from(
                 return _end(run, "failed", run.best_evaluation(), str(error), divergence)
 
 
-def _finish(run: Run) -> RunResult:
+def _finish(run: Run) -> results.RunResult:
     """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them
     in ``final/``."""
     lost = _load_best_weights(run)
@@ -314,20 +314,20 @@ def _score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
 
 def _end(
     run: Run,
-    status: Status,
+    status: results.Status,
     evaluations: Mapping[str, Evaluation],
     message: str = "",
     divergence: Divergence | None = None,
-) -> RunResult:
+) -> results.RunResult:
     """Write ``result.json`` and the manifest, and return the result."""
     run.state.seconds = run.elapsed()
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     said = {"evaluations": evaluations, "message": message, "divergence": divergence}
     given = (status, run.config, run.task, run.state)
     environment = run.environment or run_folder.environment(None)
-    values = describe_result(*given, environment, parameters=parameters, **said)
+    values = results.describe_result(*given, environment, parameters=parameters, **said)
     values["train_info"].update(run.constraint_error(), **run.started)
-    result = RunResult(status, run.out, values, message)
+    result = results.RunResult(status, run.out, values, message)
     if run.is_main:
         result.write()
         run.trackers.end(values["results"][run.config.task], succeeded=status == "success")

@@ -101,15 +101,12 @@ def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor
                 )
             own, scale = residual.weights()
             kept = 1.0 if own is None else own
-            total = total * (kept + scale * _constant(branch, tokens))
+            constant: Tensor | float = 1.0
+            if isinstance(branch, BallAttention):
+                temperature, mix = branch.head_scales()
+                grown = (2 * temperature).exp()
+                column = tokens * grown / (tokens - 1 + grown)
+                constant = (mix * (column * (1 + 2 * temperature) + temperature)).sum()
+            total = total * (kept + scale * constant)
             skip = skip * kept
     return skip, total
-
-
-def _constant(branch: BallAttention | MaxMinFeedForward, tokens: int) -> Tensor | float:
-    if isinstance(branch, MaxMinFeedForward):
-        return 1.0
-    temperature, mix = branch.head_scales()
-    grown = (2 * temperature).exp()
-    column = tokens * grown / (tokens - 1 + grown)
-    return (mix * (column * (1 + 2 * temperature) + temperature)).sum()
