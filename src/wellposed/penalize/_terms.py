@@ -29,7 +29,7 @@ from wellposed.roles import (
 from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
 
 Form = Literal["paper", "gram_squared", "gram", "qr"]
-PAPER_FORMS = dict.fromkeys(("attention", "feedforward"), "gram_squared")
+PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_squared")
 PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
 """The form that each strength on weights has in the paper it comes from: Zhang et al. (2021), McGrath (2024)."""
 _SINGLE_ROLES = ("query", "key", "value")

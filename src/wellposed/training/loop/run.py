@@ -19,6 +19,7 @@ from torch import nn
 
 from wellposed.errors import ConfigError, DataError, RoleNotFoundError
 from wellposed.measurement import Monitor, measure, worst_vitals
+from wellposed.models import Start
 from wellposed.penalize import large_penalty
 from wellposed.tasks import Task
 from wellposed.tasks.task import accuracy_sums
@@ -87,13 +88,21 @@ class Run:
             self.monitor = Monitor(self.model, self.optimizer, every, weights=False)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}
-        self.started: dict[str, Any] = {}
+        self.start: Start | None = None
         self._saved: tuple[int, int] | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes the files."""
         return self.accelerator.is_main_process
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """The entry ``started_from`` of ``train_info``; nothing where the run starts from no model."""
+        if self.start is None:
+            return {}
+        names = {name: list(getattr(self.start, name)) for name in ("new_weights", "left_out")}
+        return {"started_from": {"model": self.config.start.model, **names}}
 
     def enter(self, resume: str, command: list[str] | None) -> tuple[Path | None, list[str]]:
         """Make or re-enter the run folder; return the checkpoint to load and notes for the user."""

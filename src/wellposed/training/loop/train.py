@@ -142,9 +142,7 @@ def train(
             if model is None:
                 start = build.build_start(config, task)
                 run = Run(config, out, task, start.model, accelerator)
-                drawn = {"new_weights": [*start.new_weights], "left_out": [*start.left_out]}
-                told = {"started_from": {"model": config.start.model, **drawn}}
-                run.started = told if config.start.model else {}
+                run.start = start if config.start.model else None
             else:
                 run = Run(config, out, task, model(config, task), accelerator)
             run.test_batches = test_batches
