@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from wellposed.linalg import phi_inverse
 from wellposed.nn import L2SelfAttention
+from wellposed_studies.kim2021 import jacobians
 from wellposed_studies.kim2021 import theorems as kim
 from wellposed_studies.sengupta2023 import theorems as sengupta
 
@@ -41,3 +43,18 @@ def test_the_attained_slope_is_below_the_jacobian_and_what_is_proved(spectrum):
     at_entry = float(jacobian[:, 0].norm())
     assert math.isclose(row["attained"], at_entry, rel_tol=1e-4)
     assert at_entry <= float(torch.linalg.matrix_norm(jacobian, 2)) <= row["proved"]
+
+
+def test_lemma_f_2_is_attained_where_its_proof_says():
+    count, width = 10, 3
+    c = phi_inverse(count - 1.0)
+    signs = torch.ones(count - 1, dtype=torch.float64)
+    signs[::2] = -1
+    y = torch.zeros(1, count - 1, width, dtype=torch.float64)
+    y[0, :, 1] = math.sqrt(1 + c) * signs
+    distance, trace = jacobians._spread(y.flatten(1), width)
+    assert math.isclose(float(distance), c)
+    p = torch.tensor([1.0, *[math.exp(-1 - c)] * (count - 1)], dtype=torch.float64)
+    at = torch.cat([torch.zeros(1, width, dtype=torch.float64), y[0]])
+    weighted = torch.cov(at.mT, correction=0, aweights=p)
+    assert math.isclose(float(trace), float(weighted.trace()))
