@@ -53,6 +53,7 @@ class Claim:
     """What contractive layers divide by, by their ids."""
 
 
+Sizes = tuple[list[list[float]], list[list[float]]]
 Seen = dict[int, list[tuple[Tensor, Tensor]]]
 """What a module read and what it gave at each call, (inputs, examples, ...), by its id."""
 
@@ -126,18 +127,12 @@ def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tenso
     return steepest_direction(pulled.double(), norm)
 
 
-def _outputs(call: Map, inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
-    """One pass for all inputs; one for each where random numbers are drawn, which would differ
-    within a batch."""
-    if any(part.training for part in module.modules()):
-        return [call(x) for x in inputs]
-    return call(torch.cat(list(inputs))).chunk(len(inputs))
-
-
-def _watched(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> Seen:
-    """Run all inputs with every part watched; the module itself has no hook."""
+def _watched(claim: Claim, call: Map, inputs: list[Tensor]) -> Seen:
+    """Run all inputs with every part watched, the module itself without a hook: in one pass, or in
+    one for each where random numbers are drawn, which would differ within a batch."""
     watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
-    calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    calls: Seen = {}
+    count = len(inputs)
 
     def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         vectors = [x for x in args if isinstance(x, Tensor)]
@@ -150,9 +145,10 @@ def _watched(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> Seen:
     with ExitStack() as stack:
         for part in watched.values():
             stack.callback(part.register_forward_hook(note).remove)
-        outputs = _outputs(call, inputs, claim.module)
-    seen = {key: _by_input(noted, len(inputs), len(inputs[0])) for key, noted in calls.items()}
-    return {**seen, id(claim.module): [(torch.stack(list(inputs)), torch.stack(list(outputs)))]}
+        apart = any(part.training for part in claim.module.modules())
+        outputs = [call(x) for x in inputs] if apart else [*call(torch.cat(inputs)).chunk(count)]
+    seen = {key: _by_input(noted, count, len(inputs[0])) for key, noted in calls.items()}
+    return {**seen, id(claim.module): [(torch.stack(inputs), torch.stack(outputs))]}
 
 
 def _by_input(
@@ -173,30 +169,24 @@ def _by_input(
 
 
 def _judge(claim: Claim, by_part: Seen) -> str:
+    """Hold slope / bound, from the first input of each call to each other, against 1."""
     bounds: dict[int, tuple[str, nn.Module, float]] = {}
     for path, part, bound in claim.parts:
         if bound >= bounds.get(id(part), ("", part, 0.0))[2]:
             bounds[id(part)] = (path, part, bound)
     bounds[id(claim.module)] = ("", claim.module, claim.total)
-    shares = [
-        share
-        for path, part, bound in bounds.values()
-        for x, y in by_part.get(id(part), ())
-        for share in _shares(x, y, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
+    calls = [(*of, x, y) for of in bounds.values() for x, y in by_part.get(id(of[1]), ())]
+    read = _sizes([x for *_, x, _ in calls], claim.norm)
+    gave = _sizes([y for *_, y in calls], claim.norm)
+    pairs = [
+        (call, *pair)
+        for call, before, after in zip(calls, read, gave, strict=True)
+        for pair in zip(*before, *after, strict=True)
     ]
-    return (
-        f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
-        f" {max(shares):.3f}"
-    )
-
-
-def _shares(x: Tensor, y: Tensor, bound: float, name: str, claim: Claim) -> list[float]:
-    """Return slope / bound from the first input to each other, both of the slope's parts evaluated
-    in float64."""
-    (apart, inputs), (changes, outputs) = _sizes(x, claim.norm), _sizes(y, claim.norm)
     shares: list[float] = []
-    for one, moved in enumerate(apart):
-        slopes = [c / m if m > 0 else 0.0 for c, m in zip(changes[one], moved, strict=True)]
+    for (path, part, bound, x, _), moved, inputs, change, outputs in pairs:
+        name = f"{path or 'the module'} ({type(part).__name__})"
+        slopes = [c / m if m > 0 else 0.0 for c, m in zip(change, moved, strict=True)]
         if not all(map(math.isfinite, slopes)):
             size = float(x[0].norm(dim=-1).max())
             raise NotLipschitzError(
@@ -206,10 +196,9 @@ def _shares(x: Tensor, y: Tensor, bound: float, name: str, claim: Claim) -> list
             )
         # What rounding may add to the slope of a map with this bound.
         unit = _ULPS * torch.finfo(claim.dtype).eps
-        sizes = zip(slopes, moved, inputs[one], outputs[one], strict=True)
         if any(
-            slope - bound * (1 + 1e-6) > unit * (after + bound * before) / move
-            for slope, move, before, after in sizes
+            slope - bound * (1 + 1e-6) > unit * (given + bound * taken) / move
+            for slope, move, taken, given in zip(slopes, moved, inputs, outputs, strict=True)
             if move > 0
         ):
             raise UnsoundBoundError(
@@ -219,18 +208,28 @@ def _shares(x: Tensor, y: Tensor, bound: float, name: str, claim: Claim) -> list
                 " options"
             )
         shares.append(max(slopes) / bound if bound > 0 else 0.0)
-    return shares
+    return (
+        f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
+        f" {max(shares):.3f}"
+    )
 
 
-def _sizes(values: Tensor, norm: TokenNorm) -> tuple[list[list[float]], list[list[float]]]:
-    """Return how far each input but the first is from it, and the sum of the sizes of both, by
-    example."""
-    values = values.double()
-    count, batch = values.shape[:2]
-    both = torch.cat([values[1:] - values[:1], values]).flatten(0, 1)
-    both = both.unsqueeze(1) if both.ndim == 2 else both.flatten(1, -2)
-    apart, own = perturbation_size(both, norm).view(-1, batch).split([count - 1, count])
-    return apart.tolist(), (own[1:] + own[:1]).tolist()
+def _sizes(values: list[Tensor], norm: TokenNorm) -> list[Sizes]:
+    """Return for each how far its inputs are from the first one, and the sum of the sizes of both,
+    by example, in float64; those of one shape are measured together."""
+    groups: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
+        groups.setdefault((value.shape, value.dtype), []).append(place)
+    found: dict[int, Sizes] = {}
+    for ((count, batch, *_), _), places in groups.items():
+        own = torch.stack([values[place] for place in places]).double()
+        both = torch.cat([own[:, 1:] - own[:, :1], own], 1).flatten(0, 2)
+        both = both.unsqueeze(1) if both.ndim == 2 else both.flatten(1, -2)
+        sizes = perturbation_size(both, norm).view(len(places), -1, batch)
+        apart, each = sizes.split([count - 1, count], 1)
+        sums = each[:, 1:] + each[:, :1]
+        found |= zip(places, zip(apart.tolist(), sums.tolist(), strict=True), strict=True)
+    return [found[place] for place in range(len(values))]
 
 
 def _as_function(claim: Claim, device: torch.device) -> Map:

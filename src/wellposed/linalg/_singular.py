@@ -222,7 +222,7 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
     generator = torch.Generator().manual_seed(START_SEED)
     start = torch.randn(cols, generator=generator, dtype=torch.float32).to(matrix)
     rights[0] = start / torch.linalg.vector_norm(start)
-    band = torch.zeros(steps, steps, dtype=torch.float64)
+    band = torch.zeros(steps, steps + 1, dtype=torch.float64)
     rounding = 10 * torch.finfo(matrix.dtype).eps
     top = beta = 0.0
     for k in range(steps):
@@ -231,24 +231,18 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
             left = _orthogonalised(left.sub_(lefts[k - 1], alpha=beta), lefts[:k])
         alpha = torch.linalg.vector_norm(left).item()
         top = max(top, alpha)
-        if (
-            alpha <= rounding * top
-        ):  # the start vector's part in the null space; nothing is left to find
+        # The start vector's part in the null space; nothing is left to find.
+        if alpha <= rounding * top:
             value = _ritz(band[:k, : k + 1], 0.0)[0] if k else 0.0
             return LanczosEstimate(value, 0.0, max(k, 1))
         lefts[k] = left / alpha
         right = _orthogonalised((lefts[k] @ matrix).sub_(rights[k], alpha=alpha), rights[: k + 1])
         beta = torch.linalg.vector_norm(right).item()
-        band[k, k] = alpha
-        if k + 1 < steps:
-            band[k, k + 1] = beta
+        band[k, k], band[k, k + 1] = alpha, beta
         done = k + 1
-        if (
-            beta <= rounding * top or done == limit
-        ):  # an invariant subspace, or all of the space: exact
-            last = torch.zeros(done, 1, dtype=torch.float64)
-            last[-1] = beta
-            value, _ = _ritz(torch.cat([band[:done, :done], last], 1), 0.0)
+        # An invariant subspace, or all of the space: exact.
+        if beta <= rounding * top or done == limit:
+            value, _ = _ritz(band[:done, : done + 1], 0.0)
             return LanczosEstimate(value, 0.0, done)
         if done >= FIRST_CHECK and (done - FIRST_CHECK) % CHECK_EVERY == 0:
             value, error = _ritz(band[:done, :done], beta)
