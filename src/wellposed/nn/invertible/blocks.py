@@ -367,12 +367,16 @@ class ReversibleSequential(Part):
             )
         if torch.compiler.is_compiling():
             # A graph cannot hold an inversion that runs until it is exact.
-            with torch.autocast(x.device.type, enabled=False):
-                for block in self.blocks:
-                    x = block(x, **options)
-            return x
+            return self.run(x, options)
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
+
+    def run(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Map x through all blocks in its own dtype, with the graph that they make."""
+        with torch.autocast(x.device.type, enabled=False):
+            for block in self.blocks:
+                x = block(x, **options)
+        return x
 
     @torch.no_grad()
     def inverse(
@@ -419,10 +423,7 @@ class _Rebuild(torch.autograd.Function):
         ctx: Any, stack: ReversibleSequential, options: dict[str, Any], x: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.stack, ctx.options, ctx.parameters = stack, options, weights
-        y = x
-        with torch.autocast(x.device.type, enabled=False):
-            for block in stack.blocks:
-                y = block(y, **options)
+        y = stack.run(x, options)
         if y.shape != x.shape:
             raise ShapeError(
                 f"ReversibleSequential: blocks turned shape {tuple(x.shape)} into {tuple(y.shape)}"
