@@ -348,6 +348,7 @@ class DialogueTask(Seq2SeqTask):
                 },
             },
         )
+        del self._pairs["train"]  # which may be large
 
     def _within_positions(
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged

@@ -108,7 +108,7 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         split: make_pairs(tables[split], count, f"{split}/{seed}")
         for split, count in options.counts(usual).items()
     }
-    how = "half the pairs share a label, half do not; no pair twice"
+    how = "half the pairs share a label, half do not; no pair twice, each as likely"
     return pairs, {**described, "pairs": how, "data_seed": seed}
 
 

@@ -63,20 +63,19 @@ class TranslationTask(Seq2SeqTask):
         self._dropped = {"pairs": 0, "longest": 0}
         self._cut = dict.fromkeys(SPLITS[1:], 0)
         super().__init__(pairs=pairs, described={**source, **left_out})
-
-    def _describe_examples(self) -> dict[str, Any]:
         rows = {
-            split: list(zip(texts.source, texts.target, strict=True))
-            for split, texts in self._pairs.items()
+            s: list(zip(held.source, held.target, strict=True)) for s, held in self._pairs.items()
         }
         seen = set(rows["train"])
+        self._repeated = {s: sum(pair in seen for pair in rows[s]) for s in SPLITS[1:]}
+        del self._pairs["train"]  # which may be large
+
+    def _describe_examples(self) -> dict[str, Any]:
         return {
             **super()._describe_examples(),
             "train_pairs_dropped_as_too_long": self._dropped,
             "pairs_cut_as_too_long": self._cut,
-            "pairs_also_in_train": {
-                split: sum(pair in seen for pair in rows[split]) for split in SPLITS[1:]
-            },
+            "pairs_also_in_train": self._repeated,
         }
 
     def _within_positions(
