@@ -9,7 +9,7 @@ import sys
 from itertools import chain
 
 import pytest
-from tests.support.refusal import bad_data, refuses_config
+from tests.support.refusal import refuses_config, refuses_data
 
 from wellposed.tasks import SPLITS, TASKS, build_task
 
@@ -90,8 +90,7 @@ def test_drawn_data_is_a_function_of_the_data_seed_alone(name):
     "name", ["char_lm", "text_classification", "retrieval", "pathfinder", "image", "dialogue"]
 )
 def test_data_that_is_not_there_is_named(name, tmp_path):
-    with bad_data(match="nothing: no such file or folder; "):
-        build_task(name, {"data": str(tmp_path / "nothing")})
+    refuses_data("nothing: no such file", build_task, name, {"data": str(tmp_path / "nothing")})
 
 
 DRAWN_HERE = ": says what is drawn, no effect on"

@@ -10,7 +10,7 @@ import torch
 import transformers
 from PIL import Image
 from tests.support.images import class_folders, image_config
-from tests.support.refusal import bad_config, bad_data, refused, refuses_config, refuses_data
+from tests.support.refusal import bad_data, refuses, refuses_config, refuses_data
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.tasks import SPLITS, build_task, image_classification
@@ -145,8 +145,7 @@ def test_images_that_cannot_be_used_are_named_at_once(tmp_path, monkeypatch):
     Image.fromarray(np.ones((3, 3), np.float32)).save(root / "dog" / "real.tif")
     named = ("cat/01.jpg", "cat/02.png", "dog/02.png")
     real = "dog/real.tif: cannot be decoded: its pixels are F"
-    with refused("4 images that cannot be used; correct or remove them:", *named, real):
-        build(root)
+    refuses_data(("4 images that cannot be used; correct or remove", *named, real), build, root)
     for limit in (143, 71):  # an image between once and twice the limit is a mere warning of Pillow
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with bad_data(match=rf"00.png: over {limit} pixels; shrink it"):
@@ -171,15 +170,13 @@ def test_what_does_not_fit_is_said_in_one_line(npz, tmp_path):
         (ConfigError, f"config:{tmp_path / 'bert'}", "a bert configuration has no image_size"),
         (ConfigError, f"config:{five}", "the model reads images of 5 channels, expected 1 or 3"),
     ):
-        with pytest.raises(kind, match=says):
-            build(npz, processor=processor)
+        refuses(kind, says, build, npz, processor=processor)
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(tmp_path / "ragged")
     with bad_data(match="the processor gives images of different shapes"):
         pixels(build(pets, processor=f"hf:{tmp_path / 'ragged'}"))
     np.savez(tmp_path / "train.npz", x=np.zeros_like(X), y=Y)
     refuses_data("every train image has the same pixels", build, tmp_path)
-    with bad_config(match="has no tokenizer: its model reads images"):
-        _ = build().tokenizer
+    refuses_config("has no tokenizer: its model reads images", lambda: build().tokenizer)
 
 
 def test_images_of_the_hub_are_those_of_a_folder(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import bad_data, refuses_config, refuses_data
+from tests.support.refusal import refuses_config, refuses_data
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, build_task
@@ -221,8 +221,7 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
 def test_lines_need_a_line_feed(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abc" * 500)
-    with bad_data(match="no line feed, so it is one line; give examples='blocks'"):
-        build_chars(path, examples="lines")
+    refuses_data("no line feed, .*; give examples='blocks'", build_chars, path, examples="lines")
 
 
 @settings(max_examples=150, deadline=None)
@@ -253,8 +252,9 @@ def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(to
 
 
 def test_too_short_text_and_block_are_refused():
-    with bad_data(match=r"valid\.txt: 1 tokens, expected at least 2"):
-        BlockDataset(np.arange(1), seq_len=4, where="valid.txt")
+    refuses_data(
+        r"a: 1 tokens, expected at least 2", BlockDataset, np.arange(1), seq_len=4, where="a"
+    )
     refuses_config("seq_len = 1", BlockDataset, np.arange(9), seq_len=1, where="valid.txt")
 
 

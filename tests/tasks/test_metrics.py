@@ -154,8 +154,7 @@ def test_sentence_cosine_by_hand():
     encode = lambda texts: [rows[text] for text in texts]  # noqa: E731
     found = metrics.sentence_cosine(["x", " "], ["y", "x"], encode)
     assert found == pytest.approx(math.sqrt(0.5) / 2)
-    with pytest.raises(ShapeError, match="for 2 sentences"):
-        metrics.sentence_cosine(["x"], ["y"], lambda texts: [[1.0]])
+    refuses(ShapeError, "for 2 sentences", metrics.sentence_cosine, ["x"], ["y"], lambda _: [[1.0]])
 
 
 def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path):

@@ -4,7 +4,7 @@ training loop."""
 from collections import Counter
 
 import pytest
-from tests.support.refusal import bad_config, bad_data, refused, refuses_data
+from tests.support.refusal import refuses_config, refuses_data
 
 from wellposed.tasks import SPLITS, build_task
 
@@ -56,8 +56,7 @@ def test_bad_rows_are_named(tmp_path, row):
     # A first row that is cut short does not change what the file is.
     for before in [6, 0][: 1 + (len(row) == 4)]:
         path.write_text(as_tsv([*PAIRS[:before], row, *PAIRS]))
-        with refused("1 rows that cannot be used", f"{path}:{before + 1}: {BAD_ROWS[row]}"):
-            build(path)
+        refuses_data(("1 rows that", f"{path}:{before + 1}: {BAD_ROWS[row]}"), build, path)
 
 
 def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path):
@@ -122,10 +121,9 @@ def test_each_side_is_padded_by_itself(tmp_path):
 
 def test_options_that_cannot_be_used(tmp_path):
     (tmp_path / "x.train.tsv").write_text(as_tsv(PAIRS))
-    with bad_config(match=r"num_train: says what is drawn; .*x.train.tsv brings pairs"):
-        build(tmp_path / "x.train.tsv", num_train=3)
-    with bad_data(match="rows with more than max_length = 3 tokens"):
-        build(tmp_path / "x.train.tsv", max_length=3, overflow="error")
+    path = tmp_path / "x.train.tsv"
+    refuses_config("num_train: says what is drawn; .*x.train.tsv brings", build, path, num_train=3)
+    refuses_data("more than max_length = 3 tokens", build, path, max_length=3, overflow="error")
 
 
 def test_texts_in_folders_by_class_are_paired_by_class(tmp_path):

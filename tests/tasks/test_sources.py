@@ -76,8 +76,7 @@ def test_missing_file_lists_near_names(tmp_path):
     touch(tmp_path, "ptb.char.train.txt.gz", "other.md")
     with bad_data(match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"):
         read_text(tmp_path / "ptb.char.trian.txt.gz")
-    with bad_data(match=r"nearest in .*: ptb\.char\.train\.txt\.gz"):
-        find(tmp_path / "ptb.char.tran.txt.gz")
+    refuses_data("nearest in .*: ptb.char.train.txt.gz", find, tmp_path / "ptb.char.tran.txt.gz")
 
 
 @pytest.mark.parametrize(

@@ -233,8 +233,7 @@ def test_common_layouts_run_without_options_or_say_the_ones_to_give(tmp_path, he
     if label == "polarity":
         with refused("give label_column=polarity text_column=tweet, or give header='no'"):
             build(path)
-        with refused("no label column named label or labels or target"):
-            build(path, header="yes")
+        refuses_data("no label column named label or labels or target", build, path, header="yes")
     else:
         assert texts(build(path)) == texts(named)
 
@@ -260,8 +259,7 @@ def test_columns_that_are_asked_for(tmp_path):
     task = build(path, label_column="1", text_column="3, 2")
     assert texts(task)[0][1].startswith("b")
     assert columns(task).endswith("not read: column 0")
-    with refused("label_column = 7, expected a number below 4"):
-        build(path, header="no", label_column="7")
+    refuses_data("label_column = 7, expected a number", build, path, header="no", label_column="7")
     with refused("label and text are both column 1"):
         build(path, header="no", label_column="1", text_column="1,3")
     refuses_config("columns body without a header", build, path, text_column="body", header="no")
@@ -410,10 +408,8 @@ def test_bad_files_of_the_release_are_named(tmp_path):
     bad.write_text(" ")
     refuses_data("pos/9_9.txt: the text is empty", build, tmp_path, tokenizer="word")
     for inside in ("train", "train/pos"):
-        with refused(f"is in a folder of texts by class; give that: {tmp_path}"):
-            build(tmp_path / inside)
-    with refused("is a folder of texts by class and brings its own splits", kind=ConfigError):
-        build(tmp_path, valid="x.tsv")
+        refuses_data(f"folder of texts by class; give that: {tmp_path}", build, tmp_path / inside)
+    refuses_config("a folder of texts by class and brings its own", build, tmp_path, valid="x.tsv")
 
 
 def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():
