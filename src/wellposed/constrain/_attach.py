@@ -35,12 +35,6 @@ from wellposed.roles import is_transposed
 logger = logging.getLogger(__name__)
 
 Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"]
-_KEPT = {
-    "orthogonal": "orthogonal",
-    "spectral": "below a spectral norm",
-    "columns": "at columns of one length",
-    "logits": "at logits below a bound",
-}
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
 
@@ -337,7 +331,7 @@ def _check(
     if found:
         found.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
         lines = listed([f"{name}: {problem}" for name, problem in found])
-        raise type(found[-1][1])(f"constrain_ cannot keep these weights {_KEPT[to]}:\n{lines}")
+        raise type(found[-1][1])(f"constrain_ cannot keep these weights in the set {to}:\n{lines}")
     return [owners[id(place.parameter)][0] for place in places]
 
 
