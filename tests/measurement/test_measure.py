@@ -78,18 +78,6 @@ def test_every_role_of_every_layer_against_numpy():
             assert row["sigma_max_status"] == "exact"
 
 
-def test_orthogonal_weights_have_no_error():
-    model = encoder(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.shape == (24, WIDTH):
-                nn.init.orthogonal_(parameter)
-    (row,) = measure(model).find(role="feedforward_in")
-    assert row["orthogonality_error"] < 1e-6
-    assert row["scale_free_orthogonality_error"] < 1e-6
-    assert row["condition_number"] == pytest.approx(1, abs=1e-5)
-
-
 def test_without_spectra_the_largest_value_is_a_lower_estimate():
     model = encoder()
     exact, quick = measure(model), measure(model, spectra=False)

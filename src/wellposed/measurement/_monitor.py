@@ -140,15 +140,13 @@ class Monitor:
         for name in limits or {}:
             if name not in LIMITS:
                 raise unknown_name("limit", name, LIMITS)
-        self.every = every
-        self.weights = weights
-        self.spectra = spectra
+        self.every, self.weights, self.spectra = every, weights, spectra
         self.limits = {**LIMITS, **(limits or {})}
         self.alarms: list[Alarm] = []
         model = getattr(model, "_orig_mod", model)
         roles = find_roles(model, batch)
         self._weights = list(roles.weights())
-        self.steps = 0
+        self.steps, self._shown = 0, EXACT if spectra else QUICK
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
         self._vitals = None
@@ -183,12 +181,9 @@ class Monitor:
             return vitals
         check_measurable(self._weights)
         rows = weight_rows(self._weights, spectra=self.spectra)
-        return {
-            f"cond/{name}/{number}": row[number]
-            for name, row in zip(row_names(rows), rows, strict=True)
-            for number in (EXACT if self.spectra else QUICK)
-            if row[number] is not None
-        } | vitals
+        pairs = zip(row_names(rows), rows, strict=True)
+        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in self._shown}
+        return {name: value for name, value in found.items() if value is not None} | vitals
 
     def remove(self) -> None:
         """Take the hooks off the model and the optimizer."""

@@ -103,11 +103,10 @@ def weight_terms(
     """Return the terms of the strengths in use, measured as ``how`` says, and, one line each, the
     shared weights that were counted once."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
-    terms = [
-        Term(strength, label, views, form, **how)
-        for strength, form in forms.items()
-        for label, views in _weights_of(strength, roles, attention, joint)
-    ]
+    terms = []
+    for strength, form in forms.items():
+        labelled = _weights_of(strength, roles, attention, joint)
+        terms += [Term(strength, label, views, form, **how) for label, views in labelled]
     found = {term.strength for term in terms}
     missing = [f"{name}: the model has no such weight" for name in forms if name not in found]
     if missing:

@@ -181,11 +181,8 @@ class MultiheadCall:
     def readable(self) -> bool:
         """Whether query and key are what the module's projections make of its inputs."""
         module = self.module
-        return (
-            isinstance(module, nn.MultiheadAttention)
-            and module.bias_k is None
-            and not module.add_zero_attn
-        )
+        is_known = isinstance(module, nn.MultiheadAttention)
+        return is_known and module.bias_k is None and not module.add_zero_attn
 
     def projected(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return query and key (batch, heads, tokens, width), the mask, in which True means "may
@@ -260,12 +257,10 @@ def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf
     if not isinstance(call, ScaledDotProductCall):
         return _largest(call.logits())
     with torch.autocast(call.query.device.type, enabled=False):
-        lengths = [
-            torch.linalg.vector_norm(_widened(each.detach()), dim=-1).amax(-1)
-            for each in (call.query, call.key)
-        ]
+        both = [_widened(each.detach()) for each in (call.query, call.key)]
+        query, key = (torch.linalg.vector_norm(each, dim=-1).amax(-1) for each in both)
         group = call.query.shape[-3] // call.key.shape[-3]
-        largest = (lengths[0] * lengths[1].repeat_interleave(group, -1)).amax(0) * abs(call.factor)
+        largest = (query * key.repeat_interleave(group, -1)).amax(0) * abs(call.factor)
         if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
             largest = largest + call.attn_mask.amax().clamp_min(0)
         return _with_products(call, largest, ~(largest <= above))

@@ -76,11 +76,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         taken = inspect.signature(model.forward).parameters
         given = [*keywords.items(), *(("argument", value) for value in arguments)]
         received = [_described(name, value) for name, value in given]
-        received += [
-            f"{name} is no argument of forward; nearest: {', '.join(nearest_names(name, taken))}"
-            for name in keywords
-            if name not in taken
-        ]
+        for name in [each for each in keywords if each not in taken]:
+            near = ", ".join(nearest_names(name, taken))
+            received.append(f"{name} is no argument of forward; nearest: {near}")
         problem = f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}"
         raise ConfigError(f"{problem}; it was called with\n{listed(received)}") from error
 

@@ -8,11 +8,8 @@ import torch
 from tests.support import stub_task as stub
 from torch import nn
 
-from wellposed.compare.compare import compare
 from wellposed.errors import ConvergenceError
-from wellposed.report import aggregate
-from wellposed.training import ModelOptions, RunConfig, TrainOptions, read_result, train
-from wellposed.training.loop.build import build_run_model
+from wellposed.training import read_result
 from wellposed.training.loop.divergence import first_nonfinite_module
 
 
@@ -210,23 +207,3 @@ def test_a_convergence_error_is_a_failed_run(tmp_path, when):
     assert found.status == "failed"
     # Nothing stands in the way.
     assert stub.run(config, tmp_path / "run", resume="auto").status == "success"
-
-
-def test_a_comparison_goes_on(tmp_path, monkeypatch):
-    def breaking(config, task):
-        if config.variant == "rezero":
-            raise ConvergenceError("the initialisation did not converge")
-        return build_run_model(config, task)
-
-    defaults = {**(train.__kwdefaults__ or {}), "model": breaking}
-    monkeypatch.setattr(train, "__kwdefaults__", defaults)
-    base = RunConfig(
-        "char_lm",
-        {"limit_chars": 9000, "seq_len": 64},
-        model=ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1),
-        train=TrainOptions(steps=2, batch_size=64, eval_batches=1),
-    )
-    variants = ["post_ln", "rezero", "pre_ln"]
-    runs = compare(base, variants, seeds=1, out=tmp_path / "runs", progress=False)
-    assert [result.status for result in runs.results] == ["success", "failed", "success"]
-    assert "rezero" in aggregate(runs.folders).table()

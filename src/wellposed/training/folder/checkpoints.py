@@ -147,10 +147,9 @@ def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
     for folder in reversed(all_checkpoints(run_folder)):
         try:
             verify(folder)
+            return folder, damaged
         except CheckpointError as error:
             damaged.append(str(error))
-        else:
-            return folder, damaged
     return None, damaged
 
 

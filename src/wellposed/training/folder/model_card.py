@@ -91,13 +91,11 @@ def model_card(
 
 def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
     rows = ["| split | examples | metric | value |", "|---|---|---|---|"]
-    for split, evaluation in evaluations.items():
+    for split, found in evaluations.items():
         shown = (task.report_headline, task.headline)
-        first = [name for name in shown if name in evaluation.metrics]
-        rows += [
-            f"| {split} | {evaluation.examples} | {name} | {evaluation.metrics[name]:.6g} |"
-            for name in dict.fromkeys([*first, *sorted(evaluation.metrics)])
-        ]
+        first = [name for name in shown if name in found.metrics]
+        names = dict.fromkeys([*first, *sorted(found.metrics)])
+        rows += [f"| {split} | {found.examples} | {n} | {found.metrics[n]:.6g} |" for n in names]
     return "\n".join(rows)
 
 

@@ -314,11 +314,8 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     micro_batches = run.batches.take(run.micro_batches)
     scaled_loss, random_states = options.precision == "fp16", tensors.torch_states()
     where = (run.accelerator, run.prepared, run.task)
-    asked = {
-        "penalty": _penalty_of_step(run, run.penalty),
-        "check_targets": check_targets,
-        "progress": (state.step + 1) / options.steps,
-    }
+    asked = {"penalty": _penalty_of_step(run, run.penalty), "check_targets": check_targets}
+    asked |= {"progress": (state.step + 1) / options.steps}
     while True:
         scale = state.loss_scale if scaled_loss else 1.0
         numbers = steps.compute_gradients(*where, micro_batches, options, loss_scale=scale, **asked)
