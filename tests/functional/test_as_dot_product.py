@@ -1,4 +1,4 @@
-"""The vectors that L2 attention is called with: their products, their widths, their shift, entry by
+"""The vectors that L2 attention is called with: their products, entry by
 entry."""
 
 import itertools
@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from wellposed.functional.as_dot_product import common_shift, l2_vectors, normalized_vectors
+from wellposed.functional.as_dot_product import l2_vectors, normalized_vectors
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -41,29 +41,6 @@ def test_products_are_half_squared_distances_up_to_a_number_of_the_query(
                 continue
             q, k = query[batch, head, i].double() - m, key[batch, own, j].double() - m
             assert found == pytest.approx(float(q @ k - k @ k / 2), rel=tolerance, abs=tolerance)
-
-
-def test_a_shift_is_the_mean_of_the_keys_that_are_seen_or_the_first_of_them():
-    key = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    unseen = torch.zeros(2, 1, 4, dtype=torch.bool)
-    unseen[1, 0, :2] = True
-    torch.testing.assert_close(
-        common_shift(key, key, first=False),
-        torch.stack([key[:, :, i] for i in range(4)]).sum(0)[:, :, None] / 4,
-    )
-    assert torch.equal(common_shift(key, key, first=True), key[:, :, :1])
-    by_mean = common_shift(key, key, unseen, first=False)
-    torch.testing.assert_close(by_mean[0, :, 0], key[0].mean(1))
-    torch.testing.assert_close(by_mean[1, :, 0], (key[1, :, 2] + key[1, :, 3]) / 2)
-    by_first = common_shift(key, key, unseen.expand(2, 3, 4), first=True)
-    assert torch.equal(by_first[0], key[0, :, :1])
-    assert torch.equal(by_first[1], key[1, :, 2:3])
-    nothing = common_shift(key, key, torch.ones(2, 1, 4, dtype=torch.bool), first=False)
-    assert nothing.shape == (2, 3, 1, 5)
-    assert not nothing.any()
-    assert common_shift(key, key[:, :, :0], first=True).shape == (2, 3, 1, 5)
-    moving = key.clone().requires_grad_()
-    assert not common_shift(moving, moving, first=False).requires_grad
 
 
 def test_normalised_vectors_are_shorter_than_one_and_summed_in_float32():
