@@ -19,6 +19,11 @@ from wellposed.nn import NORMS, BallAttention, Block, ConvexResidual, MaxMinFeed
 
 HEAD_DIM = 64
 
+ELEMENTWISE = (
+    "At width 256 the work that is no product (projections onto balls, MaxMin, convex sums) is a larger"
+    " share than at 512, which is well inside."
+)
+
 
 def pre_ln(width: int) -> Block:
     """`x + A(LN(x))`, then `x + F(LN(x))`, with dot-product attention and GELU."""
@@ -65,5 +70,5 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 BENCHMARK = Benchmark(
     "a block of ball attention, MaxMin and convex residuals over a pre-LN block, forward + backward",
-    "<= 1.3", 1, rows, ("cpu", "cuda"), goals=(Goal("*", "<= 1.3"),),
+    "<= 1.3", 1, rows, ("cpu", "cuda"), goals=(Goal("*", "<= 1.3", ELEMENTWISE),),
 )  # fmt: skip

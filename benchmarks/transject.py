@@ -38,6 +38,10 @@ from wellposed.constrain import constrain_
 from wellposed.nn import OrthogonalLinear, TransJectStack
 
 EXPERTS = 4
+HELD = (
+    "Holding a weight of 512^2 takes about .8 of the 16 matmul pairs of 512^3 that its part of a step of"
+    " 8,192 tokens takes: .05."
+)
 FLOOR = (
     "Four fifths of a pass are the products that define it, at the rate of the processor's own"
     " matmul: they alone would stand at 1.35 of the encoder at 128 tokens and 7.4 at 4,096."
@@ -184,6 +188,6 @@ BENCHMARK = Benchmark(
         Goal("encoder / ours, float32, N = 128", ">= 1.2", FLOOR),
         Goal("encoder / ours, float32, N = 4096", ">= 7", FLOOR),
         Goal("log-log slope*", "<= 1.1"),
-        Goal("re-orthogonalisation, share*", "<= 0.05"),
+        Goal("re-orthogonalisation, share*", "<= 0.05", HELD),
     ),
 )  # fmt: skip
