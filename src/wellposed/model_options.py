@@ -305,10 +305,10 @@ class ModelOptions(
         >>> options.with_parts(attention="dot_product") == ModelOptions()
         True
         """
-        dropped = {
-            name: item.default
-            for kind, chosen in changes.items()
-            for name, item in options_of(kind).items()
-            if hasattr(self, name) and name not in options_read(kind, chosen)
-        }
+        dropped = {}
+        for kind, chosen in changes.items():
+            left = options_of(kind).keys() - options_read(kind, chosen)
+            dropped |= {
+                name: options_of(kind)[name].default for name in left if hasattr(self, name)
+            }
         return replace(self, **{**dropped, **changes})

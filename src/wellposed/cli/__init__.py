@@ -27,20 +27,13 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS: dict[str, str] = {
     "train": "train one model on a task",
-    "compare": (
-        "train variants on the same batches and report the differences with their uncertainty"
-    ),
+    "compare": "train variants on the same batches; report differences and how sure they are",
     "reproduce": "make a table or figure of a paper again: CSV, SVG, paper says / we got",
     "report": "write one offline HTML page about finished runs",
-    "certify": (
-        "certified Lipschitz bound of every layer; certified accuracy of a classifier beside an"
-        " attack"
-    ),
+    "certify": "certified Lipschitz bound of every layer; certified accuracy beside an attack",
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
     "predict": "continue a text or label lines with a trained model",
-    "push": (
-        "upload the saved model of a finished run, with its model card, to the Hugging Face hub"
-    ),
+    "push": "upload the model of a finished run, with its card, to the Hugging Face hub",
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",
 }
 """Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""

@@ -29,14 +29,11 @@ from wellposed.training import config as configs
 if TYPE_CHECKING:
     from wellposed.training.loop.tracking import Tracking
 
-COMMON = frozenset(
-    {
-        *("variant", "variants", "seeds", "out", "resume", "certify"),
-        *("data", "src", "tgt", "columns", "label_column", "text_column", "model"),
-        *("steps", "epochs", "batch_size", "learning_rate", "seed"),
-        *("model.hidden_size", "model.num_hidden_layers"),
-    }
+_COMMON = (
+    "variant variants seeds out resume certify data src tgt columns label_column text_column model"
+    " steps epochs batch_size learning_rate seed model.hidden_size model.num_hidden_layers"
 )
+COMMON = frozenset(_COMMON.split())
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 SECTIONS = ("train", "model", "penalty", "constrain")
 """Parts of a `RunConfig` whose options are those of the command line."""

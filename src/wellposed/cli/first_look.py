@@ -8,13 +8,11 @@ from typing import Any
 
 from wellposed.errors import ConfigError
 
+Names = Iterable[str]
+
 
 def first_look(
-    words: Sequence[str],
-    values: Iterable[str] = (),
-    flags: Iterable[str] = (),
-    *,
-    many: Iterable[str] = (),
+    words: Sequence[str], values: Names = (), flags: Names = (), *, many: Names = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what some options say, the last value or None, whether a flag is given, and the rest.
 

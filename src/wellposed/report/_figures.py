@@ -227,12 +227,9 @@ def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure 
 
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
     """Return the measurement of every weight with its variant and when it was made."""
-    return [
-        {"variant": variant, "when": when, **row}
-        for variant, before, after in weights
-        for when, rows in (("before", before), ("after", after))
-        for row in rows
-    ]
+    times = ("before", "after")
+    sides = [(of, *each) for of, *pair in weights for each in zip(times, pair, strict=True)]
+    return [{"variant": of, "when": when, **row} for of, when, rows in sides for row in rows]
 
 
 def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
@@ -485,9 +482,7 @@ def _said(series: Series) -> dict[float, str]:
     return dict(zip(series.x, values, strict=True))
 
 
-def forest(
-    title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]
-) -> dict[str, Any] | None:
+def forest(title: str, rows: Sequence[tuple[Any, ...]], tests: Sequence[Any]) -> Figure | None:
     """Return the plot of ``rows``, (variant, number, mean, sentence, bad), with the test of each;
     None where no difference is known and nothing is said."""
     middles = [test.mean_difference for test in tests if test and test.mean_difference is not None]

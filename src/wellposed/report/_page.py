@@ -7,7 +7,7 @@ import base64
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,8 @@ from wellposed.report._runs import Run, first_alarm, is_finite
 from wellposed.text_table import MISSING, format_number
 from wellposed.training.folder import durable_files
 
+Runs = Sequence[Sequence[Run]]
+"""The finished runs of each variant."""
 SEED_COLUMNS = 8
 """Seeds up to which each has its own column."""
 LABELS, TEXTS = 20, 6
@@ -91,7 +93,7 @@ def build_report(
         sections=sections,
         artefacts=artefacts,
         claims=overview(artefacts),
-        running=running_section(unfinished, numbers),
+        running=_running_section(unfinished, numbers),
         numbers=numbers,
         colours=COLOURS,
         remarks=comparison.remarks(),
@@ -129,7 +131,7 @@ def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, 
     sections = []
     for number, task in enumerate(comparison.tasks, start=1):
         runs = [[details[run.folder] for run in group] for group in task.runs]
-        sections.append(task_section(number, task, runs, numbers, worth))
+        sections.append(_task_section(number, task, runs, numbers, worth))
     return comparison, details, unfinished, numbers, sections
 
 
@@ -179,9 +181,7 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
     ]
 
 
-def _by_value(
-    described: Sequence[tuple[str, Mapping[str, Any]]],
-) -> dict[str, dict[str, list[str]]]:
+def _by_value(described: Sequence[tuple[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """Return, for each setting, its values as text and the names of those that have each."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in (name for _, values in described for name in values):
@@ -258,12 +258,8 @@ def _state(run_dirs: Sequence[Path]) -> set[tuple[str, int, int]]:
     return found
 
 
-def task_section(
-    number: int,
-    task: TaskComparison,
-    runs: Sequence[Sequence[Run]],
-    numbers: Numbers,
-    worth: float | None = None,
+def _task_section(
+    number: int, task: TaskComparison, runs: Runs, numbers: Numbers, worth: float | None
 ) -> dict[str, Any]:
     """Return what the template shows of one task; ``runs`` are those of each variant, with their files read."""
     name = f"{number}-{slug(task.task)}"[:40]
@@ -491,7 +487,7 @@ def _weight_table(name: str, weights: Weights) -> Table:
     return Table(name, "Every weight, after and before training", columns, rows, data)
 
 
-def _data(runs: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
+def _data(runs: Runs) -> list[tuple[str, str]]:
     """Description of the data; a setting in which runs differ shows all its values."""
     described = [("", flat_options(run.result.get("data") or {})) for of in runs for run in of]
     return [(name, " | ".join(values)) for name, values in _by_value(described).items()]
@@ -504,7 +500,7 @@ def shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | None:
+def _running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | None:
     """Return how far unfinished runs are and their losses so far; None where there is no such run."""
     if not runs:
         return None
