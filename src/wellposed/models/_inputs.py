@@ -134,7 +134,6 @@ def takes(inputs: type[Any]) -> Callable[[Callable[[Any, Any], Any]], Callable[.
 class Tokens(NamedTuple):
     """What a body reads of its inputs."""
 
-    batch: int
     length: int
     num_keys: int
     """Cached tokens included."""
@@ -194,7 +193,7 @@ def read_inputs(
             check_length(num_keys if compiling else int(positions.max()) + 1, limit, where)
     else:
         check_positions(positions, (batch, length), limit, where)
-    return Tokens(batch, length, num_keys, padding, positions)
+    return Tokens(length, num_keys, padding, positions)
 
 
 def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids") -> None:
