@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -379,7 +380,12 @@ class PretrainedPairEncoder(PretrainedEncoder):
                 f"tokenizer {self.kind!r} puts no end token behind a target, so a decoder"
                 " would never stop; give that of an encoder-decoder such as T5, BART or Marian"
             )
-        starts = (_decoder_start(name), self.bos_id, self.pad_id)
+        from wellposed.models import start_config
+
+        start = None
+        with suppress(CheckpointError):
+            start = getattr(start_config(name), "decoder_start_token_id", None)
+        starts = (start, self.bos_id, self.pad_id)
         self.start_id = next(number for number in starts if number is not None)
 
     def encode_targets(self, texts: Sequence[str]) -> Encoded:
@@ -391,15 +397,6 @@ class PretrainedPairEncoder(PretrainedEncoder):
 
     def _targets(self, texts: Sequence[str]) -> list[list[int]]:
         return self._tokenizer(text_target=list(texts), verbose=False)["input_ids"] if texts else []
-
-
-def _decoder_start(name: str) -> int | None:
-    from wellposed.models import start_config
-
-    try:
-        return getattr(start_config(name), "decoder_start_token_id", None)
-    except CheckpointError:
-        return None
 
 
 def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
