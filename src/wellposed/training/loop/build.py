@@ -209,8 +209,7 @@ def _refuse_other_tokens(source: str, task: Task) -> None:
         saved = load_pretrained(AutoTokenizer, source).get_vocab()
     except CheckpointError:
         return
-    used = task.tokenizer.get_vocab()
-    if any(used.get(token) != number for token, number in saved.items()):
+    if not saved.items() <= task.tokenizer.get_vocab().items():
         raise ConfigError(
             f"{source}: its weights are those of its own tokens, and the data of {task.name}"
             " is read as others; take a task that reads the model's tokenizer, with no other"

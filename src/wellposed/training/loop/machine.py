@@ -24,9 +24,9 @@ from wellposed.linalg.sharded import read
 from wellposed.roles import find_roles
 from wellposed.roles.layer_paths import split_path
 from wellposed.training.config import RunConfig, TrainOptions
-from wellposed.training.loop.processes import refuse_sharding
 
 FP16_DEVICES = ("cuda",)
+SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def build_accelerator(options: TrainOptions) -> Accelerator:
@@ -37,9 +37,25 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         ConfigError: the device is not there, cannot be chosen under a launcher, or cannot compute
             in the precision; or the launcher is to shard the weights.
     """
-    refuse_sharding()
+    for name in SHARDING_BY_LAUNCHER:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
+            raise ConfigError(
+                f"accelerate launch is to shard the weights ({name}), which a run does by an option"
+                " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
+            )
     kind, _, index = options.device.partition(":")
-    _check_device(options.device, kind, index)
+    if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"train.device = {options.device!r} with several processes, which take one GPU each; give"
+            " --device cuda or leave it out, and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if kind in present and int(index or 0) >= present[kind]:
+        there = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
+        has = ", ".join(["cpu", *there])
+        raise ConfigError(
+            f"train.device = {options.device!r} is not on this machine, which has: {has}"
+        )
     on_cpu = kind == "cpu" or (kind == "auto" and not torch.accelerator.is_available())
     if index:
         torch.cuda.set_device(int(index))
@@ -53,19 +69,6 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         problem = f"train.precision = 'fp16' on {accelerator.device}: only CUDA devices train in it"
         raise ConfigError(f"{problem}; give --precision bf16 or fp32, or --device cuda")
     return accelerator
-
-
-def _check_device(wanted: str, kind: str, index: str) -> None:
-    if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"train.device = {wanted!r} with several processes, which take one GPU each; give"
-            " --device cuda or leave it out, and choose GPUs with CUDA_VISIBLE_DEVICES"
-        )
-    present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if kind in present and int(index or 0) >= present[kind]:
-        there = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
-        has = ", ".join(["cpu", *there])
-        raise ConfigError(f"train.device = {wanted!r} is not on this machine, which has: {has}")
 
 
 class ShardedModel:

@@ -7,8 +7,6 @@ import signal
 import threading
 from types import FrameType
 
-from wellposed.errors import ConfigError
-
 STOPPING = [each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 
 
@@ -53,9 +51,6 @@ class StopRequest:
             self._outer.requested = True
 
 
-SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-
-
 def is_first() -> bool:
     """Whether this process writes files and prints results: the only one, or the first that a
     launcher started."""
@@ -65,18 +60,3 @@ def is_first() -> bool:
 def is_one_of_several() -> bool:
     """Whether ``torchrun`` or ``accelerate launch`` started this process beside others."""
     return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def refuse_sharding() -> None:
-    """Refuse a configuration of Accelerate that shards weights: `TrainOptions.parallel` alone says
-    so.
-
-    Raises:
-        ConfigError: it asks for FSDP, DeepSpeed or Megatron.
-    """
-    for name in SHARDING_BY_LAUNCHER:
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
-            raise ConfigError(
-                f"accelerate launch is to shard the weights ({name}), which a run does by an option"
-                " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
-            )
