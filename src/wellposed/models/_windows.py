@@ -115,7 +115,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         )
         self._kept: dict[bytes, Tensor] = {}
 
-    def train(self, mode: bool = True) -> WindowsForSequenceClassification:
+    def train(self, mode: bool = True) -> Any:
         """Train or not; a frozen classifier never drops anything."""
         super().train(mode)
         if self.config.frozen:
@@ -164,7 +164,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
     def _made(self, windows: Tensor) -> Tensor:
         """Return what the frozen classifier makes of windows: the means of its last states, and of the
         vectors of their own tokens."""
-        like, keys = self.head[1].weight, [row.tobytes() for row in windows.cpu().numpy()]
+        like: Any = self.head[1].weight
+        keys = [row.tobytes() for row in windows.cpu().numpy()]
         kept = next(iter(self._kept.values()), like)
         if len(self._kept) > _MOST_KEPT or (kept.dtype, kept.device) != (like.dtype, like.device):
             self._kept.clear()
