@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,9 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         for split, count in options.counts(usual).items()
     }
     how = "half the pairs share a label, half do not; no pair twice, each as likely"
-    return pairs, {**described, "pairs": how, "data_seed": seed}
+    drawn = hashlib.sha256(repr([(each.first, each.second) for each in pairs.values()]).encode())
+    described |= {"pairs": how, "data_seed": seed, "drawn": {"sha256": drawn.hexdigest()}}
+    return pairs, described
 
 
 def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:

@@ -268,12 +268,7 @@ def words_study(request: Request) -> Study:
     sizes = request.pick(
         toy=Sizes(2, layers=1, eval_batches=1, options=toy, **_TOY),
         mini=Sizes(
-            1000,
-            width=32,
-            batch_size=16,
-            options=mini,
-            warmup=40,
-            **{**_MINI, "seeds": 5, "evaluations": 12},
+            400, width=32, batch_size=16, options=mini, warmup=40, **{**_MINI, "evaluations": 12}
         ),
         medium=Sizes(
             2500, learning_rate=1e-2, options=medium, warmup=200, factors=FACTORS, **_MEDIUM
