@@ -111,7 +111,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
             nn.Linear(width, _HIDDEN),
             nn.ReLU(),
             nn.Dropout(_DROPPED),
-            nn.Linear(_HIDDEN, self.config.num_labels),
+            nn.Linear(_HIDDEN, self.model.config.num_labels),
         )
         self._kept: dict[bytes, Tensor] = {}
 
