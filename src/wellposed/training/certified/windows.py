@@ -228,9 +228,10 @@ class WindowBounds:
         made = [[[name], *map(split_words, one_character_away(name))] for name in names]
         rows = iter(self._rows([text for texts in made for text in texts]))
         found = []
-        for start, word, texts in zip(starts, words, made, strict=True):
+        for start, word, name, texts in zip(starts, words, names, made, strict=True):
             same, *others = (next(rows) for _ in texts)
-            if not torch.equal(same, word):
+            # A name that its tokens spell with blanks is no word: one edit would make many of it.
+            if split_words(name) != [name] or not torch.equal(same, word):
                 continue
             behind = ids[start + self.tokens :]
             texts_made = (torch.cat([ids[:start], other, behind]) for other in others)
