@@ -90,8 +90,8 @@ def some(parts: Iterable[bool | None]) -> bool | None:
 
 
 def decided(*, holds: bool, against: bool) -> bool | None:
-    """Return the side of a claim that is shown, None where neither is."""
-    return True if holds else False if against else None
+    """Return the side of a claim that is shown, None where neither is; what speaks against it wins."""
+    return False if against else True if holds else None
 
 
 def agreed(of_seeds: Sequence[bool | None]) -> bool | None:

@@ -14,6 +14,7 @@ from wellposed.certification import certify
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import l2_attention_bound, l2_constants
 from wellposed.nn import MLP, DotProductAttention, L2SelfAttention
+from wellposed.nn.attention.masks import AttentionMask
 
 NORMS = ("tok", "inf", 2)
 
@@ -82,28 +83,66 @@ def test_masks_are_passed_on_and_padding_is_left_alone(attention):
     assert found.ratio(certify(attention, seq_len=2)) <= 1, "padding does not count as a token"
 
 
+def masked(mask, tokens):
+    """What the module is called with; "any" is a mask made by hand."""
+    if mask != "any":
+        return {"is_causal": mask == "causal"}
+    allowed = (torch.rand(1, 1, tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
+    return {"key_padding_mask": AttentionMask(allowed, False)}
+
+
+def by_weights(module, shape, norm, mask, **how):
+    """Ascend log(true / bound) over inputs and weights."""
+
+    def bound(moved):
+        constants = l2_constants(shape[0], mask=mask)
+        return l2_attention_bound(*moved.head_weights(), constants, norm=norm, method="gram").value
+
+    return lipschitz_lower_bound(module, shape, norm=norm, ascend_weights=bound, **how)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, None])
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_ascent_over_weights_as_well_stays_below_the_bound(attention, dtype, norm, mask):
+@pytest.mark.parametrize(
+    ("mask", "shape", "heads"),
+    [("full", (3, 4), 2), ("causal", (3, 4), 2), ("any", (3, 4), 2), ("causal", (4, 2), 1)],
+)
+def test_ascent_over_weights_as_well_stays_below_the_bound(dtype, norm, mask, shape, heads):
     """log(true / bound) climbs over inputs and the weights of a real module."""
-
-    def bound(module):
-        constants = l2_constants(3, mask=mask)
-        return l2_attention_bound(*module.head_weights(), constants, norm=norm, method="gram").value
-
-    how = {"norm": norm, "restarts": 4, "dtype": dtype}
-    how["forward_kwargs"] = {"is_causal": mask == "causal"}
-    before = lipschitz_lower_bound(attention, (3, 4), **how, steps=10, inner=1)
-    after = lipschitz_lower_bound(attention, (3, 4), **how, steps=40, ascend_weights=bound)
+    attention = L2SelfAttention(shape[1], heads).eval()
+    how = {"restarts": 4, "dtype": dtype, "forward_kwargs": masked(mask, shape[0])}
+    before = lipschitz_lower_bound(attention, shape, norm=norm, **how, steps=10, inner=1)
+    after = by_weights(attention, shape, norm, mask, **how, steps=40)
     plain, ended = (
-        certify(module, seq_len=3, norm=norm, mask=mask) for module in (attention, after.module)
+        certify(module, seq_len=shape[0], norm=norm, mask=mask)
+        for module in (attention, after.module)
     )
     assert before.ratio(plain) < after.ratio(ended) <= 1
     assert after.module.q_proj.weight.dtype is (dtype or torch.float32)
     assert torch.equal(attention.q_proj.weight, attention.q_proj.weight.float()), (
         "the module itself is untouched"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("mask", "shape", "heads"), [("full", (3, 4), 2), ("causal", (4, 2), 1), ("any", (5, 2), 2)]
+)
+def test_no_ascent_from_weights_of_any_scale_exceeds_the_bound(norm, mask, shape, heads):
+    """Each scale has weights of its own, and inputs at which its logits are of order one."""
+    tokens, ratios = shape[0], []
+    for scale in torch.logspace(-3, 3, 13).tolist():
+        attention = L2SelfAttention(shape[1], heads).eval()
+        for weight in attention.parameters():
+            nn.init.normal_(weight)
+        attention.q_proj.weight.data *= scale
+        how = {"scales": (0.1 / scale, 10 / scale), "forward_kwargs": masked(mask, tokens)}
+        found = by_weights(attention, shape, norm, mask, restarts=5, steps=35, **how)
+        ratios.append(found.ratio(certify(found.module, seq_len=tokens, norm=norm, mask=mask)))
+    assert max(ratios) <= 1
+    assert min(ratios) > 0.1
+    assert max(ratios) > 0.25, "an attack that finds nothing shows nothing"
 
 
 def test_functions_classifiers_and_models_with_embeddings():

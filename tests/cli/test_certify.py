@@ -69,8 +69,12 @@ def test_lengths_of_the_data_are_checked(small_run, cli):
     words = typed("certify", [small_run], "--norm 2 --examples 8 --attack-steps 2")
     assert "4 to 6 tokens" in cli(words, "--min-tokens 4").out
     captured = cli(words, "--min-tokens 5", status=1)
-    assert "received 4 to 4 real tokens (4 of 4 inputs are outside)" in captured.err
+    assert "at least 5 real tokens, received 4 (4 of 4 inputs are shorter)" in captured.err
     assert "certified accuracy on" not in captured.out
+    assert (
+        "at most 3 tokens, received 4 (4 of 4 inputs are longer)"
+        in cli(words, "--seq-len 3", status=1).err
+    )
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,10 @@ train translation --data films.tsv          | Missing | --src STR | --tgt STR
 train image_classification --data nothing   | image_classification: no architecture | give | --from FOLDER
 compare char_lm --variants post_ln,post_ln  | variants: post_ln named twice, expected different names
 compare char_lm --variants                  | Missing value for argument '--variants'
+compare char_lm --seeds 0                   | seeds = 0, expected an integer >= 1
 compare char_lm --out run                   | run: the folder holds files; name another --out
 compare char_lm --certify-words 3,2         | --certify-words 3,2: expected whole numbers | increasing
+compare char_lm --worth 0                   | worth = 0.0, expected a finite number > 0
 measure                                     | measure: give a model, as the first word or with --from
 measure rum                                 | rum: cannot be loaded | go online | nearest: run
 measure nothing                             | nothing: expected a run folder or a saved model, found neither

@@ -111,10 +111,19 @@ def test_orthogonality_levels_are_nested():
         ("post_ln_warmup:2.5", "expected a whole number of steps"),
         ("post_ln_warmup:-3", "expected a whole number of steps"),
         ("lipschitz:0", "budget = 0.0, expected a finite number, 1"),
+        ("lipschitz:0.5", "budget = 0.5, expected a finite number, 1 or more"),
     ],
 )
 def test_bad_variants_are_refused(spec, says):
     refuses_config(says, apply_variant, spec, BASE)
+
+
+def test_a_variant_takes_a_text_however_its_annotation_is_written(monkeypatch):
+    def labelled(base, text: str = "a"):
+        return replace(base, task_options={"text": text})
+
+    monkeypatch.setattr(VARIANTS, "_entries", {"labelled": labelled})
+    assert apply_variant("labelled:a:b", BASE).task_options == {"text": "a:b"}
 
 
 def test_folder_and_summary():

@@ -155,7 +155,8 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="two real tokens"):
         activation_factor([x, x], attention_mask=torch.tensor([[1, 0, 0]]))
     refuses(ConfigError, "output_hidden_states", activation_factor, {"logits": x})
-    refuses(ShapeError, "state 1", activation_factor, [x, x[:, :2]])
+    wrong = r"tokens of state 0:\n  state 1: torch.float32 \(1, 2, 2\)$"
+    refuses(ShapeError, wrong, activation_factor, [x, x[:, :2]])
     refuses(ShapeError, "attention_mask", token_distances, [x, x], attention_mask=torch.ones(1, 2))
-    refuses(ShapeError, r"state 0: torch.float32 \(1, 3, 2\)", token_distances, [x])
+    refuses(ShapeError, "received 1 hidden states; expected", token_distances, [x])
     refuses(ConfigError, "cannot be asked", hidden_states, nn.Linear(2, 2), {"input": x})

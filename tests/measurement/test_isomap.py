@@ -52,8 +52,22 @@ def test_rows(tmp_path):
 def test_bad_input():
     states = [torch.randn(1, 20, 4)] * 2
     refuses(ShapeError, "3 names", isomap, states, TOKENS[:3])
-    refuses(ConfigError, "neighbors = 20", isomap, states, TOKENS, neighbors=20)
-    refuses(ConfigError, "zebra", isomap, states, TOKENS, chosen=["zebra"])
+    refuses(
+        ConfigError,
+        "neighbors = 20, expected at most 19 with 20 tokens$",
+        isomap,
+        states,
+        TOKENS,
+        neighbors=20,
+    )
+    refuses(
+        ConfigError,
+        r"isomap: chosen tokens \['zebra'\] do",
+        isomap,
+        states,
+        TOKENS,
+        chosen=["zebra"],
+    )
     for neighbors in (True, 2.0):
         with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected an integer"):
             isomap(states, TOKENS, neighbors=neighbors)

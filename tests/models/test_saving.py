@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support.close import within
+from tests.support.edited import edited
 from tests.support.refusal import bad_config
 from tests.support.tiny import SIZES, options, tiny
 from tests.support.transject import IDS, MASK, SETTINGS, awake
@@ -334,6 +335,16 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
     save_file(tensors, path, metadata={"format": "pt"})
     said = r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"
     with pytest.raises(CheckpointError, match=said):
+        start_model(body, CLASSES, LABELS)
+
+
+@pytest.mark.parametrize(("entry", "whole"), [("num_labels", False), ("num_hidden_layers", True)])
+def test_a_size_without_end_is_refused_beside_weights_without_tensors(body, entry, whole):
+    weights = body / "model.safetensors"
+    save_file({}, weights) if whole else weights.write_bytes(b"cut")
+    with edited(body / "config.json") as config:
+        config[entry] = 10**9
+    with pytest.raises(CheckpointError, match=f"config.json: {entry} = 1000000000"):
         start_model(body, CLASSES, LABELS)
 
 

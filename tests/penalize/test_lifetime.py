@@ -3,6 +3,7 @@ copies, saved models, calls in the wrong order."""
 
 import copy
 import io
+import pickle
 import weakref
 
 import pytest
@@ -143,6 +144,10 @@ def test_copies_and_pickles_do_not_report_to_the_original():
     buffer = io.BytesIO()
     torch.save(nn.Sequential(model), buffer)
     assert buffer.tell() > 0
+    assert pickle.loads(pickle.dumps(penalty)).step == penalty.step
+    _, own = copy.deepcopy((model, penalty))
+    own.step = 5
+    assert own._capture._step() == 5, "its own step, not that of the original"
 
 
 def test_generation_with_a_cache_is_not_in_the_way():

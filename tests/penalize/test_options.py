@@ -149,7 +149,7 @@ def test_bad_input_is_refused_before_training():
 
     words = {
         r"(?s)attention = -1.*key = nan": attach(attention=-1.0, key=float("nan"), form="paper"),
-        "no strength": attach(),
+        "Penalty was given no strength above zero; set one of affinity": attach(),
         "gram_squared": attach(key=1.0, form="gram_square"),
         "feedforward": attach(key=1.0, form={"feed_forward": "gram"}),
         r"keyword of OrthogonalityPenalty 'qury'; nearest: query": attach(qury=1.0),

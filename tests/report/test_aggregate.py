@@ -116,12 +116,16 @@ def test_every_damaged_file_is_named_at_once(compare, tmp_path):
         record["headline"] = "f1"
     with edited(folder / "post_ln" / "seed-2" / "result.json") as record:
         del record["variant"], record["seed"]
+    for seed, results in enumerate(({}, {"listops": [1]})):
+        with edited(folder / "ablated" / f"seed-{seed}" / "result.json") as record:
+            record["results"] = results
     with pytest.raises(DataError) as caught:
         aggregate([folder, tmp_path / "nowhere"])
     message = str(caught.value)
     assert "seed-0/result.json: not valid JSON" in message
     assert "seed-1/result.json: results lacks the headline metric 'f1'" in message
     assert "seed-2/result.json: lacks variant, seed" in message
+    assert message.count("result.json: results has no metrics of task 'listops'") == 2
     assert "nowhere: does not exist" in message
 
 

@@ -122,8 +122,13 @@ def test_one_variant_does_not_squash_the_others(make_run, tmp_path):
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         rows = [{**row, "loss": factor * row["loss"]} for row in rows]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with edited(run / "measure-final.json") as measured:
+            for row in measured["rows"] if name == "blown" else ():
+                row["singular_values"] = [1e12 * value for value in row["singular_values"]]
     text = build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Beyond the chart: blown (up to 2." in text
+    # once for all lines of a variant, of which a chart of spectra has one for each layer
+    assert re.search(r"Beyond the chart: blown \(up to [^)]*e\+12\)\.", text)
     drawn = text.split("<h4>training loss (nats)")[1].split("</svg>")[0]
     curves = re.findall(r'data-variant="(\d)".*?points="([^"]*)"', drawn)
     heights = {number: [int(at.split(",")[1]) for at in line.split()] for number, line in curves}
@@ -189,6 +194,11 @@ def test_the_same_runs_give_the_same_page(report, tmp_path):
         ("measure-initial.json", '{"schema', "measure-initial.json: no measurement that can be read"),
         ("env.json", None, "env.json: cannot be read"),
         ("env.json", "[1]", "env.json: expected a JSON object, received list"),
+        ("env.json", '{"starts": null}', "env.json: starts: TypeError"),
+        ("env.json", '{"starts": {}}', "env.json: starts: "),
+        ("env.json", '{"starts": [1, 2]}', "env.json: starts: TypeError"),
+        ("examples.json", '{"labels": null}', "examples.json: TypeError"),
+        ("examples.json", '{"counts": [["x"]]}', "examples.json: ValueError"),
     ],
 )  # fmt: skip
 def test_missing_and_half_written_files_are_named(compare, tmp_path, name, text, message):
@@ -229,6 +239,16 @@ def test_one_variant_that_did_not_learn_is_said_so(make_run, tmp_path):
     words = Page(build_report([tmp_path], tmp_path / "report.html").read_text()).words
     assert "One variant: nothing to compare with" in words
     assert "did not learn: validation accuracy 0.11 is no better than the reference 0.18" in words
+
+
+def test_a_setting_that_is_absent_is_told_from_none(make_run, tmp_path):
+    for name, given in {"a": {}, "b": {"cap": "none"}, "c": {"cap": None}}.items():
+        run = make_run(tmp_path / name, variant=name)
+        with edited(run / "result.json") as result:
+            result["config"]["model"] |= given
+    page = Page(build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8"))
+    (row,) = page.csv("1-listops-settings")
+    assert row == {"(setting)": "model.cap", "a": "not set", "b": "none", "c": "None"}
 
 
 def test_models_without_known_roles_have_no_heat_map(compare, tmp_path):

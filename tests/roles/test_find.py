@@ -70,6 +70,11 @@ def test_patterns_for_some_roles_or_without_heads_leave_loose_weights():
     roles = find_roles(Odd(), patterns={"key": "layers.0.mix.wk.weight"})
     assert [(weight.role, weight.layer) for weight in roles.loose] == [("key", 0)]
     assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
+    model = Odd()
+    model.layers[0].mix["wl"] = nn.Linear(D, D)
+    found = find_roles(model, patterns={**PATTERNS, "latent": "*.wl.weight"})
+    assert [part.layer for part in found.attention] == [0, 1]
+    assert [weight.role for weight in found.loose] == ["latent"]
     unknown = find_roles(Odd(n_heads=None), patterns=PATTERNS)
     assert (unknown.attention, len(unknown.loose)) == ((), 8)
 

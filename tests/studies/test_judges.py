@@ -345,6 +345,10 @@ def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):
     assert judge(*result) is None
 
 
+def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():
+    assert layer_theorems.judge_corollary_1(images(0.8, 1.0)) is False
+
+
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) - set(VERDICTS) == {"huang2020/table-1"}, "a table of settings"
     assert len(RECIPES.names()) == 60

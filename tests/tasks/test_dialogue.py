@@ -75,19 +75,17 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates():
 
 
 NUMBER = "expected 2 and a space first, or 1 where a dialogue starts: "
-EXCHANGE = "1: expected an utterance, a tab and a reply, which candidates hold: "
-PERSONAS = "expected personas before exchanges: "
 PERSONA_SAYS = {
     "1 a\tb\nc\td\n": f"2: {NUMBER}'c.td'",
     "1 a\tb\n3 a\tb\n": f"2: {NUMBER}'3 a",
     "2 a\tb\n": "1: expected 1 and a space",
-    "1 a b\n": EXCHANGE,
-    "1 a\t\n": EXCHANGE,
-    "1 \tb\n": EXCHANGE,
-    "1 a\tb\t\tc|d\n": EXCHANGE,
-    "1 a\tb\t\tb\te\n": EXCHANGE,
-    "1 a\tb\n2 your persona: x\n": f"2: {PERSONAS}",
-    "1 your persona: \n2 a\tb\n": f"1: {PERSONAS}",
+    "1 a b\n": "1: expected an utterance, a tab and a reply, received no tab: '1 a b'",
+    "1 a\t\n": "1: the reply is empty",
+    "1 \tb\n": "1: the utterance is empty",
+    "1 a\tb\t\tc|d\n": "1: the reply is not among its 2 candidates",
+    "1 a\tb\t\tb\te\n": "1: 5 columns",
+    "1 a\tb\n2 your persona: x\n": "2: a persona after an exchange",
+    "1 your persona: \n2 a\tb\n": "1: the persona is empty",
     "1 your persona: x\n1 a\tb\n": "1: the dialogue that starts here has no exchange",
 }
 DAILY_SAYS = {
@@ -141,8 +139,9 @@ def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path)
     assert _texts(task)[0] == ("ere !", "hi .")
     assert _texts(task)[1] == (" hi .", "how ar")
     assert task.description()["cut_to_max_tokens"]["train"] == {"contexts": 3, "replies": 2}
-    with bad_data(match=r"(?s)max_tokens = 6; .*overflow='cut'.*\(train\):1: 17 tokens"):
-        _task(data, max_tokens=6, overflow="error")
+    says = ("max_tokens = 6; raise max_tokens, lower context (the longest", "overflow='cut'")
+    place = "train, dialogue at line 1, context: 17 tokens"
+    refuses_data((*says, place), _task, data, max_tokens=6, overflow="error")
 
 
 def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):

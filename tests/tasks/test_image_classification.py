@@ -174,8 +174,9 @@ def test_what_does_not_fit_is_said_in_one_line(npz, tmp_path):
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(tmp_path / "ragged")
     with bad_data(match="the processor gives images of different shapes"):
         pixels(build(pets, processor=f"hf:{tmp_path / 'ragged'}"))
-    np.savez(tmp_path / "train.npz", x=np.zeros_like(X), y=Y)
-    refuses_data("every train image has the same pixels", build, tmp_path)
+    for value in (0, 5, 6):
+        np.savez(tmp_path / "train.npz", x=np.full_like(X, value), y=Y)
+        refuses_data("every train image has the same pixels", build, tmp_path)
     refuses_config("has no tokenizer: its model reads images", lambda: build().tokenizer)
 
 
@@ -289,8 +290,10 @@ def test_folders_of_images_of_one_size_become_pixels(tmp_path):
         ({"x": PIXELS_X.astype(float)}, "it has x float64 "),
         ({"x": PIXELS_X[..., 0, 0]}, "expected x, uint8 .n"),
         ({"y": Y[:-1]}, "y int64 .29,."),
-        ({"y": Y - 1}, "y from -1"),
+        ({"y": Y - 1}, "y from -1, of image 0;"),
         ({"y": Y / 2}, "y float64"),
+        ({"y": Y + 0j}, "y complex128 .30,.; write"),
+        ({"y": Y.astype("datetime64[s]")}, "y datetime64.s. .30,.; write"),
         ({"y": 0 * Y}, "every image has label 0"),
         ({"x": np.array([{}], dtype=object)}, "without unpickling"),
     ],

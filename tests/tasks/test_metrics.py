@@ -130,7 +130,10 @@ EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
     ("content", "says"),
     [
         (b"a 1 2\nb 1\n", f"{EXPECTED}'b 1'"),
-        *((b"a 1 2\n" + more, EXPECTED) for more in (b"b 1 2 3", b"b 1 x", b"b 1 nan", b"a 1 2")),
+        *(
+            (b"a 1 2\n" + more, EXPECTED)
+            for more in (b"b 1 2 3", b"b nan 1 2", b"b 1 x", b"b 1 nan", b"a 1 2")
+        ),
         (b"3 2\na 1 2\n", "v.txt:1: says 3 words, the file holds 1"),
         (b"2 2\n", "v.txt:1: says 2 words, the file holds 0"),
         (b"", "v.txt:1: expected a word and its numbers"),

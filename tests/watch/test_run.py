@@ -88,6 +88,16 @@ def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes_and_the_neares
         call_model(Named(), {"input_idz": torch.arange(3)})
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left"), StopIteration()])
+def test_what_is_no_fault_of_the_batch_goes_through(error):
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(type(error)):
+        call_model(Failing(), torch.ones(1, 2))
+
+
 def test_first_tensor_looks_into_what_models_return():
     x = torch.ones(2, 3)
     for value in (

@@ -168,16 +168,8 @@ def lipschitz_lower_bound(
     target = _prepare(module, moving, keep_gradients=ascend_weights is not None)
     generator = torch.Generator().manual_seed(seed)
     own = dtype or _own_dtype(module, start)
-    if len(shape) != 2 or restarts < 1:
-        raise ShapeError(
-            f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)},"
-            f" {restarts}"
-        )
     if start is None:
-        scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=moving)
-        start = scale[:, None, None] * torch.randn(
-            restarts, *shape, dtype=moving, generator=generator
-        )
+        start = _random_start(shape, restarts, scales, moving, generator)
     elif tuple(start.shape) != (restarts, *shape):
         raise ShapeError(
             f"attack: start must be {(restarts, *shape)}, received {tuple(start.shape)}"
@@ -189,10 +181,8 @@ def lipschitz_lower_bound(
     kwargs = _expand(forward_kwargs, restarts)
     call = Call(target, kwargs)
     _check_runs(call, begin)
-    local_slope, none = (
-        LocalSlope(call, norm, allowed, exact),
-        begin.new_full((restarts,), -math.inf),
-    )
+    local_slope = LocalSlope(call, norm, allowed, exact)
+    none = begin.new_full((restarts,), -math.inf)
     random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
     found, direction, ascended = Found(begin, random, none, none), random, None
     weights = target.parameters() if ascend_weights is not None else ()
@@ -313,6 +303,22 @@ def _check_runs(call: Call, begin: Tensor) -> None:
             f"attack: {type(call.target).__name__} fails on inputs of shape {tuple(begin.shape)}"
             f" (restarts, tokens, width); give the (tokens, width) that it takes: {error}"
         ) from error
+
+
+def _random_start(
+    shape: Sequence[int],
+    restarts: int,
+    scales: tuple[float, float],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    if len(shape) != 2 or restarts < 1:
+        raise ShapeError(
+            f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)},"
+            f" {restarts}"
+        )
+    scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=dtype)
+    return torch.randn(restarts, *shape, dtype=dtype, generator=generator) * scale[:, None, None]
 
 
 def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

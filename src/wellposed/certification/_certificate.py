@@ -263,16 +263,28 @@ class Certificate:
                 )
             return
         lengths = _per_input("tokens", tokens, inputs)
+        problems = []
         # Written so that a length that is no number is among the offenders.
-        outside = ~((lengths >= self.min_tokens) & (lengths <= self.tokens))
-        if outside.any():
-            low, high = (f"{float(end):g}" for end in lengths[outside].aminmax())
-            raise ShapeError(
-                f"radius: the certificate holds for {self._span()}, received {low} to {high} real"
-                f" tokens ({int(outside.sum())} of {lengths.numel()} inputs are outside); certify"
-                " again with the seq_len and min_tokens of these inputs, and leave inputs without a"
-                " token out"
+        if (long := ~(lengths <= self.tokens)).any():
+            worst = f"{float(lengths[long].max()):g}"
+            problems.append(
+                f"the certificate holds for at most {self.tokens} tokens, received {worst}"
+                f" ({int(long.sum())} of {lengths.numel()} inputs are longer); certify again with"
+                f" seq_len={worst}"
             )
+        if (short := lengths < self.min_tokens).any():
+            least = float(lengths[short].min())
+            advice = (
+                f"certify again with min_tokens={least:g}"
+                if least >= 1
+                else "leave inputs without a token out"
+            )
+            problems.append(
+                f"the certificate holds for at least {self.min_tokens} real tokens, received"
+                f" {least:g} ({int(short.sum())} of {lengths.numel()} inputs are shorter); {advice}"
+            )
+        if problems:
+            raise ShapeError("radius: " + "\n".join(problems))
 
     def _room(
         self, largest_token: float | Tensor | None, width: int | None, inputs: torch.Size

@@ -46,7 +46,6 @@ _ADVICE = {
     "singular value": (
         "hold the weights at norm 1: wellposed.constrain_(model, optimizer, to='spectral')"
     ),
-    "": "smaller weights make it smaller",
 }
 _NO_PREFIX = (
     "without past_key_values: keys and values that a caller puts in need not lie in any ball (B13)"
@@ -270,5 +269,6 @@ def _explain(
             " fewer layers or smaller branches make it smaller, see ConvexResidual"
         )
     form = max(groups[ignored[0]], key=lambda row: row.lipschitz).form
-    advice = (text for mark, text in _ADVICE.items() if mark in form)
-    return f"of no use at {total:.3g}: {', '.join(told)}; {next(advice)}"
+    fitting = (text for mark, text in _ADVICE.items() if mark in form)
+    advice = next(fitting, "smaller weights make it smaller")
+    return f"of no use at {total:.3g}: {', '.join(told)}; {advice}"

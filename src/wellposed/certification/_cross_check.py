@@ -53,9 +53,14 @@ class Claim:
     """What contractive layers divide by, by their ids."""
 
 
-Sizes = tuple[list[list[float]], list[list[float]]]
-Seen = dict[int, list[tuple[Tensor, Tensor]]]
-"""What a module read and what it gave at each call, (inputs, examples, ...), by its id."""
+@dataclass(frozen=True)
+class _Pair:
+    """Two inputs of a module, and its two outputs."""
+
+    x: Tensor
+    aside: Tensor
+    y: Tensor
+    other: Tensor
 
 
 def try_out(claim: Claim) -> str:
@@ -83,9 +88,9 @@ def try_out(claim: Claim) -> str:
     return f"not run: {reason}"
 
 
-def _run(claim: Claim, width: int) -> Seen:
-    """Return what the module and each of its parts made of an input, of one aside of it, and of one
-    along the direction that moves the output most."""
+def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
+    """Return the pairs that each part saw, by its id; those of the module itself are found without
+    any hook on it."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     shape = (3, len(_SCALES), claim.tokens, width)
@@ -98,7 +103,11 @@ def _run(claim: Claim, width: int) -> Seen:
         ascended = _ascended(call, x, noise[2], claim.norm)
         if ascended is not None:
             inputs.append(x + _placed(ascended, claim))
-        return _watched(claim, call, inputs)
+        first, *others = _outputs(call, inputs, claim.module)
+        seen = _seen_by_parts(claim, call, [x, inputs[-1]])
+    pairs = zip(inputs[1:], others, strict=True)
+    seen[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
+    return seen
 
 
 def _placed(direction: Tensor, claim: Claim) -> Tensor:
@@ -127,12 +136,18 @@ def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tenso
     return steepest_direction(pulled.double(), norm)
 
 
-def _watched(claim: Claim, call: Map, inputs: list[Tensor]) -> Seen:
-    """Run all inputs with every part watched, the module itself without a hook: in one pass, or in
-    one for each where random numbers are drawn, which would differ within a batch."""
+def _outputs(call: Map, inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
+    """One pass for all inputs; one for each where random numbers are drawn, which would differ
+    within a batch."""
+    if any(part.training for part in module.modules()):
+        return [call(x) for x in inputs]
+    return call(torch.cat(list(inputs))).chunk(len(inputs))
+
+
+def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[int, list[_Pair]]:
+    """Run both inputs again with every part watched."""
     watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
-    calls: Seen = {}
-    count = len(inputs)
+    calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         vectors = [x for x in args if isinstance(x, Tensor)]
@@ -145,91 +160,70 @@ def _watched(claim: Claim, call: Map, inputs: list[Tensor]) -> Seen:
     with ExitStack() as stack:
         for part in watched.values():
             stack.callback(part.register_forward_hook(note).remove)
-        apart = any(part.training for part in claim.module.modules())
-        outputs = [call(x) for x in inputs] if apart else [*call(torch.cat(inputs)).chunk(count)]
-    seen = {key: _by_input(noted, count, len(inputs[0])) for key, noted in calls.items()}
-    return {**seen, id(claim.module): [(torch.stack(inputs), torch.stack(outputs))]}
+        if watched:
+            _outputs(call, inputs, claim.module)
+    return {key: _paired(noted, len(inputs[0])) for key, noted in calls.items()}
 
 
-def _by_input(
-    noted: list[tuple[Tensor, Tensor]], count: int, batch: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Tell apart what a part saw of each input: in one batch, or in a call for each."""
-    if not all(len(x) == len(y) == count * batch for x, y in noted):
-        if len(noted) % count or any(len(x) != batch or len(y) != batch for x, y in noted):
-            return []  # a part that is called once for several examples, or with something else
-        each = len(noted) // count
-        calls = [noted[call::each] for call in range(each)]
-        noted = [(torch.cat([x for x, _ in one]), torch.cat([y for _, y in one])) for one in calls]
-    return [
-        (x.unflatten(0, (count, batch)), y.unflatten(0, (count, batch)))
-        for x, y in noted
-        if x.ndim > 1 and y.ndim > 1
-    ]
+def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
+    """Match what a part saw of the first input with what it saw of the second: in one batch, or in
+    two calls."""
+    half = len(noted) // 2
+    if all(len(x) == len(y) == 2 * batch for x, y in noted):
+        pairs = [_Pair(*x.chunk(2), *y.chunk(2)) for x, y in noted]
+    elif len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
+        return []  # a part that is called once for several examples, or with something else
+    else:
+        both = zip(noted[:half], noted[half:], strict=True)
+        pairs = [_Pair(x, aside, y, other) for (x, y), (aside, other) in both]
+    return [pair for pair in pairs if pair.x.ndim > 1 and pair.y.ndim > 1]
 
 
-def _judge(claim: Claim, by_part: Seen) -> str:
-    """Hold slope / bound, from the first input of each call to each other, against 1."""
+def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
     bounds: dict[int, tuple[str, nn.Module, float]] = {}
     for path, part, bound in claim.parts:
         if bound >= bounds.get(id(part), ("", part, 0.0))[2]:
             bounds[id(part)] = (path, part, bound)
     bounds[id(claim.module)] = ("", claim.module, claim.total)
-    calls = [(*of, x, y) for of in bounds.values() for x, y in by_part.get(id(of[1]), ())]
-    read = _sizes([x for *_, x, _ in calls], claim.norm)
-    gave = _sizes([y for *_, y in calls], claim.norm)
-    pairs = [
-        (call, *pair)
-        for call, before, after in zip(calls, read, gave, strict=True)
-        for pair in zip(*before, *after, strict=True)
+    shares = [
+        _share(pair, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
+        for path, part, bound in bounds.values()
+        for pair in by_part.get(id(part), ())
     ]
-    shares: list[float] = []
-    for (path, part, bound, x, _), moved, inputs, change, outputs in pairs:
-        name = f"{path or 'the module'} ({type(part).__name__})"
-        slopes = [c / m if m > 0 else 0.0 for c, m in zip(change, moved, strict=True)]
-        if not all(map(math.isfinite, slopes)):
-            size = float(x[0].norm(dim=-1).max())
-            raise NotLipschitzError(
-                f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm"
-                f" {size:.3g}, so a bound for exact arithmetic says nothing of it; scale the weights"
-                " down or use a wider dtype"
-            )
-        # What rounding may add to the slope of a map with this bound.
-        unit = _ULPS * torch.finfo(claim.dtype).eps
-        if any(
-            slope - bound * (1 + 1e-6) > unit * (given + bound * taken) / move
-            for slope, move, taken, given in zip(slopes, moved, inputs, outputs, strict=True)
-            if move > 0
-        ):
-            raise UnsoundBoundError(
-                f"certify: {name} has a slope of {max(slopes):.6g} in norm {claim.norm}, above its"
-                f" bound {bound:.6g}: its rule is wrong for this module. If the rule is yours"
-                " (register_rule), correct it; if it is ours, please report it with the module's"
-                " options"
-            )
-        shares.append(max(slopes) / bound if bound > 0 else 0.0)
     return (
         f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
         f" {max(shares):.3f}"
     )
 
 
-def _sizes(values: list[Tensor], norm: TokenNorm) -> list[Sizes]:
-    """Return for each how far its inputs are from the first one, and the sum of the sizes of both,
-    by example, in float64; those of one shape are measured together."""
-    groups: dict[Any, list[int]] = {}
-    for place, value in enumerate(values):
-        groups.setdefault((value.shape, value.dtype), []).append(place)
-    found: dict[int, Sizes] = {}
-    for ((count, batch, *_), _), places in groups.items():
-        own = torch.stack([values[place] for place in places]).double()
-        both = torch.cat([own[:, 1:] - own[:, :1], own], 1).flatten(0, 2)
-        both = both.unsqueeze(1) if both.ndim == 2 else both.flatten(1, -2)
-        sizes = perturbation_size(both, norm).view(len(places), -1, batch)
-        apart, each = sizes.split([count - 1, count], 1)
-        sums = each[:, 1:] + each[:, :1]
-        found |= zip(places, zip(apart.tolist(), sums.tolist(), strict=True), strict=True)
-    return [found[place] for place in range(len(values))]
+def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
+    """Return slope / bound, both of the slope's parts evaluated in float64."""
+    moved = _size(pair.aside.double() - pair.x.double(), claim.norm)
+    change = _size(pair.other.double() - pair.y.double(), claim.norm)
+    slope = torch.where(moved > 0, change / moved, 0.0)
+    if not bool(slope.isfinite().all()):
+        size = float(pair.x.norm(dim=-1).max())
+        raise NotLipschitzError(
+            f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g},"
+            " so a bound for exact arithmetic says nothing of it; scale the weights down or use a"
+            " wider dtype"
+        )
+    # What rounding may add to the slope of a map with this bound.
+    inputs, outputs = (
+        sum(_size(value, claim.norm) for value in values)
+        for values in ((pair.x, pair.aside), (pair.y, pair.other))
+    )
+    noise = _ULPS * torch.finfo(claim.dtype).eps * (outputs + bound * inputs)
+    excess = slope - bound * (1 + 1e-6)
+    allowed = torch.where(moved > 0, noise / moved, 0.0).clamp_min(0)
+    if bool((excess > allowed).any()):
+        raise UnsoundBoundError(
+            f"certify: {name} has a slope of {float(slope.max()):.6g} in norm {claim.norm}, above"
+            f" its bound {bound:.6g}: its rule is wrong for this module. If the rule is yours"
+            " (register_rule), correct it; if it is ours, please report it with the module's"
+            " options"
+        )
+    return float(slope.max()) / bound if bound > 0 else 0.0
 
 
 def _as_function(claim: Claim, device: torch.device) -> Map:
@@ -287,3 +281,8 @@ def _width(module: nn.Module) -> int | None:
     own = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
     widths = [*own, *(_width(child) for child in module._modules.values() if child is not None)]
     return next((width for width in widths if isinstance(width, int)), None)
+
+
+def _size(x: Tensor, norm: TokenNorm) -> Tensor:
+    x = x.double()
+    return perturbation_size(x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2), norm)

@@ -192,7 +192,8 @@ def _cut(fused: Affine, sizes: list[int], name: str, told_by: str) -> list[Slice
     if len(fused.weight) != sum(sizes):
         raise Refused(
             f"{name} makes {len(fused.weight)} numbers of a token, and its call cuts them into"
-            f" {sizes}; set {told_by} to what pruning has left"
+            f" {sizes}; set {told_by} so that these sum to"
+            f" {len(fused.weight)}"
         )
     return slices(fused.weight, fused.bias, sizes)
 

@@ -81,9 +81,10 @@ def _check_training() -> tuple[bool, str]:
     import torch
 
     torch.manual_seed(0)
-    model, losses = _small_model(), []
+    model = _small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(44).reshape(2, 22) % 11
+    losses: list[float] = []
     for _ in range(30):
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss

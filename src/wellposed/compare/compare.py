@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wellposed.call_checks import checked_arguments
-from wellposed.compare.runs import PlannedRun, check_jobs, say_nothing, train_planned
+from wellposed.compare.runs import PlannedRun, check_jobs, say_nothing, task_of, train_planned
 from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.errors import ConfigError, shortened, unknown_name
 from wellposed.finite_json import to_json
@@ -22,6 +22,7 @@ from wellposed.training.loop.processes import is_first
 from wellposed.training.loop.tracking import NOT_TRACKED, Tracking
 
 if TYPE_CHECKING:
+    from wellposed.tasks import Task
     from wellposed.training import RunResult
 
 
@@ -79,8 +80,8 @@ def compare(
 
     Args:
         base: configuration every variant starts from; its ``train.seed`` is the first seed.
-        variants: names, ``name:value`` where a variant takes a number; the first is the one others
-            are compared with.
+        variants: names, ``name:value`` where a variant takes a number or a text; the first is the
+            one others are compared with.
         seeds: number of seeds, at least 1; fewer than 2 give no test.
         out: folder of the comparison.
         jobs: runs that train at the same time, as in `train_planned`.
@@ -89,7 +90,7 @@ def compare(
         command: the words of the command, for the report.
         announce: called with one line before each run.
         certify: leave certified and attacked accuracy of so many examples of *test* in every run
-            folder.
+            folder but those of windows, which hold against words alone; these are announced.
         certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
             of *test* whose answer no so many words turn, and those an attack left right.
         round_to: formats, ``int8`` and ``int4``; leave the headline metric on *test* with weights
@@ -101,11 +102,12 @@ def compare(
 
     Raises:
         ConfigError: no or repeated variants, ``seeds`` or ``jobs`` below 1, ``out`` in use and
-            ``resume="never"``, or a task that is neither a classification nor a language model and
-            ``certify > 0``.
+            ``resume="never"``, options that the task does not take, or a task that is neither a
+            classification nor a language model and ``certify > 0``; all before anything is trained.
         DataError: the data of the task cannot be read.
 
-    Cost: ``seeds x len(variants)`` trainings; the data is read once.
+    Cost: ``seeds x len(variants)`` trainings; the data is read once for each way of reading it,
+    by each of several jobs.
     """
     configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
@@ -114,11 +116,9 @@ def compare(
     if is_first() and resume == "never" and any(files):
         advice = "name another --out, or give --resume auto to keep finished runs and go on"
         raise ConfigError(f"{out}: the folder holds files; {advice}")
-    from wellposed.tasks import build_task
-
-    task = build_task(base.task, configs[0].task_options)
-    reads = {config.variant: config.task_options for config in configs}
-    shared = task if all(read == configs[0].task_options for read in reads.values()) else None
+    built: dict[str, Task] = {}
+    tasks = {config.variant: task_of(config, built) for config in configs}
+    task = tasks[variants[0]]
     if certify and task.kind not in CERTIFIED_KINDS:
         raise ConfigError(
             f"certify = {certify} on {base.task}: certified accuracy is defined for a task that"
@@ -145,19 +145,19 @@ def compare(
     say = announce or say_nothing
     how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
     runs = ComparisonRuns(
-        tuple(train_planned(planned, announce=say, task=shared, jobs=jobs, **how))
+        tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
     )
     if (certify or certify_words or round_to) and is_first() and not runs.cancelled:
         from wellposed.compare.rounding import round_runs
         from wellposed.training.certified.run import certify_runs, certify_words_of_runs
 
-        for name, options in reads.items():
-            of = shared or build_task(base.task, options)
+        for name, of in tasks.items():
             ended = zip(configs, runs.results, strict=True)
             ended = [result for config, result in ended if config.variant == name]
             finished = [result.out for result in ended if result.status == "success"]
-            # What windows hold against is counted in words, not in distances of vectors.
-            if certify and not (certify_words and getattr(of, "windows", None)):
+            if certify and getattr(of, "windows", None):
+                say(f"{name}: windows are certified in words alone, by certify_words")
+            elif certify:
                 certify_runs(finished, of, examples=certify, announce=say)
             if certify_words:
                 how = {"examples": certify or 256, "announce": say}

@@ -46,6 +46,7 @@ def train_planned(
     *,
     announce: Callable[[str], None],
     task: Task | None = None,
+    tasks: dict[str, Task] | None = None,
     jobs: int = 1,
     **how: Any,
 ) -> Iterator[RunResult]:
@@ -60,6 +61,8 @@ def train_planned(
         announce: called with the label of each run before it.
         task: of all runs, as `build_task` makes it of each configuration; built so where not given,
             and by each of several processes.
+        tasks: those that `task_of` has built, which takes the others that the runs need; where
+            given, the data is read once for each way of reading it, by each of several processes.
         jobs: train so many at the same time, each in a process of its own, with its share of the
             threads and without a progress bar.
         how: keywords of `wellposed.training.train`; where not given, ``resume="auto"`` and
@@ -68,24 +71,35 @@ def train_planned(
     Raises:
         WellposedError: what one of them raised, which stops the others.
     """
-    from wellposed.tasks import build_task
     from wellposed.training import train
 
     check_jobs(jobs)
     how = {"resume": "auto", "progress": False, **how}
     if jobs > 1:
-        yield from _train_together(jobs, list(planned), announce, {**how, "progress": False})
+        how |= {"progress": False, "tasks": None if tasks is None else {}}
+        yield from _train_together(jobs, list(planned), announce, how)
         return
-    given, read_for = task is not None, None
+    built: dict[str, Task] = {} if tasks is None else tasks
     for folder, label, config in planned:
         announce(label)
-        data = (config.task, config.task_options)
-        if not given and data != read_for:
-            task, read_for = build_task(*data), data
-        result = train(config, folder, task=task, **how)
+        read = task or task_of(config, built, others=tasks is not None)
+        result = train(config, folder, task=read, **how)
         yield result
         if result.status == "cancelled":
             return
+
+
+def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -> Task:
+    """Return the task of a run from those that were ``built``, built into them where they lack it,
+    in the place of them unless ``others`` stay."""
+    from wellposed.tasks import build_task
+
+    reads = repr((config.task, sorted(config.task_options.items())))
+    if reads not in built:
+        if not others:
+            built.clear()
+        built[reads] = build_task(config.task, config.task_options)
+    return built[reads]
 
 
 def _train_together(

@@ -2,10 +2,10 @@
 Transformer.
 
 A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes
-the one number a
-variant takes: ``oc3:1e-4`` is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base
-that only parts it no longer has read are left out. A model given by ``--from`` brings its
-architecture: those that make one are refused.
+the one value a variant takes, a number or, where its annotation says ``str``, a text: ``oc3:1e-4``
+is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it no longer
+has read are left out. A model given by ``--from`` brings its architecture: those that make one are
+refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
 
     Raises:
         ConfigError: an unknown variant (nearest three named), a value where the variant takes none,
-            no number, or one that makes an architecture of its own while ``base`` starts from a
-            model; those that work are named.
+            no number where it takes one, or one that makes an architecture of its own while
+            ``base`` starts from a model; those that work are named.
 
     >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
     'pre'
@@ -84,7 +84,7 @@ def _value(spec: str, name: str, text: str, variant: Variant) -> float | str:
     parameters = list(inspect.signature(variant).parameters.values())
     if len(parameters) < 2:
         raise ConfigError(f"variant {spec!r}: {name} takes no value; write {name!r}")
-    if parameters[1].annotation == "str":
+    if parameters[1].annotation in (str, "str"):
         return text
     with suppress(ValueError):
         if math.isfinite(value := float(text)):

@@ -4,7 +4,6 @@ on."""
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -226,9 +225,7 @@ def constrain_(
         elif to == "columns":
             weights.append(ColumnWeight(place, owner, size))
         elif to == "spectral":
-            weights.append(SpectralWeight(place, owner, size))
-            rows, columns = weights[-1].value.shape
-            weights[-1].gain *= math.sqrt(rows / columns) if isinstance(bound, str) else 1.0
+            weights.append(SpectralWeight(place, owner, size, rms=isinstance(bound, str)))
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
@@ -355,7 +352,7 @@ def _problems(
         yield ConfigError("on the meta device, without values; load the weights first")
     shape = tuple(parameter.shape)
     if len(shape) != 2 + (place.entry is not None) or 0 in shape:
-        stack = "; a pass over batch= shows experts in a stack" * (len(shape) == 3)
+        stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
         flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
         yield ShapeError(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
@@ -369,7 +366,8 @@ def _problems(
             " Gram matrix"
         )
     if not parameter.requires_grad:
-        more = ", or pass adapters=True to hold the factors of its adapter" * place.is_adapted
+        adapted = ", or pass adapters=True to hold the factors of its adapter"
+        more = adapted if place.is_adapted else ""
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
     if is_sharded(parameter) and (place.part or to == "logits"):
         what = "a part of a fused weight that is sharded, or rows of one"

@@ -309,18 +309,19 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
 def _check_storage(ready: list[Weight]) -> None:
     """Raise for weights or gradients that are no longer what can be worked on."""
     turned = [w for w in ready if w.stored_dtype not in (None, w.parameter.dtype)]
+    lines = [f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned]
+    if lines:
+        raise ConfigError(
+            "constrain_: these weights were turned to another dtype while they were held; call"
+            " remove(), turn the model, build its optimizer and call constrain_ again:\n"
+            + listed(lines)
+        )
     sparse = [w.path for w in ready if getattr(w.parameter.grad, "is_sparse", False)]
-    problems = {
-        "these weights were turned to another dtype while they were held; call remove(), turn the"
-        " model, build its optimizer and call constrain_ again": [
-            f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned
-        ],
-        "these weights have sparse gradients, of which no projection is sparse; use"
-        " nn.Embedding(sparse=False)": sparse,
-    }
-    for problem, lines in problems.items():
-        if lines:
-            raise ConfigError(f"constrain_: {problem}:\n{listed(lines)}")
+    if sparse:
+        raise ConfigError(
+            "constrain_: these weights have sparse gradients, of which no projection is"
+            f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
+        )
 
 
 def handles_of(optimizer: Optimizer) -> list[Constraint]:

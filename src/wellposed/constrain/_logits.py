@@ -105,9 +105,12 @@ class HeadLogits(Weight):
 
     def hooks(self) -> list[Any]:
         """Watch the forward passes that have gradients."""
-        roles = [replace(self.role, path="")]
-        see = {"wanted": lambda _: torch.is_grad_enabled()}
-        return [AttentionWatcher(self.module, roles, self._see, **see)]
+        role = replace(self.role, path="")
+        return [
+            AttentionWatcher(
+                self.module, [role], self._see, wanted=lambda _: torch.is_grad_enabled()
+            )
+        ]
 
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:

@@ -3,6 +3,7 @@ and what attaching did to each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -81,7 +82,8 @@ class ConstraintReport:
             ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
         ]
         for row in self.rows:
-            name, shape = " = ".join((row.path, *row.also)), "x".join(map(str, row.shape))
+            name = " = ".join((row.path, *row.also))
+            shape = "x".join(map(str, row.shape))
             moved = (row.moved_frobenius, row.moved_spectral, row.error_before, row.error_after)
             lines.append((name, shape, f"{row.gain:.3g}", *(f"{value:.2g}" for value in moved)))
         return aligned(lines)
@@ -229,9 +231,15 @@ class Weight:
 
 
 class SpectralWeight(Weight):
-    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient."""
+    """``|W|_2 <= gain``, proved after each step; it steps by its own gradient. With ``rms``, ``size`` is
+    in units of sqrt(fan_out / fan_in)."""
 
     decays = True
+
+    def __init__(self, place: Candidate, optimizer: Optimizer, size: float, *, rms: bool) -> None:
+        super().__init__(place, optimizer, size)
+        rows, columns = self.value.shape
+        self.gain *= math.sqrt(rows / columns) if rms else 1.0
 
     stacked = 2**16
     before = 0.0

@@ -124,12 +124,8 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
         raise ShapeError(
             f"affinities of self-attention are square; received shape {tuple(logits.shape)}"
         )
-    given = logits.reshape(-1, 1, *logits.shape[-2:])
-    # Heads of no width have logits of zero, to which those given are added.
-    none = given.new_zeros(*given.shape[:3], 0)
     with torch.autocast(logits.device.type, enabled=False):
-        value: Tensor = _Exact.apply(none, none, given, _Masks.read(1.0, given, None, False))  # type: ignore[assignment]
-    return value.reshape(logits.shape[:-2])
+        return _FromLogits.apply(logits)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -204,9 +200,7 @@ class _Exact(torch.autograd.Function):
             if need_key:
                 grads["key"].append((upstream.mT @ q).mul_(masks.scale).to(key.dtype))
             if need_bias:
-                # A bias that several heads or sequences share is summed in float32.
-                own = part.bias is not None and part.bias.shape == upstream.shape
-                grads["bias"].append(upstream.to(part.bias) if own else upstream)
+                grads["bias"].append(upstream)
         ctx.save_for_backward(*(torch.cat(parts) if parts else None for parts in grads.values()))
         ctx.bias_shape = None if bias is None else bias.shape
         return torch.cat(values)
@@ -221,6 +215,27 @@ class _Exact(torch.autograd.Function):
         if by_bias is not None:
             by_bias = by_bias.sum_to_size(ctx.bias_shape)
         return by_query, by_key, by_bias, None
+
+
+class _FromLogits(torch.autograd.Function):
+    """As `_Exact`, from logits that are given."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        real = _is_open(logits).any(dim=-2)
+        kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(
+            ~real[..., None, :], -torch.inf
+        )
+        value, upstream = _value_and_gradient(kept, real, ctx.needs_input_grad[0])
+        if upstream is not None:
+            ctx.save_for_backward(upstream.to(logits.dtype))
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (upstream,) = ctx.saved_tensors
+        return upstream * grad[..., None, None].to(upstream.dtype)
 
 
 def _is_open(bias: Tensor) -> Tensor:

@@ -437,9 +437,20 @@ def carry_out(
             if is_loaded(step.view.parameter):
                 moved = distance(values, weight)
             weight.copy_(values)
-        place = step.view.parameter_name, step.role, step.stack, step.layer, step.view.shape
-        stds = found, before, after
-        rows.append(InitializedWeight(*place, step.factor, is_drawn, *stds, moved=moved))
+        row = InitializedWeight(
+            name=step.view.parameter_name,
+            role=step.role,
+            stack=step.stack,
+            layer=step.layer,
+            shape=step.view.shape,
+            factor=step.factor,
+            drawn=is_drawn,
+            std_found=found,
+            std_before=before,
+            std_after=after,
+            moved=moved,
+        )
+        rows.append(row)
     return rows
 
 

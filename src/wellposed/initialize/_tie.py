@@ -152,22 +152,25 @@ def _tie_separate(role: AttentionRole, attention: nn.Module) -> None:
         if getattr(key.owner, name, None) is not None:
             setattr(key.owner, name, getattr(query.owner, name))
             names = [f"{view.owner_path[inside:]}.{name}" for view in (query, key)]
-            attention.register_state_dict_post_hook(partial(_separate, names, False))
-            attention.register_load_state_dict_pre_hook(partial(_separate, names, True))
+            attention.register_state_dict_post_hook(partial(_save_separate, names))
+            attention.register_load_state_dict_pre_hook(partial(_load_separate, names))
 
 
-def _separate(
-    names: list[str], is_loaded: bool, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any
+def _save_separate(
+    names: list[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any
 ) -> None:
-    """Check that query and key are equal in what is loaded; give the key a tensor of its own in what
-    is saved: file formats refuse two names for one."""
+    """Give the key a tensor of its own: file formats refuse two names for one."""
     query, key = (prefix + name for name in names)
-    if query not in state or key not in state:
-        return
-    if is_loaded:
-        _check_equal(key, state[query], state[key])
-    else:
+    if query in state and key in state:
         state[key] = state[key].clone()
+
+
+def _load_separate(
+    names: list[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any
+) -> None:
+    query, key = (prefix + name for name in names)
+    if query in state and key in state:
+        _check_equal(key, state[query], state[key])
 
 
 def _tied_names(owner: nn.Module) -> dict[str, _KeyIsQuery]:

@@ -4,7 +4,6 @@ takes."""
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -146,8 +145,7 @@ def _parts_that_ignore(model: PreTrainedModel, name: str) -> list[str]:
     ]
 
 
-def _forward(  # noqa: PLR0917
-    is_l2: bool,
+def _l2_forward(  # noqa: PLR0917
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -156,17 +154,7 @@ def _forward(  # noqa: PLR0917
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    given = {name for name, option in kwargs.items() if option is not None and option is not False}
-    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in given]
-    if asked:
-        raise ConfigError(
-            f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call"
-            " asks for; run it with attn_implementation='eager', or without:\n" + listed(asked)
-        )
-    sdpa, width = AttentionInterface()["sdpa"], query.shape[-1]
-    if not is_l2:
-        tokens = (normalized_vectors(each, _EPS) for each in (query, key, value))
-        return sdpa(module, *tokens, attention_mask, scaling=math.sqrt(width), **kwargs)
+    _check_options(module, kwargs)
     own: Any = getattr(module, "scaling", None)
     if own is not None and scaling is not None and (isinstance(own, Tensor) or own != scaling):
         raise ConfigError(
@@ -174,17 +162,33 @@ def _forward(  # noqa: PLR0917
             f" attention is told {scaling}), so |q - k| would compare vectors of two scales; use"
             " attn_implementation='wellposed_cosine', which does not depend on lengths"
         )
-    scaling = 1 / math.sqrt(width) if scaling is None else scaling
+    scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     value_dim = value.shape[-1]
     shift = common_shift(query, key, _unseen(attention_mask), first=True)
     wide_query, wide_key = l2_vectors(query, key, shift, value_dim=value_dim)
     wide_value = F.pad(value.to(wide_key.dtype), (0, wide_key.shape[-1] - value_dim))
-    wide = (wide_query, wide_key, wide_value)
-    joined, _ = sdpa(module, *wide, attention_mask, scaling=2 * scaling, **kwargs)
+    joined, _ = AttentionInterface()["sdpa"](
+        module, wide_query, wide_key, wide_value, attention_mask, scaling=2 * scaling, **kwargs
+    )
     return joined[..., :value_dim].contiguous(), None
 
 
-_FORWARD = {"wellposed_l2": partial(_forward, True), "wellposed_cosine": partial(_forward, False)}
+def _cosine_forward(  # noqa: PLR0917
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,  # noqa: ARG001
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    _check_options(module, kwargs)
+    query, key, value = (normalized_vectors(tokens, _EPS) for tokens in (query, key, value))
+    sdpa, tau = AttentionInterface()["sdpa"], math.sqrt(query.shape[-1])
+    return sdpa(module, query, key, value, attention_mask, scaling=tau, **kwargs)
+
+
+_FORWARD = {"wellposed_l2": _l2_forward, "wellposed_cosine": _cosine_forward}
 
 
 def _unseen(mask: Tensor | None) -> Tensor | None:
@@ -194,6 +198,16 @@ def _unseen(mask: Tensor | None) -> Tensor | None:
         return None
     allowed = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return ~allowed.any(-2).any(-2, keepdim=True)
+
+
+def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in given]
+    if asked:
+        raise ConfigError(
+            f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call"
+            " asks for; run it with attn_implementation='eager', or without:\n" + listed(asked)
+        )
 
 
 register_attention()

@@ -106,9 +106,14 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
         if self.penalty is not None:
             self.penalty.step = state.global_step * args.gradient_accumulation_steps
 
-    def on_step_end(self, *given: Any, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         """Have a step with vital signs logged."""
-        control: TrainerControl = given[2]
         if self.monitor is not None:
             # By the schedule alone: to log, all processes must agree.
             control.should_log = control.should_log or self.monitor.is_due()

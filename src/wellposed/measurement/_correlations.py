@@ -95,9 +95,12 @@ def correlations(models: Mapping[str, Mapping[str, float]]) -> list[Correlation]
     """
     rows = models.values()
     quantities = list(next(iter(rows), {}))
-    if len(quantities) < 2 or any(set(row) != set(quantities) for row in rows):
-        received = listed([f"{name}: {sorted(row)}" for name, row in models.items()])
-        expected = "expected the same quantities of every model, at least two"
-        raise ConfigError(f"correlations: {expected}; received:\n{received}")
+    if len(quantities) < 2:
+        expected = "expected at least two, measured on every model"
+        raise ConfigError(f"correlations: quantities {quantities}; {expected}")
+    uneven = [f"{name}: {sorted(r)}" for name, r in models.items() if set(r) != set(quantities)]
+    if uneven:
+        lacking = f"these models do not hold {sorted(quantities)}"
+        raise ConfigError(f"correlations: {lacking}:\n{listed(uneven)}")
     pairs = itertools.combinations(quantities, 2)
     return [correlate(*([row[n] for row in rows] for n in pair), names=pair) for pair in pairs]

@@ -81,12 +81,13 @@ def isomap(
             f" and {len(tokens)} names were given; expected one sequence of at least three tokens,"
             " without padding, and a name for each"
         )
+    if neighbors >= len(tokens):
+        expected = f"expected at most {len(tokens) - 1} with {len(tokens)} tokens"
+        raise ConfigError(f"isomap: neighbors = {neighbors}, {expected}")
     absent = [token for token in chosen if token not in tokens]
-    if absent or neighbors >= len(tokens):
-        raise ConfigError(
-            f"isomap: neighbors = {neighbors}, chosen tokens that do not occur: {absent}; expected"
-            f" less than {len(tokens)} neighbors and chosen ones of the tokens {list(tokens)}"
-        )
+    if absent:
+        problem = f"isomap: chosen tokens {absent} do not occur"
+        raise ConfigError(f"{problem}; the tokens are {list(tokens)}")
     refuse_non_finite(found, checked_mask(None, found[0]), "isomap")
     collapsed = [index for index, state in enumerate(found) if bool((state == state[:, :1]).all())]
     if collapsed:

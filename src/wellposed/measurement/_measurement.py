@@ -29,9 +29,14 @@ _PLACE = (*IDENTITY, "kind", "parameter", "rows", "cols")
 WEIGHT_COLUMNS = (*_PLACE, *_ERRORS, "gram", *_SPECTRAL, *_STATUS)
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
-_HEADINGS = ("err_orth (best scale)", "err_orth (raw)")
-_HEADINGS += ("sigma max", "sigma min", "condition", "stable rank")
-_SHOWN = dict(zip(_HEADINGS, (*_ERRORS, *_SPECTRAL), strict=True))
+_SHOWN = {
+    "err_orth (best scale)": "scale_free_orthogonality_error",
+    "err_orth (raw)": "orthogonality_error",
+    "sigma max": "sigma_max",
+    "sigma min": "sigma_min",
+    "condition": "condition_number",
+    "stable rank": "stable_rank",
+}
 """Heading of the table -> entry of a row."""
 _SHOWN_OF_MODULES = {
     "mean norm": "mean_norm",
@@ -159,17 +164,16 @@ class Measurement:
         path = Path(path)
         try:
             record = from_json(read_bytes(path))
-            if record["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"schema_version is {record['schema_version']!r}, not 1")
-            lists = [record.get(name, []) for name in ("activations", "notes")]
-            if not all(isinstance(each, list) for each in lists):
-                raise ValueError("activations and notes are not lists")
-            return cls([_read_row(row) for row in record["rows"]], *lists)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or f"not valid JSON: {error}"
             raise DataError(
                 f"{path}: no measurement that can be read ({why}); restore the file, or measure again"
             ) from error
+        problem = _schema_problem(record)
+        if problem:
+            raise DataError(f"{path}: {problem}; expected a file written by Measurement.to_json")
+        rows = [_read_row(row) for row in record["rows"]]
+        return cls(rows, record.get("activations", []), record.get("notes", []))
 
     def plot(self, path: str | Path) -> Path:
         """Draw ``err_orth`` as a layers x roles heat map and, where measured, the spectra; SVG or
@@ -243,12 +247,31 @@ def _plain_name(row: Mapping[str, Any]) -> str:
     return ".".join(str(part) for part in parts if part is not None)
 
 
+def _schema_problem(record: Any) -> str | None:
+    """Return what makes of a record no measurement; None where nothing does."""
+    if not isinstance(record, dict):
+        return f"holds a {type(record).__name__}, not an object"
+    if record.get("schema_version") != SCHEMA_VERSION:
+        found = f"schema_version is {record.get('schema_version')!r}"
+        return f"{found}, this version reads {SCHEMA_VERSION}"
+    rows = record.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return "has no list of rows"
+    for row in rows:
+        bad = [name for name in IDENTITY if name not in row]
+        bad += [name for name in row if not fits(row[name], _KINDS.get(name, float | None))]
+        if not bad and not all(
+            isinstance(v, int | float) for v in row.get("singular_values") or []
+        ):
+            bad = ["singular_values"]
+        if bad:
+            return f"a row has no usable {', '.join(bad)}"
+    if not all(isinstance(record.get(name, []), list) for name in ("activations", "notes")):
+        return "activations and notes are not lists"
+    return None
+
+
 def _read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the infinite condition number that JSON lacks, if its values are of the
-    kinds that a row holds."""
-    bad = [name for name in IDENTITY if name not in row]
-    bad += [name for name, value in row.items() if not fits(value, _KINDS.get(name, float | None))]
-    if bad or not all(fits(value, float) for value in row.get("singular_values") or []):
-        raise ValueError(f"a row has no usable {', '.join(bad or ['singular_values'])}")
+    """Return a row with the infinite condition number that JSON lacks."""
     is_singular = row.get("sigma_min") == 0 and row.get("condition_number") is None
     return {**row, "condition_number": math.inf} if is_singular else dict(row)

@@ -140,13 +140,15 @@ class Monitor:
         for name in limits or {}:
             if name not in LIMITS:
                 raise unknown_name("limit", name, LIMITS)
-        self.every, self.weights, self.spectra = every, weights, spectra
+        self.every = every
+        self.weights = weights
+        self.spectra = spectra
         self.limits = {**LIMITS, **(limits or {})}
         self.alarms: list[Alarm] = []
         model = getattr(model, "_orig_mod", model)
         roles = find_roles(model, batch)
         self._weights = list(roles.weights())
-        self.steps, self._shown = 0, EXACT if spectra else QUICK
+        self.steps = 0
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
         self._vitals = None
@@ -173,16 +175,19 @@ class Monitor:
             if not found.keys() <= self._beyond:
                 worst = min if number == "entropy" else max
                 name = worst(found, key=found.__getitem__)
-                what = (found[name], self.limits.get(number, 0.0), len(found) - 1, _REASONS[number])
-                self.alarms.append(Alarm(self.steps, name, *what))
-                logger.warning("%s", self.alarms[-1])
+                limit = self.limits.get(number, 0.0)
+                others = len(found) - 1
+                alarm = Alarm(self.steps, name, found[name], limit, others, _REASONS[number])
+                self.alarms.append(alarm)
+                logger.warning("%s", alarm)
         self._beyond = {name for found in new.values() for name in found}
         if not self.weights:
             return vitals
         check_measurable(self._weights)
         rows = weight_rows(self._weights, spectra=self.spectra)
         pairs = zip(row_names(rows), rows, strict=True)
-        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in self._shown}
+        shown = EXACT if self.spectra else QUICK
+        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in shown}
         return {name: value for name, value in found.items() if value is not None} | vitals
 
     def remove(self) -> None:

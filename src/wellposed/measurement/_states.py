@@ -71,16 +71,18 @@ def read_states(states: States) -> tuple[Tensor, ...]:
             " output_hidden_states=True"
         )
     found = tuple(state.detach() for state in found)
-    shape = found[0].shape[:2] if found else ()
-    if len(found) < 2 or not all(
-        state.ndim == 3 and state.is_floating_point() and state.shape[:2] == shape
-        for state in found
-    ):
-        sizes = (f"{state.dtype} {tuple(state.shape)}" for state in found)
-        received = listed([f"state {index}: {size}" for index, size in enumerate(sizes)])
+    if len(found) < 2:
+        expected = "expected the input of the first layer and its output"
+        raise ShapeError(f"received {len(found)} hidden states; {expected}")
+    wrong = [
+        f"state {index}: {state.dtype} {tuple(state.shape)}"
+        for index, state in enumerate(found)
+        if state.ndim != 3 or not state.is_floating_point() or state.shape[:2] != found[0].shape[:2]
+    ]
+    if wrong:
         raise ShapeError(
-            "hidden states are at least two floating tensors (batch, tokens, width) of the same"
-            f" tokens, the input of the first layer and every output; received:\n{received}"
+            "hidden states are floating tensors (batch, tokens, width) with the"
+            f" {tuple(found[0].shape[:2])} tokens of state 0:\n{listed(wrong)}"
         )
     return found
 

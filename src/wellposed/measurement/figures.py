@@ -192,7 +192,9 @@ def short_number(value: float) -> str:
     if abs(value) < 0.005 or abs(value) >= 1e4:
         mantissa, _, exponent = f"{value:.0e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:.{2 if abs(value) < 1 else int(abs(value) < 10)}f}"
+    if abs(value) < 1:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}"
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:

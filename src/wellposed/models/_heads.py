@@ -257,12 +257,17 @@ class SequencePairClassifier(Classifier[Output]):
         Raises:
             ShapeError: sides of different batch size, and what `forward` of the body refuses.
         """
-        (vector, output), (other_vector, other) = (
-            self.pooled(ids, mask, inputs_embeds=vectors, output_hidden_states=False)
-            for ids, mask, vectors in (
-                (given.input_ids, given.attention_mask, given.inputs_embeds),
-                (given.input_ids_pair, given.attention_mask_pair, given.inputs_embeds_pair),
-            )
+        vector, output = self.pooled(
+            given.input_ids,
+            given.attention_mask,
+            inputs_embeds=given.inputs_embeds,
+            output_hidden_states=False,
+        )
+        other_vector, other = self.pooled(
+            given.input_ids_pair,
+            given.attention_mask_pair,
+            inputs_embeds=given.inputs_embeds_pair,
+            output_hidden_states=False,
         )
         if len(vector) != len(other_vector):
             raise ShapeError(

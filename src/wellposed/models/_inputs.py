@@ -169,7 +169,7 @@ def read_inputs(
     input_ids, vectors = given.input_ids, given.inputs_embeds
     name, other = given.names
     received = input_ids if vectors is None else vectors
-    if received is None or None not in (input_ids, vectors):
+    if received is None or (input_ids is None) == (vectors is None):
         count = "neither" if received is None else "both"
         raise ShapeError(f"{where}: received {count} of {name} and {other}; give one")
     if vectors is None:

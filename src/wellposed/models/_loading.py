@@ -4,7 +4,7 @@ is missing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -295,31 +295,35 @@ def _refuse_endless(source: Path) -> None:
     file = source if source.suffix == ".json" else source / "config.json"
     try:
         values = dict(from_json(read_bytes(file), any_number=True))
-        labels = values.get("num_labels")
-        counts = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and isinstance(v, int)}
-        deep = {name: value for name, value in counts.items() if value > _DEEP}
-        tensors = _count_tensors(source) if deep else 0
-    except (OSError, ValueError, TypeError, SafetensorError):
+    except (OSError, ValueError, TypeError):
         return  # damaged in a way that loading names
+    labels = values.get("num_labels")
     if isinstance(labels, (int, float)) and labels > MOST_LABELS:
         raise CheckpointError(
             f"{file}: num_labels = {labels}, expected at most {MOST_LABELS:,}; the file is damaged:"
             " copy it again from where it was whole"
         )
-    beyond = [f"{name} = {value}" for name, value in deep.items() if value > tensors > 0]
-    if beyond:
+    counts = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and isinstance(v, int)}
+    deep = {name: value for name, value in counts.items() if value > _DEEP}
+    tensors = _count_tensors(source) if deep else None
+    if tensors is None:
+        return
+    if beyond := [f"{name} = {value}" for name, value in deep.items() if value > tensors]:
         raise CheckpointError(
             f"{file}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is"
             " damaged or of another model: copy the folder again from where it was whole"
         )
 
 
-def _count_tensors(folder: Path) -> int:
-    tensors = 0
-    for file in filter(Path.is_file, folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as weights:
-            tensors += len(weights.keys())
-    return tensors
+def _count_tensors(folder: Path) -> int | None:
+    """Return how many tensors the files of a folder hold; None without one, or where one is damaged."""
+    counts = []
+    with suppress(OSError, SafetensorError):
+        for file in filter(Path.is_file, folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:
+                counts.append(len(weights.keys()))
+        return sum(counts) if counts else None
+    return None
 
 
 @contextmanager

@@ -81,9 +81,9 @@ class WindowsForSequenceClassification(PreTrainedModel):
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
         self.model: Any = auto.from_config(inner)
+        self.post_init()
         if config.frozen:
             self._freeze()
-        self.post_init()
 
     @classmethod
     def around(cls, model: Any, pad: int, **windows: Any) -> WindowsForSequenceClassification:
@@ -100,7 +100,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         made = cls(WindowConfig(**given))
         made.model = model
         if made.config.frozen:
-            made._freeze()
+            model.requires_grad_(False)
         return made.train(model.training)
 
     def _freeze(self) -> None:

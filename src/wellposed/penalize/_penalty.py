@@ -156,9 +156,14 @@ class OrthogonalityPenalty:
         self.every = every
         self.removed = False
         self.roles = find_roles(model, batch, patterns=patterns)
-        how = {"qr_method": qr_method, "gram_dtype": gram_dtype, "cross_attention": cross_attention}
-        joint = attention_mode == "joint"
-        self._terms, notes = _terms.weight_terms(self.roles, forms, joint=joint, **how)
+        self._terms, notes = _terms.weight_terms(
+            self.roles,
+            forms,
+            joint=attention_mode == "joint",
+            cross_attention=cross_attention,
+            qr_method=qr_method,
+            gram_dtype=gram_dtype,
+        )
         if adapters:
             self._terms = _terms.adapted_terms(model, self._terms)
         self._warned = False
@@ -174,9 +179,7 @@ class OrthogonalityPenalty:
         self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
         self._capture = None
         if "affinity" in self._strengths:
-            given = (model, self.roles, layers_per_step)
-            asked = {"step": lambda: None if self.step % self.every else self.step}
-            self._capture = _attach(*given, **asked)
+            self._capture = _attach(model, self.roles, layers_per_step, self._next_step)
 
     def __call__(self) -> Tensor:
         """Return the penalty as a scalar that carries gradient, and count one step.
@@ -277,6 +280,9 @@ class OrthogonalityPenalty:
                 stacklevel=3,
             )
 
+    def _next_step(self) -> int | None:
+        return None if self.step % self.every else self.step
+
     def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
         for term in self._terms:
             yield f"{term.strength}.{term.label}", strengths[term.strength] * term.value()
@@ -336,11 +342,14 @@ def _sum(parts: Mapping[str, Tensor]) -> Tensor:
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
     numbers = {name: strength for name, strength in given.items() if not callable(strength)}
     bad = [f"{name} = {each!r}" for name, each in numbers.items() if not _is_strength(each)]
-    active = {name: strength for name, strength in given.items() if strength}
-    if bad or not active:
-        none = f"no strength above zero; set one of {', '.join(given)}"
+    if bad:
         kinds = "finite numbers >= 0, or functions of the step"
-        raise ConfigError(f"OrthogonalityPenalty: strengths are {kinds}:\n{listed(bad or [none])}")
+        raise ConfigError(f"OrthogonalityPenalty: strengths are {kinds}:\n{listed(bad)}")
+    active = {name: strength for name, strength in given.items() if strength}
+    if not active:
+        raise ConfigError(
+            "OrthogonalityPenalty was given no strength above zero; set one of " + ", ".join(given)
+        )
     return active
 
 
@@ -368,10 +377,13 @@ def _attach(
     if layers_per_step is not None and layers_per_step > len(attention):
         problem = f"layers_per_step = {layers_per_step}"
         raise ConfigError(f"{problem}, but the model has {len(attention)} self-attentions")
-    named = [(path or type(module).__name__, module) for path, module in model.named_modules()]
-    configs = [(path, module.config) for path, module in named if hasattr(module, "config")]
-    kernels = [f"{path}: {getattr(c, '_attn_implementation', None)}" for path, c in configs]
-    if unseen := [k for k in kernels if any(word in k.rpartition(": ")[2] for word in _UNSEEN)]:
+    kernels = {
+        path or type(module).__name__: str(getattr(module.config, "_attn_implementation", None))
+        for path, module in model.named_modules()
+        if hasattr(module, "config")
+    }
+    unseen = [f"{path}: {k}" for path, k in kernels.items() if any(word in k for word in _UNSEEN)]
+    if unseen:
         raise ConfigError(
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)

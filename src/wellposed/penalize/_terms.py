@@ -294,9 +294,8 @@ class AffinityCapture:
             model.register_forward_pre_hook(watch.ObservingHook(self._begin)),
             model.register_forward_hook(watch.ObservingHook(self._end), always_call=True),
         ]
-        given = (model, attention, self._found)
         self._watcher = watch.AttentionWatcher(
-            *given, wanted=lambda role: role.path in self._chosen
+            model, attention, self._found, wanted=self._is_wanted
         )
 
     @property
@@ -363,6 +362,9 @@ class AffinityCapture:
 
     def _end(self, *_: Any) -> None:
         self._chosen = ()
+
+    def _is_wanted(self, role: AttentionRole) -> bool:
+        return role.path in self._chosen
 
     def _found(
         self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]

@@ -260,8 +260,17 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
             said = f"is tested on the {test.pairs} seeds it shares with the first variant"
             notes.append(f"{label} {said}")
         results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
-    columns = tuple(results), tuple(finished), tuple(notes)
-    return TaskComparison(name, metric, higher, reference, judging, expected, *columns)
+    return TaskComparison(
+        task=name,
+        metric=metric,
+        higher_is_better=higher,
+        reference=reference,
+        reference_metric=judging,
+        reference_value=expected,
+        variants=tuple(results),
+        runs=tuple(finished),
+        notes=tuple(notes),
+    )
 
 
 def _comparisons(
@@ -372,7 +381,7 @@ def verdict(task: TaskComparison) -> str:
         sides.setdefault(side, []).append(result.variant)
     said = []
     for side, names in sorted(sides.items()):
-        every = "all " * (len(names) == len(others))
+        every = "all " if len(names) == len(others) else ""
         some = ", ".join(names) if len(names) <= FEW else f"{every}{len(names)} variants"
         said.append(f"{some}: {side}")
     return f"By {words}, {'; '.join(said)}"

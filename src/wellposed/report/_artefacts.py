@@ -97,7 +97,7 @@ def _table(file: Path) -> Table:
     columns, values = [], []
     for name, *texts in zip(heading, *rows, strict=True):
         numbers = [_number(text) for text in texts]
-        numeric = not any(text and _number(text) is None for text in texts)
+        numeric = None not in [n for n, text in zip(numbers, texts, strict=True) if text]
         columns.append(Column(name, name.replace("_", " "), "number" if numeric else "text"))
         values.append(numbers if numeric else texts)
     cells = [dict(zip(heading, row, strict=True)) for row in zip(*values, strict=True)]

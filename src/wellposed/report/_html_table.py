@@ -119,10 +119,14 @@ def slug(name: str) -> str:
 
 
 def _shown(value: Any, column: Column) -> ShownCell:
-    counted = column.kind == "count" and isinstance(value, (int, float))
-    text = f"{value:,.0f}" if counted else format_number(value, column.digits) or MISSING
-    cell = value if isinstance(value, Cell) else Cell(value, text)
+    cell = value if isinstance(value, Cell) else Cell(value, _text(value, column))
     number = isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool)
     kinds = {"text": "text", "wrap": "text wrap"}
     style = f"{kinds.get(column.kind, '')} {cell.style}".strip()
     return ShownCell(cell.text, style, repr(cell.value) if number else "")
+
+
+def _text(value: Any, column: Column) -> str:
+    if column.kind == "count" and isinstance(value, (int, float)):
+        return f"{value:,.0f}"
+    return format_number(value, column.digits) or MISSING

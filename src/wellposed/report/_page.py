@@ -1,5 +1,5 @@
-"""One HTML page about runs and reproductions that needs nothing beside it: for each task its tables
-and figures, and the sentences before them."""
+"""One HTML page about runs and reproductions that needs nothing beside it, written once or again and
+again."""
 
 from __future__ import annotations
 
@@ -9,37 +9,20 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, lines, pixels, where
+from wellposed.charts import pixels
 from wellposed.errors import DataError, import_extra
-from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.report import _aggregate as aggregate
-from wellposed.report import _figures as figures
 from wellposed.report import _runs as run_files
-from wellposed.report._aggregate import TaskComparison, VariantResult, metric_words
 from wellposed.report._artefacts import find_artefacts, overview
-from wellposed.report._figures import LEVELS, Groups, Numbers, Weights, chart, fitted, forest
-from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
-from wellposed.report._runs import Run, first_alarm, is_finite
-from wellposed.text_table import MISSING, format_number
+from wellposed.report._html_table import Cell, Column, Table, csv_link
+from wellposed.report._runs import Run
+from wellposed.report._sections import by_value, running_section, task_section
 from wellposed.training.folder import durable_files
 
-Runs = Sequence[Sequence[Run]]
-"""The finished runs of each variant."""
-SEED_COLUMNS = 8
-"""Seeds up to which each has its own column."""
-LABELS, TEXTS = 20, 6
-"""Labels up to which answers are counted in a table, and texts of a kind that are shown."""
-VARIANT = Column("variant", "variant", "text")
-COUNTED = ("parameters", "steps", "best_step", "tokens", "seconds", "tokens_per_second")
-TRAINING = {name: (name, 1, name.replace("_", " ")) for name in COUNTED}
-TRAINING["seconds"] = ("seconds", 1, "time, s")
-TRAINING["peak_memory_mib"] = ("peak_memory_bytes", 2**20, "peak memory, MiB")
-"""Column -> entry of ``train_info``, its unit and the heading."""
 COLOURS = 8
 """Colours of variants in the page's style, c0, c1, ...: told apart with any kind of colour vision."""
 
@@ -93,7 +76,7 @@ def build_report(
         sections=sections,
         artefacts=artefacts,
         claims=overview(artefacts),
-        running=_running_section(unfinished, numbers),
+        running=running_section(unfinished, numbers),
         numbers=numbers,
         colours=COLOURS,
         remarks=comparison.remarks(),
@@ -131,7 +114,7 @@ def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, 
     sections = []
     for number, task in enumerate(comparison.tasks, start=1):
         runs = [[details[run.folder] for run in group] for group in task.runs]
-        sections.append(_task_section(number, task, runs, numbers, worth))
+        sections.append(task_section(number, task, runs, numbers, worth))
     return comparison, details, unfinished, numbers, sections
 
 
@@ -177,18 +160,8 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
         described.append((f"{run.task} {run.variant} seed {run.seed}", flat_options(values)))
     return [
         (name, [(value, ", ".join(of) if len(groups) > 1 else "") for value, of in groups.items()])
-        for name, groups in _by_value(described).items()
+        for name, groups in by_value(described).items()
     ]
-
-
-def _by_value(described: Sequence[tuple[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Return, for each setting, its values as text and the names of those that have each."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for name in (name for _, values in described for name in values):
-        found[name] = {}
-        for of, values in described:
-            found[name].setdefault(shown(values.get(name, "-")), []).append(of)
-    return found
 
 
 def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -198,8 +171,8 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         command = shlex.join(run.command) if run.command else "(started from Python)"
         made = f"{run.task} {run.variant} seed {run.seed}: {run.folder}"
         made += f", finished {run.result['date']}"
-        resumed = [str(start["from_step"]) for start in run.environment.get("starts", ())[1:]]
-        made += f", resumed from step {', '.join(resumed)}" if resumed else ""
+        resumed = ", ".join(run.environment.get("starts", ()))
+        made += f", resumed from step {resumed}" if resumed else ""
         groups.setdefault(command, []).append(made)
     return list(groups.items())
 
@@ -256,278 +229,3 @@ def _state(run_dirs: Sequence[Path]) -> set[tuple[str, int, int]]:
                 stat = file.stat()
                 found.add((str(file), stat.st_mtime_ns, stat.st_size))
     return found
-
-
-def _task_section(
-    number: int, task: TaskComparison, runs: Runs, numbers: Numbers, worth: float | None
-) -> dict[str, Any]:
-    """Return what the template shows of one task; ``runs`` are those of each variant, with their files read."""
-    name = f"{number}-{slug(task.task)}"[:40]
-    groups = {of.variant: found for of, found in zip(task.variants, runs, strict=True) if found}
-    weights = _weights(groups)
-    measured = [variant for variant, _, _ in weights]
-    no_roles = "has no measurement, as no weight of its model has a known role"
-    notes = [f"note: {each} {no_roles}" for each in groups if each not in measured]
-    alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
-    notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
-    drawn = figures.certified_figures(name, groups, numbers)
-    drawn += figures.curve_figures(name, task, groups, numbers)
-    drawn += [figures.spectra_figure(f"{name}-spectra", weights, numbers)]
-    return {
-        "anchor": f"task-{number}",
-        "name": task.task,
-        "verdict": aggregate.verdict(task),
-        "metric": metric_words(task.metric),
-        "notes": [*(f"note: {note}" for note in task.notes), *notes, *task.worth(worth)],
-        **_answer(f"{name}-differences", task, numbers),
-        "results": _results(f"{name}-results", task),
-        "figures": [figure for figure in drawn if figure],
-        "maps": figures.orthogonality_maps(f"{name}-orthogonality", weights, numbers),
-        "confusions": _confusions(f"{name}-answers", groups),
-        "texts": _texts(f"{name}-texts", groups),
-        "training": _training(f"{name}-training", groups),
-        "settings": _settings(f"{name}-settings", groups),
-        "weights": _weight_table(f"{name}-weights", weights) if weights else None,
-        "data": _data(runs),
-    }
-
-
-def _answer(name: str, task: TaskComparison, numbers: Numbers) -> dict[str, Any]:
-    """Return the forest plots, that of the task's metric with what is said of each variant, and
-    their numbers."""
-    forests, rows = [], []
-    for metric in aggregate.distinct_metrics(task):
-        bars, tests = [], [result.comparisons.get(metric) for result in task.variants]
-        for result, test in zip(task.variants, tests, strict=True):
-            said, bad = _sentence(task, result) if metric == task.metric else ("", False)
-            mean = str(result.metrics.get(metric, MISSING))
-            bars.append((result.variant, numbers[result.variant], mean, said, bad))
-            row = {"metric": metric, "variant": result.variant}
-            row |= {n: getattr(test, n, None) for n in ("mean_difference", "pairs", "p_value")}
-            row["low"], row["high"] = (test and test.interval) or (None, None)
-            rows.append(row)
-        forests.append(forest(metric_words(metric), bars, tests))
-    data = csv_link(name, list(rows[0]), rows)
-    learned = ""
-    if all(result.learned and not result.failed for result in task.variants):
-        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
-        learned = f"Every variant learned: {words} is better than the reference {reference}"
-    return {"forests": forests, "differences": data, "learned": learned}
-
-
-def _sentence(task: TaskComparison, result: VariantResult) -> tuple[str, bool]:
-    """Return what is said of a variant, and whether it is bad."""
-    test = result.comparison
-    said = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
-    if result.learned is False:
-        mean = format_number(result.metrics[task.reference_metric].mean)
-        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
-        said.append(f"did not learn: {words} {mean} is no better than the reference {reference}")
-    return "; ".join(said), result.learned is False
-
-
-def _weights(groups: Groups) -> Weights:
-    """Return the measurements before and after training of every variant whose runs all have
-    both."""
-    return [
-        (
-            variant,
-            figures.mean_rows([run.initial.rows for run in runs if run.initial]),
-            figures.mean_rows([run.final.rows for run in runs if run.final]),
-        )
-        for variant, runs in groups.items()
-        if all(run.initial and run.final for run in runs)
-    ]
-
-
-def _results(name: str, task: TaskComparison) -> Table:
-    """Return every number of every variant: each seed, the means, the test."""
-    first = task.variants[0].variant
-    seeds = sorted({seed for result in task.variants for seed in (*result.seeds, *result.failed)})
-    references = {metric_words(f"{name},valid"): value for name, value in task.reference.items()}
-    reference = ", ".join(f"{name} {format_number(value)}" for name, value in references.items())
-    words, direction = metric_words(task.metric), "higher" if task.higher_is_better else "lower"
-    several = any(len(result.seeds) > 1 for result in task.variants)
-    each = [Column(f"seed {seed}", f"seed {seed}") for seed in seeds]
-    means = []
-    for metric in dict.fromkeys([task.metric, *task.metrics]):
-        means += [Column(metric, metric_words(metric))]
-        means += [Column(f"{metric} standard error", "", "hidden")] if several else []
-    return Table(
-        name,
-        f"{words[0].upper()}{words[1:]}: {direction} is better; other metrics"
-        + (", mean ± standard error" if several else "")
-        + (f". Reference, the best guess that ignores the input: {reference}" if reference else ""),
-        [
-            VARIANT,
-            *(each if len(seeds) <= SEED_COLUMNS else [Column("seeds", "seeds")]),
-            means[0],
-            Column("difference", f"difference from {first}"),
-            Column("p", "p", digits=3),
-            Column("p_holm", "p (Holm)", digits=3),
-            Column("learned", "learned", "text"),
-            *means[1:],
-        ],
-        [_result_row(task, result) for result in task.variants],
-    )
-
-
-def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
-    summary, test = result.metrics.get(task.metric), result.comparison
-    values = dict(zip(result.seeds, summary.values, strict=True)) if summary else {}
-    of_all = f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
-    difference = getattr(test, "mean_difference", None)
-    row = {
-        "variant": result.variant,
-        **{f"seed {seed}": value for seed, value in values.items()},
-        **{f"seed {seed}": Cell("no result", "no result", "bad") for seed in result.failed},
-        "seeds": Cell(of_all, of_all, "bad") if result.failed else len(result.seeds),
-        "difference": None if difference is None else Cell(difference, f"{difference:+.4g}"),
-        "p": getattr(test, "p_value", None),
-        "p_holm": getattr(test, "p_holm", None),
-        "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[result.learned],
-    }
-    for metric, found in result.metrics.items():
-        row[metric] = Cell(found.mean, str(found))
-        row[f"{metric} standard error"] = found.standard_error
-    return row
-
-
-def _confusions(name: str, groups: Groups) -> list[Table]:
-    """Return, for each classifier, how many examples of each label got each answer, over seeds."""
-    tables = []
-    for variant, runs in groups.items():
-        labels = runs[0].examples.get("labels", ())
-        found = [run.examples for run in runs if run.examples.get("labels") == labels]
-        if not 0 < len(labels) <= LABELS:
-            continue
-        rows = []
-        for place, label in enumerate(labels):
-            line = [sum(each["counts"][place][k] for each in found) for k in range(len(labels))]
-            shade = [f"heat h{round((LEVELS - 1) * n / (sum(line) or 1))}" for n in line]
-            cells = [Cell(n, str(n), of) for n, of in zip(line, shade, strict=True)]
-            rows.append({"(label)": label, **dict(zip(labels, cells, strict=True))})
-        columns = [Column("(label)", "label \\ answer", "text"), *(Column(of, of) for of in labels)]
-        tables.append(Table(f"{name}-{len(tables) + 1}", variant, columns, rows))
-    return tables
-
-
-def _texts(name: str, groups: Groups) -> Table | None:
-    """Return texts of *test* with what each classifier answers, those on which they differ first, or
-    what each language model makes of the first texts."""
-    firsts = {of: runs[0] for of, runs in groups.items() if runs[0].examples.get("texts")}
-    columns = [Column(of, of, "wrap") for of in firsts]
-    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    answers = zip(*(run.examples["texts"] for run in firsts.values()), strict=False)
-    for place, each in enumerate(answers):
-        row: dict[str, Any] = {"(text)": each[0][0], "(label)": each[0][1]}
-        for (variant, run), (_, label, answer) in zip(firsts.items(), each, strict=True):
-            held = run.words.shown[place : place + 1] if run.words else []
-            said = "; ".join([answer, *filter(None, map(str, held))])
-            row[variant] = Cell(said, said, "good" if answer == label else "bad")
-        kinds.setdefault(tuple(row[of].style for of in firsts), []).append(row)
-    differing = sorted(kinds, key=lambda kind: -len(set(kind)))
-    rows = [row for kind in differing for row in kinds[kind][:TEXTS]]
-    fixed = [Column("(text)", "text", "wrap"), Column("(label)", "label", "text")]
-    written = [
-        {"variant": of, "(text)": begin, "goes on": rest}
-        for of, runs in groups.items()
-        for begin, rest in runs[0].examples.get("samples", ())
-    ]
-    if written and not rows:
-        told = [VARIANT, fixed[0], Column("goes on", "goes on", "wrap")]
-        return Table(name, "What the models make of texts of test, first seed", told, written)
-    caption = "Texts of test and answers, first seed: those on which the variants differ come first"
-    return Table(name, caption, [*fixed, *columns], rows[: 2 * TEXTS]) if rows else None
-
-
-def _training(name: str, groups: Groups) -> Table:
-    rows = []
-    for variant, runs in groups.items():
-        row: dict[str, Any] = {"variant": variant}
-        for key, (entry, unit, _) in TRAINING.items():
-            found = [run.result["train_info"].get(entry) for run in runs]
-            values = [value / unit for value in found if isinstance(value, (int, float))]
-            row[key] = sum(values) / len(values) if values else None
-        rows.append(row)
-    columns = [
-        Column(key, words, "number" if key == "seconds" else "count")
-        for key, (*_, words) in TRAINING.items()
-    ]
-    return Table(name, "Training, mean over seeds", [VARIANT, *columns], rows)
-
-
-def _settings(name: str, groups: Groups) -> Table | None:
-    """Return the settings in which variants differ; None where there are none."""
-    configs = [(of, flat_options(runs[0].result["config"])) for of, runs in groups.items()]
-    rows = [
-        {"(setting)": key, **{variant: value for value, of in values.items() for variant in of}}
-        for key, values in sorted(_by_value(configs).items())
-        if key not in ("variant", "train.seed") and len(values) > 1
-    ]
-    columns = [Column("(setting)", "setting", "text"), *(Column(of, of, "text") for of in groups)]
-    return Table(name, "Settings in which the variants differ", columns, rows) if rows else None
-
-
-def _weight_table(name: str, weights: Weights) -> Table:
-    numbers = {
-        "scale_free_orthogonality_error": "err_orth (best scale)", "orthogonality_error": "err_orth (raw)",
-        "sigma_max": "σ max", "sigma_min": "σ min", "condition_number": "condition", "stable_rank": "stable rank",
-    }  # fmt: skip
-    every = figures.weight_rows(weights)
-    rows = []
-    for row in every:
-        place = [row[part] for part in ("stack", "layer", "role") if row[part] is not None]
-        weight = " ".join(map(str, place)).replace("_", " ")
-        rows.append({**row, "weight": weight, "shape": f"{row['rows']} × {row['cols']}"})
-    rows.sort(key=lambda row: row["when"])
-    columns = [VARIANT, *(Column(key, key, "text") for key in ("when", "weight", "shape"))]
-    columns += [Column(key, words, digits=3) for key, words in numbers.items()]
-    data = csv_link(name, ["variant", "when", *WEIGHT_COLUMNS], every)
-    return Table(name, "Every weight, after and before training", columns, rows, data)
-
-
-def _data(runs: Runs) -> list[tuple[str, str]]:
-    """Description of the data; a setting in which runs differ shows all its values."""
-    described = [("", flat_options(run.result.get("data") or {})) for of in runs for run in of]
-    return [(name, " | ".join(values)) for name, values in _by_value(described).items()]
-
-
-def shown(value: Any) -> str:
-    """Return a setting as text."""
-    if value is None or value == []:
-        return "none"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | None:
-    """Return how far unfinished runs are and their losses so far; None where there is no such run."""
-    if not runs:
-        return None
-    table, colours = [], {}
-    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        rows = run_files.read_metrics(run.folder / "metrics.jsonl", going=True)
-        steps = flat_options(run.result["config"]).get("train.steps")
-        row = {"run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed}
-        row |= {"step": max((each["step"] for each in rows), default=0)}
-        table.append(row | {"steps": steps if is_finite(steps) else None})
-        label = f"{run.variant}, seed {run.seed}"
-        colours[label] = numbers[run.variant]
-        for split in ("train", "valid"):
-            mine = [each for each in where(rows, split=split) if is_finite(each.get("loss"))]
-            curves.setdefault((run.task, split), []).extend({**each, "of": label} for each in mine)
-            table[-1] |= {split: mine[-1]["loss"]} if mine else {}
-    charts = []
-    for (task, split), rows in curves.items():
-        series = [replace(s, colour=colours[s.label]) for s in lines(rows, "step", "loss", by="of")]
-        panel = Panel(f"{task}: {metric_words(f'loss,{split}')}", "step", "loss (nats)", series)
-        charts += [chart(*fitted([panel])[0])] if series else []
-    headings = {
-        "seed": "seed", "step": "step", "steps": "of steps", "train": "training loss (nats)",
-        "valid": "validation loss (nats)",
-    }  # fmt: skip
-    columns = [Column(name, name, "text") for name in ("run", "task", "variant")]
-    columns += [Column(name, words, digits=6) for name, words in headings.items()]
-    words = "Still running, or killed: last values logged"
-    return {"table": Table("running", words, columns, table), "charts": charts}

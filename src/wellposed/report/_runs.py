@@ -165,7 +165,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
             metrics=problems.tried(read_metrics, run.folder / "metrics.jsonl") or (),
             initial=problems.tried(_read_measurement, run.folder, INITIAL),
             final=problems.tried(_read_measurement, run.folder, FINAL),
-            environment=problems.tried(_read_json, run.folder / "env.json") or {},
+            environment=problems.tried(_read_environment, run.folder / "env.json") or {},
             examples=problems.tried(_read_examples, run.folder / "examples.json") or {},
         )
         for run in runs
@@ -197,15 +197,13 @@ class Problems:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def tried(self, read: Callable[..., Found], place: Path, *more: Any) -> Found | None:
-        """Return what is read there, or None, and keep what is wrong with it."""
+    def tried(self, read: Callable[..., Found], *where: Any) -> Found | None:
+        """Return what is read, or None, and keep what is wrong with it."""
         try:
-            return read(place, *more)
+            return read(*where)
         except (CheckpointError, DataError) as error:
             self.lines.append(str(error))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            self.lines.append(f"{place}: {error!r}; the file is damaged, remove it")
-        return None
+            return None
 
     def refuse(self, title: str, advice: str = "") -> None:
         """Raise one error with every problem so far, if there are any."""
@@ -233,19 +231,32 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def _read_environment(file: Path) -> dict[str, Any]:
+    """Return what ``env.json`` tells, of ``starts`` the steps that later ones began at."""
+    values = _read_json(file)
+    try:
+        steps = [str(start["from_step"]) for start in values.get("starts", ())[1:]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: starts: {error!r}; the file is damaged") from None
+    return {**values, "starts": steps}
+
+
 def _read_examples(file: Path) -> dict[str, list[Any]]:
     """Return names and counts of labels, (text, label, answer) and (begin, rest) of texts."""
     values = _read_json(file) if file.exists() else {}
-    names, counts = values.get("labels", []), values.get("counts", [])
-    if names and [len(row) for row in counts] != [len(names)] * len(names):
-        raise ValueError("counts of other labels")
-    texts = values.get("texts", ())
-    return {
-        "labels": names,
-        "counts": counts,
-        "texts": [(each["text"], names[each["label"]], names[each["answer"]]) for each in texts],
-        "samples": [(each["prompt"], each["text"]) for each in values.get("samples", ())],
-    }
+    try:
+        names = [str(name) for name in values.get("labels", ())]
+        counts = [[int(count) for count in row] for row in values.get("counts", ())]
+        if names and [len(row) for row in counts] != [len(names)] * len(names):
+            raise ValueError("counts of other labels")
+        texts = [
+            (str(each["text"]), names[each["label"]], names[each["answer"]])
+            for each in values.get("texts", ())
+        ]
+        samples = [(str(each["prompt"]), str(each["text"])) for each in values.get("samples", ())]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{file}: {error!r}; the file is damaged, remove it") from None
+    return {"labels": names, "counts": counts, "texts": texts, "samples": samples}
 
 
 def _read_measurement(folder: Path, name: str) -> Measurement | None:
@@ -296,16 +307,21 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     missing = [name for name in ENTRIES if name not in given and not fits(None, ENTRIES[name])]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
-    wrong, values = [*misfits(given, ENTRIES)], {}
+    wrong = [*misfits(given, ENTRIES)]
+    found = None if wrong else result["results"].get(result["task"])
+    values = found if isinstance(found, dict) else {}
     if not wrong:
-        values = result["results"].get(result["task"]) or {}
         numbers = [*(result.get("reference") or {}).items(), *values.items()]
         wrong = [(*each, "a number") for each in numbers if not isinstance(each[1], _NUMBER)]
     if wrong:
         said = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]
         return f"{'; '.join(said)}; the file is damaged"
-    if result["train_info"].get("status") == "success" and not _headline_values(result):
-        known = ", ".join(values) or "none"
+    if result["train_info"].get("status") != "success":
+        return None
+    if not values:
+        return f"results has no metrics of task {result['task']!r}"
+    if not _headline_values(result):
+        known = ", ".join(values)
         return f"results lacks the headline metric {result['headline']!r}; it has {known}"
     return None
 

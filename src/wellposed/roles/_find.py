@@ -312,6 +312,8 @@ def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
         if weight.role.endswith("_embedding"):
             kind = "token" if weight.role == "token_embedding" else "position"
             tables.append(EmbeddingRole(weight.path, kind, weight.view))
+        elif weight.role not in (*ATTENTION, *FEEDFORWARD):
+            loose.append(weight)
         else:
             by_place.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
     for (_, path), group in by_place.items():

@@ -182,9 +182,9 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
 def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
     """Return views of the same rows in the same order, those that follow each other in one fused
     parameter as one."""
-    result: list[WeightView] = []
-    for view in views:
-        last = result[-1] if result else view
+    result = list(views[:1])
+    for view in views[1:]:
+        last = result[-1]
         parts = [(each.owner, each.attribute, each.entry) for each in (last, view)]
         rows = (*last.spans, *view.spans) if last.spans and view.spans else ()
         if parts[0] == parts[1] and len(rows) == 2 and rows[0][1] == rows[1][0]:

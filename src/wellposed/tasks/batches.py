@@ -126,7 +126,7 @@ def bucketed_batches(
     [[2, 3], [0], [1]]
     """
     order = list(lengths if isinstance(lengths, Mapping) else range(len(lengths)))
-    widths = {index: max(lengths[index]) if tokens else 0 for index in order}
+    widths = {index: max(lengths[index]) for index in order} if tokens else {}
     longest = max(widths.values(), default=0)
     if batch_size < 1 or tokens < longest:
         limit = f"tokens_per_batch = {tokens}, expected at least {longest} (the longest sentence)"
@@ -135,6 +135,8 @@ def bucketed_batches(
 
     def cut(pool: list[int]) -> list[list[int]]:
         pool.sort(key=lengths.__getitem__, reverse=True)
+        if not tokens:
+            return [pool[start : start + batch_size] for start in range(0, len(pool), batch_size)]
         batches: list[list[int]] = []
         width = 0
         for index in pool:

@@ -159,15 +159,26 @@ def _add_line(text: str, dialogue: Dialogue) -> str | None:
         if text.startswith(mark):
             persona = text.removeprefix(mark).strip()
             setattr(dialogue, owner, (*getattr(dialogue, owner), persona))
-            return None if persona and not dialogue.turns else "expected personas before exchanges"
+            if dialogue.turns:
+                return "a persona after an exchange; personas come first in a dialogue"
+            return None if persona else "the persona is empty"
     fields = [part.strip() for part in text.split("\t")]
+    said, reply = fields[0], "".join(fields[1:2])
     # An exchange is kept even where it is malformed, so that its dialogue is not reported a second
     # time.
-    dialogue.turns += (fields[0], "".join(fields[1:2]))
+    dialogue.turns += (said, reply)
     candidates = [each.strip() for each in fields[3].split("|")] if fields[3:4] > [""] else []
     dialogue.candidates += len(candidates)
-    right = len(fields) in (2, 3, 4) and all(fields[:2]) and fields[1] in (candidates or fields)
-    return None if right else "expected an utterance, a tab and a reply, which candidates hold"
+    wrong = {
+        "expected an utterance, a tab and a reply, received no tab": not fields[1:],
+        f"{len(fields)} columns, expected utterance, reply, reward and candidates": fields[4:],
+        "the utterance is empty": not said,
+        "the reply is empty": not reply,
+        f"the reply is not among its {len(candidates)} candidates": (
+            candidates and reply not in candidates
+        ),
+    }
+    return next((what for what, holds in wrong.items() if holds), None)
 
 
 PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
@@ -311,6 +322,7 @@ class DialogueTask(Seq2SeqTask):
 
     report_headline: ClassVar[str | None] = "bleu_4"
     shortened: ClassVar[str] = "cut"
+    remedy: ClassVar[str] = "raise max_tokens, lower context"
 
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
@@ -360,6 +372,10 @@ class DialogueTask(Seq2SeqTask):
         self._cut[split] = {name: int(mask.sum()) for name, mask in long.items()}
         kept = Ragged.from_lists([row[-limit:].tolist() for row in source])
         return texts, (kept, target.truncated(limit))
+
+    def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
+        what = ("context", "reply")[side]
+        return f"{split}, dialogue at line {texts.lines[index]}, {what}"
 
     @functools.cached_property
     def _sentence_encoder(self) -> metrics.Encode | None:

@@ -77,12 +77,13 @@ def build_processor(name: str, train: Images, where: str) -> Any:
     first, second = np.zeros(count), np.zeros(count)
     for row in rows:
         values = pixel_values(resized, train.image(row)).double().numpy()
-        first += values.mean((1, 2)) / len(rows)
-        second += np.square(values).mean((1, 2)) / len(rows)
-    std = np.sqrt(np.maximum(second - first**2, 0.0))
+        first += values.mean((1, 2))
+        second += np.square(values).mean((1, 2))
+    mean = first / len(rows)
+    std = np.sqrt(np.maximum(second / len(rows) - mean**2, 0.0))
     if not std.min() > 0:
         raise DataError(f"{where}: every train image has the same pixels; give images that differ")
-    return _processor(size, first.tolist(), std.tolist())
+    return _processor(size, mean.tolist(), std.tolist())
 
 
 def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
@@ -264,10 +265,8 @@ class ImageClassificationTask(LabelTask):
         return [1] * len(self._images[split])
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        batches, count = (
-            super().batches(split, batch_size, seed=seed, epoch=epoch),
-            len(self._images[split]),
-        )
+        batches = super().batches(split, batch_size, seed=seed, epoch=epoch)
+        count = len(self._images[split])
         if not (self.options.flip and split == "train"):
             return batches
         coin = random.Random(f"flip/{shuffle_key(split, seed, epoch)}")

@@ -323,7 +323,7 @@ def read_word_vectors(path: Path) -> WordVectors:
                 continue
         fields = line.split(" ")
         word, vector = " ".join(fields[:-width]), _vector(fields[-width:])
-        more = [part for part in fields[1:-width] if _vector([part]) is not None]
+        more = any(map(_is_number, fields[1:-width]))
         if word and vector is not None and not more and word not in rows:
             rows[word] = vector
         else:
@@ -367,6 +367,14 @@ def _vector(numbers: Sequence[str]) -> Vectors | None:
         vector = np.array(numbers, dtype=np.float32)
         return vector if np.isfinite(vector).all() else None
     return None
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a part of a line is a number, nan and infinite ones among them."""
+    with suppress(ValueError):
+        float(text)
+        return True
+    return False
 
 
 Encode = Callable[[Sequence[str]], Any]

@@ -139,8 +139,7 @@ def _wirings(rules: PathfinderRules, generator: random.Random) -> Sequence[tuple
     joining = pen.draw(_rows())
     if pen.length < MATCHED_LENGTH:
         return [(joining, pen.draw(_rows(joining)))] * 2
-    last = _rows(joining[-1:, [1, 1]])[:2]  # the far end of the dash, which bears a dot
-    last[0, :2] = joining[-1]
+    last = _rows(joining[-1:])[[0, -1]]  # the dash, and its far end, which bears a dot
 
     def part() -> Sequence[tuple[Array, Array]]:
         leaving = pen.grow(last, first=joining[0])

@@ -35,9 +35,11 @@ class RetrievalOptions(DrawnOptions):
     """Options of the task `retrieval`."""
 
     data: str = "builtin"
-    """builtin, a tsv file or folder of pairs (label, id, id, text, text), or a labelled file or folder."""
+    """builtin (2000, 200 and 200 pairs), a tsv file or folder of pairs (label, id, id, text, text), or a labelled
+    file or folder."""
     format: Literal["auto", "pairs", "labelled"] = "auto"
-    """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts; auto counts the columns."""
+    """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts, as many as texts where num_train,
+    num_valid or num_test is not given; auto counts the columns."""
     tokenizer: str = "byte"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000

@@ -223,20 +223,20 @@ class TrainOptions(options.CheckedOptions):
             fewer = f"expected fewer than steps = {self.steps}"
             yield f"warmup_steps = {warm}, {fewer} for the schedule {schedule}"
         yield from self._problems_of_margins()
-
-    def _problems_of_margins(self) -> Iterator[str]:
-        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
-        words = words_of(loss)
+        loss = self.margin_loss
         whole = {
             "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
-            "margin_radius, whose loss reads the whole head": radius,
-            f"margin_loss = {loss}, which reads the whole head": words,
+            "margin_radius, whose loss reads the whole head": self.margin_radius,
+            f"margin_loss = {loss}, which reads the whole head": words_of(loss),
             "compile, whose graphs hold whole weights": self.compile,
-            "monitor, which watches whole weights": self.monitor,
         }
         for name, is_given in whole.items():
             if is_given and self.parallel == "fsdp":
                 yield f"parallel = fsdp with {name}; leave it out, or take ddp"
+
+    def _problems_of_margins(self) -> Iterator[str]:
+        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
+        words = words_of(loss)
         if not 0 <= words < math.inf or ((loss or "").startswith("words") and not words):
             yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
         elif not words and loss not in (None, "ce", "certified", "hinge"):
@@ -374,9 +374,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
     """Return one line ``section.field: old -> new`` per field in which two runs differ."""
     before, after = _meaning(old), _meaning(new)
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    pairs = ((name, *(each.get(name, "not set") for each in (before, after))) for name in changed)
-    return sorted(f"{name}: {was!r} -> {now!r}" for name, was, now in pairs)
+    return [
+        f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
 
 
 def _meaning(config: RunConfig) -> dict[str, Any]:

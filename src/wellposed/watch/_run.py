@@ -72,7 +72,15 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         return model(*arguments, **keywords)
     except (WellposedError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         taken = inspect.signature(model.forward).parameters
         given = [*keywords.items(), *(("argument", value) for value in arguments)]
         received = [_described(name, value) for name, value in given]

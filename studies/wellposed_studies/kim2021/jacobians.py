@@ -218,11 +218,11 @@ def lemma_f_2(request: Request) -> Reproduction:
 def _spread(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the mean squared distance of a token at 0 to those at ``x`` that it attends to, and the
     trace of their covariance."""
-    y = x.unflatten(-1, (-1, width))
+    y = torch.nn.functional.pad(x, (width, 0)).unflatten(-1, (-1, width))
     squared = y.square().sum(-1)
-    weights = torch.cat((x.new_zeros(len(x), 1), -squared), -1).softmax(-1)[:, 1:]
-    distance = (weights * squared).sum(-1)
-    return distance, distance - (weights[..., None] * y).sum(-2).square().sum(-1)
+    weights = (-squared).softmax(-1)
+    centred = y - (weights[..., None] * y).sum(-2, keepdim=True)
+    return (weights * squared).sum(-1), (weights * centred.square().sum(-1)).sum(-1)
 
 
 def judge_lemma_f_2(over_bounds: Sequence[float], traces: Sequence[float]) -> bool | None:

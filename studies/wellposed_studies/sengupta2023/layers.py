@@ -35,6 +35,7 @@ from wellposed_studies.sengupta2023.trained import (
     LARGEST_WEIGHT,
     PART_ENTROPY,
     SCALE_NOTE,
+    SEEDS_NOTE,
     Study,
     arena_study,
     text_study,
@@ -138,7 +139,8 @@ def figure_3a(request: Request) -> Reproduction:
             verdicts.append(by_training(judge_figure_3a, _ratios, after, before))
     got = "; ".join(texts)
     holds = agreed(verdicts)
-    return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
+    notes = (NEIGHBOURS_NOTE, SCALE_NOTE, SEEDS_NOTE)
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
@@ -291,7 +293,8 @@ def figure_3b(request: Request) -> Reproduction:
     panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
     got = f"mean entropy in nats of experts or heads, after training and before: {', '.join(texts)}"
     holds = agreed(verdicts)
-    return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
+    notes = (NEIGHBOURS_NOTE, SCALE_NOTE, SEEDS_NOTE)
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:

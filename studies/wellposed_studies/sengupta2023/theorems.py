@@ -19,6 +19,7 @@ _PRESERVED = 0.1
 _ALPHA = 0.99
 _COLLAPSED = 0.02
 _APART = 0.05
+_WITHIN = 0.99
 _RAISED = 1.01
 _STEP = 1e-4
 _ATTAINED = "factors are attained: more effort can only lower them"
@@ -242,10 +243,10 @@ def corollary_1(request: Request) -> Reproduction:
 
     Note: alpha = {_ALPHA:g}, two experts ELU(X U Sigma V), U and V orthogonal, the spectrum the same
     for all X; the gate is the softmax over experts of w times the maximum over tokens, as in the
-    released code; |X|_2 <= 1
+    released code; |X|_2 <= 1, searched up to {_WITHIN:g}, for Newton's method moves one of a pair
 
     Note: the proof takes the weights of experts to be the same for both inputs, which is |w| = 0 in
-    the table; Newton's method takes the nearest pair found to one image
+    the table; Newton's method takes the nearest pair found to one image, which counts inside the ball
     """
     tokens, width, restarts, steps = request.pick(
         toy=(3, 2, 4, 50), mini=(4, 3, 32, 600), medium=(6, 3, 128, 1500), paper=(12, 6, 512, 4000)
@@ -265,13 +266,14 @@ def corollary_1(request: Request) -> Reproduction:
             shares = (gate * moved.amax(-2) @ w).softmax(-1)
             return (shares[..., None, None] * moved).sum(-3)
 
-        least, (x, y) = _nearest(layer, _in_ball, start, steps)
+        least, (x, y) = _nearest(layer, lambda free: _WITHIN * _in_ball(free), start, steps)
         for _ in range(30):
             jacobian: Tensor = torch.func.jacrev(layer)(y).reshape(y.numel(), -1)
             step = torch.linalg.lstsq(jacobian, (layer(y) - layer(x)).reshape(-1, 1)).solution
             y = y - step.reshape(y.shape)
         apart, image = float((x - y).norm()), float((layer(x) - layer(y)).norm())
-        one = float(apart > _APART and image < _EXACT)
+        inside = float(torch.linalg.matrix_norm(y, 2)) <= 1
+        one = float(inside and apart > _APART and image < _EXACT)
         return {"least": least, "proof": 1 - 3 * _ALPHA / L, "apart": apart, "one_image": one}
 
     rows = sweep(measure, L=(3, 6), gate=(0.0, 1.0, 10.0, 100.0))

@@ -14,7 +14,7 @@ from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
 from wellposed.measurement import hidden_states, isomap, token_distances
 from wellposed.recipes.recipe import Reproduction, Request, recipe
-from wellposed_studies.sengupta2023.trained import SCALE_NOTE, text_study, train_study
+from wellposed_studies.sengupta2023.trained import SCALE_NOTE, SEEDS_NOTE, text_study, train_study
 from wellposed_studies.study import FinishedRun, judged, minus, said
 from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
@@ -92,6 +92,7 @@ def figure_1(request: Request) -> Reproduction:
             " vocabulary are one unknown token; drawn: seed 0"
         ),
         SCALE_NOTE,
+        SEEDS_NOTE,
     )
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
@@ -154,6 +155,7 @@ def figure_4(request: Request) -> Reproduction:
         "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
         f" marked: {', '.join(CHOSEN)}",
         SCALE_NOTE,
+        SEEDS_NOTE,
     )
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wellposed.charts import Row, where
+from wellposed.functional import affinity_penalty
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided
@@ -190,16 +191,13 @@ def affinity(request: Request) -> Reproduction:
         optimizer = torch.optim.Adam([parts], lr=0.05)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
-        def matrix() -> Tensor:
-            return (parts[0] @ parts[1].mT / math.sqrt(_WIDTH)).softmax(-1)
-
         for _ in range(steps):
             optimizer.zero_grad()
-            a = matrix()
-            (a.mT @ a - unit).square().sum().backward()
+            affinity_penalty(parts[0], parts[1]).backward()
             optimizer.step()
             schedule.step()
-        a = matrix().detach()
+        query, key = parts.detach()
+        a = (query @ key.mT / math.sqrt(_WIDTH)).softmax(-1)
         away = float((a @ a.mT - unit).abs().max())
         return {"from_orthonormal": away, "columns_used": float((a.amax(0) > 0.5).double().mean())}
 
@@ -211,7 +209,7 @@ def affinity(request: Request) -> Reproduction:
         for count, of in zip(counts, away, strict=True)
     ]
     used = spanned([row["columns_used"] for row in rows])
-    got = f"{'; '.join(texts)}; tokens that some row attends to by more than half {used} of all"
+    got = f"{'; '.join(texts)}; share of tokens that some row attends to by more than half: {used}"
     panel = log_panel("after descent", rows, "tokens", "from_orthonormal", by="seed")
     return proved(rows, got, judge_affinity(away), panel, seeds=seeds)
 

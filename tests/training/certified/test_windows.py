@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 import torch
 from tests.support.tokenizer_folders import bert_words
-from transformers import BertConfig, BertForSequenceClassification
+from tokenizers import pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from wellposed.cli import main
 from wellposed.errors import ConfigError
 from wellposed.models import SHARPNESS, WindowsForSequenceClassification, load_saved_model
+from wellposed.tasks import build_task
 from wellposed.tasks.text.tokenizers import WordEncoder
 from wellposed.tasks.text.windows import WindowEncoder, encode_words
 from wellposed.training.certified.windows import WindowBounds, least_sums
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import hold_texts
+from wellposed.training.config import RunConfig, StartOptions
+from wellposed.training.loop.build import build_start
 from wellposed.training.loop.word_margin import word_logits
 
 WORDS = ("oil", "win", "bank", "goal", "x")
@@ -202,6 +206,19 @@ def test_an_attack_never_falls_below_the_certificate(words):
     assert {len(each) // bounds.tokens for each in made} == {1, 2, 3} - {1}
 
 
+def test_a_word_that_its_tokens_spell_with_blanks_is_not_mistyped():
+    model, tokenizer = copy.deepcopy(bounds_of(1).model), bert_words(WORDS)
+    cut = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("-", "removed")]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    model.config.word_tokens = 2
+    bounds = WindowBounds(model, tokenizer, 8)
+    ids = bounds.encode("oil-win bank")
+    assert tokenizer.decode(ids[:2]) == "oil win", "which edits would make two words of, or three"
+    made = bounds.propose("characters", ids, 0)(ids, 1)
+    assert made
+    assert all(torch.equal(text[:2], ids[:2]) for text in made)
+
+
 def test_the_loss_reads_the_worst_votes_of_k_windows():
     votes = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0]]])
     logits, batch = votes.sum(1).div(2) * SHARPNESS, {"labels": torch.tensor([0])}
@@ -297,6 +314,28 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
     ):
         assert main(["train", *wrong, "--out", str(pairs)]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_frozen_body_is_read_from_a_file_and_what_was_drawn_is_told(checkpoint):
+    bert = checkpoint / "bert"
+    options = {"data": str(checkpoint / "train.tsv"), "tokenizer": f"hf:{bert}"}
+    task = build_task("text_classification", {**options, "certified_windows": 1, "max_length": 16})
+
+    def started(source, **how):
+        start = StartOptions(str(source), frozen=True, **how)
+        return build_start(RunConfig("text_classification", start=start), task)
+
+    with pytest.raises(
+        ConfigError, match=r"drawn at random: bert\.emb.*give a folder with weights"
+    ):
+        started(bert / "config.json")
+    found = started(bert)
+    learnt = [name for name, weight in found.model.named_parameters() if weight.requires_grad]
+    assert list(found.new_weights) == learnt
+    BertModel(BertConfig.from_pretrained(bert), add_pooling_layer=False).save_pretrained(bert)
+    drawn = [f"model.{name}" for name in ("bert.pooler.dense", "classifier")]
+    both = [f"{name}.{kind}" for name in drawn for kind in ("bias", "weight")]
+    assert list(started(bert, new_head=True).new_weights) == [*both, *learnt]
 
 
 @pytest.mark.slow

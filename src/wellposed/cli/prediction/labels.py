@@ -79,10 +79,14 @@ def label_lines(
     bounds = read_texts(model, tokenizer, limit).bounds if certified else None
 
     def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
-        given, of_windows = [list(side) for side in sides], hasattr(model, "votes")
-        read = [split_words(text) for text in given[0]] if of_windows else []
-        read = read or tokenizer(*given, verbose=False)["input_ids"]
-        lengths, unit = [len(each) for each in read], "word" if of_windows else "token"
+        given = [list(side) for side in sides]
+        of_windows = hasattr(model, "votes")
+        unit = "word" if of_windows else "token"
+        if of_windows:
+            read = [split_words(text) for text in given[0]]
+        else:
+            read = tokenizer(*given, verbose=False)["input_ids"]
+        lengths = [len(each) for each in read]
         cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
         if 0 in lengths:
             place = start + lengths.index(0) + 1

@@ -63,11 +63,13 @@ class Translator:
         space."""
         from wellposed.tasks.kinds.seq2seq import Hypothesis, generate_texts
 
-        parts = list(map(self.pieces, lines, self.encode(lines)))
+        encoded = zip(lines, self.encode(lines), strict=True)
+        parts = [self.pieces(line, ids) for line, ids in encoded]
         rows = [row for pieces in parts for row in pieces]
-        numbers, answers = iter(range(len(rows))), []
         of = self.model, self.tokenizer, rows, self.decoding
         found = dict(generate_texts(*of, batch_size=self.batch_size))
+        numbers = iter(range(len(rows)))
+        answers = []
         for pieces in parts:
             mine = [found[next(numbers)] for _ in pieces]
             joined = [Hypothesis(" ".join(best[0].text for best in mine), None)]

@@ -345,10 +345,11 @@ def read_npz(path: Path) -> tuple[Images, Described]:
         or y.min() < 0
     ):
         held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in found.items())
+        whole = y.dtype.kind in "iu" and y.size
+        lowest = f", y from {y.min()}, of image {y.argmin()}" if whole else ""
         raise DataError(
             f"{path}: expected x, uint8 (n, h, w) or (n, h, w, 3), and y, a whole number from 0 for"
-            f" each image; it has {held}{f', y from {min(y.ravel().tolist())}' if y.size else ''}; write it with"
-            f" {HOW_TO_SAVE}"
+            f" each image; it has {held}{lowest}; write it with {HOW_TO_SAVE}"
         )
     return Images(x, y.astype(np.int64)), files.describe_file(path)
 

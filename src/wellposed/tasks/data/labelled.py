@@ -10,7 +10,6 @@ the releases of Zhang et al. 2015 (AG News, DBpedia, Yahoo, Yelp, Amazon: class,
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 from collections import Counter
@@ -145,10 +144,10 @@ def label_rows(
     if table.first and options.header == "auto":
         _refuse_unseen_header(table)
     labels, problems = table.texts(label, _as_label)
-    blank = [not value.strip() if isinstance(value, str) else False for value in labels]
     problems += [
         f"{table.where}:{place}: the label is empty"
-        for place in itertools.compress(table.places, blank)
+        for place, value in zip(table.places, labels, strict=True)
+        if isinstance(value, str) and not value.strip()
     ]
     parts = []
     for place in text:

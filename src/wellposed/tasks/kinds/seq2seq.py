@@ -85,6 +85,8 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
     report_headline: ClassVar[str | None] = "bleu"
     shortened: ClassVar[str]
     """The value of ``overflow`` that is no error."""
+    remedy: ClassVar[str] = "raise max_tokens"
+    """What to do about texts that are too long, where they are an error."""
 
     def __init__(
         self,
@@ -134,14 +136,19 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
             return
         refuse(
             f"{split}: texts with more tokens than the positions of the model, max_tokens = {limit};"
-            f" raise max_tokens (the longest has {longest}) or give overflow={self.shortened!r}",
+            f" {self.remedy} (the longest has {longest}) or give overflow={self.shortened!r}",
             [
-                f"{texts.where(index, side)}: {sizes[side][index]} tokens"
+                f"{self._place(split, texts, index, side)}: {sizes[side][index]} tokens"
                 for index in np.flatnonzero(np.maximum(*sizes) > limit).tolist()
                 for side in (0, 1)
                 if sizes[side][index] > limit
             ],
         )
+
+    def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
+        """Return where a text stands; side 0 is the source."""
+        del split
+        return texts.where(index, side)
 
     @abstractmethod
     def _within_positions(

@@ -48,7 +48,7 @@ class Collation(Dataset[Any]):
         try:
             return self.task.collate([self.examples[member] for member in members])
         except WellposedError as error:
-            return error  # raised in the other process, without the text of a second traceback
+            return error  # handed on, so that a worker adds no second traceback
 
 
 def _leave_signals_to_the_run(worker: int) -> None:

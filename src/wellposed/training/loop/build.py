@@ -76,10 +76,13 @@ def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
     'starts from bert; drawn at random: classifier.bias'
     """
     drawn, left_out = started_from["new_weights"], started_from["left_out"]
-    names = "every weight" if set(parameters) <= set(drawn) else shortened(drawn)
-    told = {f"starts from {started_from['model']}": True, f"drawn at random: {names}": drawn}
-    told[f"in the file and not used: {shortened(left_out)}"] = left_out
-    return "; ".join(line for line, applies in told.items() if applies)
+    everything = set(parameters) <= set(drawn)
+    told = [f"starts from {started_from['model']}"]
+    if drawn:
+        told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
+    if left_out:
+        told.append(f"in the file and not used: {shortened(left_out)}")
+    return "; ".join(told)
 
 
 MEASURED_IMAGES = 32
@@ -104,7 +107,7 @@ def build_start(config: RunConfig, task: Task) -> Start:
 
     Raises:
         ConfigError: as `build_run_model`; a model without a head for the task, or whose attention
-        cannot be replaced.
+        cannot be replaced; a frozen body with weights that were drawn.
         CheckpointError: it cannot be loaded.
         RoleNotFoundError: T-Fixup has no rule for one of its weights.
     """
@@ -120,9 +123,24 @@ def build_start(config: RunConfig, task: Task) -> Start:
 
     how = {**windows, "pad": task.model_kwargs()["pad_token_id"], "frozen": frozen}
     model = WindowsForSequenceClassification.around(start.model, **how)
-    new = [name for name, weight in model.named_parameters() if frozen and weight.requires_grad]
-    new += [] if frozen else [f"model.{name}" for name in start.new_weights]
+    new = [f"model.{name}" for name in start.new_weights]
+    if frozen:
+        _refuse_drawn_body(config.start.model, start)
+        new += [f"head.{name}" for name, _ in model.head.named_parameters()]
     return Start(model, tuple(new), start.left_out)
+
+
+def _refuse_drawn_body(source: str, start: Start) -> None:
+    """Refuse to freeze a body of which a weight was drawn; nothing reads the pooler."""
+    body = f"{start.model.base_model_prefix}."
+    inside = [name for name in start.new_weights if name.startswith(body)]
+    drawn = [name for name in inside if not name.startswith(f"{body}pooler.")]
+    if drawn:
+        raise ConfigError(
+            f"{source}: frozen leaves the body as it is, and these weights of it were drawn at random:"
+            f" {shortened(drawn)}; expected every one in the file: give a folder with weights, or leave"
+            " frozen out"
+        )
 
 
 def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start:

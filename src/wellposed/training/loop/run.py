@@ -66,6 +66,11 @@ class Run:
         averaged = config.train.average_checkpoints
         self.history = checkpoints.WeightHistory(out, averaged) if averaged else None
         sharded = config.train.parallel == "fsdp" and accelerator.num_processes > 1
+        if sharded and config.train.monitor:
+            raise ConfigError(
+                f"train.monitor = {config.train.monitor} with parallel = fsdp: weights that are cut over"
+                f" {accelerator.num_processes} processes cannot be watched; leave it out, or take ddp"
+            )
         # FSDP2 moves one block at a time to the device.
         self.model = (model if sharded else model.to(accelerator.device)).train()
         if config.train.gradient_checkpointing:
@@ -83,8 +88,9 @@ class Run:
         compiled: Any = torch.compile(self.model) if config.train.compile else self.model
         self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
         self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
-        self.monitor, every = None, config.train.monitor
-        if every and self.is_main:
+        self.monitor = None
+        if config.train.monitor and self.is_main:
+            every = config.train.monitor
             self.monitor = Monitor(self.model, self.optimizer, every, weights=False)
         self.state = TrainerState()
         self.environment: dict[str, Any] = {}

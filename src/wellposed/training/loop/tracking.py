@@ -269,6 +269,8 @@ class Progress:
 
 
 def _numbers(row: dict[str, Any], *, skip: tuple[str, ...] = ()) -> str:
-    numbers = {name: row[name] for name in row if type(row[name]) in (int, float)}
-    shown = {name: value for name, value in numbers.items() if name not in skip}
-    return " ".join(f"{n} {v:{'.4g' if abs(v) < 1e5 else ',.0f'}}" for n, v in shown.items())
+    return " ".join(
+        f"{name} {value:.4g}" if abs(value) < 1e5 else f"{name} {value:,.0f}"
+        for name, value in row.items()
+        if name not in skip and isinstance(value, int | float) and not isinstance(value, bool)
+    )
