@@ -71,7 +71,7 @@ def after_import(module: str, home: str) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds a module where it is, and lets another follow its execution; once."""
+    """Import hook that imports a second module right after the first; it works once."""
 
     def __init__(self, module: str, home: str) -> None:
         self.wanted = (module, home)

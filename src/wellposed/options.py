@@ -162,7 +162,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_plain(hint: Any) -> bool:
-    """Return whether `fits` can tell by a hint: numbers, flags, literals and ``None``."""
+    """Return whether `fits` understands a hint: numbers, flags, literals and ``None``."""
     plain = (int, float, bool, NoneType)
     return all(kind in plain or isinstance(kind, (str, int)) for kind, _ in _alternatives(hint))
 

@@ -63,8 +63,9 @@ def test_the_first_help_fits_a_screen_and_the_second_is_whole(command, task, cli
 
 @pytest.mark.parametrize(("word", "meant"), OTHER_SPELLINGS.items())
 def test_spellings_of_other_libraries_are_told_what_they_are_here(word, meant, cli):
-    said = cli(["train", "char_lm", word, "3"], status=2).err
-    assert f"no option {word}; did you mean {meant}?" in said
+    for typed in (word, f"--{word[2:].replace('-', '_')}"):
+        said = cli(["train", "char_lm", typed, "3"], status=2).err
+        assert f"no option {word}; did you mean {meant}?" in said
     assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
 
 

@@ -99,12 +99,12 @@ def layer_bound(module: Any, site: Site, *, layer: Layer) -> LayerBound:
         except Refused as error:
             found = at.refuse(str(error))
         found = at.record(module.get_submodule(path), path, found)
-        return then(found, module, at, layer.mixed)
+        return followed_by(found, module, at, layer.mixed)
 
     def fed(at: Site) -> LayerBound:
         if layer.gated:
             found = _gated(module, at, layer)
-            return then(
+            return followed_by(
                 at.record(module.get_submodule(layer.gated), layer.gated, found),
                 module,
                 at,
@@ -114,15 +114,15 @@ def layer_bound(module: Any, site: Site, *, layer: Layer) -> LayerBound:
         first = at.chain(named(module, up))
         inside = at.at_radius(first.out_radius)
         inner = function_bound(attrgetter(activation)(module), inside, activation)
-        return then(product_of([first, inner]), module, at, " ".join(rest))
+        return followed_by(product_of([first, inner]), module, at, " ".join(rest))
 
     return normed(
         module, site, *zip(layer.norms.split(), (mixed, fed), strict=True), before=layer.before
     )
 
 
-def then(first: LayerBound, owner: nn.Module, site: Site, rest: str) -> LayerBound:
-    """Bound what was found and the parts behind it."""
+def followed_by(first: LayerBound, owner: nn.Module, site: Site, rest: str) -> LayerBound:
+    """Multiply a bound by those of the parts ``rest`` of ``owner``, applied after it in this order."""
     parts = named(owner, *rest.split())
     return product_of([first, site.at_radius(first.out_radius).chain(parts)])
 
@@ -335,11 +335,11 @@ def head_bound(
     if pooled:
         token = site.record(module, "pool", one_token(site.at_radius(hidden.out_radius)))
         hidden = product_of([hidden, token])
-    before = then(hidden, module, site, between)
+    before = followed_by(hidden, module, site, between)
     linear = module.get_submodule(last)
     if hasattr(linear, "weight"):
         site.set_head(linear.weight, before)
-    return then(before, module, site, last)
+    return followed_by(before, module, site, last)
 
 
 def classifier(

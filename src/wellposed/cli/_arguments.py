@@ -202,7 +202,7 @@ def parse(
 ) -> tuple[configs.RunConfig, Any]:
     """Parse the options of a task, a run and a command; return the configuration and the ``extra``
     options."""
-    for name in (word.partition("=")[0] for word in words):
+    for name in (word.partition("=")[0].replace("_", "-") for word in words):
         if meant := parser.OTHER_SPELLINGS.get(name):
             raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
     task = TASKS.get(base.task)
@@ -256,8 +256,8 @@ def _task_defaults(options: type, base: configs.RunConfig) -> Any:
 
 
 def tracking(names: TrackerNames) -> Tracking:
-    """Return what `wellposed.training.train` reports to: these trackers, with the figures of a
-    report on the run.
+    """Return the destinations of a run's metrics: these trackers, which also get the figures of the
+    report.
 
     Raises:
         ConfigError: an unknown tracker, or one that is not installed.

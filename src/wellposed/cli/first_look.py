@@ -27,17 +27,19 @@ def first_look(
 
     >>> first_look(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
     ({'from': 'x', 'out': None, 'fast': True}, ['--steps', '3'])
+
+    As for the parser of a command, ``_`` in a name is ``-``:
+
+    >>> first_look(["--from_scratch", "--no-fast"], flags=["from-scratch", "fast"])
+    ({'from-scratch': True, 'fast': False}, [])
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    values = tuple(values)
-    for name in values:
-        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        parser.add_argument(*spellings, dest=name)
-    flag: Any = {"action": argparse.BooleanOptionalAction, "default": False}
-    for name in flags:
-        parser.add_argument(f"--{name}", dest=name, **flag)
-    for name in many:
-        parser.add_argument(f"--{name}", dest=name, action="append", default=[])
+    values, flag = tuple(values), {"action": argparse.BooleanOptionalAction, "default": False}
+    kinds: list[tuple[Names, dict[str, Any]]] = [(values, {}), (flags, flag)]
+    for names, how in (*kinds, (many, {"action": "append", "default": []})):
+        for name in names:
+            spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+            parser.add_argument(*spellings, dest=name, **how)
     try:
         found, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:

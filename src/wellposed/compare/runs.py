@@ -90,8 +90,8 @@ def train_planned(
 
 
 def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -> Task:
-    """Return the task of a run from those that were ``built``, built into them where they lack it,
-    in the place of them unless ``others`` stay."""
+    """Return the task of a run from the cache ``built``, building it on first use; the cache is emptied
+    before that unless ``others`` stay."""
     from wellposed.tasks import build_task
 
     reads = repr((config.task, sorted(config.task_options.items())))
@@ -184,7 +184,7 @@ class Workers:
     def __enter__(self) -> Workers:
         self._request.__enter__()
         try:
-            with _signals_of_a_terminal_held():
+            with _terminal_signals_blocked():
                 for _ in range(self._jobs):
                     mine, theirs = SPAWN.Pipe()
                     given = (theirs, self._jobs, imported_files(), self._work, self._arguments)
@@ -249,9 +249,9 @@ class Workers:
 
 
 @contextmanager
-def _signals_of_a_terminal_held() -> Iterator[None]:
-    """Keep from the processes that start here what a terminal sends to all: this process passes it
-    on."""
+def _terminal_signals_blocked() -> Iterator[None]:
+    """Start worker processes with Ctrl-C and hang-up blocked: a terminal sends both to the whole
+    group, and this process alone passes them on."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

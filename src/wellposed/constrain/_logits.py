@@ -137,11 +137,11 @@ class HeadLogits(Weight):
         pairs = list(zip(weights, numbers, strict=True))
         growth = max(weight._growth(largest) for weight, largest in pairs)
         for weight, largest in pairs:
-            weight._leave_(largest, growth)
+            weight._scale_heads_(largest, growth)
         return Retraction("logits")
 
     def _growth(self, largest: Sequence[float]) -> float:
-        """Return the largest growth of a logit near the bound in one step, old ones in part forgotten."""
+        """Return the largest factor by which a logit near the bound grew in one step; past growth decays."""
         notes = self.optimizer.state.get(self.parameter, {}).get(_NOTES)
         if notes is None:
             return 1.0
@@ -151,8 +151,9 @@ class HeadLogits(Weight):
                 growth = max(growth, min(now / was, _MOST))
         return growth
 
-    def _leave_(self, largest: Sequence[float], growth: float) -> None:
-        """Scale the heads that such a growth would take above the bound, and note what that leaves."""
+    def _scale_heads_(self, largest: Sequence[float], growth: float) -> None:
+        """Scale down each head whose largest logit could exceed the bound after such a growth, and
+        store the logits that remain."""
         self._seen = None
         self._excess = max(0.0, max(largest) / self.gain - 1.0)
         goal = self.gain / growth**_POWER

@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """What tells the matrix from the others of its parameter; nothing where it is alone."""
+        """Index of the matrix inside its parameter: entry of a stack and first row; empty for a whole one."""
         rows = () if self.rows is None else (self.rows.start,)
         return rows if self.entry is None else (self.entry, *rows)
 

@@ -157,15 +157,14 @@ class Weight:
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:
-        """What those share that one batched product can serve; None where the matrix is worked on
-        by itself."""
+        """Key of matrices that are handled in one batched product; None for a matrix handled alone."""
         if is_sharded(self.parameter):
             return None
         return tuple(self.value.shape), self.parameter.dtype, self.parameter.device, self.gain
 
     @property
     def entries(self) -> int:
-        """How many numbers the matrix puts into a stacked operand."""
+        """Number of entries that the matrix adds to a batch."""
         return self.value.numel()
 
     def error_of(self, matrix: Tensor) -> float:
@@ -210,7 +209,7 @@ class Weight:
         coordinates the optimizer is to step in."""
 
     def hooks(self) -> list[Any]:
-        """Put on the model what the set has to see of it; return what takes it off by ``remove``."""
+        """Register the hooks by which the set watches the model; return their removable handles."""
         return []
 
     def remember_(self, *, decayed: bool) -> None:
@@ -224,7 +223,7 @@ class Weight:
         return False
 
     def mark_state(self, drift: float) -> None:
-        """Note beside the moments what a resumed run needs."""
+        """Store in the optimizer's state what a resumed run needs."""
 
     def release_state(self) -> None:
         """Restart moments that only a constrained step understands."""

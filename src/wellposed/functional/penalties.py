@@ -166,7 +166,7 @@ class _Plan:
     def of(
         cls, weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> tuple[_Plan, Sequence[Tensor]]:
-        """Return it, and the weights themselves, or the local blocks of distributed ones."""
+        """Choose the plan for these weights; return it with the weights, or local blocks of sharded ones."""
         dtype = dtype or torch.promote_types(weights[0].dtype, torch.float32)
         is_tall = sum(map(len, weights)) >= weights[0].shape[1]
         if not any(is_sharded(weight) for weight in weights):
@@ -183,7 +183,7 @@ class _Plan:
         return cls(dims == {0} if dims else is_tall, dtype, groups), local
 
     def missing(self, weights: Sequence[Tensor], side: Side) -> int:
-        """Return what the other Gram matrix's penalty is larger by, where that is asked for."""
+        """Return what to add to the penalty of the Gram matrix formed to get that of ``side``."""
         more = weights[0].shape[1] - sum(map(len, weights))
         return more * ((side == "columns") - self.by_columns)
 

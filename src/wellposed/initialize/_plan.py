@@ -282,7 +282,7 @@ def plan(
     steps = _layer_steps(roles, factors, draw)
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
-    steps = _left_alone(model, roles, steps, leave)
+    steps = _leave_alone(model, roles, steps, leave)
     _check_writable(steps)
     # All must have a role but norms, biases, single numbers, and numbers of each head, which lie on
     # the attention itself.
@@ -370,10 +370,10 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
     return steps
 
 
-def _left_alone(
+def _leave_alone(
     model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]
 ) -> list[Step]:
-    """Return the steps; those of roles and of parameters that ``leave`` names draw nothing."""
+    """Return the steps, without drawing or scaling for roles and parameters named in ``leave``."""
     # A weight may have several names and play several roles: any of them will do.
     named = list(model.named_parameters(remove_duplicate=False))
     played = [(weight.role, weight.view.key) for weight in roles.weights()]

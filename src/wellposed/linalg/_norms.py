@@ -302,12 +302,12 @@ def add_product_(
 
 
 def rounded_sums(count: int, terms: int = PIECE) -> float:
-    """Return how many roundings a sum of so many products, made in pieces, may carry."""
+    """Bound the rounding error of a sum of ``count`` products added up in pieces, in roundings."""
     return 1.1 * (min(count, terms) + count / terms + 8)
 
 
 def factor_roundings(size: int, dtype: torch.dtype) -> float:
-    """Return of how many roundings of its trace the matrix is that `has_factor` factors (Rump 2006)."""
+    """Bound the rounding error of `has_factor`, in roundings of the trace of the matrix (Rump 2006)."""
     block = _factor_block(size, dtype)
     return rounded_sums(size, block) + (block if block < size else 0)
 

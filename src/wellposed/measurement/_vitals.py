@@ -144,6 +144,6 @@ class VitalSigns:
 
 
 def _distinct(names: Mapping[str, str]) -> dict[str, str]:
-    """Return names by path; the path follows those that several have."""
+    """Return a unique name for each path: names that several share get ``@path`` appended."""
     count = Counter(names.values())
     return {path: name if count[name] == 1 else f"{name}@{path}" for path, name in names.items()}

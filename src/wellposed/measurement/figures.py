@@ -198,8 +198,8 @@ def short_number(value: float) -> str:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Role of every row, ``cross_`` before that of cross-attention; twins (experts) carry their
-    module's name."""
+    """Return a column for each row: its role, followed by the module's name where several rows of a
+    layer share the role, as experts do."""
     places = [(row["stack"], row["layer"], role_name(row)) for row in rows]
     seen = Counter(places)
     return [

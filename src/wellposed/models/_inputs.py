@@ -1,5 +1,5 @@
-"""What a caller gives to a model, in the words of Hugging Face: each form once, and its checks; and the
-base of the models of all families: a checked configuration, recomputed layers, caches."""
+"""Arguments of the models' forward calls, by the names of Hugging Face, each set declared and checked
+once; and the base class of all models: checked configuration, recomputed layers, caches."""
 
 from __future__ import annotations
 

@@ -223,14 +223,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     known = runs[0].values
     metric = next(m for m in (f"{headline},test", f"{headline},valid", *known) if m in known)
     higher = bool(directions.get(headline, True))
-    given = runs[0].result.get("reference") or {}
-    reference = {name: float(value) for name, value in given.items() if value is not None}
-    only = next(iter(reference.values())) if len(reference) == 1 else None
-    # A score of generated text has no reference; whether such a task is learnt is read off the
-    # loss.
-    several = only is None and "loss" in reference and headline not in reference
-    judged = "loss" if several else headline
-    expected = reference.get(judged, only)
+    reference, judged, expected = _reference(runs[0])
     judging = f"{judged},valid" if f"{judged},valid" in known else metric
     groups = _by_label(found, lambda run: run.variant, _variant_settings)
     finished = [
@@ -244,15 +237,11 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
     results, notes = [], []
     for place, (label, group) in enumerate(groups.items()):
-        mine = finished[place]
-        names = [m for m in mine[0].values if all(m in run.values for run in mine)] if mine else []
-        values = {m: tuple(float(run.values[m]) for run in mine) for m in names}
-        metrics = {m: Summary(*statistics.mean_and_standard_error(v), v) for m, v in values.items()}
-        learned = None
+        metrics, learned = _summaries(finished[place]), None
         if expected is not None and judging in metrics:
             mean = metrics[judging].mean
             learned = mean > expected if directions.get(judged, True) else mean < expected
-        seeds = tuple(run.seed for run in mine)
+        seeds = tuple(run.seed for run in finished[place])
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
         compared = {name: of for name, each in tests.items() if (of := each[place])}
         test = compared.get(metric)
@@ -271,6 +260,27 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         runs=tuple(finished),
         notes=tuple(notes),
     )
+
+
+def _reference(run: Run) -> tuple[dict[str, float], str, float | None]:
+    """Return the metrics of the best predictor that ignores its input, the one by which a model has
+    learned, and its value.
+
+    Scores of generated text have no reference, so such a task is judged by its loss.
+    """
+    given = run.result.get("reference") or {}
+    reference = {name: float(value) for name, value in given.items() if value is not None}
+    only = next(iter(reference.values())) if len(reference) == 1 else None
+    by_loss = only is None and "loss" in reference and run.headline not in reference
+    judged = "loss" if by_loss else run.headline
+    return reference, judged, reference.get(judged, only)
+
+
+def _summaries(runs: Sequence[Run]) -> dict[str, Summary]:
+    """Summarise every metric that all of these runs have."""
+    names = [m for m in runs[0].values if all(m in run.values for run in runs)] if runs else []
+    values = {m: tuple(float(run.values[m]) for run in runs) for m in names}
+    return {m: Summary(*statistics.mean_and_standard_error(v), v) for m, v in values.items()}
 
 
 def _comparisons(

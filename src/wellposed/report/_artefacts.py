@@ -41,7 +41,7 @@ def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
 
 
 def overview(artefacts: Sequence[Artefact]) -> Table | None:
-    """Return one row for each of several claims."""
+    """Return a table with a row for each claim; None where there are fewer than two."""
     if len(artefacts) < 2:
         return None
     rows = [{"name": each["title"], **each["facts"]} for each in artefacts]

@@ -119,8 +119,9 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
 
 @torch.no_grad()
 def _ignores_scale(module: nn.Module, like: Tensor) -> bool:
-    """Tell whether a module gives the same for large numbers, beside which no eps counts, and for
-    twice these, and not for their negatives; every second is small, where activations bend."""
+    """Tell whether a module ignores the scale of its input, as norms do: twice the input gives the same
+    output, its negative does not. Inputs are large, so that eps is nothing, and every second one is
+    small, where activations bend."""
     given = 30 * torch.randn_like(like)
     given[..., ::2] *= 0.01
     once, twice, turned = (module(scale * given) for scale in (1, 2, -1))
@@ -268,7 +269,7 @@ class _Reader:
             first, second = self._part(one, ups), self._part(other, ups)
             if first is None or second is None or first == second:
                 continue
-            if _bends(one, first[0]) and not _bends(other, second[0]):
+            if _is_nonlinear(one, first[0]) and not _is_nonlinear(other, second[0]):
                 first, second = second, first
             (up, rows), (gate, _) = first, second
             if gate is not up:
@@ -279,7 +280,7 @@ class _Reader:
             return None
         (up,) = ups
         # without a bend in between, two products of low rank are one
-        if len(up.rows) < up.source.shape[-1] and not _bends(down.source, up):
+        if len(up.rows) < up.source.shape[-1] and not _is_nonlinear(down.source, up):
             return None
         return (up, None), None
 
@@ -399,11 +400,11 @@ def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
 
 
 def _are_added(tensor: Tensor, cuts: Sequence[Cut]) -> bool:
-    """Tell whether the first number of a tensor comes from several places."""
+    """Tell whether a single entry of a tensor depends on several cuts: they were added, not joined."""
     return len(cuts) > 1 and sum(bool(_rows(tensor[..., :1], cut)) for cut in cuts) > 1
 
 
-def _bends(tensor: Tensor, product: Product) -> bool:
+def _is_nonlinear(tensor: Tensor, product: Product) -> bool:
     """Tell whether a tensor is not linear in what a product computes: its gradient depends on
     it."""
     (gradient,) = torch.autograd.grad(

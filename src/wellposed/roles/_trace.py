@@ -165,7 +165,7 @@ class Tracer(TorchFunctionMode):
             for name, weight in module._parameters.items():
                 if weight is not None and weight.numel():
                     view = self._of_parameter(modules, path, name)
-                    self._know(weight, view)
+                    self._remember(weight, view)
                     is_row = weight.ndim == 3 and len(weight) == 1 != weight.shape[1]
                     if weight.ndim == 2 or is_row:
                         self._rows[_name(view)] = view
@@ -195,7 +195,7 @@ class Tracer(TorchFunctionMode):
         given = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         output = func(*args, **kwargs)
         if isinstance(output, Tensor):
-            output = self._seen(_Call(name, args, kwargs, given, output))
+            output = self._recorded(_Call(name, args, kwargs, given, output))
             self._follow(name, args, given, output)
         elif name in {"var_mean", "std_mean"}:
             return tuple(each.detach() for each in output)
@@ -222,7 +222,7 @@ class Tracer(TorchFunctionMode):
         ):
             self.record.alike.setdefault(module, pair[0])
 
-    def _seen(self, call: _Call) -> Tensor:
+    def _recorded(self, call: _Call) -> Tensor:
         """Note what a function did; return its output, cut off where it is a product."""
         read = _READERS.get(call.name)
         if read is None or not call.output.is_floating_point():
@@ -238,12 +238,12 @@ class Tracer(TorchFunctionMode):
         return output.detach() + (source - source.detach())
 
     def _embedding(self, call: _Call) -> Tensor:
-        """See rows of a table: of tokens where the model was given their numbers, else perhaps of
-        positions."""
+        """Record a lookup: of token embeddings where the ids are an input of the model, else perhaps of
+        position embeddings."""
         ids, table = call.given[:2]
         known = all(_address(each) in self._neutral for each in call.given)
         output = call.output if known else self._cut(call.output)
-        place = self._at(table)
+        place = self._place_of(table)
         if place is None:
             return output
         view = place[0]
@@ -257,8 +257,8 @@ class Tracer(TorchFunctionMode):
         return output
 
     def _sum(self, call: _Call) -> Tensor:
-        """See a product that is added to a stream, and rows of positions that are added to
-        tokens."""
+        """Record products that are added to a residual stream, and position embeddings added to token
+        embeddings."""
         node = call.output.grad_fn
         parents = [parent for parent, _ in getattr(node, "next_functions", ())]
         if len(call.given) != 2 or len(parents) != 2:
@@ -279,8 +279,8 @@ class Tracer(TorchFunctionMode):
         return call.output
 
     def _unsummed(self, node: Any) -> dict[int, Cut | None]:
-        """Return by order the cuts above a node that no sum has added to a stream, and None for the
-        newest of all others."""
+        """Return the cuts above a node that were not yet added to a residual stream, by their order in the
+        pass; the newest of all others is there as None."""
         found: dict[int, Cut | None] = {}
         level, seen = [node], set[Any]()
         while level:
@@ -303,7 +303,7 @@ class Tracer(TorchFunctionMode):
         return [found] if found else [self._rows[name] for name in names if name in self._rows]
 
     def _is_early(self, above: Sequence[Cut]) -> bool:
-        """Tell whether what comes from these cuts is of tables and inputs, or one product behind."""
+        """Tell whether the cuts are embeddings and inputs, or products of these: nothing deeper."""
         products = [each for each in above if isinstance(each, Product)]
         behind = self.record.above(*(each.source for each in products))
         return all(type(each) is Cut for each in (*behind, *set(above).difference(products)))
@@ -330,8 +330,8 @@ class Tracer(TorchFunctionMode):
         return call.output
 
     def _multiplied(self, call: _Call) -> Tensor:
-        """See a product of two tensors: with a weight, of query and key, or of attention weights
-        and values."""
+        """Record a matrix product: with a weight, of query and key, or of attention weights and
+        values."""
         left, right = call.given if call.name != "__rmatmul__" else call.given[::-1]
         return self._pair(left, right.mT if right.ndim > 1 else right, call.output)
 
@@ -356,7 +356,7 @@ class Tracer(TorchFunctionMode):
         equation = call.args[0] if isinstance(call.args[0], str) else ""
         ins, _, out = equation.replace(" ", "").partition("->")
         terms = ins.split(",")
-        if self._at(given[0]) is not None:
+        if self._place_of(given[0]) is not None:
             given, terms = given[::-1], terms[::-1]
         readable = len(terms) == len(given) == 2 and "." not in equation and out
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
@@ -364,7 +364,7 @@ class Tracer(TorchFunctionMode):
         if len(summed) != 1 or not own or out[-1] != own[-1]:
             # heads or tokens that are mixed keep the rows that their numbers came from
             mixed = readable and terms[0][-1] == out[-1] not in terms[1]
-            return output if mixed or self._at(given[-1]) is None else self._cut(output)
+            return output if mixed or self._place_of(given[-1]) is None else self._cut(output)
         sides: list[Tensor] = []
         for mine, other, tensor in zip(terms, terms[::-1], given, strict=True):
             order = sorted(mine, key=lambda x: (x in summed, x not in other))
@@ -384,7 +384,7 @@ class Tracer(TorchFunctionMode):
 
     def _product(self, source: Tensor, weight: Tensor, output: Tensor) -> Tensor:
         """Note ``source weight^T``."""
-        place = self._at(weight)
+        place = self._place_of(weight)
         if found := place and _located(place, weight):
             view, rows, entries = found
             return self._cut(output, Product, source, view=view, rows=rows, entries=entries)
@@ -392,14 +392,14 @@ class Tracer(TorchFunctionMode):
         return self._cut(output) if place or known else output
 
     def given(self, value: Tensor) -> Tensor:
-        """Return an input of the model as a place where the way up ends."""
+        """Mark an input of the model and cut the graph there, so that tracing stops at it."""
         self._given.add(_address(value))
         return self._cut(value) if value.is_floating_point() else value
 
     def _cut(
         self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
     ) -> Tensor:
-        """End the way up at a tensor; return what goes on from it."""
+        """Cut the graph at a tensor, so that tracing stops there; return the tensor to continue with."""
         leaf = output.detach().requires_grad_()
         self.record.cuts[id(leaf)] = kind(order=self._order, leaf=leaf, source=source, **known)
         return leaf.clone()  # what follows may write into it
@@ -407,7 +407,7 @@ class Tracer(TorchFunctionMode):
     def _follow(
         self, name: str, args: tuple[Any, ...], given: list[Tensor], output: Tensor
     ) -> None:
-        """Know what is computed from parameters alone."""
+        """Record an output that was computed from parameters alone, as a view of them where it is one."""
         for each in given:
             self.record.used.add(_address(each))
         address = _address(output)
@@ -416,10 +416,10 @@ class Tracer(TorchFunctionMode):
             self._kept.append(output)
         if address in self._neutral:
             return
-        view, whole = (self._at(given[0]) if given else None) or (None, None)
+        view, whole = (self._place_of(given[0]) if given else None) or (None, None)
         if name == "__getitem__" and view is not None and whole is not None and whole.ndim == 3:
             if isinstance(args[1], Tensor) and args[1].numel() == 1:
-                self._know(output, replace(view, entry=int(args[1])))
+                self._remember(output, replace(view, entry=int(args[1])))
             return
         if any(_address(each) not in self._neutral for each in given):
             return
@@ -429,7 +429,7 @@ class Tracer(TorchFunctionMode):
         if name not in _COPIES or output.shape != given[0].shape:
             view = self._parametrized.get(next(iter(names), "")) if len(names) == 1 else None
         if view is not None and output.ndim >= 2:
-            self._know(output, view)
+            self._remember(output, view)
 
     def _of_parameter(self, modules: dict[str, nn.Module], path: str, name: str) -> WeightView:
         """Return the view of a parameter; those of a parametrization stand for the weight that it
@@ -442,11 +442,11 @@ class Tracer(TorchFunctionMode):
         self._parametrized[_name(view)] = view
         return view
 
-    def _know(self, weight: Tensor, view: WeightView) -> None:
+    def _remember(self, weight: Tensor, view: WeightView) -> None:
         self._places.setdefault(_address(weight), []).append((view, weight))
         self._neutral.setdefault(_address(weight), frozenset({_name(view)}))
 
-    def _at(self, weight: Tensor) -> _Place | None:
+    def _place_of(self, weight: Tensor) -> _Place | None:
         for view, known in reversed(self._places.get(_address(weight), [])):
             size = 1 + sum((n - 1) * s for n, s in zip(known.shape, known.stride(), strict=True))
             if 0 <= weight.storage_offset() - known.storage_offset() < size:
@@ -524,8 +524,8 @@ def _glu(values: Tensor, dim: int = -1) -> Tensor:
     return left * right.sigmoid()
 
 
-def _shown(function: Any) -> Callable[..., Any]:
-    """Return a composite function of torch that shows a mode what it consists of."""
+def _traceable(function: Any) -> Callable[..., Any]:
+    """Return a copy of a composite function of torch, the steps of which a mode gets to see."""
     unseen = {**function.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, unseen, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -533,7 +533,7 @@ def _shown(function: Any) -> Callable[..., Any]:
 
 
 _ATTENTION: Any = F.multi_head_attention_forward
-_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {F.glu: _glu, _ATTENTION: _shown(_ATTENTION)}
+_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {F.glu: _glu, _ATTENTION: _traceable(_ATTENTION)}
 
 
 def _address(tensor: Tensor) -> int:

@@ -163,8 +163,7 @@ class Task(ABC):
         return {}
 
     def watch(self, model: nn.Module) -> dict[str, float]:
-        """Return what an evaluation on *valid* logs of the weights themselves: nothing, unless the
-        task has a study of them."""
+        """Return metrics of the weights, logged with each evaluation on *valid*; none by default."""
         del model
         return {}
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Attends(Protocol):
-    """What is known of an attention module that is watched."""
+    """What `AttentionWatcher` has to know of an attention module."""
 
     @property
     def path(self) -> str: ...
@@ -366,8 +366,8 @@ Found = Callable[[Any, Sequence[tuple[AttentionCall, Tensor]]], None]
 
 
 class AttentionWatcher:
-    """Hooks that tell ``found``, whenever one of the attention modules returns, by which calls it
-    attended.
+    """Hooks that call ``found`` whenever one of the attention modules returns, with the attention calls
+    that it made.
 
     Recognised are `scaled_dot_product_attention`, `multi_head_attention_forward` and a softmax over
     matrices, which counts only where a module made none of the other two. A `TorchFunctionMode` is
@@ -400,7 +400,7 @@ class AttentionWatcher:
         self._handles.clear()
 
     def forget(self) -> None:
-        """Make modes inert that an interrupt inside attention left behind."""
+        """Switch off modes that an interrupt inside an attention module left active."""
         for mode in self._running:
             mode.active = False
         self._running.clear()
@@ -454,7 +454,7 @@ _PAUSED: ContextVar[bool] = ContextVar("observing paused", default=False)
 
 @contextmanager
 def observing_paused() -> Iterator[None]:
-    """Run a model without telling those that observe it."""
+    """Silence every `ObservingHook` inside the context."""
     token = _PAUSED.set(True)
     try:
         yield
@@ -463,7 +463,7 @@ def observing_paused() -> Iterator[None]:
 
 
 class ObservingHook:
-    """A hook that a copied or pickled model does not take along."""
+    """A hook that only observes; a copy or pickle of its model has a hook that does nothing."""
 
     observes_only = True
     """It returns nothing and changes nothing, so that a certificate need not refuse the module."""

@@ -162,7 +162,7 @@ JUDGED, CONTROL = "lipschitz, T = 10", "no blocks, T = 10"
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is trained and looked at."""
+    """Training sizes and attack settings of one scale."""
 
     sizes: Sizes
     strong: Attack
@@ -176,7 +176,7 @@ class Scale:
 
 
 def scale_of(request: Request) -> Scale:
-    """Return how much is trained and looked at."""
+    """Return the training sizes and attack settings of the requested scale."""
     short = {"max_words": 50}
     return request.pick(
         toy=Scale(

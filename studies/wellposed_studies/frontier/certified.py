@@ -24,7 +24,7 @@ from wellposed_studies.study import Sizes, Tuned, mean_series, run_config
 
 @dataclass(frozen=True)
 class Model:
-    """One line of a figure: a variant, and what is changed in it."""
+    """A model to compare, drawn as one line: a variant, and the options changed in it."""
 
     variant: str
     temperature: float = 1.0

@@ -27,7 +27,7 @@ from wellposed.nn.checks import Part
 from wellposed.nn.invertible.inversion import (
     Acceleration,
     Inversion,
-    carried,
+    error_in_x,
     sample_norms,
     solve,
     unmeasured,
@@ -395,7 +395,7 @@ class ReversibleSequential(Part):
         error = 0.0
         for block in reversed(self.blocks):
             y, report = self._invert(block, y, options, tol=tol)
-            error = carried(error, report.contraction, block, y) + report.error_bound
+            error = error_in_x(error, report.contraction, block, y) + report.error_bound
             reports.append(report)
         known = len({report.norm for report in reports}) == 1
         return y, Inversion(

@@ -367,7 +367,7 @@ def with_error_bound(
     rounding = rounding + allowed * (c * size + branch)
     # The norms are rounded as well, by far less than this.
     error = math.inf if logits.refusal else (1 + 1e-9) * _largest(residual + rounding)
-    bound, reason = carried(error, c, f, y), logits.refusal
+    bound, reason = error_in_x(error, c, f, y), logits.refusal
     if bound == math.inf and error < math.inf:
         reason = f"the slope {c} is 1 to rounding"
     worst = _largest(residual)
@@ -376,9 +376,9 @@ def with_error_bound(
     )
 
 
-def carried(error: float, contraction: float, block: nn.Module, y: Tensor) -> float:
-    """Return `error / (1 - c')`, what an error of y or of its equation is in x; see
-    `with_error_bound`."""
+def error_in_x(error: float, contraction: float, block: nn.Module, y: Tensor) -> float:
+    """Bound the error of x that an error of y, or a residual of the equation, causes: `error / (1 - c')`,
+    c' the contraction constant rounded up; see `with_error_bound`."""
     dtypes = {part.dtype for part in (y, *block.parameters()) if part.is_floating_point()}
     slope = contraction * (1 + 2 * max(torch.finfo(dtype).eps for dtype in dtypes))
     if slope >= 1:

@@ -143,8 +143,8 @@ class CharacterEdits:
         return menu
 
     def _made(self, words: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-        """Return what one character makes of known neighbouring words that it all touches; of none,
-        which words it adds."""
+        """Return the word sequences that one edit can turn these neighbouring words into, where it
+        touches each of them; given no words, those that it can insert."""
         if words not in self._edits:
             look = self.vocabulary.get
             made: set[tuple[int, ...]] = {(self.unknown,)}

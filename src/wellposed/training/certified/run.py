@@ -134,8 +134,7 @@ def key(
     restarts: int = 1,
     certificate: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what tells numbers of a run from others of it: its model, the data, certificate and
-    attack.
+    """Return what identifies a measurement of a run: model, data, certificate and attack.
 
     Args:
         certificate: what was asked for; None for `best_certificate` on the longest example.

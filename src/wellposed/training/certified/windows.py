@@ -19,9 +19,9 @@ from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.words import (
     ROUNDING,
     EditKind,
-    above,
     held_by_sorting,
     most_held,
+    rounded_up,
 )
 from wellposed.training.folder.model_card import UNKNOWN
 
@@ -73,7 +73,7 @@ class WindowBounds:
         """Return the most that a word of each window, or each word of pairs, adds to another class,
         (..., windows, classes)."""
         gains = 1 + votes[..., label, None] - votes
-        return self._square(gains).sum(1) if self.paired else gains
+        return self._pair_matrix(gains).sum(1) if self.paired else gains
 
     def held_words(
         self, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
@@ -102,8 +102,8 @@ class WindowBounds:
         least = least_sums(margins.numpy(), self.words, most, self.limit, spills=spills)
         return most_held(lambda k: bool((least[k] > ROUNDING * (1 + len(votes))).all()), most)
 
-    def _square(self, pairs: Tensor) -> Tensor:
-        """Return what every two words of a text have, (words, words, classes)."""
+    def _pair_matrix(self, pairs: Tensor) -> Tensor:
+        """Lay the values of all pairs of words out as a symmetric matrix, (words, words, classes)."""
         count = self.count(pairs)
         rows, columns = torch.triu_indices(count, count)
         found = pairs.new_zeros(count, count, pairs.shape[1])
@@ -118,7 +118,7 @@ class WindowBounds:
         margins = (votes[:, label, None] - votes)[:, others]
         if not bool((margins.sum(0) > 0).all()):
             return -1
-        square, ahead = self._square(margins), margins.sum(0)
+        square, ahead = self._pair_matrix(margins), margins.sum(0)
         count, of_words = len(square), square.sum(1)
         square[torch.arange(count), torch.arange(count)] = math.inf
         twice = square.sort(1).values.cumsum(1) / 2
@@ -134,7 +134,7 @@ class WindowBounds:
             reach = 2 * k if kind == "characters" else k
             pairs = [(d, min(reach, total - d)) for d in range(reach + 1)]
             pairs = [(k, k)] if kind == "words" else pairs
-            return reach < count and all(bool((above(lost(*p)) < ahead).all()) for p in pairs)
+            return reach < count and all(bool((rounded_up(lost(*p)) < ahead).all()) for p in pairs)
 
         return most_held(holds, most)
 
@@ -176,7 +176,7 @@ class WindowBounds:
 
     @cached_property
     def _pool(self) -> tuple[Tensor, Tensor]:
-        """Words that an attack puts into texts, and the votes of each alone."""
+        """Words that an attack may insert, and the vote of a window that holds only that word."""
         names = self.tokenizer.batch_decode(
             [[n] for n in range(min(len(self.tokenizer), 4 * _POOL))]
         )
@@ -200,8 +200,8 @@ class WindowBounds:
                 found.append(others)
         return torch.cat(found)
 
-    def _weak(self, ids: Tensor, target: int, label: int) -> list[int]:
-        """Return where the words of the windows that have most to lose begin."""
+    def _weakest_words(self, ids: Tensor, target: int, label: int) -> list[int]:
+        """Return where each word begins, of the windows that favour the label most over the target."""
         votes = self._votes(self._windows(ids))
         order = (votes[:, target] - votes[:, label]).argsort()[:_TRIES].tolist()
         size = self.tokens * self.words
@@ -212,7 +212,7 @@ class WindowBounds:
         """Return texts with a word more, less or replaced."""
         found = list(swaps(ids, target)) if len(ids) == len(swaps.original) else []
         best, most = self._strongest(target)[0], self.limit * self.tokens
-        weak = self._weak(ids, target, swaps.label)
+        weak = self._weakest_words(ids, target, swaps.label)
         for start in (0, *weak):
             found.append(torch.cat([ids[:start], best, ids[start:]])[:most])
         if len(ids) > self.tokens:
@@ -222,7 +222,7 @@ class WindowBounds:
     def _mistyped(self, swaps: WindowSwaps, ids: Tensor, target: int) -> Sequence[Tensor]:
         """Return texts with one character of a word more, less or replaced, of words that their
         tokens spell."""
-        starts = self._weak(ids, target, swaps.label)
+        starts = self._weakest_words(ids, target, swaps.label)
         words = [ids[start : start + self.tokens] for start in starts]
         names = [self.tokenizer.decode(row, skip_special_tokens=True).strip() for row in words]
         made = [[[name], *map(split_words, one_character_away(name))] for name in names]

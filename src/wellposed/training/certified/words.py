@@ -134,7 +134,7 @@ class WordBounds:
                 return False
             share = max(removed, added) / max(n, left)
             moved = (linear + gain) / left - linear / n + widen * share
-            if not bool((above(moved) < ahead).all()):
+            if not bool((rounded_up(moved) < ahead).all()):
                 return False
         return True
 
@@ -184,7 +184,7 @@ class WordBounds:
 
     @property
     def how(self) -> str:
-        """What the certificate is, or why there is none."""
+        """The certificate in a few words, or the reason why there is none."""
         if self.reason:
             return f"no certificate: {self.reason}"
         if self.exact:
@@ -196,7 +196,7 @@ class WordBounds:
 
     @property
     def unread(self) -> str:
-        """Why edits and characters have no certificate, where they have none."""
+        """The reason why inserted, deleted and mistyped words have no certificate; empty where they have one."""
         if self.reason or math.isfinite(self.free_rest):
             return ""
         return "where the order of words is read: train with --model.position none"
@@ -216,14 +216,14 @@ class WordBounds:
 
 
 def ahead_of(logits: Tensor, label: int) -> Tensor:
-    """Return how far the label is ahead of every class; of itself infinitely far."""
+    """Return the logit of the label minus that of each class; infinity at the label itself."""
     ahead = logits[label] - logits
     ahead[label] = math.inf
     return ahead
 
 
-def above(moved: Tensor) -> Tensor:
-    """Return what lies above a sum and its rounding in float64."""
+def rounded_up(moved: Tensor) -> Tensor:
+    """Return an upper bound of a sum that was computed in float64: the sum plus its rounding error."""
     return moved + ROUNDING * (1 + moved.abs())
 
 
@@ -367,7 +367,7 @@ def held_by_sorting(
     moved = gains.topk(kept, dim=1).values.cumsum(1) / lengths[:, None, None]
     ahead = logits.gather(1, of[:, None]) - logits
     ahead.scatter_(1, of[:, None], math.inf)
-    held = (above(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
+    held = (rounded_up(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
     # Where every word of a text may go, so may any number.
     held = held.masked_fill(held == padded.shape[1], most)
     return held.masked_fill((ahead <= 0).any(1), -1).tolist()

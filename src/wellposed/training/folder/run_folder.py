@@ -189,7 +189,7 @@ def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
 
     out.mkdir(parents=True, exist_ok=True)
     path = out / LOCK
-    lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_sign)
+    lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_write_owner)
     try:
         lock.acquire()
     except Timeout:
@@ -215,8 +215,8 @@ def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
             lock.release()
 
 
-def _sign(handle: int) -> None:
-    """Write whose the lock is, into a file that holds nothing but that."""
+def _write_owner(handle: int) -> None:
+    """Write process and host into the lock file; refuse a file that is no lock of ours."""
     found = os.fstat(handle)
     is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
     if not is_plain or (found.st_size and os.read(handle, len(_BEGIN)) != _BEGIN):

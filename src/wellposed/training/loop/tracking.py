@@ -1,5 +1,5 @@
-"""What a run tells while it trains: a person, by a bar on a terminal, plain lines elsewhere or nothing; and trackers of
-Accelerate (TensorBoard, Trackio, Weights & Biases, ...), to which what it writes is sent on."""
+"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics sent to trackers of
+Accelerate (TensorBoard, Trackio, Weights & Biases, ...)."""
 
 from __future__ import annotations
 
