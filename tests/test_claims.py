@@ -68,8 +68,8 @@ def test_what_is_said_to_have_a_certificate_has_one(build):
     ],
 )
 def test_what_is_said_to_have_none_is_named(build, name):
-    """Whoever adds a rule for one of these corrects docs/index.md and docs/howto.md, and then this
-    list."""
+    """Whoever adds a rule for one of these corrects docs/index.md and docs/howto/certify.md, and
+    then this list."""
     certificate = wp.certify(nn.Sequential(nn.Linear(8, 8), build().eval()), seq_len=4, radius=1.0)
     assert certificate.total == math.inf
     assert name in certificate.table()

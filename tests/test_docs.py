@@ -77,9 +77,11 @@ def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(capsys):
         assert "seven verbs" in place.lower()
 
 
-def test_the_navigation_has_at_most_eight_entries():
+def test_the_navigation_has_at_most_eight_entries_and_every_page():
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("nav:\n")[2].partition("theme:")[0]
     assert len(re.findall(r"^  - ", nav, re.MULTILINE)) <= 8
+    names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
+    assert sorted(re.findall(r"[\w/-]+\.md", nav)) == sorted(names)
 
 
 def test_every_public_name_has_its_place_in_the_reference():

@@ -120,7 +120,7 @@ def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path):
 
 
 def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "images.md").read_text()
     (tmp_path / "config.json").write_text(page.split("```json\n")[1].split("```")[0])
     succeed(train(tmp_path / "config.json", tmp_path / "run", *FAST))
 

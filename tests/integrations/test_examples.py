@@ -71,7 +71,7 @@ def test_ray_trains_a_run_in_two_workers():
     assert "by two workers" in done.stdout
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "penalize.md"
 
 
 def test_six_lines_penalise_a_checkpoint(tmp_path, monkeypatch):

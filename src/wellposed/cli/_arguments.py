@@ -233,8 +233,8 @@ def parse(
     if not (run.start.model or task.own_models):
         raise ConfigError(
             f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face"
-            " model with --from FOLDER, or the config.json of one (docs/howto.md has one for small"
-            " images); the task image reads pixels one by one"
+            " model with --from FOLDER, or the config.json of one (docs/howto/images.md has one for"
+            " small images); the task image reads pixels one by one"
         )
     if parsed.files.print_config:
         import tomli_w
