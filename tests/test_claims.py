@@ -19,7 +19,7 @@ from wellposed.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-SMALL = dict.fromkeys(("hidden_size", "intermediate_size"), 8) | {"vocab_size": 20}
+SMALL: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size"), 8) | {"vocab_size": 20}
 SMALL |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -37,7 +37,7 @@ def plain():
 
 
 def own():
-    config = WellposedConfig(**SMALL, attention="l2_tied", norm="none", num_labels=2)
+    config = WellposedConfig(**SMALL, attention="l2_tied", norm="none")
     return WellposedForSequenceClassification(config).eval()
 
 
@@ -50,7 +50,7 @@ def bert():
 def t5():
     from transformers import T5Config, T5Model
 
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    sizes: dict[str, Any] = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     return T5Model(T5Config(vocab_size=20, **sizes)).eval()
 
 

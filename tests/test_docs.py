@@ -172,7 +172,7 @@ def test_an_unusual_file_goes_through_the_commands_unchanged(typist, tmp_path):
     rows = [("id", "topic", "headline", "body")]
     for number in range(120):
         topic = ("mail", "code")[number % 2]
-        rows.append((number, topic, topic, f"the {number % 20}, it; a {topic} and\nwaits"))
+        rows.append((str(number), topic, topic, f"the {number % 20}, it; a {topic} and\nwaits"))
     file = io.StringIO(newline="")
     csv.writer(file, delimiter=";", lineterminator="\r\n").writerows(rows)
     (tmp_path / "mine.csv").write_bytes(gzip.compress(file.getvalue().encode("utf-8-sig")))

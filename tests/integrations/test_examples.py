@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_worker_of_ray_trains_a_run(tmp_path, monkeypatch):
     example = runpy.run_path(str(EXAMPLES / "ray_train.py"))
     example["worker"]({"out": str(tmp_path / "run")})
     result = read_result(tmp_path / "run")
-    assert result.status == "success"
+    assert (result and result.status) == "success"
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_six_lines_penalise_a_checkpoint(tmp_path, monkeypatch):
     rows = [{"input_ids": each, "labels": row % 2} for row, each in enumerate(ids)]
     model = transformers.AutoModel.from_pretrained("my-checkpoint")
     began = wp.OrthogonalityPenalty(model, key=1e-2, form="paper")().item()
-    names = {"rows": rows}
+    names = vars(SimpleNamespace(rows=rows))
     quiet = 'learning_rate=1e-2, report_to="none", use_cpu=True, save_strategy="no"'
     exec(code.replace('"out"', f'"out", {quiet}'), names)
     assert names["penalty"]().item() < 0.95 * began
