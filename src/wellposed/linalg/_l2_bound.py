@@ -9,8 +9,6 @@ on ``tau``. Shared biases of query and key, value biases and output biases chang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -18,11 +16,15 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
-from wellposed.linalg._l2_constants import L2Constants, Norm, check_norm, kim_bracket
+from wellposed.linalg._l2_constants import L2Constants, kim_bracket
 from wellposed.linalg._norms import (
+    Bound,
+    Norm,
     SpectralMethod,
     certified_spectral_norm,
+    check_norm,
     infinity_norm,
+    least,
     power_of_two,
     wide_enough,
 )
@@ -35,20 +37,6 @@ _LEAST_EXPONENT = -50
 _LEAST_SCALING = -20
 # Up to this width three scalings are certified, above it only the most promising one.
 _TRY_ALL_BELOW = 128
-
-
-@dataclass(frozen=True)
-class Bound:
-    """An upper bound (0-dim tensor, which carries gradient where the weights do) and the name of
-    the proved form."""
-
-    value: Tensor
-    form: str
-
-
-def least(bounds: Sequence[Bound]) -> Bound:
-    """Return the smallest of several proved bounds; the first wins a tie."""
-    return min(bounds, key=lambda bound: float(bound.value.detach()))
 
 
 def l2_attention_bound(

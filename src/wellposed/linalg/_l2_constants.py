@@ -17,35 +17,14 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
+from wellposed.linalg._norms import Norm, check_norm
 
-Norm = Literal["tok", "inf", 2]
-TokenNorm = Literal["tok", "inf", 2, "sum"]
-"""Norms of the tokens of a sequence: ``"sum"``, of their 2-norms, has bounds of fewer maps."""
 MaskKind = Literal["full", "causal", "any"]
-NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
 MASK_KINDS: tuple[MaskKind, ...] = ("full", "causal", "any")
 
 # phi_inverse(1): the largest value of t e^-t / (1 + e^-t), i.e. what one other token adds to a
 # column of P * t.
 _ONE_KEY = 0.27846454276107374
-
-
-def check_norm(norm: object) -> Norm:
-    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, else raise `ConfigError`."""
-    if norm == "sum":
-        raise ConfigError("norm 'sum': no bound is proved in it here; known: 'tok', 'inf', 2")
-    return check_token_norm(norm)  # type: ignore[return-value]
-
-
-def check_token_norm(norm: object) -> TokenNorm:
-    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, ``"sum"``, else raise
-    `ConfigError`."""
-    if isinstance(norm, bool) or norm not in (*NORMS, "sum"):
-        raise ConfigError(
-            f"unknown norm {norm!r}; known: 'tok' (max over tokens of the 2-norm), 'inf', 2"
-            " (Frobenius), and for certify and attacks 'sum' (of the tokens' 2-norms)"
-        )
-    return norm  # type: ignore[return-value]
 
 
 @overload

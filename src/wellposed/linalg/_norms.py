@@ -1,4 +1,5 @@
-"""Operator norms from above: every number here is at least the true norm, rounding included.
+"""Norms of tokens, and operator norms from above: every number here is at least the true norm,
+rounding included.
 
 Power iteration is nowhere in this file: it approaches the norm from below, so it cannot certify.
 """
@@ -6,6 +7,8 @@ Power iteration is nowhere in this file: it approaches the norm from below, so i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,6 +18,10 @@ from torch.nn import functional as F
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
 from wellposed.linalg._polar import full_precision
 
+Norm = Literal["tok", "inf", 2]
+TokenNorm = Literal["tok", "inf", 2, "sum"]
+"""Norms of the tokens of a sequence: ``"sum"``, of their 2-norms, has bounds of fewer maps."""
+NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
 SpectralMethod = Literal["svd", "cholesky", "gram", "interpolation"]
 # Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value,
 # with room to spare.
@@ -36,6 +43,38 @@ _FACTOR_BLOCK, _WHOLE_FACTOR, _APART = 64, 256, 8
 # Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a
 # batch.
 _ONE_BY_ONE = 64
+
+
+def check_norm(norm: object) -> Norm:
+    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, else raise `ConfigError`."""
+    if norm == "sum":
+        raise ConfigError("norm 'sum': no bound is proved in it here; known: 'tok', 'inf', 2")
+    return check_token_norm(norm)  # type: ignore[return-value]
+
+
+def check_token_norm(norm: object) -> TokenNorm:
+    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, ``"sum"``, else raise
+    `ConfigError`."""
+    if isinstance(norm, bool) or norm not in (*NORMS, "sum"):
+        raise ConfigError(
+            f"unknown norm {norm!r}; known: 'tok' (max over tokens of the 2-norm), 'inf', 2"
+            " (Frobenius), and for certify and attacks 'sum' (of the tokens' 2-norms)"
+        )
+    return norm  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound (0-dim tensor, which carries gradient where the weights do) and the name of
+    the proved form."""
+
+    value: Tensor
+    form: str
+
+
+def least(bounds: Sequence[Bound]) -> Bound:
+    """Return the smallest of several proved bounds; the first wins a tie."""
+    return min(bounds, key=lambda bound: float(bound.value.detach()))
 
 
 def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
