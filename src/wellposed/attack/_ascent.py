@@ -44,7 +44,7 @@ def as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_ball(x: Tensor, radius: float | None) -> Tensor:
-    """Shorten tokens to this 2-norm."""
+    """Scale tokens that are longer than ``radius`` in 2-norm down to it."""
     return x if radius is None else x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
 
 
@@ -61,12 +61,12 @@ class Found:
 
     @classmethod
     def of(cls, x: Tensor, other: Tensor, slopes: Tensor, scores: Tensor | None = None) -> Found:
-        """Keep values alone; the slopes are the scores where not given."""
+        """Detach the tensors from their graph; the scores are the slopes where not given."""
         scores = slopes if scores is None else scores
         return cls(x.detach(), other.detach(), slopes.detach(), scores.detach())
 
     def better(self, other: Found) -> Found:
-        """Keep the higher score of each restart; what is not finite never wins."""
+        """Merge two results: keep the one with the higher finite score of each restart."""
         wins = torch.isfinite(other.scores) & (other.scores > self.scores)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Found(*(torch.where(wins.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in pairs))

@@ -122,7 +122,8 @@ def layer_bound(module: Any, site: Site, *, layer: Layer) -> LayerBound:
 
 
 def followed_by(first: LayerBound, owner: nn.Module, site: Site, rest: str) -> LayerBound:
-    """Multiply a bound by those of the parts ``rest`` of ``owner``, applied after it in this order."""
+    """Multiply a bound by those of the parts ``rest`` of ``owner``, applied after it in this
+    order."""
     parts = named(owner, *rest.split())
     return product_of([first, site.at_radius(first.out_radius).chain(parts)])
 

@@ -102,7 +102,8 @@ class Visit:
 
 @dataclass
 class Walk:
-    """What is written down on the way through a module."""
+    """What a certificate collects on its walk through a module: rows, masks, notes, cached
+    norms."""
 
     visits: list[Visit | None] = field(default_factory=list)
     """None for a module whose parts are being looked at."""
@@ -175,8 +176,8 @@ class Site:
         return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
 
     def remember(self, owner: object, kind: object, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
-        norm or route."""
+        """Return ``compute()``, cached for each owner and kind throughout a certificate, over all
+        norms and routes."""
         key = (id(owner), kind)
         if key not in self.walk.memory:
             # The owner is kept, so that its id is not given to another object during this call.
@@ -226,8 +227,8 @@ class Site:
         return replace(self, norm=norm, ignored_classes=ignored_classes, walk=walk)
 
     def reads(self, module: nn.Module, *kinds: type[nn.Module]) -> None:
-        """Say that the rule itself knows what ``module`` computes, where it is of one of ``kinds``;
-        hooks are still refused."""
+        """Vouch that the rule accounts for what ``module`` computes, where it is of one of
+        ``kinds``; hooks are still refused."""
         part = without_compiler(module)
         if not kinds or class_called(part) in kinds:
             self.walk.vouched.add(id(part))

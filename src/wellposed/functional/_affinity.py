@@ -130,8 +130,7 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Masks:
-    """What turns Q K^T into logits: scale, flags or a bias per query, and which tokens are real
-    (None: all)."""
+    """Scale, mask or bias that turn Q K^T into logits, and which tokens are real (None: all)."""
 
     scale: float
     allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
@@ -161,7 +160,7 @@ class _Masks:
         return replace(self, **{name: mask[start:stop] for name, mask in own.items()})
 
     def closed(self, query: Tensor) -> Tensor | None:
-        """Return which keys a query may not see, by flags of any kind; None: all are seen."""
+        """Combine all boolean masks: True where a query may not see a key; None where there are none."""
         closed = None if self.allowed is None else ~self.allowed
         if self.padded is not None:
             padded = self.padded[..., None, :]

@@ -166,7 +166,8 @@ class _Plan:
     def of(
         cls, weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> tuple[_Plan, Sequence[Tensor]]:
-        """Choose the plan for these weights; return it with the weights, or local blocks of sharded ones."""
+        """Choose the plan for these weights; return it with the weights, or local blocks of sharded
+        ones."""
         dtype = dtype or torch.promote_types(weights[0].dtype, torch.float32)
         is_tall = sum(map(len, weights)) >= weights[0].shape[1]
         if not any(is_sharded(weight) for weight in weights):

@@ -100,7 +100,7 @@ def draw_distinct(
 
 
 class Selectable(Protocol):
-    """Rows of which some can be taken."""
+    """A sequence of rows that can be selected by index."""
 
     def __len__(self) -> int: ...
 
