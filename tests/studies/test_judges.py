@@ -93,7 +93,7 @@ STEEP = {"upper": 1.0, "lower": 0.9}
 def errors_at_the_end(tied=(1e-06, 1.0), dot=(9.0, 9.0), contractive=(1e-06,)):
     found = {"tied L2": tied, "dot product": dot, "contractive L2, sharp bound": contractive}
     return [
-        {"attention": kind, "max_error": error}
+        {"attention": kind, "max_error": error, "spread": 10.0}
         for kind, errors in found.items()
         for error in errors
     ]
@@ -218,8 +218,8 @@ VERDICTS = {
     ),
     "kim2021/figure-8": Fed(
         jacobians.judge_figure_8,
-        ((1.0, 2.0), (1.0, 2.0, 4.0)),
-        ((2.0, 1.0), (1.0, 2.0, 4.0)),
+        ((1.0, 2.0, 4.0), (1.0, 2.0, 4.0)),
+        ((1.0, 2.0, 2.0), (1.0, 2.0, 2.0)),
         further={"largest_tied": 1.0, "bound": 5.0},
     ),
     "kim2021/figure-9": Fed(
@@ -339,6 +339,10 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (inverses.judge_figure_10, ([[0.9, 1.2]], [[1.5, 1.4]])),
         (mcgrath.judge_shares, ([tight(0.3), tight(0.9)],)),
         (sizes.judge_table_5, ([],)),
+        (
+            lambda *of: jacobians.judge_figure_8(*of, largest_tied=1.0, bound=5.0),
+            ((1.0, 2.0, 2.0), (1.0, 2.0, 4.0)),
+        ),
     ],
 )
 def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):

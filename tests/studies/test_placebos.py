@@ -81,7 +81,7 @@ def exchanged(known):
 
 
 def verdict(name, out, data):
-    """Run a recipe on small models and return what it says, as no toy scale may."""
+    """Return what a recipe makes of small models, with a verdict, as no toy scale may have."""
     recipe = RECIPES.get(name)
     paper = name.partition("/")[0]
     given = data["minbert"] if paper == "mcgrath2024" else data["data"]
@@ -93,7 +93,7 @@ def verdict(name, out, data):
     if name == "frontier/characters":
         given = given / "text" / "tinyshakespeare.txt.gz"
     encoder = str(data["encoder"]) if name == "mcgrath2024/pretrained" else None
-    return recipe(Request("toy", out, str(given) if takes else None, encoder=encoder)).holds
+    return recipe(Request("toy", out, str(given) if takes else None, encoder=encoder))
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,12 @@ def outs(tmp_path_factory):
 @pytest.mark.parametrize("kind", PLACEBOS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_models_that_learned_nothing_earn_no_verdict(name, kind, given, outs, monkeypatch):
+    """By what they learned alone: all count as levelled off, and the reason is named."""
     monkeypatch.setattr(study, "train_planned", placebo(kind))
-    assert verdict(name, outs[kind], given) is None
+    monkeypatch.setattr(study.FinishedRun, "settled", True)
+    found = verdict(name, outs[kind], given)
+    assert found.holds is None
+    assert any("not judged" in of and "better than a constant" in of for of in found.notes)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -129,13 +133,13 @@ def test_exchanged_sides_do_not_earn_the_same(name, given, outs, monkeypatch):
 
     monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
     monkeypatch.setattr(study, "train_planned", recorded)
-    said = verdict(name, outs["real"], given)
+    said = verdict(name, outs["real"], given).holds
     if len({side(config) for config, _ in known.values()}) > 1:
         monkeypatch.setattr(study, "train_planned", exchanged(known))
-        assert not (said and verdict(name, outs["real"], given))
+        assert not (said and verdict(name, outs["real"], given).holds)
 
 
 def test_without_the_gate_untrained_models_would_earn_a_verdict(given, outs, monkeypatch):
     monkeypatch.setattr(study, "train_planned", placebo("untrained"))
     monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
-    assert verdict("huang2020/depth", outs["untrained"], given) is not None
+    assert verdict("huang2020/depth", outs["untrained"], given).holds is not None

@@ -90,8 +90,10 @@ CHECKS = {
 def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, out):
     takes = "data" in RECIPES.get(name).takes and name != "frontier/translation"
     given = str(data) if takes and name.startswith(GIVEN) else None
+    before = written(out)
     done = reproduce(name, scale="toy", out=out, data=given)
     check_reproduced(done)
+    assert RECIPES.get(name).power or written(out) == before, "what trains is run on placebos"
     rows = done.result.rows
     assert all(row["certified"] <= row["attacked"] for row in rows if "attacked" in row)
     CHECKS.get(name, lambda _: None)(rows)

@@ -104,6 +104,9 @@ class Recipe:
     GPU."""
     estimated: Mapping[str, float] = field(default_factory=dict)
     """Minutes by scale, from updates times what one costs at mini."""
+    beyond: str = ""
+    """How long one large GPU would take for what is needed beyond its scales, as in
+    docs/paper_scale.md."""
     folders: tuple[str, ...] = ()
     """Where its data lies in a folder of many data sets, the first that is there; empty where that
     folder is read."""
@@ -180,8 +183,8 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
 
     Args:
         name: ``paper/item``.
-        options: fields of `Recipe`: ``measured``, ``estimated``, ``folders``, ``takes``,
-            ``builtin``, ``power``.
+        options: fields of `Recipe`: ``measured``, ``estimated``, ``beyond``, ``folders``,
+            ``takes``, ``builtin``, ``power``.
 
     Raises:
         ConfigError: the name is taken, or the docstring holds no claim.

@@ -23,7 +23,8 @@ Written by `wellposed reproduce all --scale mini` from the JSON file of each fin
 A verdict names its test, its seeds and its uncertainty. One about trained models stands only where every one of them is
 better than a constant predictor by three standard errors and has levelled off, or stopped where the paper's did; the
 same recipes say nothing of untrained models, of answers that do not look at their input, and of shuffled labels (a test
-runs each). What cannot be said names what it would take. Minutes are those of all calls that an artefact needed, on
+runs each). What cannot be said names what it would take; a verdict that was withdrawn after its run says so first in
+its notes. Minutes are those of all calls that an artefact needed, on
 the machine at hand; trainings that artefacts share are counted where they ran. DATA in a command is the folder or file
 named under data.
 """
@@ -121,7 +122,8 @@ def _needs(recipe: Recipe, scale: str) -> str:
         for larger in SCALES[SCALES.index(scale) + 1 :]
         if larger in recipe.minutes
     ]
-    return "; ".join(times) or "the paper's sizes: docs/paper_scale.md"
+    beyond = f"{recipe.beyond or 'more than a day'} on one large GPU (docs/paper_scale.md)"
+    return "; ".join(times) or f"the sizes of the paper: {beyond}"
 
 
 def _cell(value: object) -> str:

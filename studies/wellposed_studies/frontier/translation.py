@@ -126,6 +126,7 @@ def sizes_of(request: Request) -> Sizes:
     "frontier/translation",
     measured={"mini": 10},
     estimated={"medium": 380},
+    beyond="43 h",
     power=Power(
         sizes_of, "BLEU on test", 1.0, "VAR-III less Transformer on Multi30k", ended=PLATEAU
     ),

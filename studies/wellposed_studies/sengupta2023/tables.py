@@ -84,6 +84,7 @@ def judge(scores: Scores, winner: str, *, higher_is_better: bool = True) -> bool
     "sengupta2023/table-1",
     measured={"medium": 154},
     estimated={"mini": 15},
+    beyond="14 days",
     takes=("data",),
     power=Power(imdb_seeds, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3),
 )

@@ -71,6 +71,9 @@ def distances(request: Request) -> Reproduction:
 
     Note: normal tokens, four times as many as the width; what holds of a layer is that its residual
     branch, at most alpha / L times the input, changes distances by no more than that
+
+    Note: that no distance grows holds, and is all that section 3 asks for where it says "within a
+    theoretical bound"; the sentence in question goes further
     """
     rows = _drawn(request, _of_distances)
     least, greatest = ([row[name] for row in rows] for name in ("least", "greatest"))

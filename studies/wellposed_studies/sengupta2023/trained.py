@@ -144,6 +144,9 @@ class Study:
     scale_embeddings: bool = True
     """Whether Transformers multiply embeddings by sqrt(D), as is common; the paper prints no
     scale."""
+    start: str = "rezero"
+    """How TransJect's residual weights begin: rezero, at 0, or sigmoid, at one half; the paper asks
+    for both."""
 
     def group(self, variant: str) -> str:
         """Return the name of the folder of a variant's runs; TransJect has no such scale."""
@@ -339,9 +342,11 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
     )
     config = apply_variant(variant, base)
     # Only TransJect has experts; an option that a model lacks has to stay at its default.
-    experts = sizes.experts if config.model.architecture == "transject" else 1
+    parts: dict[str, Any] = {"num_experts": 1}
+    if config.model.architecture == "transject":
+        parts = {"num_experts": sizes.experts, "residual": study.start}
     # A variant may bring a learning rate of its own; here it is the paper's, or that of the study.
-    return replace(config, model=replace(config.model, num_experts=experts), train=base.train)
+    return replace(config, model=replace(config.model, **parts), train=base.train)
 
 
 def train_study(
