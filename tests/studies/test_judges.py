@@ -315,7 +315,7 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
     judge, holds, against, read, further = VERDICTS[name]
     sides = [judge(*holds, **further), judge(*against, **further)]
     assert [read(side) for side in sides] == [True, False]
-    source = inspect.getsource(inspect.getmodule(RECIPES.get(name).function))
+    source = "".join(inspect.findsource(RECIPES.get(name).function)[0])
     assert judge.__name__ in source.replace(f"def {judge.__name__}(", ""), "the recipe asks it"
 
 
