@@ -21,6 +21,9 @@ PLACEBOS = {
     "labels shuffled": lambda logits: logits.roll(1, 0),
 }
 """What becomes of the answers to a batch before they meet its labels."""
+FILE = {"kim2021": "ptb/ptb.char.train.txt.gz"}
+FILE["frontier/characters"] = "text/tinyshakespeare.txt.gz"
+"""What a paper or an artefact reads, where that is one file."""
 
 
 def altered(task, alter):
@@ -85,13 +88,8 @@ def verdict(name, out, data):
     recipe = RECIPES.get(name)
     paper = name.partition("/")[0]
     given = data["minbert"] if paper == "mcgrath2024" else data["data"]
-    takes = (
-        "data" in recipe.takes and "languages" not in recipe.takes and "vectors" not in recipe.takes
-    )
-    if paper == "kim2021":
-        given = given / "ptb" / "ptb.char.train.txt.gz"
-    if name == "frontier/characters":
-        given = given / "text" / "tinyshakespeare.txt.gz"
+    takes = "data" in recipe.takes and {"languages", "vectors"}.isdisjoint(recipe.takes)
+    given = given / FILE.get(name, FILE.get(paper, ""))
     encoder = str(data["encoder"]) if name == "mcgrath2024/pretrained" else None
     return recipe(Request("toy", out, str(given) if takes else None, encoder=encoder))
 

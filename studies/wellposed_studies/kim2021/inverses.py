@@ -244,7 +244,7 @@ def figure_10(request: Request) -> Reproduction:
     by the standard deviation and by the span of the middle {_MIDDLE:.0%} of values alike; cannot be
     said where the two widths differ, as the paper names none
 
-    Note: tokens are in +-{SPREADS[-1]:g}; the paper does not say how wide they are
+    Note: tokens are in +-10; the paper does not say how wide they are
     """
     tokens, batch, bins = request.pick(
         toy=(6, 2, 11), mini=(64, 32, 61), medium=(64, 128, 101), paper=(64, 128, 101)
