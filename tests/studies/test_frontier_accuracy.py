@@ -4,13 +4,13 @@ attack."""
 import csv
 import dataclasses
 import math
-import random
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from tests.training.certified.test_run import write_texts
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
@@ -138,7 +138,7 @@ def test_runs_are_settled_where_every_one_has_levelled_off(losses, schedule, set
             {"step": k, "split": "valid", "loss": loss} for k, loss in enumerate(curve, start=1)
         ]
         run = SimpleNamespace(failure=failure, config=config, logged=lambda: rows)
-        run.settled = FinishedRun.settled.fget(run)
+        run.settled = vars(FinishedRun)["settled"].fget(run)
         return cast("FinishedRun", run)
 
     assert run(losses).settled is settled
@@ -154,15 +154,6 @@ def test_every_temperature_has_its_control_without_blocks_and_takes_the_rate_of_
     for label, model in MODELS.items():
         assert not model.rate_of or labels.index(model.rate_of) < labels.index(label)
     assert {JUDGED, *PLAIN} <= set(DRAWN)
-
-
-def write_texts(folder):
-    rng = random.Random(0)
-    folder.mkdir(parents=True)
-    pairs = [("pos", "good"), ("neg", "bad")] * 40
-    rows = "".join(f"{label}\ta {word} film {rng.choice('xyz')}\n" for label, word in pairs)
-    (folder / "train.tsv").write_text(f"label\ttext\n{rows}", encoding="utf-8")
-    return folder
 
 
 def test_a_study_without_its_texts_says_what_it_needs(tmp_path):

@@ -122,11 +122,13 @@ class WordSwaps:
         found = list(swapped[gains[places].isfinite()])
         if self.edits_within is not None:
             best = along.mean(0).argmax()[None]
-            for place in sorted({0, len(ids) // 2, len(ids)}):
-                text = torch.cat([ids[:place], best, ids[place:]])
-                found.append(text[: self.edits_within])
+            ends = sorted({0, len(ids) // 2, len(ids)})
+            longer = (torch.cat([ids[:place], best, ids[place:]]) for place in ends)
+            found += [text[: self.edits_within] for text in longer]
             least = own[:, 0].topk(min(self.tries, len(ids) - 1), largest=False).indices.tolist()
-            found += [torch.cat([ids[:place], ids[place + 1 :]]) for place in least]
+            if len(ids) < self.edits_within or torch.equal(ids, self.original):
+                # Else a word that an insertion pushed out would come back.
+                found += [torch.cat([ids[:place], ids[place + 1 :]]) for place in least]
         return found
 
 

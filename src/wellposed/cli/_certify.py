@@ -182,8 +182,7 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
         )
     batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
     with torch.no_grad():
-        logits, (parts,) = bounds.read(batch["input_ids"], batch["attention_mask"])
-    logits = logits[0]
+        (logits,), (parts,) = bounds.read(batch["input_ids"], batch["attention_mask"])
     label = int(logits.argmax())
     attack = _attack(reader, ids, label)
     print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(text.split())} words")
@@ -191,15 +190,16 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
         print(f"no certificate: {bounds.reason}; {attack}")
         return
     most: dict[EditKind, int] = {"words": MOST_WORDS, "edits": 3, "characters": 3}
-    (held,) = hold_texts(bounds, [batch], most, reader)
-    if held.held["words"] >= held.words:
+    (found,) = hold_texts(bounds, [batch], most, reader)
+    held = {kind: max(0, k) for kind, k in found.held.items()}
+    if held["words"] >= found.words:
         print("no words of this vocabulary change it, however many are replaced")
     else:
-        print(f"no {held.held['words']} replaced words change it; {attack}")
+        print(f"no {held['words']} replaced words change it; {attack}")
     if not bounds.unread:
         print(
-            f"nor do {held.held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
-            f" {held.held['characters']} characters (up to 3 tried)"
+            f"nor do {held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
+            f" {held['characters']} characters (up to 3 tried)"
         )
     gains = bounds.gains(label, parts) / len(parts)
     ahead = logits[label] - logits

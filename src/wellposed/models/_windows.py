@@ -182,24 +182,27 @@ class WindowsForSequenceClassification(PreTrainedModel):
     def _read(self, windows: Tensor) -> Tensor:
         """Return the logits of windows of words, without the padding between these; of a frozen
         classifier the means of its last states."""
-        before, behind = (windows.new_tensor(part) for part in self.config.frame or ([], []))
-        whole = torch.cat([ids.expand(len(windows), -1) for ids in (before, behind)], 1)
-        seen = windows != self.config.pad_token_id
-        framed = [whole[:, : len(before)], windows, whole[:, len(before) :]]
-        shown = [torch.ones_like(framed[0]).bool(), seen, torch.ones_like(framed[2]).bool()]
-        ids, seen = torch.cat(framed, 1), torch.cat(shown, 1)
+        frame = self.config.frame or ([], [])
+        before, behind = (windows.new_tensor(part).expand(len(windows), -1) for part in frame)
+        around = before.shape[1], behind.shape[1]
+        seen = nn.functional.pad(windows != self.config.pad_token_id, around, value=True)
         order = (~seen).long().argsort(dim=1, stable=True)
-        longest = max(1, int(seen.sum(1).amax()))
-        ids, seen = (each.gather(1, order)[:, :longest] for each in (ids, seen))
-        seen[:, 0] = True  # a window counts, whatever words it holds
-        found = []
-        for i, m in zip(ids.split(_AT_ONCE), seen.split(_AT_ONCE), strict=True):
-            given = {"input_ids": i, "attention_mask": m.long()}
-            if self.config.frozen:
-                found.append(_mean(self.model.base_model(**given).last_hidden_state, m))
-            else:
-                found.append(self.model(**given).logits)
-        return torch.cat(found)
+        ids = torch.cat([before, windows, behind], 1).gather(1, order)
+        lengths = seen.sum(1).clamp_min(1)  # a window counts, whatever words it holds
+        # In eval mode those of one length are read together: without padding, whatever reads it, a
+        # vote hangs on nothing but its own window.
+        sizes = lengths.amax().expand_as(lengths) if self.model.training else lengths
+        found, order = [], sizes.argsort(stable=True)
+        for same in order.split(sizes.unique(return_counts=True)[1].tolist()):
+            for some in same.split(_AT_ONCE):
+                shown = torch.arange(int(sizes[some[0]]), device=ids.device)
+                seen = shown < lengths[some, None]
+                given = {"input_ids": ids[some][:, shown], "attention_mask": seen.long()}
+                if self.config.frozen:
+                    found.append(_mean(self.model.base_model(**given).last_hidden_state, seen))
+                else:
+                    found.append(self.model(**given).logits)
+        return torch.cat(found)[order.argsort()]
 
     def forward(
         self,
@@ -216,7 +219,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 " words (wellposed certify RUN --words), not in distances of vectors"
             )
         votes = self.votes(input_ids, attention_mask)
-        windows = (votes.sum(-1) > 0).sum(1)[:, None]
+        windows = (votes.sum(-1) != 0).sum(1)[:, None]
         logits = SHARPNESS * votes.sum(1) / windows
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return WindowOutput(loss=loss, logits=logits, votes=votes)

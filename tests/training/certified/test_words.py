@@ -1,5 +1,6 @@
 """Changed words and characters (B14) by independent routes: every change tried, on vocabularies
 small enough."""
+# pyright: reportOptionalMemberAccess=false
 
 import itertools
 import json
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.certification.test_sum import classifier
-from tests.support.tokenizer_folders import bert_words
+from tests.support.tokenizer_folders import bert_words, word_level
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from wellposed.attack import WordAttack, WordSwaps
 from wellposed.cli import main
+from wellposed.cli.prediction.labels import label_lines
 from wellposed.errors import ConfigError, DataError, NotLipschitzError, ShapeError
 from wellposed.nn import ConvexResidual
 from wellposed.report import build_report
@@ -22,6 +24,7 @@ from wellposed.tasks.text.tokenizers import CharacterEncoder, WordEncoder
 from wellposed.training import load_run_model
 from wellposed.training.certified.characters import CharacterEdits
 from wellposed.training.certified.record import WORDS_NAME, read_words
+from wellposed.training.certified.windows import read_texts
 from wellposed.training.certified.word_accuracy import word_accuracy
 from wellposed.training.certified.words import bound_words, hold_texts
 from wellposed.training.folder.result import read_result
@@ -80,11 +83,11 @@ def drawn(count, tokens=4, first=2):
     return torch.randint(first, 8, (count, tokens), generator=generator).tolist()
 
 
-def replaced(text, k):
+def replaced(text, k, vocabulary=()):
     """Every text with any k words replaced by any of the vocabulary."""
     found = []
     for places in itertools.combinations(range(len(text)), k):
-        for words in itertools.product(range(8), repeat=k):
+        for words in itertools.product(vocabulary or range(8), repeat=k):
             other = list(text)
             for place, word in zip(places, words, strict=True):
                 other[place] = word
@@ -146,10 +149,10 @@ def of_words(bounds, limit=16):
     return CharacterEdits.of(bounds.model, tokenizer, limit), tokenizer
 
 
-def characters_away(text):
+def characters_away(text, letters="abx "):
     """Every text one character away, over an alphabet with a letter that no word has."""
     found = {text[:i] + text[i + 1 :] for i in range(len(text))}
-    for letter in "abx ":
+    for letter in letters:
         found |= {text[:i] + letter + text[i:] for i in range(len(text) + 1)}
         found |= {text[:i] + letter + text[i + 1 :] for i in range(len(text))}
     return found
@@ -177,10 +180,36 @@ def test_no_changed_characters_change_a_certified_answer(options, limit):
     assert certified or limit == 5 or options["blocks"]
 
 
+@pytest.mark.parametrize(("limit", "held"), [(5, 1), (16, 2)])
+def test_a_word_that_edits_push_out_of_a_text_is_counted(limit, held):
+    """Two blanks in two of four words: the last word is then behind the cut at 5."""
+    model = model_of(0, unit_embeddings=False)
+    names = ("model.embeddings.token.weight", "classifier.weight", "classifier.bias")
+    table, head, bias = (model.get_parameter(name).data for name in names)
+    table[:] = head[:] = bias[:] = 0
+    # Class 1 wins where the sum of the words, and of two special tokens, is above 0.
+    table[:6, 0] = torch.tensor([0, -10, 1, 1, -1.2, -10])
+    head[1, 0], bias[2] = 1, -99
+    tokenizer = WordEncoder(["a", "c", "ac", "long"]).tokenizer(max_length=limit)
+    characters = CharacterEdits.of(model, tokenizer, limit)
+    ids, cut = (tokenizer(t)["input_ids"][:limit] for t in ("ac ac ac long", "a c a c ac long"))
+    told = [int(logits(characters.bounds, [each]).argmax()) for each in (ids, cut)]
+    assert told == [0, limit == 5]
+    (found,) = hold_texts(characters.bounds, [batch_of([ids])], {"characters": 3}, characters)
+    assert found.held["characters"] == held
+
+
 def test_what_one_character_makes_is_what_the_tokenizer_reads():
-    """Looked-up outcomes of known words, against every string one character away."""
-    characters, tokenizer = of_words(bound_words(model_of(0), seq_len=16))
-    for text in ("abb ba", "a b bb", "ab"):
+    """Looked-up outcomes of known words, one of which may be a special token, against every string
+    one character away."""
+    model, special = model_of(0), word_level(WORDS[:5], "$A", pad_token="bb", unk_token="[UNK]")
+    assert len(special("abba")["input_ids"]) == 3, "one character may make three words"
+    with pytest.raises(ConfigError, match=r"finds bb, \[UNK\] inside words"):
+        CharacterEdits.of(model, special, 16)
+    special.split_special_tokens = True
+    plain = WordEncoder(WORDS).tokenizer(max_length=16)
+    for tokenizer, text in itertools.product((plain, special), ("abb ba", "a b bb", "ab")):
+        characters = CharacterEdits.of(model, tokenizer, 16)
         ids = tokenizer(text)["input_ids"]
         mine = {tuple(t.tolist()) for t in characters.proposals(torch.tensor(ids), 0, label=1)}
         short = {tuple(tokenizer(t)["input_ids"]) for t in characters_away(text)} - {(), tuple(ids)}
@@ -213,6 +242,7 @@ def test_an_attack_by_edits_proposes_texts_one_word_away_of_every_kind():
         found = {tuple(each.tolist()) for each in swaps(torch.tensor(text), 1)}
         assert {len(each) for each in found} == lengths
         assert found <= {each[:within] for each in edited(text)} | {text}
+    assert {len(each) for each in swaps(torch.tensor((6, 2, 3, 4)), 1)} == {4}, "5 would come back"
 
 
 def test_padding_and_wrong_answers_and_all_words():
@@ -235,9 +265,8 @@ def test_positions_and_causal_models_hold_replaced_words_alone(blocks):
     for options in ({"position": "learned"}, {"is_causal": True}):
         bounds = bound_words(model_of(blocks, **options), seq_len=6)
         texts = drawn(4)
-        for text, found in zip(
-            texts, hold_texts(bounds, [batch_of(texts)], {"words": 2, "edits": 1}), strict=True
-        ):
+        held = hold_texts(bounds, [batch_of(texts)], {"words": 2, "edits": 1})
+        for text, found in zip(texts, held, strict=True):
             assert found.held["edits"] == 0
             answers = logits(bounds, replaced(text, found.held["words"])).argmax(-1)
             assert (answers == found.predicted).all()
@@ -270,6 +299,15 @@ def test_other_tokenizers_and_longer_texts_are_refused():
     framed.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
     with pytest.raises(ConfigError, match="2 special tokens around"):
         CharacterEdits.of(model, framed, 9)
+    with pytest.raises(ConfigError, match="9 tokens and the model's embedding 8 rows"):
+        read_texts(model, WordEncoder((*WORDS, "new")).tokenizer(max_length=9), 9)
+
+
+def test_of_classes_that_are_level_the_first_is_told_and_holds_against_nothing():
+    model = model_of(0)
+    torch.nn.utils.vector_to_parameters(torch.zeros(27), model.classifier.parameters())
+    tokenizer = WordEncoder(WORDS).tokenizer(max_length=9)
+    assert list(label_lines(model, tokenizer, ["a b"], 1, certified=True)) == ["LABEL_0\t0.3333\t0"]
 
 
 @pytest.mark.parametrize("words", [0.0, 1.0, 1.5, 2.0, 9.0])
@@ -312,9 +350,7 @@ def test_a_model_without_such_a_loss_is_named():
 
 
 def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, capsys):
-    rows = [
-        f"{label}\t{word} {word} film {word} x\n" for label, word in (("p", "good"), ("n", "bad"))
-    ]
+    rows = [f"{p}\t{word} {word} film {word} x\n" for p, word in (("p", "good"), ("n", "bad"))]
     (tmp_path / "train.tsv").write_text("label\ttext\n" + "".join(rows * 40), encoding="utf-8")
     run = str(tmp_path / "run")
     typed = "--steps 30 --eval-every 30 --checkpoint-every 30 --batch-size 8 --quiet --max-length 9"
@@ -328,19 +364,13 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     rows_of_valid = [row for row in map(json.loads, lines) if row["split"] == "valid"]
     assert all(row["accuracy_held"] <= row["accuracy"] for row in rows_of_valid)
-    result = read_result(Path(run))
-    assert result is not None
-    (numbers,) = result.result["results"].values()
+    (numbers,) = read_result(Path(run)).result["results"].values()
     capsys.readouterr()
     kinds = ["--words", "1,2", "--edits", "1", "--characters", "1", "--examples", "999"]
     assert main(["certify", run, *kinds, "--text", "good bad good film"]) == 0
     shown = capsys.readouterr().out
-    lines = [line.split() for line in shown.splitlines()]
-    table = {
-        tuple(line[:2]): line[2:]
-        for line in lines
-        if line[:1] in (["words"], ["edits"], ["characters"])
-    }
+    lines = re.findall(r"^(words|edits|characters) +(\d) +(\S+) +(\S+)$", shown, re.MULTILINE)
+    table = {(kind, k): shares for kind, k, *shares in lines}
     assert table["words", "1"] == table["words", "1"][:1] * 2, "exact: certified is attacked"
     assert float(table["words", "1"][0]) == pytest.approx(numbers["accuracy_held,test"], abs=1e-4)
     assert len(table) == 4
@@ -376,25 +406,18 @@ def test_a_model_without_a_certificate_is_attacked_and_told_why(capsys, tmp_path
 
 def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path):
     out = tmp_path / "runs"
-    words = (
-        "compare text_classification --data builtin --variants lipschitz,rezero --seeds 1 --steps 4"
-    )
-    small = (
-        "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet"
-    )
-    asked = ["--certify", "4", "--certify-words", "1,3", "--margin-loss", "words:1"]
-    assert main([*words.split(), *small.split(), *asked[:4], "--out", str(out)]) == 0
+    words = "compare text_classification --data builtin --variants lipschitz,rezero --seeds 1"
+    small = "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
+    asked = "--steps 4 --quiet --certify 4 --certify-words 1,3"
+    assert main([*f"{words} {small} {asked}".split(), "--out", str(out)]) == 0
     for variant in ("lipschitz", "rezero"):
         folder = out / variant / "seed-0"
-        result = read_result(folder)
-        date = str(result.result["date"])
+        date = str(read_result(folder).result["date"])
         found = read_words(folder, run_date=date)
         assert (found.counts, found.split, found.examples) == ([0, 1, 3], "test", 4)
         assert all(sure <= seen for sure, seen in zip(found.certified, found.attacked, strict=True))
-        assert found.metrics() == {
-            "words@1,test": found.certified[1],
-            "words@3,test": found.certified[2],
-        }
+        metrics = zip(("words@1,test", "words@3,test"), found.certified[1:], strict=True)
+        assert found.metrics() == dict(metrics)
         assert len(found.shown) == 4
         if variant == "rezero":
             assert found.certified[1:] == [0.0, 0.0]

@@ -56,7 +56,7 @@ def label_lines(
 ) -> Iterator[str]:
     """Yield the most probable label of every line and its probability, with a tab between; and
     where ``certified``, how many words of it cannot turn the label, whatever they are replaced by
-    (B14).
+    (B14); the label is then that of double precision.
 
     A text that is longer than those the model was trained on is cut as they were; standard error
     says which lines.
@@ -82,9 +82,8 @@ def label_lines(
         given = [list(side) for side in sides]
         of_windows = hasattr(model, "votes")
         unit = "word" if of_windows else "token"
-        if of_windows:
-            read = [split_words(text) for text in given[0]]
-        else:
+        read = [split_words(text) for text in given[0]]
+        if not of_windows:
             read = tokenizer(*given, verbose=False)["input_ids"]
         lengths = [len(each) for each in read]
         cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
@@ -122,13 +121,13 @@ def label_lines(
             inputs = first | {f"{name}_pair": value for name, value in second.items()}
         else:
             inputs = encoded(start, *sides)
-        found = label_and_probability(model, inputs, "text")
+        found = label_and_probability(model if bounds is None else bounds.model, inputs, "text")
         if bounds is None:
             yield from found
         else:
             texts = hold_texts(bounds, [inputs], {"words": MOST_WORDS})
             for line, text in zip(found, texts, strict=True):
-                yield f"{line}\t{min(text.held['words'], text.words)}"
+                yield f"{line}\t{max(0, min(text.held['words'], text.words))}"
     say_long(sorted(cut), limit)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wellposed.attack import Propose, WordSwaps
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, shortened
 from wellposed.training.certified.words import EditKind, Menu, WordBounds, bound_words
 
 _TRIES = 32
@@ -30,9 +30,10 @@ class CharacterEdits:
 
     Args:
         bounds: of the model that reads the words.
-        vocabulary: ids by word, without special tokens.
+        vocabulary: ids by word, without the unknown token.
         tokenizer: that of the model.
-        limit: most tokens of a text; one that is as long may have been cut, and its cut moves.
+        limit: most tokens of a text. One that is as long may have been cut, and its cut moves; one
+            that edits can make longer is cut then.
     """
 
     def __init__(
@@ -63,16 +64,20 @@ class CharacterEdits:
         inner = getattr(tokenizer, "backend_tokenizer", None)
         form = {} if inner is None else json.loads(inner.to_str())
         kinds = [(form.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
-        added = tokenizer.num_special_tokens_to_add()
-        if kinds != ["WordLevel", "WhitespaceSplit"] or form["normalizer"] is not None or added:
+        around = tokenizer.num_special_tokens_to_add()
+        added, cut = form.get("added_tokens", ()), tokenizer.split_special_tokens
+        inside = [token["content"] for token in added if not (cut and token["special"])]
+        by_words = kinds == ["WordLevel", "WhitespaceSplit"] and form["normalizer"] is None
+        if not by_words or around or inside:
             raise ConfigError(
                 "words and characters are counted for words between white space, and this tokenizer"
                 f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer"
-                f" and {added} special tokens around a text; train with --tokenizer word"
+                f" and {around} special tokens around a text, and finds"
+                f" {shortened(inside) or 'none'} inside words; train with --tokenizer word"
             )
         bounds = bound_words(model, seq_len=limit, required=required)
-        special = set(tokenizer.all_special_tokens)
-        words = {word: n for word, n in tokenizer.get_vocab().items() if word not in special}
+        unknown = tokenizer.unk_token_id
+        words = {word: n for word, n in tokenizer.get_vocab().items() if n != unknown}
         return cls(bounds, words, tokenizer, limit)
 
     def menu(self, ids: Tensor, label: int, count: int) -> Menu:
@@ -81,16 +86,14 @@ class CharacterEdits:
 
         Edits that touch words of their own are looked up one by one; those that meet are any words.
         """
-        if len(ids) >= self.limit:
+        if len(ids) + count > self.limit:
             return self.bounds.any_words(ids, label, [(2 * count, 2 * count, 4 * count)])
         found: dict[Shape, list[Tensor]] = defaultdict(list)
         words = ids.tolist()
-        for start in range(len(words)):
-            for touched in (words[start : start + 1], words[start : start + 2]):
-                for shape, gain in self._gains(tuple(touched), label).items():
-                    found[shape].append(gain)
-        for shape, gain in self._gains((), label).items():
-            found[shape] += [gain] * count
+        touched = [tuple(words[start : start + n]) for start in range(len(words)) for n in (1, 2)]
+        for some in touched + [()] * count:
+            for shape, gain in self._gains(some, label).items():
+                found[shape].append(gain)
         sums = {
             shape: torch.stack(gains).sort(0, descending=True).values[:count].cumsum(0)
             for shape, gains in found.items()

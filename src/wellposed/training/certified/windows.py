@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wellposed.attack import Propose, WindowSwaps, in_dtype
+from wellposed.errors import ConfigError
 from wellposed.tasks.text.tokenizers import split_words
 from wellposed.tasks.text.windows import encode_words
 from wellposed.training.certified.characters import CharacterEdits
@@ -62,7 +63,7 @@ class WindowBounds:
         """Return the mean votes of a batch, and the votes of each text, (windows, classes): of the
         windows that begin at each of its words where ``shifted``."""
         votes = self.model.votes(input_ids, attention_mask, every=shifted)
-        texts = [each[each.sum(1) > 0] for each in votes]
+        texts = [each[each.sum(1) != 0] for each in votes]
         return torch.stack([text.mean(0) for text in texts]), texts
 
     def count(self, votes: Tensor) -> int:
@@ -82,8 +83,8 @@ class WindowBounds:
         is not the label."""
         if not self.paired:
             return held_by_sorting(self, logits, texts, labels, most)
-        pairs = zip(texts, labels, strict=True)
-        return [self._pairs_held(votes, label, "words", most) for votes, label in pairs]
+        given = zip(logits, texts, labels, strict=True)
+        return [self.held_edits(text, "words", most, None) for text in given]
 
     def held_edits(
         self, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
@@ -92,12 +93,12 @@ class WindowBounds:
         shifted windows."""
         del characters
         _, votes, label = text
-        if self.paired:
-            return self._pairs_held(votes, label, kind, most)
         others = torch.arange(votes.shape[1]) != label
         margins = (votes[:, label, None] - votes)[:, others]
         if not bool((margins[:: self.words].sum(0) > 0).all()):
             return -1
+        if self.paired:
+            return self._pairs_held(margins, kind, most)
         spills = kind == "characters"
         least = least_sums(margins.numpy(), self.words, most, self.limit, spills=spills)
         return most_held(lambda k: bool((least[k] > ROUNDING * (1 + len(votes))).all()), most)
@@ -111,14 +112,10 @@ class WindowBounds:
         found[rows, columns] = found[columns, rows] = pairs
         return found
 
-    def _pairs_held(self, votes: Tensor, label: int, kind: EditKind, most: int) -> int:
+    def _pairs_held(self, margins: Tensor, kind: EditKind, most: int) -> int:
         """As `held_edits`, of pairs: d removed words take at most the sum of the d largest of what
         all pairs of a word have, less half its d - 1 smallest, since a pair of two removed words is
         counted twice; b added words bring b (n - d) + b (b + 1) / 2 pairs."""
-        others = torch.arange(votes.shape[1]) != label
-        margins = (votes[:, label, None] - votes)[:, others]
-        if not bool((margins.sum(0) > 0).all()):
-            return -1
         square, ahead = self._pair_matrix(margins), margins.sum(0)
         count, of_words = len(square), square.sum(1)
         square[torch.arange(count), torch.arange(count)] = math.inf
@@ -130,8 +127,8 @@ class WindowBounds:
             return taken.topk(removed, dim=0).values.sum(0) + new
 
         def holds(k: int) -> bool:
-            # A character may split a word or join two, and move the cut.
-            total = (4 if count >= self.limit else 3) * k
+            # A character may split a word or join two, and move the cut, or make one.
+            total = (4 if count + k > self.limit else 3) * k
             reach = 2 * k if kind == "characters" else k
             pairs = [(d, min(reach, total - d)) for d in range(reach + 1)]
             pairs = [(k, k)] if kind == "words" else pairs
@@ -178,10 +175,10 @@ class WindowBounds:
     @cached_property
     def _pool(self) -> tuple[Tensor, Tensor]:
         """Words that an attack may insert, and the vote of a window that holds only that word."""
-        names = self.tokenizer.batch_decode(
-            [[n] for n in range(min(len(self.tokenizer), 4 * _POOL))]
-        )
-        words = [name.strip() for name in names if name.strip().isalpha()][:_POOL]
+        ids = range(min(len(self.tokenizer), 4 * _POOL))
+        names = [name.strip() for name in self.tokenizer.batch_decode([[n] for n in ids])]
+        letters = [name for name in names if name.isalpha()]
+        words = (letters or [name for name in names if split_words(name) == [name]])[:_POOL]
         rows = torch.stack(self._rows([[word] for word in words]))
         return rows, self._votes(rows)
 
@@ -191,15 +188,11 @@ class WindowBounds:
 
     def _swaps(self, window: Tensor, target: int) -> Tensor:
         """Return the window with each word replaced by the words that speak most for a class."""
-        blank, new = self.model.config.pad_token_id, self._strongest(target)
-        found = []
-        for start in range(0, len(window), self.tokens):
-            place = slice(start, start + self.tokens)
-            if bool((window[place] != blank).any()):
-                others = window.repeat(len(new), 1)
-                others[:, place] = new
-                found.append(others)
-        return torch.cat(found)
+        words, new = window.view(-1, self.tokens), self._strongest(target)
+        places = (words != self.model.config.pad_token_id).any(1).nonzero()[:, 0]
+        found = words.repeat(len(places), len(new), 1, 1)
+        found[torch.arange(len(places)), :, places] = new
+        return found.flatten(2).flatten(0, 1)
 
     def _weakest_words(self, ids: Tensor, target: int, label: int) -> list[int]:
         """Return where each word begins, of the windows that favour the label most over the
@@ -207,37 +200,42 @@ class WindowBounds:
         votes = self._votes(self._windows(ids))
         order = (votes[:, target] - votes[:, label]).argsort()[:_TRIES].tolist()
         size = self.tokens * self.words
-        starts = [w * size + t for w in order for t in range(0, size, self.tokens)]
-        return [start for start in starts if start < len(ids)]
+        return [at for w in order for at in range(w * size, len(ids), self.tokens)[: self.words]]
 
     def _edited(self, swaps: WindowSwaps, ids: Tensor, target: int) -> Sequence[Tensor]:
         """Return texts with a word more, less or replaced."""
         found = list(swaps(ids, target)) if len(ids) == len(swaps.original) else []
         best, most = self._strongest(target)[0], self.limit * self.tokens
         weak = self._weakest_words(ids, target, swaps.label)
-        for start in (0, *weak):
-            found.append(torch.cat([ids[:start], best, ids[start:]])[:most])
-        if len(ids) > self.tokens:
+        found += [torch.cat([ids[:start], best, ids[start:]])[:most] for start in (0, *weak)]
+        if len(ids) > self.tokens and self._may_shrink(swaps, ids):
             found += [torch.cat([ids[:start], ids[start + self.tokens :]]) for start in weak]
         return found
+
+    def _may_shrink(self, swaps: WindowSwaps, ids: Tensor) -> bool:
+        """Whether no word was pushed out by an earlier edit, which would come back."""
+        return len(ids) < self.limit * self.tokens or torch.equal(ids, swaps.original)
 
     def _mistyped(self, swaps: WindowSwaps, ids: Tensor, target: int) -> Sequence[Tensor]:
         """Return texts with one character of a word more, less or replaced, of words that their
         tokens spell."""
-        starts = self._weakest_words(ids, target, swaps.label)
-        words = [ids[start : start + self.tokens] for start in starts]
-        names = [self.tokenizer.decode(row, skip_special_tokens=True).strip() for row in words]
-        made = [[[name], *map(split_words, one_character_away(name))] for name in names]
-        rows = iter(self._rows([text for texts in made for text in texts]))
+        blank, size = self.model.config.pad_token_id, self.tokens + 1
+        least = 1 if self._may_shrink(swaps, ids) else len(ids)
         found = []
-        for start, word, name, texts in zip(starts, words, names, made, strict=True):
-            same, *others = (next(rows) for _ in texts)
+        for start in self._weakest_words(ids, target, swaps.label):
+            word, behind = ids[start : start + self.tokens], ids[start + self.tokens :]
+            name = self.tokenizer.decode(word, skip_special_tokens=True).strip()
             # A name that its tokens spell with blanks is no word: one edit would make many of it.
-            if split_words(name) != [name] or not torch.equal(same, word):
+            if split_words(name) != [name] or not torch.equal(self._rows([[name]])[0], word):
                 continue
-            behind = ids[start + self.tokens :]
-            texts_made = (torch.cat([ids[:start], other, behind]) for other in others)
-            found += [text[: self.limit * self.tokens] for text in texts_made if len(text)]
+            made = [split_words(text) for text in one_character_away(name)]
+            wider = encode_words(self.tokenizer, made, size)
+            for other, whole in zip(self._rows(made), wider, strict=True):
+                text = torch.cat([ids[:start], other, behind])
+                # A word that is cut would be mistyped again as if nothing were behind the cut.
+                cut = any(blank not in whole[at : at + size] for at in range(0, len(whole), size))
+                if len(text) >= least and not cut:
+                    found.append(text[: self.limit * self.tokens])
         return found
 
 
@@ -325,8 +323,15 @@ def read_texts(model: Any, tokenizer: Any, limit: int, *, required: bool = True)
     one character and one word can do to a model of words.
 
     Raises:
+        ConfigError: the tokenizer has tokens that the model lacks.
         ConfigError, NotLipschitzError: as `CharacterEdits.of`, of any other model.
     """
-    if hasattr(model, "votes"):
-        return WindowBounds(model, tokenizer, limit)
-    return CharacterEdits.of(model, tokenizer, limit, required=required)
+    whole = partial(CharacterEdits.of, required=required)
+    found = (WindowBounds if hasattr(model, "votes") else whole)(model, tokenizer, limit)
+    rows = len(found.bounds.model.get_input_embeddings().weight)
+    if (tokens := max(tokenizer.get_vocab().values()) + 1) > rows:
+        raise ConfigError(
+            f"the tokenizer has {tokens} tokens and the model's embedding {rows} rows: one of the two"
+            " was changed after training; use the tokenizer that was saved with the model"
+        )
+    return found

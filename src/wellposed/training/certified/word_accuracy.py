@@ -119,11 +119,7 @@ def _texts(batches: Iterable[Mapping[str, Tensor]]) -> Iterable[Tensor]:
 
 
 def _attacked(
-    reader: TextReader,
-    most: Mapping[EditKind, int],
-    text: TextHeld,
-    ids: Tensor,
-    beam: int,
+    reader: TextReader, most: Mapping[EditKind, int], text: TextHeld, ids: Tensor, beam: int
 ) -> tuple[dict[EditKind, int], Tensor]:
     """Return how many edits of each kind the attack needs, one more than asked where it fails, and
     the text with words replaced."""
@@ -132,7 +128,7 @@ def _attacked(
     for kind, count in most.items():
         attack = WordAttack(reader.bounds.model, reader.propose(kind, ids, text.label), beam)
         needed[kind], turned = attack.fewest_edits(ids, text.label, count)
-        if needed[kind] <= min(count, text.held[kind]):
+        if max(1, needed[kind]) <= min(count, text.held[kind]):
             raise UnsoundBoundError(
                 f"words: {needed[kind]} {kind} turn a text of label {text.label} that is certified"
                 f" against {text.held[kind]}: {ids.tolist()} became {turned.tolist()}; please report"

@@ -306,7 +306,7 @@ class TextHeld:
     """Words of the text, or windows of words."""
     held: dict[EditKind, int]
     """For each kind, the largest number of edits, of those asked for, that is certified; -1 where
-    the answer is not the label."""
+    the answer is not the label, or level with another class."""
 
 
 def hold_texts(
